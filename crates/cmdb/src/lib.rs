@@ -1,0 +1,11 @@
+//! Who is hosted here: the records of tenants and sites, the store that keeps them, and the complete
+//! in-memory copy each process watches, so that a request never asks the store.
+//!
+//! Not here: routing of requests (`edge::route`), processes (`keeper`), the command line (`nagaya`).
+//! Nothing in this crate acts on what it knows.
+
+pub mod names;
+pub mod record;
+
+pub use names::{HostPattern, NameError, SiteName, TenantName};
+pub use record::{Backend, Change, Site, Tenant};

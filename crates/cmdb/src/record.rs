@@ -1,0 +1,205 @@
+//! The records: a tenant, a site, and how a site is served. The same JSON is stored, exported, imported
+//! and sent to the processes that watch.
+//!
+//! Not here: the store (`store`), the in-memory copy (`table`).
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::names::{HostPattern, SiteName, TenantName};
+
+/// An owner of sites: one uid, one home, limits that hold for all its sites together.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tenant {
+    pub name: TenantName,
+    /// Its processes run under this uid. Never 0.
+    pub uid: u32,
+    pub gid: u32,
+    /// Relative document roots of its sites lie beneath this directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub home: Option<PathBuf>,
+    /// Requests of all its sites that may run at once. None: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_concurrent: Option<u32>,
+    /// PHP workers it may have at once. None: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub php_workers: Option<u32>,
+}
+
+/// Host names (and below them a path) served one way.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Site {
+    pub name: SiteName,
+    pub tenant: TenantName,
+    pub hosts: Vec<HostPattern>,
+    /// Only requests at or below this path are this site's; the longest match wins. Segment-wise: `/blog`
+    /// matches `/blog` and `/blog/x`, not `/blogger`. It stays part of the path the backend sees; a
+    /// document root is mounted at it (`/blog/x` is `x` in the root).
+    #[serde(default = "root_path", skip_serializing_if = "is_root_path")]
+    pub path: String,
+    pub backend: Backend,
+    /// Requests of this site that may run at once. None: only its tenant's limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_concurrent: Option<u32>,
+}
+
+fn root_path() -> String {
+    "/".into()
+}
+
+fn is_root_path(path: &str) -> bool {
+    path == "/"
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
+/// How a site's requests are answered: `{"kind": "php", "root": "wiki", ...}`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum Backend {
+    /// Files.
+    Static(Files),
+    /// Files, of which some are programs run once per request (RFC 3875).
+    Cgi(Files),
+    /// Files, of which `*.php` run in FastCGI workers that nagaya owns.
+    Php(Files),
+    /// A server that already runs somewhere.
+    Http(Http),
+    /// A server that nagaya starts and keeps.
+    App(App),
+}
+
+impl Backend {
+    /// The word for it in records, commands, logs and metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Static(_) => "static",
+            Self::Cgi(_) => "cgi",
+            Self::Php(_) => "php",
+            Self::Http(_) => "http",
+            Self::App(_) => "app",
+        }
+    }
+
+    /// The document root and what goes with it, for the kinds that have one.
+    pub fn files(&self) -> Option<&Files> {
+        match self {
+            Self::Static(files) | Self::Cgi(files) | Self::Php(files) => Some(files),
+            Self::Http(_) | Self::App(_) => None,
+        }
+    }
+}
+
+/// A document root and how its files, and the programs among them, are served.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Files {
+    /// Document root: beneath the tenant's home if relative.
+    pub root: PathBuf,
+    /// Tried in this order for a directory. Empty: `index.html` (before it `index.php` for PHP, `index.cgi` for CGI).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub index: Vec<String>,
+    /// List a directory that has no index.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub listing: bool,
+    /// Status code (as text) to a file beneath the root, e.g. `{"404": "404.html"}`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub error_documents: BTreeMap<String, String>,
+    /// `Cache-Control` of files; none is sent if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_control: Option<String>,
+    /// Path prefixes below the root that are never served, e.g. `/data`, `/conf` for DokuWiki. Segment-wise.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub deny: Vec<String>,
+    /// A program beneath the root that also gets every path with no file, e.g. `index.php` for WordPress.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub front_controller: Option<String>,
+    /// CGI only: file name endings that are programs. Empty: `.cgi`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub extensions: Vec<String>,
+    /// CGI and PHP: variables for each program, set by the operator.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// CGI and PHP: longest run of one program, seconds. None: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Http {
+    /// `host:port`, `[v6]:port` or `unix:/path`.
+    pub address: String,
+    /// Send this as Host instead of the client's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_header: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct App {
+    /// Program and arguments. `{socket}` and `{port}` are replaced; `$NAGAYA_SOCKET` or `$PORT` is set too.
+    pub command: Vec<String>,
+    /// Working directory: beneath the tenant's home if relative.
+    pub directory: PathBuf,
+    #[serde(default)]
+    pub listen: Listen,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// How long it may take until it listens, seconds. None: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start_seconds: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Listen {
+    /// A Unix socket at a path nagaya gives it.
+    #[default]
+    Socket,
+    /// A loopback TCP port nagaya gives it.
+    Port,
+}
+
+/// One step from a state of the store to the next.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    PutTenant(Tenant),
+    DropTenant(TenantName),
+    PutSite(Box<Site>),
+    DropSite(SiteName),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_site_reads_and_writes_the_same_json() {
+        let text = r#"{"name":"wiki","tenant":"demo","hosts":["wiki.localhost"],"backend":{"kind":"php","root":"wiki","error_documents":{"404":"e/404.html"},"deny":["/data"]}}"#;
+        let site: Site = serde_json::from_str(text).unwrap();
+        assert_eq!(site.backend.kind(), "php");
+        assert_eq!(serde_json::to_string(&site).unwrap(), text);
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused() {
+        let text =
+            r#"{"name":"w","tenant":"d","hosts":["w"],"backend":{"kind":"static","root":"w","rooot":"x"}}"#;
+        assert!(serde_json::from_str::<Site>(text).is_err());
+        let text =
+            r#"{"name":"w","tenant":"d","hosts":["w"],"colour":1,"backend":{"kind":"static","root":"w"}}"#;
+        assert!(serde_json::from_str::<Site>(text).is_err());
+    }
+}

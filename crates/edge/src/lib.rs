@@ -1,0 +1,7 @@
+//! The unprivileged half of nagaya: sockets, TLS, HTTP, and the life of a request.
+//!
+//! Start reading at `request.rs`. Not here: cgroups, processes and tenants' rights (`keeper`), records of
+//! sites (`cmdb`), the process around it (`nagaya`).
+
+pub mod message;
+pub mod refusal;

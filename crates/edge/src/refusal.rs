@@ -1,0 +1,154 @@
+//! Every way nagaya says no to a request, and the one table that turns it into a response.
+//!
+//! Not here: a backend's own error responses (those are answers), or a tenant's error documents (`files`).
+
+use bytes::Bytes;
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderValue, StatusCode};
+use nagaya_base::{Code, RequestId};
+
+use crate::message::{Response, ResponseBody};
+
+/// Why a request got no answer from its site.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("the request is not valid HTTP: {0}")]
+    BadRequest(&'static str),
+    #[error("no site answers to this host name")]
+    UnknownHost,
+    #[error("this connection's certificate is for another site")]
+    Misdirected,
+    #[error("nothing is served at this path")]
+    NotFound,
+    #[error("this path may not be served: {0}")]
+    Forbidden(&'static str),
+    #[error("this method is not allowed here")]
+    MethodNotAllowed(&'static str),
+    #[error("the request head is too large")]
+    HeadTooLarge,
+    #[error("the request target is too long")]
+    TargetTooLong,
+    #[error("the request body is larger than the site allows")]
+    BodyTooLarge,
+    #[error("the request took too long to arrive")]
+    RequestTimeout,
+    #[error("an expectation other than 100-continue")]
+    ExpectationFailed,
+    #[error("this HTTP version is not spoken here")]
+    VersionNotSupported,
+    #[error("as many requests of this site wait as may wait")]
+    QueueFull { retry_after_seconds: u32 },
+    #[error("waited as long as a request may wait for its turn")]
+    QueueTimeout { retry_after_seconds: u32 },
+    #[error("the node cannot take this request now: {0}")]
+    Overloaded(&'static str),
+    #[error("the node is shutting down")]
+    Draining,
+    #[error("the backend cannot be reached: {0}")]
+    BackendUnreachable(String),
+    #[error("the backend's answer is not acceptable: {0}")]
+    BackendInvalid(String),
+    #[error("the backend did not answer in time")]
+    BackendTimeout,
+    #[error("the site is not set up correctly: {0}")]
+    SiteBroken(String),
+    #[error("the client left")]
+    ClientGone,
+}
+
+/// One row of the table: what the client sees, what the operator can look up, who is to blame.
+pub struct Row {
+    pub status: StatusCode,
+    pub code: Code,
+    /// Label of the `reason` in metrics and the access log.
+    pub reason: &'static str,
+    pub blame: Blame,
+    /// The connection cannot be trusted afterwards.
+    pub close: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blame {
+    Client,
+    Site,
+    Node,
+}
+
+impl Refusal {
+    /// The table.
+    pub fn row(&self) -> Row {
+        use Blame::{Client, Node, Site};
+        let row = |status, code, reason, blame, close| Row { status, code: Code(code), reason, blame, close };
+        match self {
+            Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client, true),
+            Self::UnknownHost => row(StatusCode::NOT_FOUND, 402, "unknown_host", Client, false),
+            Self::Misdirected => row(StatusCode::MISDIRECTED_REQUEST, 403, "misdirected", Client, false),
+            Self::NotFound => row(StatusCode::NOT_FOUND, 404, "not_found", Client, false),
+            Self::Forbidden(_) => row(StatusCode::FORBIDDEN, 405, "forbidden", Client, false),
+            Self::MethodNotAllowed(_) => row(StatusCode::METHOD_NOT_ALLOWED, 406, "method", Client, false),
+            Self::HeadTooLarge => {
+                row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, 407, "head_too_large", Client, true)
+            }
+            Self::TargetTooLong => row(StatusCode::URI_TOO_LONG, 408, "target_too_long", Client, true),
+            Self::BodyTooLarge => row(StatusCode::PAYLOAD_TOO_LARGE, 409, "body_too_large", Client, true),
+            Self::RequestTimeout => row(StatusCode::REQUEST_TIMEOUT, 410, "request_timeout", Client, true),
+            Self::ExpectationFailed => row(StatusCode::EXPECTATION_FAILED, 411, "expectation", Client, true),
+            Self::VersionNotSupported => {
+                row(StatusCode::HTTP_VERSION_NOT_SUPPORTED, 412, "version", Client, true)
+            }
+            Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site, false),
+            Self::QueueTimeout { .. } => {
+                row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site, false)
+            }
+            Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node, false),
+            Self::Draining => row(StatusCode::SERVICE_UNAVAILABLE, 416, "draining", Node, true),
+            Self::BackendUnreachable(_) => {
+                row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site, false)
+            }
+            Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site, false),
+            Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site, false),
+            Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site, false),
+            // 499 is never sent: it is what the access log says of a client that left.
+            Self::ClientGone => {
+                row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client, true)
+            }
+        }
+    }
+
+    /// The response for it. Says what happened and where to look it up; never what is inside the node.
+    pub fn into_response(self, id: RequestId) -> Response {
+        let row = self.row();
+        let detail = match &self {
+            Self::BadRequest(_) | Self::Forbidden(_) | Self::MethodNotAllowed(_) => self.to_string(),
+            // What a backend did is the operator's business: the log has it under the request id.
+            Self::BackendUnreachable(_) => "the backend cannot be reached".into(),
+            Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
+            Self::SiteBroken(_) => "the site is not set up correctly".into(),
+            _ => self.to_string(),
+        };
+        let reason = row.status.canonical_reason().unwrap_or("Error");
+        let page = format!(
+            "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>{status} {reason}</title>\
+             <h1>{status} {reason}</h1><p>{detail}.</p><p><small>{code} &middot; request {id}</small></p></html>\n",
+            status = row.status.as_u16(),
+            code = row.code,
+        );
+        let mut response = Response::new(row.status)
+            .with_header(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"))
+            .with_header(CACHE_CONTROL, HeaderValue::from_static("no-store"))
+            .with_body(ResponseBody::Bytes(Bytes::from(page)));
+        match self {
+            Self::QueueFull { retry_after_seconds } | Self::QueueTimeout { retry_after_seconds } => {
+                response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
+            }
+            Self::Overloaded(_) | Self::Draining => {
+                response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            Self::MethodNotAllowed(allowed) => {
+                response.headers.insert(ALLOW, HeaderValue::from_static(allowed));
+            }
+            _ => {}
+        }
+        response
+    }
+}

@@ -1,0 +1,97 @@
+//! The keeper's verbs: what an edge can ask for, and what it gets. A closed set.
+//!
+//! One message is one datagram on a Unix `SOCK_SEQPACKET` socket, postcard-encoded, at most
+//! `limits::KEEPER_MESSAGE_MAX` bytes, with at most `limits::KEEPER_FDS_MAX` file descriptors. Not here: the
+//! doing (`server`), the asking (`client`).
+
+use nagaya_cmdb::{SiteName, TenantName};
+use serde::{Deserialize, Serialize};
+
+/// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
+/// exists only while an upgrade runs.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// From edge to keeper. `tag` comes back in the answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ask {
+    pub tag: u64,
+    pub verb: Verb,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Verb {
+    /// First message of a connection.
+    Hello { version: u32 },
+    /// The site's document root. Answer: `Root` with one descriptor (`O_PATH | O_DIRECTORY`).
+    OpenRoot { site: SiteName },
+    /// Run a program of the site once. `script` is relative to the document root. Answer: `Spawned` with
+    /// two descriptors: its standard input (write end) and output (read end). Its standard error goes to the keeper's log.
+    SpawnCgi { site: SiteName, script: String, env: Vec<(String, String)> },
+    /// A PHP worker under this tenant's uid, for this connection alone. Answer: `Spawned` with one
+    /// descriptor, the FastCGI connection.
+    SpawnPhp { tenant: TenantName },
+    /// A connection to the site's application, which is started if it does not run. Answer: `Connected`
+    /// with one descriptor, once it listens.
+    ConnectApp { site: SiteName },
+    /// End what a `Spawned` answer began, with every process it started. No answer.
+    End { process: ProcessId },
+    /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
+    /// or `Failed` with `Failure::NotFound`.
+    OpenCertificate { name: String },
+    /// What runs now, as JSON for `nagaya status`. Answer: `Status`.
+    Status,
+}
+
+/// What the keeper calls one spawned process tree. Never a pid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ProcessId(pub u64);
+
+/// From keeper to edge.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer {
+    Reply {
+        tag: u64,
+        reply: Reply,
+    },
+    /// A spawned process has ended (by itself or by `End`), and nothing of its tree is left.
+    Ended {
+        process: ProcessId,
+        exit: Exit,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    Hello { version: u32 },
+    Root,
+    Spawned { process: ProcessId },
+    Connected,
+    Certificate,
+    Status { json: String },
+    Failed { failure: Failure, code: u16, message: String },
+}
+
+/// Why a verb failed, coarse enough for the edge to choose a status code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Failure {
+    /// No such site, tenant, script or certificate.
+    NotFound,
+    /// It exists and may not be used: permissions, outside the root, not executable.
+    Forbidden,
+    /// A limit is reached; asking later may help.
+    Busy,
+    /// It was started and failed, or took too long to listen.
+    Broken,
+    /// The message itself was not acceptable.
+    Invalid,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// Exit status, if it exited.
+    pub status: Option<i32>,
+    /// Signal, if one ended it.
+    pub signal: Option<i32>,
+    /// User and system CPU time of the process and the children it waited for, microseconds.
+    pub cpu_us: u64,
+}
