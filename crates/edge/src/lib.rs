@@ -4,4 +4,5 @@
 //! sites (`cmdb`), the process around it (`nagaya`).
 
 pub mod message;
+pub mod options;
 pub mod refusal;

@@ -1,0 +1,114 @@
+//! The feed: how the supervisor tells its processes what is hosted here, and how they answer it.
+//!
+//! A frame is a 4-byte little-endian length and that many bytes of JSON, over a Unix stream socket that
+//! the supervisor made. Both ends are one program; a frame that does not decode ends the process that
+//! read it, and the supervisor starts it anew. Not here: the sockets (`nagaya`), the copy (`table`).
+
+use std::io::{self, Read, Write};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::record::Change;
+
+/// Longest frame, in bytes. The largest is one batch of changes: `BATCH_MAX` records of at most 64 KiB.
+pub const FRAME_LEN_MAX: usize = 256 << 20;
+
+/// Most changes sent in one frame.
+pub const BATCH_MAX: usize = 4096;
+
+/// From the supervisor to a process.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Down {
+    /// Settings of this process (its own `Options` type); first frame, and again when configuration changed.
+    Options(serde_json::Value),
+    /// These changes, in this order.
+    Apply(Vec<Change>),
+    /// All changes up to this revision have been sent and now become visible together: what arrived by
+    /// `Apply` since the last `Commit` is applied atomically.
+    Commit { revision: u64 },
+    /// Take no new connections, finish what runs, then exit.
+    Drain,
+    /// Log files were moved: open them anew.
+    ReopenLogs,
+    /// Answer with `Up::Answer` and the same tag.
+    Ask { tag: u64, question: Question },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Question {
+    /// Prometheus text of this process.
+    Metrics,
+    /// JSON object for `nagaya status`.
+    Status,
+}
+
+/// From a process to the supervisor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Up {
+    /// It serves, and knows everything up to this revision. Sent after each `Commit`.
+    Ready {
+        revision: u64,
+    },
+    Answer {
+        tag: u64,
+        text: String,
+    },
+}
+
+pub fn encode(frame: &impl Serialize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; 4];
+    serde_json::to_writer(&mut bytes, frame)?;
+    let len = bytes.len() - 4;
+    if len > FRAME_LEN_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("feed frame of {len} bytes")));
+    }
+    let len = u32::try_from(len).expect("FRAME_LEN_MAX fits 32 bits");
+    bytes[..4].copy_from_slice(&len.to_le_bytes());
+    Ok(bytes)
+}
+
+pub fn write(to: &mut impl Write, frame: &impl Serialize) -> io::Result<()> {
+    to.write_all(&encode(frame)?)
+}
+
+/// The next frame, or `None` where the other end closed between two frames.
+pub fn read<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Option<T>> {
+    let mut len = [0; 4];
+    match from.read_exact(&mut len) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let len = u32::from_le_bytes(len) as usize;
+    if len > FRAME_LEN_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("feed frame of {len} bytes")));
+    }
+    let mut bytes = vec![0; len];
+    from.read_exact(&mut bytes)?;
+    Ok(Some(serde_json::from_slice(&bytes)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_arrive_in_order_and_the_end_is_clean() {
+        let mut wire = Vec::new();
+        write(&mut wire, &Up::Ready { revision: 7 }).unwrap();
+        write(&mut wire, &Up::Answer { tag: 1, text: "x".into() }).unwrap();
+        let mut from = wire.as_slice();
+        assert_eq!(read::<Up>(&mut from).unwrap(), Some(Up::Ready { revision: 7 }));
+        assert_eq!(read::<Up>(&mut from).unwrap(), Some(Up::Answer { tag: 1, text: "x".into() }));
+        assert_eq!(read::<Up>(&mut from).unwrap(), None);
+    }
+
+    #[test]
+    fn a_length_beyond_the_limit_is_refused_before_memory_is_taken() {
+        assert!(read::<Up>(&mut [0xff; 8].as_slice()).is_err());
+    }
+}

@@ -1,0 +1,121 @@
+//! The edge's settings, as `nagaya.toml` and its defaults give them.
+//!
+//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site (`cmdb::record`).
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Node-wide settings. Times are milliseconds, sizes bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Options {
+    /// Name of this node in `Via`, receipts and logs.
+    pub node: String,
+    /// Edge threads; 0 means one per core.
+    pub threads: usize,
+    pub limits: Limits,
+    pub log: LogOptions,
+    /// Names of requests are looked up here too: `Forwarded` headers of these peers are believed.
+    pub trusted_proxies: Vec<String>,
+    /// HTTP/2 on plain connections by prior knowledge.
+    pub h2c: bool,
+    /// Requests of one tenant at once, where the tenant's record gives no number.
+    pub tenant_max_concurrent: u32,
+    /// Requests that may wait for a tenant's or site's turn; beyond it 503.
+    pub max_waiting: u32,
+    pub wait_ms: u64,
+    /// PHP workers per tenant, where the tenant's record gives no number.
+    pub php_workers: u32,
+    /// Requests one PHP worker serves before it is replaced.
+    pub php_requests: u32,
+    /// An idle PHP worker ends after this.
+    pub php_idle_ms: u64,
+    /// Where the keeper listens.
+    pub keeper: PathBuf,
+}
+
+/// Bounds against slow and oversized clients and backends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Limits {
+    /// Request line and header fields together.
+    pub head_bytes: usize,
+    pub header_fields: usize,
+    pub body_bytes: u64,
+    /// From the first byte of a request to the end of its head.
+    pub head_ms: u64,
+    /// Longest silence while a body arrives or a response is taken.
+    pub idle_body_ms: u64,
+    /// Longest silence between two requests of a connection.
+    pub keep_alive_ms: u64,
+    pub keep_alive_requests: u32,
+    /// From the request to the head of the backend's answer.
+    pub backend_ms: u64,
+    pub backend_connect_ms: u64,
+    /// Connections open at once, per edge thread.
+    pub connections: usize,
+    pub h2_streams: u32,
+    /// TLS handshake.
+    pub handshake_ms: u64,
+    /// When draining: how long running requests may still take.
+    pub drain_ms: u64,
+    /// Small hot files kept in memory, per edge thread.
+    pub file_cache_bytes: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogOptions {
+    /// Access log; none is written if absent.
+    pub access: Option<PathBuf>,
+    pub format: LogFormat,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    Combined,
+    Json,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            node: "localhost".into(),
+            threads: 0,
+            limits: Limits::default(),
+            log: LogOptions { access: None, format: LogFormat::Combined },
+            trusted_proxies: Vec::new(),
+            h2c: true,
+            tenant_max_concurrent: 256,
+            max_waiting: 1024,
+            wait_ms: 30_000,
+            php_workers: 8,
+            php_requests: 1000,
+            php_idle_ms: 60_000,
+            keeper: PathBuf::from("/run/nagaya/keeper.sock"),
+        }
+    }
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            head_bytes: 64 << 10,
+            header_fields: 100,
+            body_bytes: 1 << 30,
+            head_ms: 10_000,
+            idle_body_ms: 30_000,
+            keep_alive_ms: 60_000,
+            keep_alive_requests: 1_000_000,
+            backend_ms: 60_000,
+            backend_connect_ms: 5_000,
+            connections: 10_000,
+            h2_streams: 128,
+            handshake_ms: 10_000,
+            drain_ms: 30_000,
+            file_cache_bytes: 32 << 20,
+        }
+    }
+}
