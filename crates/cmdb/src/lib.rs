@@ -7,6 +7,8 @@
 pub mod feed;
 pub mod names;
 pub mod record;
+pub mod table;
 
 pub use names::{HostPattern, NameError, SiteName, TenantName};
 pub use record::{Backend, Change, Site, Tenant};
+pub use table::{Route, Table, TableError};

@@ -1,0 +1,321 @@
+//! The complete in-memory copy of tenants and sites that each process holds, so that a request never asks
+//! the store. Made for 100,000 sites: a record is kept as its compact JSON and decoded when asked for, and
+//! the indexes hold 32-bit slots and hashes instead of names.
+//!
+//! Not here: the choice among a host's paths (`edge::route`, which also keeps hot records decoded), checks
+//! of records (`check`: what arrives here was accepted by the store), the wire (`feed`).
+
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+use hashbrown::HashTable;
+use nagaya_base::limits::HOST_LEN_MAX;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::record::{Change, Site, Tenant};
+
+/// A change that does not fit what the table holds. The store never commits such a change, so whoever gets
+/// this has lost step with the store and must load everything anew.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TableError {
+    #[error("site '{site}' names tenant '{tenant}', which this process does not know")]
+    NoTenant { site: String, tenant: String },
+    #[error("tenant '{tenant}' cannot be dropped: it still has {sites} sites here")]
+    TenantInUse { tenant: String, sites: u32 },
+    #[error("tenant '{0}' cannot be dropped: this process does not know it")]
+    UnknownTenant(String),
+    #[error("site '{0}' cannot be dropped: this process does not know it")]
+    UnknownSite(String),
+}
+
+/// A site that answers for a host, with its owner.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Route {
+    pub site: Arc<Site>,
+    pub tenant: Arc<Tenant>,
+}
+
+#[derive(Debug, Default)]
+pub struct Table {
+    /// `Record::link` is the number of its sites.
+    tenants: Records,
+    /// `Record::link` is the slot of its tenant.
+    sites: Records,
+    hosts: HashTable<HostEntry>,
+    hasher: RandomState,
+    /// Records are written here first, so that what stays allocated is exactly as long as the record.
+    scratch: Vec<u8>,
+    revision: u64,
+}
+
+/// One host pattern of one site. Several sites share a pattern if their paths differ. The pattern itself
+/// stands only in the record, which settles the rare case of two patterns with one 32-bit hash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct HostEntry {
+    hash: u32,
+    site: u32,
+}
+
+impl Table {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes one step. Within a batch, put a tenant before its sites and drop it after them.
+    pub fn apply(&mut self, change: Change) -> Result<(), TableError> {
+        match change {
+            Change::PutTenant(tenant) => self.put_tenant(&tenant),
+            Change::DropTenant(name) => return self.drop_tenant(name.as_str()),
+            Change::PutSite(site) => return self.put_site(&site),
+            Change::DropSite(name) => return self.drop_site(name.as_str()),
+        }
+        Ok(())
+    }
+
+    pub fn site(&self, name: &str) -> Option<Arc<Site>> {
+        Some(Arc::new(self.sites.decode(self.sites.find(name)?)))
+    }
+
+    pub fn tenant(&self, name: &str) -> Option<Arc<Tenant>> {
+        Some(Arc::new(self.tenants.decode(self.tenants.find(name)?)))
+    }
+
+    /// The sites for a host name without port, in any case, longest path first. The most specific pattern
+    /// that any site has wins entirely: the name itself, then `*.` with the longest rest, then `*`.
+    /// A name nobody has costs some hashing and no allocation.
+    pub fn routes(&self, host: &str) -> Vec<Route> {
+        // Room for the host and one byte in front of it, where the star of a wildcard may have to stand.
+        let mut text = [0; 1 + HOST_LEN_MAX];
+        let host = host.as_bytes();
+        if (1..=HOST_LEN_MAX).contains(&host.len()) {
+            let text = &mut text[..=host.len()];
+            text[1..].copy_from_slice(host);
+            text.make_ascii_lowercase();
+            let exact = self.routes_of(&text[1..]);
+            if !exact.is_empty() {
+                return exact;
+            }
+            // From left to right the rests get shorter, and the star overwrites only what is done with.
+            for dot in 2..text.len() {
+                if text[dot] == b'.' {
+                    text[dot - 1] = b'*';
+                    let wildcard = self.routes_of(&text[dot - 1..]);
+                    if !wildcard.is_empty() {
+                        return wildcard;
+                    }
+                }
+            }
+        }
+        self.routes_of(b"*")
+    }
+
+    pub fn site_count(&self) -> usize {
+        self.sites.names.len()
+    }
+
+    pub fn tenant_count(&self) -> usize {
+        self.tenants.names.len()
+    }
+
+    /// The store's revision this copy has reached.
+    pub fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    pub fn set_revision(&mut self, revision: u64) {
+        self.revision = revision;
+    }
+
+    /// Bytes this table has allocated, without the allocator's own rounding.
+    pub fn heap_bytes(&self) -> usize {
+        self.tenants.heap_bytes()
+            + self.sites.heap_bytes()
+            + self.hosts.allocation_size()
+            + self.scratch.capacity()
+    }
+
+    fn put_tenant(&mut self, tenant: &Tenant) {
+        let name = tenant.name.as_str();
+        let sites = self.tenants.find(name).map_or(0, |slot| self.tenants.record(slot).link);
+        let json = write_json(&mut self.scratch, tenant);
+        self.tenants.put(name, json, sites);
+    }
+
+    fn drop_tenant(&mut self, name: &str) -> Result<(), TableError> {
+        let slot = self.tenants.find(name).ok_or_else(|| TableError::UnknownTenant(name.into()))?;
+        let sites = self.tenants.record(slot).link;
+        if sites > 0 {
+            return Err(TableError::TenantInUse { tenant: name.into(), sites });
+        }
+        self.tenants.remove(name);
+        Ok(())
+    }
+
+    fn put_site(&mut self, site: &Site) -> Result<(), TableError> {
+        let name = site.name.as_str();
+        let Some(tenant) = self.tenants.find(site.tenant.as_str()) else {
+            return Err(TableError::NoTenant { site: name.into(), tenant: site.tenant.to_string() });
+        };
+        if let Some(slot) = self.sites.find(name) {
+            self.unlink(slot);
+        }
+        let json = write_json(&mut self.scratch, site);
+        let slot = self.sites.put(name, json, tenant);
+        self.tenants.record_mut(tenant).link += 1;
+        for host in &site.hosts {
+            let entry = HostEntry { hash: self.host_hash(host.as_str().as_bytes()), site: slot };
+            // A repeated pattern, or two of this site's with one hash: one entry finds both.
+            self.hosts.entry(entry.spread(), |other| *other == entry, HostEntry::spread).or_insert(entry);
+        }
+        Ok(())
+    }
+
+    fn drop_site(&mut self, name: &str) -> Result<(), TableError> {
+        let slot = self.sites.find(name).ok_or_else(|| TableError::UnknownSite(name.into()))?;
+        self.unlink(slot);
+        self.sites.remove(name);
+        Ok(())
+    }
+
+    /// Takes a site that is about to change or go out of its tenant's count and the index of hosts.
+    fn unlink(&mut self, slot: u32) {
+        let tenant = self.sites.record(slot).link;
+        self.tenants.record_mut(tenant).link -= 1;
+        let site: Site = self.sites.decode(slot);
+        for host in &site.hosts {
+            let entry = HostEntry { hash: self.host_hash(host.as_str().as_bytes()), site: slot };
+            if let Ok(found) = self.hosts.find_entry(entry.spread(), |other| *other == entry) {
+                found.remove();
+            }
+        }
+    }
+
+    /// The sites that have exactly this pattern.
+    fn routes_of(&self, pattern: &[u8]) -> Vec<Route> {
+        let hash = self.host_hash(pattern);
+        let mut routes: Vec<Route> = self
+            .hosts
+            .iter_hash(spread(hash))
+            .filter(|entry| entry.hash == hash)
+            .map(|entry| (entry, self.sites.decode::<Site>(entry.site)))
+            .filter(|(_, site)| site.hosts.iter().any(|host| host.as_str().as_bytes() == pattern))
+            .map(|(entry, site)| Route {
+                site: Arc::new(site),
+                tenant: Arc::new(self.tenants.decode(self.sites.record(entry.site).link)),
+            })
+            .collect();
+        routes.sort_by(|a, b| {
+            b.site.path.len().cmp(&a.site.path.len()).then_with(|| a.site.name.cmp(&b.site.name))
+        });
+        routes
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "both halves are folded into the 32 bits kept")]
+    fn host_hash(&self, pattern: &[u8]) -> u32 {
+        let hash = self.hasher.hash_one(pattern);
+        (hash ^ (hash >> 32)) as u32
+    }
+}
+
+impl HostEntry {
+    fn spread(&self) -> u64 {
+        spread(self.hash)
+    }
+}
+
+/// The hash table picks a bucket by the low bits and a tag by the high ones; an odd factor fills both.
+fn spread(hash: u32) -> u64 {
+    u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn write_json<'a>(scratch: &'a mut Vec<u8>, record: &impl Serialize) -> &'a str {
+    scratch.clear();
+    serde_json::to_writer(&mut *scratch, record).expect("records have text keys and writing to memory works");
+    str::from_utf8(scratch).expect("JSON is UTF-8")
+}
+
+// === Records ===
+
+/// How the JSON of every record begins: `name` is the first field, and names need no escapes.
+const BEFORE_NAME: &str = "{\"name\":\"";
+
+#[derive(Debug, Default)]
+struct Record {
+    json: Box<str>,
+    link: u32,
+}
+
+impl Record {
+    fn name(&self) -> &str {
+        let rest = &self.json[BEFORE_NAME.len()..];
+        &rest[..rest.find('"').expect("a record's name is closed")]
+    }
+}
+
+/// Records of one kind, found by name. A slot stays where it is for as long as its record lives.
+#[derive(Debug, Default)]
+struct Records {
+    slots: Vec<Record>,
+    free: Vec<u32>,
+    names: HashTable<u32>,
+    hasher: RandomState,
+}
+
+impl Records {
+    fn find(&self, name: &str) -> Option<u32> {
+        self.names.find(self.hasher.hash_one(name), |&slot| self.record(slot).name() == name).copied()
+    }
+
+    fn record(&self, slot: u32) -> &Record {
+        &self.slots[slot as usize]
+    }
+
+    fn record_mut(&mut self, slot: u32) -> &mut Record {
+        &mut self.slots[slot as usize]
+    }
+
+    fn decode<T: DeserializeOwned>(&self, slot: u32) -> T {
+        serde_json::from_str(&self.record(slot).json).expect("the table wrote this record itself")
+    }
+
+    fn put(&mut self, name: &str, json: &str, link: u32) -> u32 {
+        debug_assert!(json.starts_with(BEFORE_NAME), "{json}");
+        let record = Record { json: json.into(), link };
+        if let Some(slot) = self.find(name) {
+            *self.record_mut(slot) = record;
+            return slot;
+        }
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Record::default());
+            u32::try_from(self.slots.len() - 1).expect("memory ends before 2^32 records")
+        });
+        *self.record_mut(slot) = record;
+        let Self { slots, names, hasher, .. } = self;
+        names.insert_unique(hasher.hash_one(name), slot, |&other| {
+            hasher.hash_one(slots[other as usize].name())
+        });
+        slot
+    }
+
+    fn remove(&mut self, name: &str) {
+        let Self { slots, names, hasher, free } = self;
+        let same = |&slot: &u32| slots[slot as usize].name() == name;
+        if let Ok(found) = names.find_entry(hasher.hash_one(name), same) {
+            let (slot, _) = found.remove();
+            slots[slot as usize] = Record::default();
+            free.push(slot);
+        }
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.slots.iter().map(|record| record.json.len()).sum::<usize>()
+            + self.slots.capacity() * size_of::<Record>()
+            + self.free.capacity() * size_of::<u32>()
+            + self.names.allocation_size()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,213 @@
+//! The table against a model that keeps decoded records in a list and compares every pattern.
+//!
+//! Not here: the frames that carry changes (`feed`).
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::names::{HostPattern, SiteName, TenantName};
+use crate::record::{Backend, Files};
+
+fn tenant(name: &str) -> Tenant {
+    Tenant {
+        name: TenantName::new(name).unwrap(),
+        uid: 1,
+        gid: 1,
+        home: None,
+        max_concurrent: None,
+        php_workers: None,
+    }
+}
+
+fn site(name: &str, tenant: &str, hosts: &[&str], path: &str) -> Site {
+    Site {
+        name: SiteName::new(name).unwrap(),
+        tenant: TenantName::new(tenant).unwrap(),
+        hosts: hosts.iter().map(|host| HostPattern::new(host).unwrap()).collect(),
+        path: path.into(),
+        backend: Backend::Static(Files { root: name.into(), ..Files::default() }),
+        max_concurrent: None,
+    }
+}
+
+fn table(sites: &[Site]) -> Table {
+    let mut table = Table::new();
+    table.apply(Change::PutTenant(tenant("t"))).unwrap();
+    for site in sites {
+        table.apply(Change::PutSite(Box::new(site.clone()))).unwrap();
+    }
+    table
+}
+
+fn names(table: &Table, host: &str) -> Vec<String> {
+    table.routes(host).iter().map(|route| route.site.name.to_string()).collect()
+}
+
+#[test]
+fn the_most_specific_pattern_wins_entirely() {
+    let table = table(&[
+        site("exact", "t", &["a.example.org"], "/"),
+        site("blog", "t", &["a.example.org"], "/blog"),
+        site("near", "t", &["*.example.org"], "/"),
+        site("far", "t", &["*.org"], "/deep/path"),
+        site("rest", "t", &["*"], "/"),
+        site("six", "t", &["[::1]"], "/"),
+    ]);
+    for (host, expected) in [
+        ("a.example.org", &["blog", "exact"][..]),
+        ("A.Example.ORG", &["blog", "exact"]),
+        ("b.example.org", &["near"]),
+        ("c.b.example.org", &["near"]),
+        ("example.org", &["far"]),
+        ("org", &["rest"]),
+        (".org", &["rest"]),
+        ("", &["rest"]),
+        ("[::1]", &["six"]),
+        ("[::2]", &["rest"]),
+        (&format!("{}.example.org", "a".repeat(HOST_LEN_MAX)), &["rest"]),
+    ] {
+        assert_eq!(names(&table, host), expected, "{host}");
+    }
+}
+
+#[test]
+fn a_route_carries_the_owner_of_its_site() {
+    let mut table = table(&[site("a", "t", &["a.test"], "/")]);
+    let changed = Tenant { uid: 77, ..tenant("t") };
+    table.apply(Change::PutTenant(changed.clone())).unwrap();
+    assert_eq!(*table.routes("a.test")[0].tenant, changed);
+    assert_eq!(table.drop_tenant("t"), Err(TableError::TenantInUse { tenant: "t".into(), sites: 1 }));
+}
+
+#[test]
+fn a_change_out_of_step_is_refused_and_changes_nothing() {
+    let mut table = table(&[]);
+    let orphan = site("a", "nobody", &["a.test"], "/");
+    assert!(matches!(table.put_site(&orphan), Err(TableError::NoTenant { .. })));
+    assert_eq!(table.drop_site("a"), Err(TableError::UnknownSite("a".into())));
+    assert_eq!(table.drop_tenant("nobody"), Err(TableError::UnknownTenant("nobody".into())));
+    assert_eq!((table.tenant_count(), table.site_count()), (1, 0));
+    assert!(table.routes("a.test").is_empty());
+}
+
+#[test]
+fn what_is_dropped_gives_its_memory_back_to_the_next() {
+    let mut table = table(&[]);
+    let mut sizes = Vec::new();
+    for round in 0..4 {
+        for n in 0..1000 {
+            let name = format!("s{round}{n:03}");
+            table.put_site(&site(&name, "t", &[&format!("{name}.test")], "/")).unwrap();
+        }
+        sizes.push(table.heap_bytes());
+        for n in 0..1000 {
+            table.drop_site(&format!("s{round}{n:03}")).unwrap();
+        }
+    }
+    // The free list is the one thing that did not exist in the first round.
+    assert!(sizes[3] <= sizes[0] + 1024 * size_of::<u32>(), "{sizes:?}");
+    assert_eq!(sizes[3], sizes[2]);
+}
+
+// === The model ===
+
+#[derive(Debug, Default)]
+struct Model {
+    tenants: BTreeMap<String, Tenant>,
+    sites: BTreeMap<String, Site>,
+}
+
+impl Model {
+    fn apply(&mut self, change: Change) -> bool {
+        match change {
+            Change::PutTenant(tenant) => {
+                self.tenants.insert(tenant.name.to_string(), tenant);
+                true
+            }
+            Change::PutSite(site) => {
+                let known = self.tenants.contains_key(site.tenant.as_str());
+                if known {
+                    self.sites.insert(site.name.to_string(), *site);
+                }
+                known
+            }
+            Change::DropTenant(name) => {
+                !self.sites.values().any(|site| site.tenant == name)
+                    && self.tenants.remove(name.as_str()).is_some()
+            }
+            Change::DropSite(name) => self.sites.remove(name.as_str()).is_some(),
+        }
+    }
+
+    fn routes(&self, host: &str) -> Vec<Route> {
+        // How much of the host a pattern names; the exact name more than any wildcard.
+        let rank = |pattern: &str| match pattern.strip_prefix('*') {
+            None => (pattern == host).then_some(usize::MAX),
+            Some("") => Some(0),
+            Some(rest) => (host.len() > rest.len() && host.ends_with(rest)).then_some(rest.len()),
+        };
+        let best = |site: &Site| site.hosts.iter().filter_map(|host| rank(host.as_str())).max();
+        let winner = self.sites.values().filter_map(best).max();
+        let mut sites: Vec<&Site> =
+            self.sites.values().filter(|site| winner.is_some() && best(site) == winner).collect();
+        sites.sort_by_key(|site| std::cmp::Reverse(site.path.len()));
+        sites
+            .into_iter()
+            .map(|site| Route {
+                site: Arc::new(site.clone()),
+                tenant: Arc::new(self.tenants[site.tenant.as_str()].clone()),
+            })
+            .collect()
+    }
+}
+
+fn any_host() -> impl Strategy<Value = String> {
+    proptest::collection::vec(prop_oneof!["a", "b", "c"], 1..4).prop_map(|labels| labels.join("."))
+}
+
+fn any_pattern() -> impl Strategy<Value = String> {
+    prop_oneof![4 => any_host(), 3 => any_host().prop_map(|host| format!("*.{host}")), 1 => Just("*".into())]
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let tenants = || "t[0-2]".prop_map(|name| TenantName::new(&name).unwrap());
+    let sites = || "s[0-7]".prop_map(|name| SiteName::new(&name).unwrap());
+    let paths = prop_oneof!["/", "/a", "/a/b"];
+    prop_oneof![
+        2 => (tenants(), 1..9_u32).prop_map(|(name, uid)| {
+            Change::PutTenant(Tenant { uid, ..tenant(name.as_str()) })
+        }),
+        1 => tenants().prop_map(Change::DropTenant),
+        6 => (sites(), tenants(), proptest::collection::vec(any_pattern(), 1..4), paths).prop_map(
+            |(name, tenant, hosts, path)| {
+                let hosts: Vec<&str> = hosts.iter().map(String::as_str).collect();
+                Change::PutSite(Box::new(site(name.as_str(), tenant.as_str(), &hosts, &path)))
+            }
+        ),
+        2 => sites().prop_map(Change::DropSite),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn any_history_answers_as_the_model(
+        changes in proptest::collection::vec(any_change(), 0..60),
+        hosts in proptest::collection::vec(any_host(), 1..20),
+    ) {
+        let (mut table, mut model) = (Table::new(), Model::default());
+        for change in changes {
+            prop_assert_eq!(table.apply(change.clone()).is_ok(), model.apply(change));
+        }
+        prop_assert_eq!(table.site_count(), model.sites.len());
+        prop_assert_eq!(table.tenant_count(), model.tenants.len());
+        for name in (0..8).map(|n| format!("s{n}")) {
+            let found = table.site(&name);
+            prop_assert_eq!(found.as_deref(), model.sites.get(&name));
+        }
+        for host in hosts {
+            prop_assert_eq!(table.routes(&host), model.routes(&host));
+        }
+    }
+}
