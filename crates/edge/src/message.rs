@@ -57,6 +57,8 @@ pub struct TlsInfo {
     pub server_name: Option<Box<str>>,
     pub protocol: &'static str,
     pub cipher: &'static str,
+    /// DNS names of the certificate that was presented, lower case, `*.` in front of wildcards.
+    pub certificate_names: Rc<[Box<str>]>,
 }
 
 impl ConnInfo {

@@ -52,6 +52,8 @@ pub enum Refusal {
     BackendTimeout,
     #[error("the site is not set up correctly: {0}")]
     SiteBroken(String),
+    #[error("the request has passed through this node too often")]
+    LoopDetected,
     #[error("the client left")]
     ClientGone,
 }
@@ -108,6 +110,7 @@ impl Refusal {
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site, false),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site, false),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site, false),
+            Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 422, "loop", Site, false),
             // 499 is never sent: it is what the access log says of a client that left.
             Self::ClientGone => {
                 row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client, true)
