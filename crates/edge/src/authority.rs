@@ -1,0 +1,79 @@
+//! `host[:port]` as it stands in Host, `:authority` and absolute targets (RFC 3986 section 3.2.2, RFC 9110 7.2).
+//!
+//! Not here: which site answers to the host (`route`).
+
+use nagaya_base::limits::HOST_LEN_MAX;
+
+/// A host in lower case and its port, if one stood there. Empty host: an HTTP/1.0 request without Host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Authority {
+    pub host: Box<str>,
+    pub port: Option<u16>,
+}
+
+/// The text is not `host` or `host:port`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a host name with an optional port")]
+pub struct NotAnAuthority;
+
+/// Strict: no userinfo, no empty host, no percent-encoding, a port of digits up to 65535 (or none behind the colon).
+pub fn parse(text: &str) -> Result<Authority, NotAnAuthority> {
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (address, after) = rest.split_once(']').ok_or(NotAnAuthority)?;
+            address.parse::<std::net::Ipv6Addr>().map_err(|_| NotAnAuthority)?;
+            let port = if after.is_empty() { "" } else { after.strip_prefix(':').ok_or(NotAnAuthority)? };
+            (&text[..address.len() + 2], port)
+        }
+        None => {
+            let (host, port) = text.split_once(':').unwrap_or((text, ""));
+            let host = host.strip_suffix('.').unwrap_or(host);
+            let ok = (1..=HOST_LEN_MAX).contains(&host.len())
+                && host.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'))
+                && !host.starts_with('.')
+                && !host.contains("..");
+            if !ok {
+                return Err(NotAnAuthority);
+            }
+            (host, port)
+        }
+    };
+    let port = match port {
+        "" => None,
+        digits if digits.bytes().all(|b| b.is_ascii_digit()) => {
+            Some(digits.parse().map_err(|_| NotAnAuthority)?)
+        }
+        _ => return Err(NotAnAuthority),
+    };
+    let mut host: Box<str> = host.into();
+    host.make_ascii_lowercase();
+    Ok(Authority { host, port })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_lowered_and_ports_split() {
+        let ok = |text, host: &str, port| {
+            assert_eq!(parse(text), Ok(Authority { host: host.into(), port }), "{text}");
+        };
+        ok("Example.ORG", "example.org", None);
+        ok("example.org.:80", "example.org", Some(80));
+        ok("a_b:", "a_b", None);
+        ok("127.0.0.1:65535", "127.0.0.1", Some(65535));
+        ok("[::1]:8080", "[::1]", Some(8080));
+        ok("[2001:DB8::1]", "[2001:db8::1]", None);
+    }
+
+    #[test]
+    fn what_is_not_a_host_is_refused() {
+        let long = "a".repeat(HOST_LEN_MAX + 1);
+        for text in
+            ["", ":80", "a b", "user@host", "a:b", "a:70000", "a:-1", "a:+1", "[::1", "[::1]x", "[g]", "a/b", ".a", "a..b", "ä", "a%41", "a,b", &long]
+        {
+            assert_eq!(parse(text), Err(NotAnAuthority), "{text}");
+        }
+    }
+}
