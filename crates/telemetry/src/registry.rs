@@ -1,0 +1,154 @@
+//! The list of all metrics of a process, and its text form.
+//!
+//! Not here: the counting (`series`).
+
+use std::fmt::Debug;
+
+use prometheus_client::encoding::{EncodeMetric, text};
+use prometheus_client::registry::Unit;
+
+use crate::series::{Counter, Counters, Gauge, Histogram};
+
+/// The media type of [`Registry::encode`], for the answer to a scraper.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// One label and every value it can have.
+#[derive(Debug, Clone, Copy)]
+pub struct Dimension {
+    pub label: &'static str,
+    pub values: &'static [&'static str],
+}
+
+/// Declares metrics and writes them out. Names begin with `nagaya_`, which stands here once; units and
+/// `_total` are appended as OpenMetrics wants them, and are not part of the names given.
+#[derive(Debug)]
+pub struct Registry(prometheus_client::registry::Registry);
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Registry {
+    pub fn new() -> Self {
+        Self(prometheus_client::registry::Registry::with_prefix("nagaya"))
+    }
+
+    /// A counter of events: `nagaya_{name}_total`.
+    pub fn counter(&mut self, name: &str, help: &str) -> Counter {
+        self.add(name, help, Counter::new())
+    }
+
+    /// A counter of bytes: `nagaya_{name}_bytes_total`.
+    pub fn bytes_counter(&mut self, name: &str, help: &str) -> Counter {
+        let counter = Counter::new();
+        self.0.register_with_unit(name, help, Unit::Bytes, counter.clone());
+        counter
+    }
+
+    /// Counters told apart by labels: `nagaya_{name}_total{...}`.
+    pub fn counters<const D: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        dimensions: [Dimension; D],
+    ) -> Counters<D> {
+        self.add(name, help, Counters::new(dimensions))
+    }
+
+    /// A gauge: `nagaya_{name}`.
+    pub fn gauge(&mut self, name: &str, help: &str) -> Gauge {
+        self.add(name, help, Gauge::default())
+    }
+
+    /// Durations: `nagaya_{name}_seconds_{bucket,sum,count}`. `bounds_us` are upper bounds, ascending, in microseconds.
+    pub fn histogram(
+        &mut self,
+        name: &str,
+        help: &str,
+        dimension: Dimension,
+        bounds_us: &'static [u64],
+    ) -> Histogram {
+        let histogram = Histogram::new(dimension, bounds_us);
+        self.0.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        histogram
+    }
+
+    /// Everything, in OpenMetrics text, which Prometheus reads too.
+    pub fn encode(&self) -> String {
+        let mut out = String::new();
+        text::encode(&mut out, &self.0).expect("a String takes whatever is written to it");
+        out
+    }
+
+    fn add<M>(&mut self, name: &str, help: &str, metric: M) -> M
+    where
+        M: EncodeMetric + Clone + Debug + Send + Sync + 'static,
+    {
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const COLOUR: Dimension = Dimension { label: "colour", values: &["red", "blue"] };
+    const SIZE: Dimension = Dimension { label: "size", values: &["s", "m", "l"] };
+
+    #[test]
+    fn names_units_and_labels_come_out_as_openmetrics() {
+        let mut registry = Registry::new();
+        let hats = registry.counter("hats", "Hats sold");
+        let felt = registry.bytes_counter("felt", "Felt used");
+        let by = registry.counters("hats_by", "Hats by kind", [COLOUR, SIZE]);
+        let open = registry.gauge("shops_open", "Shops open now");
+        hats.add(3);
+        felt.add(70);
+        by.add([1, 2], 5);
+        by.add([0, 0], 1);
+        open.add(2);
+        open.add(-3);
+        assert_eq!(by.get([1, 2]), 5);
+        let text = registry.encode();
+        for line in [
+            "# TYPE nagaya_hats counter",
+            "nagaya_hats_total 3",
+            "# UNIT nagaya_felt_bytes bytes",
+            "nagaya_felt_bytes_total 70",
+            r#"nagaya_hats_by_total{colour="red",size="s"} 1"#,
+            r#"nagaya_hats_by_total{colour="blue",size="l"} 5"#,
+            "nagaya_shops_open -1",
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+        }
+        assert_eq!(text.matches("nagaya_hats_by_total").count(), 2, "only what occurred");
+    }
+
+    #[test]
+    fn a_histogram_counts_each_duration_in_the_first_bucket_that_holds_it() {
+        let mut registry = Registry::new();
+        let fitting = registry.histogram("fitting", "Time to fit", COLOUR, &[1_000, 250_000]);
+        for us in [0, 1_000, 1_001, 250_000, 250_001, 3_000_000] {
+            fitting.observe(1, Duration::from_micros(us));
+        }
+        assert_eq!((fitting.count(0), fitting.count(1)), (0, 6));
+        let text = registry.encode();
+        for line in [
+            "# TYPE nagaya_fitting_seconds histogram",
+            r#"nagaya_fitting_seconds_bucket{le="0.001",colour="blue"} 2"#,
+            r#"nagaya_fitting_seconds_bucket{le="0.25",colour="blue"} 4"#,
+            r#"nagaya_fitting_seconds_bucket{le="+Inf",colour="blue"} 6"#,
+            r#"nagaya_fitting_seconds_count{colour="blue"} 6"#,
+            r#"nagaya_fitting_seconds_sum{colour="blue"} 3.502002"#,
+            r#"nagaya_fitting_seconds_count{colour="red"} 0"#,
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+        }
+    }
+}
