@@ -3,6 +3,8 @@
 //! Start reading at `request.rs`. Not here: cgroups, processes and tenants' rights (`keeper`), records of
 //! sites (`cmdb`), the process around it (`nagaya`).
 
+pub mod access_log;
 pub mod message;
+pub mod metrics;
 pub mod options;
 pub mod refusal;

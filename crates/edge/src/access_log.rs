@@ -1,0 +1,256 @@
+//! The access log: one line per request, written by a thread of its own so that no request ever waits for a disk.
+//!
+//! Each edge thread collects lines in a buffer and hands it over when it is full, or a second after its
+//! first line. If the writer falls behind, or the disk is full, lines are dropped and counted: a log
+//! must not stop a server. The file is opened with the edge's own rights.
+//!
+//! Not here: the shape of a line (`format`), the writing thread (`writer`), diagnostics of the node (`tracing`).
+
+mod format;
+mod writer;
+
+use std::cell::RefCell;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use http::header::{REFERER, USER_AGENT};
+use http::{HeaderValue, Method, StatusCode, Version};
+use nagaya_base::{Code, RequestId};
+use nagaya_cmdb::Site;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use crate::message::{ConnInfo, Head};
+use crate::metrics::Metrics;
+use crate::options::LogFormat;
+use format::Formatter;
+use writer::{Chunk, Writer};
+
+/// Lines one edge thread collects before it hands them over, in bytes. About 300 lines.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// How long a line may wait in its thread's buffer.
+const FLUSH_AFTER: Duration = Duration::from_secs(1);
+
+const CODE_CANNOT_OPEN: Code = Code(441);
+
+/// Everything the log says of one request. Begun with its head, filled in on its way, written when its body ended.
+#[derive(Debug, Clone)]
+pub struct AccessRecord {
+    pub id: RequestId,
+    /// When the first byte of the request came.
+    pub started: SystemTime,
+    /// The client: the peer of the connection, or whom a trusted proxy says it speaks for.
+    pub client: IpAddr,
+    pub port: u16,
+    /// None if the head could not be read.
+    pub method: Option<Method>,
+    pub version: Version,
+    /// Host and target in one allocation; the target begins at `target_at`.
+    text: Box<str>,
+    target_at: usize,
+    pub referer: Option<HeaderValue>,
+    pub user_agent: Option<HeaderValue>,
+    /// `TLSv1_3` and the like; None on plain connections.
+    pub tls: Option<&'static str>,
+    /// Its site, once routed. Gives tenant and kind of backend too.
+    pub site: Option<Arc<Site>>,
+    pub status: StatusCode,
+    /// Bytes of the request's body.
+    pub bytes_in: u64,
+    /// Bytes of the response's body.
+    pub bytes_out: u64,
+    /// From the first byte of the request to the end of the response.
+    pub took: Duration,
+    /// Waiting for its turn.
+    pub queued: Duration,
+    /// In the backend, until the head of its answer.
+    pub backend: Duration,
+    /// Reason of a refusal, as in `refusal::Row`.
+    pub refusal: Option<&'static str>,
+}
+
+impl AccessRecord {
+    pub fn begin(head: &Head, started: SystemTime, client: IpAddr) -> Self {
+        let query = head.query.as_deref();
+        let len = head.host.len() + head.path.len() + query.map_or(0, |q| 1 + q.len());
+        let mut text = String::with_capacity(len);
+        text.push_str(&head.host);
+        text.push_str(&head.path);
+        if let Some(query) = query {
+            text.push('?');
+            text.push_str(query);
+        }
+        Self {
+            method: Some(head.method.clone()),
+            version: head.version,
+            text: text.into_boxed_str(),
+            target_at: head.host.len(),
+            referer: head.headers.get(REFERER).cloned(),
+            user_agent: head.headers.get(USER_AGENT).cloned(),
+            client,
+            ..Self::without_head(head.id, &head.conn, started)
+        }
+    }
+
+    /// For a request that ended before its head was understood.
+    pub fn without_head(id: RequestId, conn: &ConnInfo, started: SystemTime) -> Self {
+        Self {
+            id,
+            started,
+            client: conn.peer.ip(),
+            port: conn.peer.port(),
+            method: None,
+            version: Version::HTTP_11,
+            text: Box::default(),
+            target_at: 0,
+            referer: None,
+            user_agent: None,
+            tls: conn.tls.as_ref().map(|tls| tls.protocol),
+            site: None,
+            status: StatusCode::OK,
+            bytes_in: 0,
+            bytes_out: 0,
+            took: Duration::ZERO,
+            queued: Duration::ZERO,
+            backend: Duration::ZERO,
+            refusal: None,
+        }
+    }
+
+    /// The host asked for, lower case; empty if there was none.
+    pub fn host(&self) -> &str {
+        &self.text[..self.target_at]
+    }
+
+    /// Path and query as sent; empty if the head could not be read.
+    pub fn target(&self) -> &str {
+        &self.text[self.target_at..]
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum AccessLogError {
+    #[error(
+        "{CODE_CANNOT_OPEN}: cannot open access log '{path}': {error}. Its directory must exist and be writable for the edge's user"
+    )]
+    Open { path: PathBuf, error: std::io::Error },
+    #[error("cannot start the thread that writes access log '{path}': {error}")]
+    Thread { path: PathBuf, error: std::io::Error },
+}
+
+/// The log of one process. Dropping the last reference writes out what was handed over, then ends the writer.
+#[derive(Debug)]
+pub struct AccessLog {
+    writer: Writer,
+    format: LogFormat,
+    metrics: Arc<Metrics>,
+}
+
+impl AccessLog {
+    /// Opens or creates the file (mode 0640) for appending.
+    pub fn open(path: &Path, format: LogFormat, metrics: Arc<Metrics>) -> Result<Arc<Self>, AccessLogError> {
+        let writer = Writer::start(path, Arc::clone(&metrics))?;
+        Ok(Arc::new(Self { writer, format, metrics }))
+    }
+
+    /// Closes the file and opens its path anew, after it was moved away. Returns at once; lines handed over
+    /// before still go to the old file.
+    pub fn reopen(&self) {
+        self.writer.reopen();
+    }
+
+    /// The calling thread's end of the log. Call it inside a `LocalSet`: a task there hands lines over in time.
+    pub fn for_thread(self: &Arc<Self>) -> Rc<ThreadLog> {
+        Rc::new_cyclic(|this| {
+            let first_line = Rc::new(Notify::new());
+            ThreadLog {
+                log: Arc::clone(self),
+                pending: RefCell::new(Pending {
+                    chunk: Chunk::default(),
+                    formatter: Formatter::new(self.format),
+                }),
+                flusher: tokio::task::spawn_local(flush_in_time(Weak::clone(this), Rc::clone(&first_line))),
+                first_line,
+            }
+        })
+    }
+}
+
+/// One edge thread's buffer. Dropping it hands over what it holds.
+#[derive(Debug)]
+pub struct ThreadLog {
+    log: Arc<AccessLog>,
+    pending: RefCell<Pending>,
+    first_line: Rc<Notify>,
+    flusher: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    chunk: Chunk,
+    formatter: Formatter,
+}
+
+impl ThreadLog {
+    /// Adds the line of a request that is over. Never blocks.
+    pub fn write(&self, record: &AccessRecord) {
+        let mut pending = self.pending.borrow_mut();
+        let Pending { chunk, formatter } = &mut *pending;
+        if chunk.lines == 0 {
+            chunk.bytes.reserve(BUFFER_BYTES);
+            self.first_line.notify_one();
+        }
+        formatter.line(record, &mut chunk.bytes);
+        chunk.lines += 1;
+        // A line is bounded by the head's limit; the buffer grows past its size by at most one line.
+        if chunk.bytes.len() >= BUFFER_BYTES {
+            let chunk = std::mem::take(chunk);
+            self.hand_over(chunk);
+        }
+    }
+
+    /// Hands over what is collected, without waiting for the time to come.
+    pub fn flush(&self) {
+        let chunk = std::mem::take(&mut self.pending.borrow_mut().chunk);
+        self.hand_over(chunk);
+    }
+
+    fn hand_over(&self, chunk: Chunk) {
+        if chunk.lines == 0 {
+            return;
+        }
+        if let Err(chunk) = self.log.writer.offer(chunk) {
+            self.log.metrics.log_lines_dropped(chunk.lines);
+            self.log.writer.complain(&"the disk is slower than the log grows");
+        }
+    }
+}
+
+impl Drop for ThreadLog {
+    fn drop(&mut self) {
+        self.flusher.abort();
+        let chunk = std::mem::take(&mut self.pending.get_mut().chunk);
+        if chunk.lines > 0
+            && let Err(chunk) = self.log.writer.offer_patiently(chunk)
+        {
+            self.log.metrics.log_lines_dropped(chunk.lines);
+            self.log.writer.complain(&"the disk did not take the last lines in time");
+        }
+    }
+}
+
+async fn flush_in_time(log: Weak<ThreadLog>, first_line: Rc<Notify>) {
+    loop {
+        first_line.notified().await;
+        tokio::time::sleep(FLUSH_AFTER).await;
+        let Some(log) = log.upgrade() else { return };
+        log.flush();
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

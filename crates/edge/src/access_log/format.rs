@@ -1,0 +1,224 @@
+//! One request as one line: Apache's combined format, or a JSON object.
+//!
+//! A client chooses host, target, referer and user agent. None of these can end a line, begin another field
+//! or send a terminal control codes: quotes, backslashes and everything outside printable ASCII are
+//! escaped (combined: as Apache's `ap_escape_logitem` documents it, JSON: RFC 8259 section 7).
+//!
+//! Not here: buffers and files (`access_log`, `writer`).
+
+use std::io::Write;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use http::{HeaderValue, Version};
+
+use super::AccessRecord;
+use crate::options::LogFormat;
+
+/// Writes lines; remembers the date of the current second, as text.
+#[derive(Debug)]
+pub(super) struct Formatter {
+    format: LogFormat,
+    second: u64,
+    date: String,
+}
+
+impl Formatter {
+    pub(super) fn new(format: LogFormat) -> Self {
+        let mut formatter = Self { format, second: 0, date: String::new() };
+        formatter.write_date(0);
+        formatter
+    }
+
+    pub(super) fn line(&mut self, record: &AccessRecord, out: &mut Vec<u8>) {
+        let since_epoch = record.started.duration_since(UNIX_EPOCH).unwrap_or_default();
+        if since_epoch.as_secs() != self.second {
+            self.write_date(since_epoch.as_secs());
+        }
+        match self.format {
+            LogFormat::Combined => self.combined(record, out),
+            LogFormat::Json => self.json(record, since_epoch.subsec_millis(), out),
+        }
+        out.push(b'\n');
+    }
+
+    /// `10/Oct/2000:13:55:36 +0000` or `2000-10-10T13:55:36`, always UTC.
+    fn write_date(&mut self, second: u64) {
+        let when = UNIX_EPOCH + std::time::Duration::from_secs(second);
+        // "Tue, 10 Oct 2000 13:55:36 GMT": fixed columns, RFC 9110 section 5.6.7. It cannot show years beyond 9999.
+        let when = when.min(SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(253_402_300_799));
+        let http = httpdate::fmt_http_date(when);
+        let (day, month, year, time) = (&http[5..7], &http[8..11], &http[12..16], &http[17..25]);
+        self.second = second;
+        self.date = match self.format {
+            LogFormat::Combined => format!("{day}/{month}/{year}:{time} +0000"),
+            LogFormat::Json => {
+                const MONTHS: &str = "JanFebMarAprMayJunJulAugSepOctNovDec";
+                let number = MONTHS.find(month).map_or(0, |at| at / 3 + 1);
+                format!("{year}-{number:02}-{day}T{time}")
+            }
+        };
+    }
+
+    fn combined(&self, record: &AccessRecord, out: &mut Vec<u8>) {
+        display(record.client, out);
+        out.extend_from_slice(b" - - [");
+        out.extend_from_slice(self.date.as_bytes());
+        out.extend_from_slice(b"] \"");
+        match &record.method {
+            Some(method) => {
+                escape_combined(method.as_str().as_bytes(), out);
+                out.push(b' ');
+                escape_combined(record.target().as_bytes(), out);
+                out.push(b' ');
+                out.extend_from_slice(protocol(record.version).as_bytes());
+            }
+            None => out.push(b'-'),
+        }
+        out.extend_from_slice(b"\" ");
+        number(record.status.as_u16().into(), out);
+        out.push(b' ');
+        match record.bytes_out {
+            0 => out.push(b'-'),
+            bytes => number(bytes, out),
+        }
+        for field in [&record.referer, &record.user_agent] {
+            out.extend_from_slice(b" \"");
+            match field {
+                Some(value) => escape_combined(value.as_bytes(), out),
+                None => out.push(b'-'),
+            }
+            out.push(b'"');
+        }
+    }
+
+    fn json(&self, record: &AccessRecord, ms: u32, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"{\"time\":\"");
+        out.extend_from_slice(self.date.as_bytes());
+        // 1000 + ms always has four digits; the first becomes the dot.
+        let at = out.len();
+        number(u64::from(1000 + ms), out);
+        out[at] = b'.';
+        out.extend_from_slice(b"Z\",\"id\":\"");
+        write!(out, "{}", record.id).expect("a Vec takes whatever is written to it");
+        out.extend_from_slice(b"\",\"client\":\"");
+        display(record.client, out);
+        out.extend_from_slice(b"\",\"port\":");
+        number(record.port.into(), out);
+        text("host", record.host().as_bytes(), out);
+        if let Some(method) = &record.method {
+            text("method", method.as_str().as_bytes(), out);
+            text("target", record.target().as_bytes(), out);
+            text("protocol", protocol(record.version).as_bytes(), out);
+        }
+        for (name, value) in [
+            ("status", record.status.as_u16().into()),
+            ("bytes_in", record.bytes_in),
+            ("bytes_out", record.bytes_out),
+            ("duration_us", us(record.took)),
+            ("queued_us", us(record.queued)),
+            ("backend_us", us(record.backend)),
+        ] {
+            key(name, out);
+            number(value, out);
+        }
+        if let Some(site) = &record.site {
+            text("site", site.name.as_str().as_bytes(), out);
+            text("tenant", site.tenant.as_str().as_bytes(), out);
+            text("backend", site.backend.kind().as_bytes(), out);
+        }
+        let optional = [
+            ("referer", record.referer.as_ref().map(HeaderValue::as_bytes)),
+            ("user_agent", record.user_agent.as_ref().map(HeaderValue::as_bytes)),
+            ("refusal", record.refusal.map(str::as_bytes)),
+            ("tls", record.tls.map(str::as_bytes)),
+        ];
+        for (name, value) in optional {
+            if let Some(value) = value {
+                text(name, value, out);
+            }
+        }
+        out.push(b'}');
+    }
+}
+
+fn us(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn protocol(version: Version) -> &'static str {
+    match version {
+        Version::HTTP_09 => "HTTP/0.9",
+        Version::HTTP_10 => "HTTP/1.0",
+        Version::HTTP_2 => "HTTP/2.0",
+        _ => "HTTP/1.1",
+    }
+}
+
+fn display(value: std::net::IpAddr, out: &mut Vec<u8>) {
+    write!(out, "{value}").expect("a Vec takes whatever is written to it");
+}
+
+fn number(value: u64, out: &mut Vec<u8>) {
+    out.extend_from_slice(itoa::Buffer::new().format(value).as_bytes());
+}
+
+fn key(name: &str, out: &mut Vec<u8>) {
+    out.extend_from_slice(b",\"");
+    out.extend_from_slice(name.as_bytes());
+    out.extend_from_slice(b"\":");
+}
+
+fn text(name: &str, value: &[u8], out: &mut Vec<u8>) {
+    key(name, out);
+    out.push(b'"');
+    escape_json(value, out);
+    out.push(b'"');
+}
+
+fn is_plain(byte: u8) -> bool {
+    matches!(byte, b' '..=b'~') && byte != b'"' && byte != b'\\'
+}
+
+fn escape_combined(mut value: &[u8], out: &mut Vec<u8>) {
+    while let Some(at) = value.iter().position(|b| !is_plain(*b)) {
+        out.extend_from_slice(&value[..at]);
+        let short = match value[at] {
+            b'"' => b'"',
+            b'\\' => b'\\',
+            8 => b'b',
+            b'\n' => b'n',
+            b'\r' => b'r',
+            b'\t' => b't',
+            11 => b'v',
+            _ => b'x',
+        };
+        out.extend_from_slice(&[b'\\', short]);
+        if short == b'x' {
+            out.extend_from_slice(&hex(value[at]));
+        }
+        value = &value[at + 1..];
+    }
+    out.extend_from_slice(value);
+}
+
+/// Bytes above ASCII are written as the code points of the same number: what the client sent can be had back
+/// exactly, whatever its encoding was.
+fn escape_json(mut value: &[u8], out: &mut Vec<u8>) {
+    while let Some(at) = value.iter().position(|b| !is_plain(*b)) {
+        out.extend_from_slice(&value[..at]);
+        match value[at] {
+            byte @ (b'"' | b'\\') => out.extend_from_slice(&[b'\\', byte]),
+            byte => {
+                out.extend_from_slice(b"\\u00");
+                out.extend_from_slice(&hex(byte));
+            }
+        }
+        value = &value[at + 1..];
+    }
+    out.extend_from_slice(value);
+}
+
+fn hex(byte: u8) -> [u8; 2] {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]
+}

@@ -1,0 +1,232 @@
+//! Tests of the access log: lines, their safety, and what happens when the disk does not keep up.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+
+use proptest::prelude::*;
+use tokio::task::LocalSet;
+
+use super::*;
+
+/// A `GET` of `target` from 192.0.2.7 at a known time.
+pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
+    let conn = ConnInfo {
+        peer: "192.0.2.7:5000".parse().unwrap(),
+        local: "192.0.2.1:80".parse().unwrap(),
+        tls: None,
+    };
+    let started = SystemTime::UNIX_EPOCH + Duration::from_millis(971_186_136_042);
+    let host = "www.example.org";
+    AccessRecord {
+        method: Some(Method::GET),
+        text: format!("{host}{target}").into(),
+        target_at: host.len(),
+        user_agent: agent.map(|a| HeaderValue::from_bytes(a).unwrap()),
+        bytes_out: 2326,
+        took: Duration::from_micros(1500),
+        ..AccessRecord::without_head(RequestId(0xabc), &conn, started)
+    }
+}
+
+fn line(format: LogFormat, record: &AccessRecord) -> String {
+    let mut out = Vec::new();
+    Formatter::new(format).line(record, &mut out);
+    String::from_utf8(out).unwrap()
+}
+
+fn run_local<F: Future>(future: F) -> F::Output {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    LocalSet::new().block_on(&runtime, future)
+}
+
+#[test]
+fn a_combined_line_is_apaches() {
+    assert_eq!(
+        line(LogFormat::Combined, &record("/a?b=\"c", Some(b"curl/8 \"x\"\\\t\x80"))),
+        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"GET /a?b=\\\"c HTTP/1.1\" 200 2326 \"-\" \"curl/8 \\\"x\\\"\\\\\\t\\x80\"\n"
+    );
+    let mut unread = record("", None);
+    (unread.method, unread.status, unread.bytes_out) = (None, StatusCode::BAD_REQUEST, 0);
+    assert_eq!(
+        line(LogFormat::Combined, &unread),
+        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"-\" 400 - \"-\" \"-\"\n"
+    );
+}
+
+#[test]
+fn a_json_line_says_everything_known() {
+    let site = r#"{"name":"wiki","tenant":"demo","hosts":["w"],"backend":{"kind":"php","root":"w"}}"#;
+    let mut full = record("/x", Some(b"ua"));
+    full.site = Some(Arc::new(serde_json::from_str(site).unwrap()));
+    full.refusal = Some("queue_full");
+    full.tls = Some("TLSv1_3");
+    full.queued = Duration::from_micros(7);
+    let value: serde_json::Value = serde_json::from_str(&line(LogFormat::Json, &full)).unwrap();
+    assert_eq!(
+        value,
+        serde_json::json!({
+            "time": "2000-10-10T13:55:36.042Z", "id": format!("{:032x}", 0xabc), "client": "192.0.2.7",
+            "port": 5000, "host": "www.example.org", "method": "GET", "target": "/x", "protocol": "HTTP/1.1",
+            "status": 200, "bytes_in": 0, "bytes_out": 2326, "duration_us": 1500, "queued_us": 7,
+            "backend_us": 0, "site": "wiki", "tenant": "demo", "backend": "php", "user_agent": "ua",
+            "refusal": "queue_full", "tls": "TLSv1_3",
+        })
+    );
+}
+
+#[test]
+fn the_date_follows_the_second() {
+    let mut formatter = Formatter::new(LogFormat::Json);
+    for (second, date) in [(0, "1970-01-01T00:00:00.000Z"), (951_782_400, "2000-02-29T00:00:00.000Z")] {
+        let mut at = record("/", None);
+        at.started = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
+        let mut out = Vec::new();
+        formatter.line(&at, &mut out);
+        assert!(String::from_utf8(out).unwrap().contains(date));
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_request_can_forge_a_line_or_a_field(
+        agent in prop::collection::vec(any::<u8>(), 0..60),
+        target in "\\PC*",
+    ) {
+        let mut any = record("", None);
+        any.text = format!("h{target}").into();
+        any.target_at = 1;
+        // Header values cannot hold control bytes; the formatter does not rely on it.
+        any.user_agent = HeaderValue::from_bytes(&agent).ok();
+        any.referer = HeaderValue::from_maybe_shared(bytes::Bytes::from(agent.clone())).ok();
+        let combined = line(LogFormat::Combined, &any);
+        prop_assert!(combined.trim_end_matches('\n').bytes().all(|b| matches!(b, b' '..=b'~')));
+        prop_assert_eq!(combined.matches('\n').count(), 1);
+        let quotes = combined.replace("\\\\", "").replace("\\\"", "").matches('"').count();
+        prop_assert_eq!(quotes, 6);
+        let json = line(LogFormat::Json, &any);
+        prop_assert_eq!(json.matches('\n').count(), 1);
+        let value: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let back: Vec<u8> = value["target"].as_str().unwrap().chars().map(|c| c as u32 as u8).collect();
+        prop_assert_eq!(back, target.into_bytes());
+    }
+}
+
+#[test]
+fn lines_reach_the_file_and_shutdown_loses_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("access.log");
+    let metrics = Arc::new(Metrics::new());
+    run_local(async {
+        let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
+        let thread = log.for_thread();
+        for n in 0..2000 {
+            thread.write(&record(&format!("/{n}"), None));
+        }
+    });
+    let text = fs::read_to_string(&path).unwrap();
+    assert_eq!(text.lines().count(), 2000);
+    assert!(text.lines().last().unwrap().contains("/1999 "));
+    assert_eq!(metrics.log_lines(), (2000, 0));
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777 & !0o640, 0);
+}
+
+#[test]
+fn a_line_waits_no_longer_than_its_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("access.log");
+    let metrics = Arc::new(Metrics::new());
+    run_local(async {
+        let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
+        let thread = log.for_thread();
+        thread.write(&record("/first", None));
+        // Time is simulated: this passes at once, and the flush is due at its end.
+        tokio::time::sleep(FLUSH_AFTER + Duration::from_millis(1)).await;
+        while metrics.log_lines() != (1, 0) {
+            std::thread::yield_now();
+        }
+        thread.write(&record("/second", None));
+        assert!(fs::read_to_string(&path).unwrap().contains("/first"));
+    });
+    assert_eq!(metrics.log_lines(), (2, 0));
+}
+
+#[test]
+fn after_reopen_lines_go_to_the_new_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("access.log");
+    let moved = dir.path().join("access.log.1");
+    run_local(async {
+        let log = AccessLog::open(&path, LogFormat::Combined, Arc::new(Metrics::new())).unwrap();
+        let thread = log.for_thread();
+        thread.write(&record("/old", None));
+        thread.flush();
+        fs::rename(&path, &moved).unwrap();
+        log.reopen();
+        while !path.exists() {
+            std::thread::yield_now();
+        }
+        thread.write(&record("/new", None));
+    });
+    assert!(fs::read_to_string(&moved).unwrap().contains("/old"));
+    assert!(!fs::read_to_string(&moved).unwrap().contains("/new"));
+    assert!(fs::read_to_string(&path).unwrap().contains("/new"));
+}
+
+#[test]
+fn a_full_disk_drops_lines_and_counts_them() {
+    let metrics = Arc::new(Metrics::new());
+    run_local(async {
+        let log = AccessLog::open(Path::new("/dev/full"), LogFormat::Json, Arc::clone(&metrics)).unwrap();
+        let thread = log.for_thread();
+        for _ in 0..10 {
+            thread.write(&record("/", None));
+        }
+    });
+    assert_eq!(metrics.log_lines(), (0, 10));
+}
+
+#[test]
+fn a_writer_that_hangs_does_not_hold_up_a_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pipe");
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    // Nobody reads, so the writer hangs once the pipe is full; open for writing too, so that opening does not wait.
+    let mut reader = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let metrics = Arc::new(Metrics::new());
+    let total = run_local(async {
+        let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
+        let thread = log.for_thread();
+        let long = record(&"/x".repeat(4000), None);
+        let mut total = 0;
+        while metrics.log_lines().1 == 0 {
+            thread.write(&long);
+            total += 1;
+        }
+        // Read the pipe empty until shutdown has written all that was taken.
+        let drain = std::thread::spawn(move || {
+            let mut sink = vec![0; 1 << 20];
+            let mut tail = Vec::new();
+            while !tail.ends_with(b"END") {
+                let n = reader.read(&mut sink).unwrap();
+                tail.extend_from_slice(&sink[n.saturating_sub(3)..n]);
+            }
+        });
+        drop((thread, log));
+        fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"END").unwrap();
+        drain.join().unwrap();
+        total
+    });
+    let (written, dropped) = metrics.log_lines();
+    assert!(dropped > 0 && written > 0);
+    assert_eq!(written + dropped, total);
+}
+
+#[test]
+fn a_log_that_cannot_be_opened_says_where_and_why() {
+    let path = Path::new("/nonexistent/access.log");
+    let error = AccessLog::open(path, LogFormat::Json, Arc::new(Metrics::new())).unwrap_err().to_string();
+    assert!(error.contains("NGY0441") && error.contains("/nonexistent/access.log"), "{error}");
+}

@@ -1,0 +1,281 @@
+//! Every metric of the edge, declared once and shared by its threads.
+//!
+//! Not here: how counting works (`telemetry`), who asks for the text (the admin socket of the supervisor),
+//! one line per request (`access_log`).
+
+use http::{Method, StatusCode, Version};
+use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
+
+use crate::access_log::AccessRecord;
+
+const METHODS: Dimension = Dimension {
+    label: "method",
+    values: &["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "other"],
+};
+const PROTOCOLS: Dimension = Dimension { label: "protocol", values: &["HTTP/1.0", "HTTP/1.1", "HTTP/2"] };
+const STATUS_CLASSES: Dimension = Dimension { label: "status", values: &["1xx", "2xx", "3xx", "4xx", "5xx"] };
+const BACKENDS: Dimension =
+    Dimension { label: "backend", values: &["static", "cgi", "php", "http", "app", "none"] };
+
+/// The `reason` of each row of the table in `refusal`.
+const REASONS: Dimension = Dimension {
+    label: "reason",
+    values: &[
+        "bad_request",
+        "unknown_host",
+        "misdirected",
+        "not_found",
+        "forbidden",
+        "method",
+        "head_too_large",
+        "target_too_long",
+        "body_too_large",
+        "request_timeout",
+        "expectation",
+        "version",
+        "queue_full",
+        "queue_timeout",
+        "overloaded",
+        "draining",
+        "backend_unreachable",
+        "backend_invalid",
+        "backend_timeout",
+        "site_broken",
+        "loop",
+        "client_gone",
+        "other",
+    ],
+};
+
+/// Upper bounds in microseconds: from a small file out of memory (tens of microseconds) to a slow program (a minute).
+const DURATION_BOUNDS_US: &[u64] = &[
+    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 5_000_000, 10_000_000, 60_000_000,
+];
+
+/// How a TLS handshake ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Handshake {
+    Ok,
+    /// The client broke off, or both sides speak nothing in common.
+    Failed,
+    /// No certificate for the name, and no default.
+    NoCertificate,
+    /// The certificate for the name cannot be used, or not be read.
+    BrokenCertificate,
+}
+
+/// Where a certificate came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateLookup {
+    /// From memory, without asking.
+    Hit,
+    /// From memory, after seeing that the file is still the same.
+    Unchanged,
+    /// From the file: it is new or has changed.
+    Loaded,
+    /// There is no such file.
+    Absent,
+    /// It could not be asked for, or what the file holds cannot be used.
+    Broken,
+}
+
+/// How a request got its connection to a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UpstreamConnection {
+    Opened,
+    Reused,
+    Failed,
+}
+
+/// All metrics of an edge. Share it with `Arc`; every method is a few additions.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: Counters<4>,
+    refusals: Counters<1>,
+    request_duration: Histogram,
+    received: Counter,
+    sent: Counter,
+    pub connections_open: Gauge,
+    pub connections_accepted: Counter,
+    /// Connections closed at once because as many were open as may be.
+    pub connections_refused: Counter,
+    handshakes: Counters<1>,
+    certificates: Counters<1>,
+    file_cache: Counters<1>,
+    pub file_cache_bytes: Gauge,
+    pub cgi_spawned: Counter,
+    pub cgi_running: Gauge,
+    pub php_spawned: Counter,
+    pub php_workers: Gauge,
+    /// Requests that wait for their tenant's or site's turn.
+    pub waiting: Gauge,
+    upstream_connections: Counters<1>,
+    pub upstream_retries: Counter,
+    log_lines: Counters<1>,
+    pub sites: Gauge,
+    pub tenants: Gauge,
+    /// Revision of the store that this process has reached.
+    pub revision: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        let mut r = Registry::new();
+        let by = |label, values| [Dimension { label, values }];
+        Self {
+            requests: r.counters(
+                "http_requests",
+                "Requests answered or refused",
+                [METHODS, PROTOCOLS, STATUS_CLASSES, BACKENDS],
+            ),
+            refusals: r.counters("http_refusals", "Requests the node itself said no to", [REASONS]),
+            request_duration: r.histogram(
+                "http_request_duration",
+                "From the first byte of a request to the last of its response",
+                BACKENDS,
+                DURATION_BOUNDS_US,
+            ),
+            received: r.bytes_counter("http_received", "Bytes of request bodies"),
+            sent: r.bytes_counter("http_sent", "Bytes of response bodies"),
+            connections_open: r.gauge("connections_open", "Client connections open now"),
+            connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
+            connections_refused: r
+                .counter("connections_refused", "Client connections closed at the connection limit"),
+            handshakes: r.counters(
+                "tls_handshakes",
+                "TLS handshakes",
+                by("result", &["ok", "failed", "no_certificate", "broken_certificate"]),
+            ),
+            certificates: r.counters(
+                "certificate_lookups",
+                "Certificates looked for",
+                by("result", &["hit", "unchanged", "loaded", "absent", "broken"]),
+            ),
+            file_cache: r.counters(
+                "file_cache_lookups",
+                "Files looked for in memory",
+                by("result", &["hit", "miss"]),
+            ),
+            file_cache_bytes: r.gauge("file_cache_bytes", "Bytes of files kept in memory"),
+            cgi_spawned: r.counter("cgi_spawned", "CGI programs started"),
+            cgi_running: r.gauge("cgi_running", "CGI programs running now"),
+            php_spawned: r.counter("php_workers_spawned", "PHP workers started"),
+            php_workers: r.gauge("php_workers", "PHP workers alive now"),
+            waiting: r.gauge("requests_waiting", "Requests waiting for their tenant's or site's turn"),
+            upstream_connections: r.counters(
+                "upstream_connections",
+                "Connections to backends asked for",
+                by("result", &["opened", "reused", "failed"]),
+            ),
+            upstream_retries: r.counter("upstream_retries", "Requests sent to a backend a second time"),
+            log_lines: r.counters(
+                "access_log_lines",
+                "Lines for the access log",
+                by("result", &["written", "dropped"]),
+            ),
+            sites: r.gauge("sites", "Sites known"),
+            tenants: r.gauge("tenants", "Tenants known"),
+            revision: r.gauge("store_revision", "Revision of the store this process has reached"),
+            registry: r,
+        }
+    }
+
+    /// All metrics as text, of media type [`nagaya_telemetry::CONTENT_TYPE`].
+    pub fn encode(&self) -> String {
+        self.registry.encode()
+    }
+
+    /// One request is over.
+    pub fn request(&self, record: &AccessRecord) {
+        let backend = backend_position(record.site.as_ref().map(|site| site.backend.kind()));
+        let method = record.method.as_ref().map_or(METHODS.values.len() - 1, method_position);
+        let status = status_position(record.status);
+        self.requests.add([method, protocol_position(record.version), status, backend], 1);
+        self.request_duration.observe(backend, record.took);
+        if record.bytes_in > 0 {
+            self.received.add(record.bytes_in);
+        }
+        self.sent.add(record.bytes_out);
+        if let Some(reason) = record.refusal {
+            let last = REASONS.values.len() - 1;
+            let at = REASONS.values.iter().position(|r| *r == reason).unwrap_or(last);
+            self.refusals.add([at], 1);
+        }
+    }
+
+    pub fn handshake(&self, how: Handshake) {
+        self.handshakes.add([how as usize], 1);
+    }
+
+    pub fn certificate(&self, from: CertificateLookup) {
+        self.certificates.add([from as usize], 1);
+    }
+
+    pub fn file_cache(&self, hit: bool) {
+        self.file_cache.add([usize::from(!hit)], 1);
+    }
+
+    pub fn upstream_connection(&self, how: UpstreamConnection) {
+        self.upstream_connections.add([how as usize], 1);
+    }
+
+    pub fn log_lines_written(&self, n: u64) {
+        self.log_lines.add([0], n);
+    }
+
+    pub fn log_lines_dropped(&self, n: u64) {
+        self.log_lines.add([1], n);
+    }
+
+    /// Lines written and dropped so far.
+    pub fn log_lines(&self) -> (u64, u64) {
+        (self.log_lines.get([0]), self.log_lines.get([1]))
+    }
+}
+
+fn method_position(method: &Method) -> usize {
+    match *method {
+        Method::GET => 0,
+        Method::HEAD => 1,
+        Method::POST => 2,
+        Method::PUT => 3,
+        Method::DELETE => 4,
+        Method::OPTIONS => 5,
+        Method::PATCH => 6,
+        _ => 7,
+    }
+}
+
+fn protocol_position(version: Version) -> usize {
+    match version {
+        Version::HTTP_10 => 0,
+        Version::HTTP_2 => 2,
+        _ => 1,
+    }
+}
+
+fn status_position(status: StatusCode) -> usize {
+    usize::from(status.as_u16() / 100).clamp(1, STATUS_CLASSES.values.len()) - 1
+}
+
+fn backend_position(kind: Option<&'static str>) -> usize {
+    match kind {
+        Some("static") => 0,
+        Some("cgi") => 1,
+        Some("php") => 2,
+        Some("http") => 3,
+        Some("app") => 4,
+        _ => 5,
+    }
+}
+
+#[cfg(test)]
+mod tests;

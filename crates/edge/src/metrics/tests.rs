@@ -1,0 +1,95 @@
+//! Tests of the edge's metrics: that positions and label values belong together, and that names are conventional.
+
+use std::time::Duration;
+
+use super::*;
+use crate::access_log::tests::record;
+use crate::refusal::Refusal;
+
+#[test]
+fn a_request_is_counted_under_its_own_labels() {
+    let metrics = Metrics::new();
+    let mut seen = record("/x", None);
+    seen.method = Some(Method::PATCH);
+    seen.version = Version::HTTP_2;
+    seen.status = StatusCode::SERVICE_UNAVAILABLE;
+    seen.refusal = Some("queue_full");
+    seen.took = Duration::from_micros(251);
+    (seen.bytes_in, seen.bytes_out) = (5, 7);
+    metrics.request(&seen);
+    let text = metrics.encode();
+    for line in [
+        r#"nagaya_http_requests_total{method="PATCH",protocol="HTTP/2",status="5xx",backend="none"} 1"#,
+        r#"nagaya_http_refusals_total{reason="queue_full"} 1"#,
+        r#"nagaya_http_request_duration_seconds_bucket{le="0.00025",backend="none"} 0"#,
+        r#"nagaya_http_request_duration_seconds_bucket{le="0.0005",backend="none"} 1"#,
+        "nagaya_http_received_bytes_total 5",
+        "nagaya_http_sent_bytes_total 7",
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+    }
+}
+
+#[test]
+fn each_label_value_stands_where_its_position_says() {
+    for (at, name) in METHODS.values.iter().enumerate() {
+        let method = if *name == "other" { Method::TRACE } else { name.parse().unwrap() };
+        assert_eq!(method_position(&method), at, "{name}");
+    }
+    for (at, kind) in BACKENDS.values.iter().enumerate() {
+        assert_eq!(backend_position((*kind != "none").then_some(*kind)), at, "{kind}");
+    }
+    for (status, class) in
+        [(100, "1xx"), (204, "2xx"), (304, "3xx"), (499, "4xx"), (599, "5xx"), (999, "5xx")]
+    {
+        let at = status_position(StatusCode::from_u16(status).unwrap());
+        assert_eq!(STATUS_CLASSES.values[at], class);
+    }
+    let metrics = Metrics::new();
+    metrics.handshake(Handshake::BrokenCertificate);
+    metrics.certificate(CertificateLookup::Absent);
+    metrics.upstream_connection(UpstreamConnection::Reused);
+    metrics.file_cache(false);
+    let text = metrics.encode();
+    for line in [
+        r#"nagaya_tls_handshakes_total{result="broken_certificate"} 1"#,
+        r#"nagaya_certificate_lookups_total{result="absent"} 1"#,
+        r#"nagaya_upstream_connections_total{result="reused"} 1"#,
+        r#"nagaya_file_cache_lookups_total{result="miss"} 1"#,
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+    }
+}
+
+#[test]
+fn every_refusal_has_its_own_reason_among_the_labels() {
+    let refusals = [
+        Refusal::BadRequest(""),
+        Refusal::UnknownHost,
+        Refusal::Misdirected,
+        Refusal::NotFound,
+        Refusal::Forbidden(""),
+        Refusal::MethodNotAllowed(""),
+        Refusal::HeadTooLarge,
+        Refusal::TargetTooLong,
+        Refusal::BodyTooLarge,
+        Refusal::RequestTimeout,
+        Refusal::ExpectationFailed,
+        Refusal::VersionNotSupported,
+        Refusal::QueueFull { retry_after_seconds: 1 },
+        Refusal::QueueTimeout { retry_after_seconds: 1 },
+        Refusal::Overloaded(""),
+        Refusal::Draining,
+        Refusal::BackendUnreachable(String::new()),
+        Refusal::BackendInvalid(String::new()),
+        Refusal::BackendTimeout,
+        Refusal::SiteBroken(String::new()),
+        Refusal::LoopDetected,
+        Refusal::ClientGone,
+    ];
+    for refusal in &refusals {
+        let reason = refusal.row().reason;
+        assert_eq!(REASONS.values.iter().filter(|r| **r == reason).count(), 1, "{reason}");
+    }
+    assert_eq!(refusals.len() + 1, REASONS.values.len(), "a reason nobody gives");
+}
