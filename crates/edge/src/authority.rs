@@ -70,9 +70,26 @@ mod tests {
     #[test]
     fn what_is_not_a_host_is_refused() {
         let long = "a".repeat(HOST_LEN_MAX + 1);
-        for text in
-            ["", ":80", "a b", "user@host", "a:b", "a:70000", "a:-1", "a:+1", "[::1", "[::1]x", "[g]", "a/b", ".a", "a..b", "ä", "a%41", "a,b", &long]
-        {
+        for text in [
+            "",
+            ":80",
+            "a b",
+            "user@host",
+            "a:b",
+            "a:70000",
+            "a:-1",
+            "a:+1",
+            "[::1",
+            "[::1]x",
+            "[g]",
+            "a/b",
+            ".a",
+            "a..b",
+            "ä",
+            "a%41",
+            "a,b",
+            &long,
+        ] {
             assert_eq!(parse(text), Err(NotAnAuthority), "{text}");
         }
     }

@@ -4,6 +4,10 @@
 //! sites (`cmdb`), the process around it (`nagaya`).
 
 pub mod access_log;
+pub mod authority;
+pub mod date;
+pub mod http1;
+pub mod upstream;
 pub mod message;
 pub mod metrics;
 pub mod options;

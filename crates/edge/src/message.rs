@@ -144,6 +144,14 @@ pub struct Response {
     pub body: ResponseBody,
     /// Guards (permit, process, worker) that live until the body ends.
     pub hold: Vec<Box<dyn Hold>>,
+    /// Is told how much was sent; writes the request's account when it is dropped.
+    pub receipt: Option<Box<dyn Receipt>>,
+}
+
+/// The account of one request. Dropped without a word from the wire, it counts as broken off.
+pub trait Receipt {
+    /// `bytes` of body went out; `complete` says whether that is all of it.
+    fn sent(&mut self, bytes: u64, complete: bool);
 }
 
 /// Anything whose `Drop` gives something back.
@@ -213,7 +221,7 @@ impl ResponseBody {
 
 impl Response {
     pub fn new(status: StatusCode) -> Self {
-        Self { status, headers: HeaderMap::new(), body: ResponseBody::Empty, hold: Vec::new() }
+        Self { status, headers: HeaderMap::new(), body: ResponseBody::Empty, hold: Vec::new(), receipt: None }
     }
 
     pub fn with_body(mut self, body: ResponseBody) -> Self {

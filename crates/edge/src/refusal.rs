@@ -7,7 +7,7 @@ use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, StatusCode};
 use nagaya_base::{Code, RequestId};
 
-use crate::message::{Response, ResponseBody};
+use crate::message::{BodyError, Response, ResponseBody};
 
 /// Why a request got no answer from its site.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -153,5 +153,18 @@ impl Refusal {
             _ => {}
         }
         response
+    }
+}
+
+impl From<BodyError> for Refusal {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::ClientGone => Self::ClientGone,
+            BodyError::Malformed(what) => Self::BadRequest(what),
+            BodyError::TooLarge(_) => Self::BodyTooLarge,
+            BodyError::Stalled => Self::RequestTimeout,
+            BodyError::Backend(what) => Self::BackendInvalid(what),
+            BodyError::File(error) => Self::SiteBroken(error.to_string()),
+        }
     }
 }

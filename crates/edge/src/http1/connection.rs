@@ -1,0 +1,229 @@
+//! A client's HTTP/1 connection: request after request, until one side has had enough.
+//!
+//! Read a head, check it, let `serve` answer it, write the answer; on anything doubtful answer once and close.
+//! Not here: what the head may look like (`head`), what happens to a request (`request`).
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::BytesMut;
+use http::{Method, Version};
+use http_body::Body;
+use nagaya_base::RequestId;
+use tokio::time::timeout;
+
+use crate::http1::framing::Framing;
+use crate::http1::head::{self, HeadLimits, RequestHead};
+use crate::http1::tunnel;
+use crate::http1::wire::{Incoming, Stream, Wire};
+use crate::http1::write::{self, Asked};
+use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
+use crate::options::Limits;
+use crate::refusal::Refusal;
+
+/// After an answer that ends the connection the client may still be sending: so long and so much is read
+/// over, or the reset would destroy the answer on its way (RFC 9112 section 9.6).
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 1 << 20;
+
+/// What a connection needs of the thread it lives on.
+pub trait Host: 'static {
+    fn limits(&self) -> Rc<Limits>;
+    fn request_id(&self) -> RequestId;
+    /// The life of the request. Never fails: a refusal is a response too.
+    fn serve(&self, request: Request) -> impl Future<Output = Response>;
+    /// The answer to what was no request; `conn` is for the log.
+    fn refuse(&self, conn: &ConnInfo, refusal: Refusal, id: RequestId) -> Response;
+    /// No further request is taken on any connection.
+    fn is_draining(&self) -> bool;
+    /// `waker` is woken when draining begins. Called when a connection becomes idle.
+    fn wake_on_drain(&self, waker: &Waker);
+}
+
+/// Serves the connection to its end. `input` is what was already read of it.
+pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<ConnInfo>, host: Rc<H>) {
+    let limits = host.limits();
+    let mut wire = Rc::new(Wire::new(stream, input, Duration::from_millis(limits.idle_body_ms)));
+    let mut served = 0;
+    loop {
+        let limits = host.limits();
+        let head = match read_head(&wire, &*host, &limits, served == 0).await {
+            Ok(Some(head)) => head,
+            Ok(None) => return,
+            Err(refusal) => {
+                let response = host.refuse(&conn, refusal, host.request_id());
+                let asked =
+                    Asked { version: Version::HTTP_11, is_head: false, keep_alive: false, trailers: false };
+                write::respond(&wire, asked, response).await;
+                return linger(&wire).await;
+            }
+        };
+        served += 1;
+        let may_stay = head.keep_alive && served < limits.keep_alive_requests && !host.is_draining();
+        let asked = Asked {
+            version: head.version,
+            is_head: head.method == Method::HEAD,
+            keep_alive: may_stay,
+            trailers: head.trailers,
+        };
+        let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
+        let request = request(head, body, Rc::clone(&conn), host.request_id());
+        // The client left: dropping the unfinished future gives everything back.
+        let Some(response) = until_gone(&wire, host.serve(request)).await else { return };
+        if matches!(response.body, ResponseBody::Tunnel(_)) {
+            return tunnel::run(wire, response).await;
+        }
+        let sent = write::respond(&wire, asked, response).await;
+        if !sent.complete {
+            return;
+        }
+        if !sent.keep_alive {
+            return linger(&wire).await;
+        }
+        if !wire.body_is_complete() && skip_body(&wire, limits.body_bytes).await.is_err() {
+            return;
+        }
+        // All guards of the exchange are gone, so the wire is ours alone again.
+        debug_assert!(Rc::get_mut(&mut wire).is_some(), "a body outlived its request");
+    }
+}
+
+/// The next head, `None` where the client (or draining) ended the connection between two requests.
+async fn read_head<S: Stream, H: Host>(
+    wire: &Wire<S>,
+    host: &H,
+    limits: &Limits,
+    first: bool,
+) -> Result<Option<RequestHead>, Refusal> {
+    let idle = Duration::from_millis(if first { limits.head_ms } else { limits.keep_alive_ms });
+    match timeout(idle, until_input(wire, host)).await {
+        Ok(true) => {}
+        Ok(false) => return Ok(None),
+        Err(_) if first => return Err(Refusal::RequestTimeout),
+        Err(_) => return Ok(None),
+    }
+    let bounds = HeadLimits { bytes: limits.head_bytes, fields: limits.header_fields };
+    let mut scanned = 0;
+    if let Some(head) = take_head(wire, &mut scanned, bounds)? {
+        return Ok(Some(head));
+    }
+    let rest = async {
+        loop {
+            match poll_fn(|cx| wire.poll_fill_head(cx)).await {
+                // Half a request is nobody's request: there is no one to answer.
+                Ok(0) | Err(_) => return Ok(None),
+                Ok(_) => {}
+            }
+            if let Some(head) = take_head(wire, &mut scanned, bounds)? {
+                return Ok(Some(head));
+            }
+        }
+    };
+    timeout(Duration::from_millis(limits.head_ms), rest).await.unwrap_or(Err(Refusal::RequestTimeout))
+}
+
+/// Waits until there is something to parse. False: the connection ends here.
+async fn until_input<S: Stream, H: Host>(wire: &Wire<S>, host: &H) -> bool {
+    if wire.with_input(|input| !input.is_empty()) {
+        return true;
+    }
+    wire.release_idle();
+    poll_fn(|cx| {
+        if host.is_draining() {
+            return Poll::Ready(false);
+        }
+        match wire.poll_fill_head(cx) {
+            Poll::Ready(Ok(0) | Err(_)) => Poll::Ready(false),
+            Poll::Ready(Ok(_)) => Poll::Ready(true),
+            Poll::Pending => {
+                host.wake_on_drain(cx.waker());
+                Poll::Pending
+            }
+        }
+    })
+    .await
+}
+
+fn take_head<S: Stream>(
+    wire: &Wire<S>,
+    scanned: &mut usize,
+    limits: HeadLimits,
+) -> Result<Option<RequestHead>, Refusal> {
+    wire.with_input(|input| {
+        // One empty line in front is tolerated; `find_end` must not take it for the end of a head.
+        if *scanned == 0 && input.starts_with(b"\r\n") {
+            let _ = input.split_to(2);
+        }
+        match head::find_end(input, scanned, limits)? {
+            Some(end) => head::parse_request(input, end, limits).map(Some),
+            None => Ok(None),
+        }
+    })
+}
+
+fn request<S: Stream>(head: RequestHead, body: Incoming<S>, conn: Rc<ConnInfo>, id: RequestId) -> Request {
+    let body = if head.framing == Framing::None { RequestBody::empty() } else { RequestBody::new(body) };
+    let head = Head {
+        id,
+        method: head.method,
+        path: head.path,
+        query: head.query,
+        host: head.authority.host,
+        port: head.authority.port,
+        version: head.version,
+        headers: head.headers,
+        upgrade: head.upgrade,
+        conn,
+    };
+    Request { head, body }
+}
+
+/// Runs `work` unless the client leaves first.
+async fn until_gone<S: Stream, T>(wire: &Wire<S>, work: impl Future<Output = T>) -> Option<T> {
+    let mut work = pin!(work);
+    poll_fn(|cx| {
+        loop {
+            if let Poll::Ready(done) = work.as_mut().poll(cx) {
+                return Poll::Ready(Some(done));
+            }
+            match wire.poll_gone(cx) {
+                // Something arrived, perhaps the body that `work` waits for.
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(_)) => return Poll::Ready(None),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+    })
+    .await
+}
+
+/// Reads over the rest of a body that nobody wanted.
+async fn skip_body<S: Stream>(wire: &Rc<Wire<S>>, limit: u64) -> Result<(), ()> {
+    let mut rest = Box::pin(wire.resume_body(limit));
+    while let Some(frame) = poll_fn(|cx| rest.as_mut().poll_frame(cx)).await {
+        frame.map_err(|_| ())?;
+    }
+    Ok(())
+}
+
+/// Says goodbye and reads over what still comes, so that the answer is not lost to a reset.
+async fn linger<S: Stream>(wire: &Wire<S>) {
+    if wire.shutdown().await.is_err() {
+        return;
+    }
+    let mut left = LINGER_BYTES;
+    let drain = async {
+        while left > 0 {
+            wire.with_input(BytesMut::clear);
+            match poll_fn(|cx: &mut Context<'_>| wire.poll_fill_head(cx)).await {
+                Ok(0) | Err(_) => return,
+                Ok(read) => left = left.saturating_sub(read),
+            }
+        }
+    };
+    // Whether it ends by itself or by the clock, the connection is closed now.
+    let _ = timeout(LINGER, drain).await;
+}

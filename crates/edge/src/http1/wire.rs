@@ -1,0 +1,353 @@
+//! One client's byte stream: what was read and not yet used, the body being taken from it, and bounded writes.
+//!
+//! All methods take `&self`: the request's body reads while the response is written, both on one task of one
+//! thread, and no borrow is held across an await. Not here: heads (`head`), the loop (`connection`).
+
+use std::cell::{Cell, RefCell};
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body::{Body, Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Interest};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, Sleep};
+
+use crate::http1::framing::{Decoded, Decoder, Framing};
+use crate::message::BodyError;
+
+/// Read at once while a head is expected, and while a body arrives.
+const HEAD_READ: usize = 8 << 10;
+const BODY_READ: usize = 64 << 10;
+
+/// Read ahead while a request runs, to notice that the client left: at most this much is kept.
+const AHEAD_MAX: usize = 64 << 10;
+
+/// Most bytes given to one `sendfile` call: keeps one fast client from holding the thread.
+const SENDFILE_MAX: usize = 1 << 20;
+
+/// Rest of a body that nobody wanted, read over so that the connection can be used again.
+const SKIP_MAX: u64 = 64 << 10;
+
+const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
+
+/// A client's byte stream: plain TCP, or TLS over it.
+pub trait Stream: AsyncRead + AsyncWrite + Unpin + 'static {
+    /// The socket, where bytes need no work of ours on the way: files can go through the kernel.
+    fn as_tcp(&self) -> Option<&TcpStream> {
+        None
+    }
+    /// Makes the close that follows a reset, so that a response cut short cannot pass for a complete one.
+    fn reset_on_close(&self);
+}
+
+impl Stream for TcpStream {
+    fn as_tcp(&self) -> Option<&TcpStream> {
+        Some(self)
+    }
+
+    fn reset_on_close(&self) {
+        // Fails only on a socket that is gone already, which is what is wanted.
+        let _ = self.set_zero_linger();
+    }
+}
+
+impl Stream for tokio_rustls::server::TlsStream<TcpStream> {
+    fn reset_on_close(&self) {
+        let _ = self.get_ref().0.set_zero_linger();
+    }
+}
+
+/// Where `100 Continue` stands for the request being served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Continue {
+    NotWanted,
+    Wanted { sent: usize },
+}
+
+pub struct Wire<S> {
+    stream: RefCell<S>,
+    input: RefCell<BytesMut>,
+    decoder: RefCell<Decoder>,
+    expect: Cell<Continue>,
+    /// Longest silence while a body arrives or a response is taken.
+    idle: Cell<Duration>,
+    body_failed: Cell<bool>,
+}
+
+impl<S: Stream> Wire<S> {
+    /// `input` is what was read before it was known to be HTTP/1.
+    pub fn new(stream: S, input: BytesMut, idle: Duration) -> Self {
+        Self {
+            stream: RefCell::new(stream),
+            input: RefCell::new(input),
+            decoder: RefCell::new(Decoder::new(Framing::None)),
+            expect: Cell::new(Continue::NotWanted),
+            idle: Cell::new(idle),
+            body_failed: Cell::new(false),
+        }
+    }
+
+    pub fn with_input<T>(&self, act: impl FnOnce(&mut BytesMut) -> T) -> T {
+        act(&mut self.input.borrow_mut())
+    }
+
+    /// Reads what the client sent. 0: it closed.
+    pub fn poll_fill(&self, cx: &mut Context<'_>, reserve: usize) -> Poll<io::Result<usize>> {
+        let mut stream = self.stream.borrow_mut();
+        let mut input = self.input.borrow_mut();
+        if let Some(tcp) = stream.as_tcp() {
+            // An idle connection holds no buffer: take one only when there is something to put in it.
+            ready!(tcp.poll_read_ready(cx))?;
+        }
+        input.reserve(reserve);
+        pin!(stream.read_buf(&mut *input)).poll(cx)
+    }
+
+    pub fn poll_fill_head(&self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        self.poll_fill(cx, HEAD_READ)
+    }
+
+    /// Gives the buffer of a connection that has nothing to say back to the allocator.
+    pub fn release_idle(&self) {
+        let mut input = self.input.borrow_mut();
+        if input.is_empty() {
+            *input = BytesMut::new();
+        }
+    }
+
+    /// Begins the body of a request.
+    pub fn begin_body(self: &Rc<Self>, framing: Framing, expect_continue: bool, limit: u64) -> Incoming<S> {
+        *self.decoder.borrow_mut() = Decoder::new(framing);
+        self.body_failed.set(false);
+        let wanted = expect_continue && framing != Framing::None;
+        self.expect.set(if wanted { Continue::Wanted { sent: 0 } } else { Continue::NotWanted });
+        Incoming { wire: Rc::clone(self), received: 0, limit, timer: None }
+    }
+
+    /// What is left of the body of the request that was just answered.
+    pub fn resume_body(self: &Rc<Self>, limit: u64) -> Incoming<S> {
+        Incoming { wire: Rc::clone(self), received: 0, limit, timer: None }
+    }
+
+    /// The request's body has been read to its end, so the next request follows.
+    pub fn body_is_complete(&self) -> bool {
+        self.decoder.borrow().is_end() && !self.body_failed.get()
+    }
+
+    /// What is left of the request's body is nothing, or so little that reading over it costs less than a new connection.
+    pub fn body_is_complete_or_short(&self) -> bool {
+        let left = self.decoder.borrow().remaining();
+        !self.body_failed.get() && left.is_some_and(|left| left <= SKIP_MAX)
+    }
+
+    /// Ready when the client has left while its request runs. Reads ahead, within a bound; beyond it the question is
+    /// left open. `true` in `Ok`: something arrived, so whoever waits for body should be polled again.
+    pub fn poll_gone(&self, cx: &mut Context<'_>) -> Poll<Result<(), io::Error>> {
+        if self.input.borrow().len() >= AHEAD_MAX {
+            return Poll::Pending;
+        }
+        match ready!(self.poll_fill(cx, HEAD_READ)) {
+            Ok(0) => Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())),
+            Ok(_) => Poll::Ready(Ok(())),
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+
+    fn poll_continue(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while let Continue::Wanted { sent } = self.expect.get() {
+            let mut stream = self.stream.borrow_mut();
+            let wrote = ready!(Pin::new(&mut *stream).poll_write(cx, &CONTINUE[sent..]))?;
+            ready!(Pin::new(&mut *stream).poll_flush(cx))?;
+            let done = sent + wrote >= CONTINUE.len();
+            self.expect.set(if done { Continue::NotWanted } else { Continue::Wanted { sent: sent + wrote } });
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// The final response begins: an interim one may no longer be sent.
+    pub fn end_interim(&self) {
+        if self.expect.get() == (Continue::Wanted { sent: 0 }) {
+            // The client may or may not send its body now: the connection cannot be used again.
+            self.body_failed.set(true);
+        }
+        self.expect.set(Continue::NotWanted);
+    }
+
+    /// Writes the slices in order, failing when the client takes nothing for too long.
+    pub async fn write(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        IoSlice::advance_slices(&mut slices, 0);
+        while !slices.is_empty() {
+            let wrote = self
+                .within_idle(|cx| {
+                    let mut stream = self.stream.borrow_mut();
+                    if slices.len() > 1 && stream.is_write_vectored() {
+                        Pin::new(&mut *stream).poll_write_vectored(cx, slices)
+                    } else {
+                        Pin::new(&mut *stream).poll_write(cx, &slices[0])
+                    }
+                })
+                .await?;
+            if wrote == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            IoSlice::advance_slices(&mut slices, wrote);
+        }
+        Ok(())
+    }
+
+    pub async fn flush(&self) -> io::Result<()> {
+        self.within_idle(|cx| Pin::new(&mut *self.stream.borrow_mut()).poll_flush(cx)).await
+    }
+
+    /// Hands a range of a file to the kernel. `head` goes in front, in the same segment where it fits. Only on plain TCP.
+    pub async fn send_file(
+        &self,
+        head: &[u8],
+        file: BorrowedFd<'_>,
+        mut offset: u64,
+        mut len: u64,
+    ) -> io::Result<()> {
+        let mut head = head;
+        while !head.is_empty() {
+            let wrote = self
+                .socket_io(|socket| Ok(rustix::net::send(socket, head, rustix::net::SendFlags::MORE)?))
+                .await?;
+            head = &head[wrote..];
+        }
+        while len > 0 {
+            let want = usize::try_from(len).unwrap_or(usize::MAX).min(SENDFILE_MAX);
+            let sent = self
+                .socket_io(|socket| Ok(rustix::fs::sendfile(socket, file, Some(&mut offset), want)?))
+                .await?;
+            if sent == 0 {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the file became shorter while it was sent",
+                ));
+            }
+            len -= sent as u64;
+        }
+        Ok(())
+    }
+
+    async fn socket_io(&self, mut act: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        self.within_idle(|cx| {
+            let stream = self.stream.borrow();
+            let tcp = stream.as_tcp().expect("files go through the kernel on plain TCP only");
+            loop {
+                ready!(tcp.poll_write_ready(cx))?;
+                match tcp.try_io(Interest::WRITABLE, || act(tcp)) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    other => return Poll::Ready(other),
+                }
+            }
+        })
+        .await
+    }
+
+    pub fn is_plain_tcp(&self) -> bool {
+        self.stream.borrow().as_tcp().is_some()
+    }
+
+    pub fn reset_on_close(&self) {
+        self.stream.borrow().reset_on_close();
+    }
+
+    /// Says that nothing more will be written.
+    pub async fn shutdown(&self) -> io::Result<()> {
+        self.within_idle(|cx| Pin::new(&mut *self.stream.borrow_mut()).poll_shutdown(cx)).await
+    }
+
+    /// `poll`, bounded by the longest silence allowed.
+    pub async fn within_idle<T>(
+        &self,
+        mut poll: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> io::Result<T> {
+        let mut timer: Option<Pin<Box<Sleep>>> = None;
+        std::future::poll_fn(|cx| {
+            if let Poll::Ready(result) = poll(cx) {
+                return Poll::Ready(result);
+            }
+            let timer = timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.idle.get())));
+            ready!(timer.as_mut().poll(cx));
+            Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        })
+        .await
+    }
+
+    /// The stream and what was read of it, for a protocol that takes over.
+    pub fn into_parts(self) -> (S, BytesMut) {
+        (self.stream.into_inner(), self.input.into_inner())
+    }
+}
+
+/// The body of a request as it comes off the wire.
+pub struct Incoming<S> {
+    wire: Rc<Wire<S>>,
+    received: u64,
+    limit: u64,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S: Stream> Incoming<S> {
+    fn fail(&self, error: BodyError) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        self.wire.body_failed.set(true);
+        Poll::Ready(Some(Err(error)))
+    }
+}
+
+impl<S: Stream> Body for Incoming<S> {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let wire = Rc::clone(&self.wire);
+        loop {
+            let decoded = wire.decoder.borrow_mut().decode(&mut wire.input.borrow_mut());
+            match decoded {
+                Err(what) => return self.fail(BodyError::Malformed(what)),
+                Ok(Decoded::End) => return Poll::Ready(None),
+                Ok(Decoded::Trailers(trailers)) => return Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
+                Ok(Decoded::Data(data)) => {
+                    self.received += data.len() as u64;
+                    if self.received > self.limit {
+                        return self.fail(BodyError::TooLarge(self.limit));
+                    }
+                    return Poll::Ready(Some(Ok(Frame::data(data))));
+                }
+                Ok(Decoded::More) => {}
+            }
+            if ready!(wire.poll_continue(cx)).is_err() {
+                return self.fail(BodyError::ClientGone);
+            }
+            match wire.poll_fill(cx, BODY_READ) {
+                Poll::Ready(Ok(0) | Err(_)) => return self.fail(BodyError::ClientGone),
+                Poll::Ready(Ok(_)) => self.timer = None,
+                Poll::Pending => {
+                    let idle = wire.idle.get();
+                    let timer = self
+                        .timer
+                        .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + idle)));
+                    ready!(timer.as_mut().poll(cx));
+                    return self.fail(BodyError::Stalled);
+                }
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.wire.decoder.borrow().is_end()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.wire.decoder.borrow().remaining().map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}

@@ -1,0 +1,188 @@
+//! Requests passed on to an application that speaks HTTP/1.1: one that already runs, or one the keeper keeps.
+//!
+//! In reading order: this file (the exchange), `transfer` (the bytes of one exchange), `pool` (connections kept
+//! for the next). Not here: which headers are added (`forward`), starting applications (`keeper`).
+
+mod pool;
+mod transfer;
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::header::{CONTENT_LENGTH, HOST, HeaderMap, HeaderValue};
+use http::{Method, StatusCode, Version};
+use nagaya_base::limits::HOST_LEN_MAX;
+use tokio::time::timeout;
+
+pub use pool::{Address, Connector, Pool, Socket, dial};
+use transfer::{Broken, Transfer};
+
+use crate::http1::framing::Framing;
+use crate::http1::head::ResponseHead;
+use crate::message::{Head, RequestBody, Response, ResponseBody};
+use crate::refusal::Refusal;
+
+/// A reused connection may turn out to have been closed: one more try, on a fresh one.
+const RETRIES_MAX: u32 = 1;
+
+/// Interim responses (RFC 9110 section 15.2) read over before the final one.
+const INTERIM_MAX: u32 = 8;
+
+/// Bounds of one exchange.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds {
+    pub connect: Duration,
+    /// Until the head of the answer.
+    pub head: Duration,
+    /// Longest silence while the answer's body arrives.
+    pub idle: Duration,
+    pub head_bytes: usize,
+}
+
+/// The head as it is sent on.
+#[derive(Debug, Clone, Copy)]
+pub struct Outgoing<'a> {
+    /// Method, target and upgrade are the client's own.
+    pub head: &'a Head,
+    /// The client's fields and those that forwarding adds.
+    pub headers: &'a HeaderMap,
+    pub host: &'a str,
+}
+
+/// Sends the request on and gives its answer back, streaming both ways.
+pub async fn exchange(
+    pool: &Rc<Pool>,
+    address: &Address,
+    connector: &impl Connector,
+    outgoing: Outgoing<'_>,
+    body: RequestBody,
+    bounds: Bounds,
+) -> Result<Response, Refusal> {
+    let head = outgoing.head;
+    let bytes = encode(&outgoing, &body);
+    let framing = framing_of(&body);
+    let mut body = Some(body);
+    let mut tries = 0;
+    loop {
+        let (connection, reused) = pool.checkout(address, connector, bounds.connect, tries > 0).await?;
+        let mut transfer =
+            Transfer::new(connection, bytes.clone(), body.take().unwrap_or_else(RequestBody::empty), framing);
+        match timeout(bounds.head, answer(&mut transfer, head, bounds)).await {
+            Err(_) => return Err(Refusal::BackendTimeout),
+            Ok(Ok(answer)) => return Ok(respond(pool, address, transfer, answer, bounds)),
+            Ok(Err(broken)) => {
+                // Safe to say again only what has no effect of its own (RFC 9110 section 9.2.2), of which no
+                // byte of body is gone, to which no byte of answer came, on a connection that had aged.
+                let safe = reused && head.method.is_idempotent() && transfer.is_untouched();
+                if !safe || tries >= RETRIES_MAX || !matches!(broken, Broken::Connection(_)) {
+                    return Err(broken.into());
+                }
+                tries += 1;
+                pool.count_retry();
+                body = Some(transfer.into_body());
+            }
+        }
+    }
+}
+
+/// The final head; interim ones are read over.
+async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<ResponseHead, Broken> {
+    for _ in 0..=INTERIM_MAX {
+        let answer = transfer.head(head.method == Method::HEAD, bounds.head_bytes).await?;
+        match answer.status {
+            StatusCode::SWITCHING_PROTOCOLS if head.upgrade.is_some() && answer.upgrade.is_some() => {
+                return Ok(answer);
+            }
+            StatusCode::SWITCHING_PROTOCOLS => {
+                return Err(Broken::Invalid("it switches to a protocol nobody asked for"));
+            }
+            status if status.is_informational() => {}
+            _ => return Ok(answer),
+        }
+    }
+    Err(Broken::Invalid("it sends interim responses without end"))
+}
+
+fn respond(
+    pool: &Rc<Pool>,
+    address: &Address,
+    mut transfer: Transfer,
+    answer: ResponseHead,
+    bounds: Bounds,
+) -> Response {
+    let mut response = Response::new(answer.status);
+    response.headers = answer.headers;
+    if answer.status == StatusCode::SWITCHING_PROTOCOLS {
+        if let Some(protocol) = answer.upgrade {
+            response.headers.insert(http::header::UPGRADE, protocol);
+        }
+        return response.with_body(ResponseBody::Tunnel(Box::new(transfer.into_duplex())));
+    }
+    if answer.framing == Framing::None {
+        // What a HEAD or a 304 says of the body it does not send is passed on.
+        if let Some(length) = answer.content_length {
+            response.headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
+        }
+    }
+    transfer.begin_answer(answer.framing, answer.keep_alive);
+    if let Some(bytes) = transfer.take_whole() {
+        // All of it is here: the connection is free before the client has its answer.
+        pool.give_back(address, transfer);
+        return response.with_body(ResponseBody::Bytes(bytes));
+    }
+    let body = transfer::AnswerBody::new(transfer, Rc::clone(pool), address.clone(), bounds.idle);
+    response.with_body(ResponseBody::stream(body))
+}
+
+fn framing_of(body: &RequestBody) -> Framing {
+    match body.len() {
+        _ if body.is_empty() => Framing::None,
+        Some(length) => Framing::Length(length),
+        None => Framing::Chunked,
+    }
+}
+
+fn encode(outgoing: &Outgoing<'_>, body: &RequestBody) -> Vec<u8> {
+    let Outgoing { head, headers, host } = *outgoing;
+    let mut out = Vec::with_capacity(512 + HOST_LEN_MAX);
+    let mut put = |parts: &[&[u8]]| parts.iter().for_each(|part| out.extend_from_slice(part));
+    put(&[head.method.as_str().as_bytes(), b" ", head.path.as_bytes()]);
+    if let Some(query) = &head.query {
+        put(&[b"?", query.as_bytes()]);
+    }
+    put(&[b" HTTP/1.1\r\nhost: ", host.as_bytes()]);
+    for (name, value) in headers {
+        if *name != HOST && *name != CONTENT_LENGTH {
+            put(&[b"\r\n", name.as_str().as_bytes(), b": ", value.as_bytes()]);
+        }
+    }
+    match framing_of(body) {
+        Framing::Length(length) => {
+            put(&[b"\r\ncontent-length: ", itoa::Buffer::new().format(length).as_bytes()])
+        }
+        Framing::Chunked => put(&[b"\r\ntransfer-encoding: chunked"]),
+        // RFC 9110 section 8.6: a method that usually has a body says that there is none.
+        _ if matches!(head.method, Method::POST | Method::PUT | Method::PATCH) => {
+            put(&[b"\r\ncontent-length: 0"])
+        }
+        _ => {}
+    }
+    match &head.upgrade {
+        Some(protocol) if head.version == Version::HTTP_11 => {
+            put(&[b"\r\nconnection: upgrade\r\nupgrade: ", protocol.as_bytes()]);
+        }
+        _ => {}
+    }
+    put(&[b"\r\n\r\n"]);
+    out
+}
+
+impl From<Broken> for Refusal {
+    fn from(broken: Broken) -> Self {
+        match broken {
+            Broken::Connection(error) => Self::BackendUnreachable(error.to_string()),
+            Broken::Invalid(what) => Self::BackendInvalid(what.into()),
+            Broken::Request(error) => error.into(),
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Connections to applications, kept open between requests. One pool per edge thread.
+//!
+//! Not here: what is said over them (`transfer`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::BytesMut;
+use nagaya_cmdb::SiteName;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::{Instant, timeout};
+
+use super::transfer::Transfer;
+use crate::refusal::Refusal;
+
+/// Idle connections kept per address, and in all. Beyond it a finished connection is closed.
+const IDLE_PER_ADDRESS_MAX: usize = 128;
+const IDLE_MAX: usize = 2048;
+
+/// An idle connection older than this is not used again. Below the keep-alive of the common servers
+/// (Apache 5 s is the exception: there the check for a closed connection decides).
+const IDLE_AGE_MAX: Duration = Duration::from_secs(30);
+
+/// Where an application listens.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `host:port`; names are resolved at connect time.
+    Tcp(Box<str>),
+    Unix(PathBuf),
+    /// The keeper makes the connection.
+    App(SiteName),
+}
+
+impl Address {
+    /// As in a site's record: `host:port`, `[v6]:port` or `unix:/path`.
+    pub fn parse(text: &str) -> Self {
+        match text.strip_prefix("unix:") {
+            Some(path) => Self::Unix(path.into()),
+            None => Self::Tcp(text.into()),
+        }
+    }
+}
+
+/// Makes new connections.
+pub trait Connector {
+    fn connect(&self, address: &Address) -> impl Future<Output = Result<Socket, Refusal>>;
+}
+
+/// Connects to what already listens.
+pub async fn dial(address: &Address) -> io::Result<Socket> {
+    match address {
+        Address::Tcp(text) => {
+            let stream = TcpStream::connect(&**text).await?;
+            stream.set_nodelay(true)?;
+            Ok(Socket::Tcp(stream))
+        }
+        Address::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path).await?)),
+        Address::App(_) => Err(io::ErrorKind::Unsupported.into()),
+    }
+}
+
+pub enum Socket {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+/// A connection and what was read of it beyond the last answer.
+pub struct Connection {
+    pub socket: Socket,
+    pub input: BytesMut,
+}
+
+impl Connection {
+    /// Silent and open, so far as can be seen without waiting.
+    fn is_fresh(&self) -> bool {
+        let mut byte = [0; 1];
+        let read = match &self.socket {
+            Socket::Tcp(stream) => stream.try_read(&mut byte),
+            Socket::Unix(stream) => stream.try_read(&mut byte),
+        };
+        // Anything it says unasked, or its end, makes it useless.
+        self.input.is_empty() && matches!(read, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+    }
+}
+
+struct Idle {
+    connection: Connection,
+    since: Instant,
+}
+
+/// Keeps idle connections, newest first.
+#[derive(Default)]
+pub struct Pool {
+    idle: RefCell<HashMap<Address, Vec<Idle>>>,
+    count: Cell<usize>,
+    retries: Cell<u64>,
+    opened: Cell<u64>,
+}
+
+impl Pool {
+    /// A connection to `address`, and whether it has served before. `fresh` asks for a new one.
+    pub async fn checkout(
+        &self,
+        address: &Address,
+        connector: &impl Connector,
+        limit: Duration,
+        fresh: bool,
+    ) -> Result<(Connection, bool), Refusal> {
+        if !fresh {
+            if let Some(connection) = self.take_idle(address) {
+                return Ok((connection, true));
+            }
+        }
+        self.opened.set(self.opened.get() + 1);
+        match timeout(limit, connector.connect(address)).await {
+            Ok(socket) => Ok((Connection { socket: socket?, input: BytesMut::new() }, false)),
+            Err(_) => {
+                Err(Refusal::BackendUnreachable(format!("no connection within {} ms", limit.as_millis())))
+            }
+        }
+    }
+
+    fn take_idle(&self, address: &Address) -> Option<Connection> {
+        let mut idle = self.idle.borrow_mut();
+        let list = idle.get_mut(address)?;
+        while let Some(candidate) = list.pop() {
+            self.count.set(self.count.get() - 1);
+            if candidate.since.elapsed() < IDLE_AGE_MAX && candidate.connection.is_fresh() {
+                return Some(candidate.connection);
+            }
+        }
+        None
+    }
+
+    /// Keeps the connection of a finished transfer, if it can be used again.
+    pub fn give_back(&self, address: &Address, transfer: Transfer) {
+        let Some(connection) = transfer.into_reusable() else { return };
+        let mut idle = self.idle.borrow_mut();
+        if self.count.get() >= IDLE_MAX {
+            idle.clear();
+            self.count.set(0);
+        }
+        let list = match idle.get_mut(address) {
+            Some(list) => list,
+            None => idle.entry(address.clone()).or_default(),
+        };
+        if list.len() < IDLE_PER_ADDRESS_MAX {
+            list.push(Idle { connection, since: Instant::now() });
+            self.count.set(self.count.get() + 1);
+        }
+    }
+
+    /// Closes what has been idle too long. To be called now and then.
+    pub fn sweep(&self) {
+        let mut count = 0;
+        self.idle.borrow_mut().retain(|_, list| {
+            list.retain(|idle| idle.since.elapsed() < IDLE_AGE_MAX);
+            count += list.len();
+            !list.is_empty()
+        });
+        self.count.set(count);
+    }
+
+    pub fn count_retry(&self) {
+        self.retries.set(self.retries.get() + 1);
+    }
+
+    /// Connections opened and requests said again, since the last call.
+    pub fn take_counts(&self) -> (u64, u64) {
+        (self.opened.take(), self.retries.take())
+    }
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Self::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! The bytes of one exchange with an application: the request going out while the answer comes in.
+//!
+//! Both directions are driven by whoever polls, so an application may answer before it has read the request,
+//! and no direction can starve the other. Not here: connections between exchanges (`pool`).
+
+use std::future::poll_fn;
+use std::io::{self, Write as _};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, Bytes, BytesMut};
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
+
+use super::pool::{Address, Connection, Pool};
+use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
+use crate::http1::head::{self, FIELDS_MAX, HeadLimits, ResponseHead};
+use crate::message::{BodyError, RequestBody};
+
+/// Read from the application at once.
+const READ: usize = 64 << 10;
+const HEAD_READ: usize = 16 << 10;
+
+/// Request bytes encoded and not yet taken by the application.
+const PENDING_MAX: usize = 64 << 10;
+
+/// Why an exchange broke before its answer began.
+#[derive(Debug)]
+pub enum Broken {
+    Connection(io::Error),
+    Invalid(&'static str),
+    /// The client's part of it.
+    Request(BodyError),
+}
+
+pub struct Transfer {
+    connection: Connection,
+    /// Encoded request bytes on their way out.
+    pending: BytesMut,
+    body: RequestBody,
+    framing: Framing,
+    body_left: bool,
+    body_touched: bool,
+    /// Writing failed; the answer may have come all the same.
+    write_failed: bool,
+    answer_seen: bool,
+    scanned: usize,
+    decoder: Decoder,
+    keep_alive: bool,
+}
+
+impl Transfer {
+    pub fn new(connection: Connection, head: Vec<u8>, body: RequestBody, framing: Framing) -> Self {
+        Self {
+            connection,
+            pending: BytesMut::from(Bytes::from(head)),
+            body,
+            framing,
+            body_left: framing != Framing::None,
+            body_touched: false,
+            write_failed: false,
+            answer_seen: false,
+            scanned: 0,
+            decoder: Decoder::new(Framing::None),
+            keep_alive: false,
+        }
+    }
+
+    /// No byte of the body was taken and no byte of an answer came.
+    pub fn is_untouched(&self) -> bool {
+        !self.body_touched && !self.answer_seen
+    }
+
+    pub fn into_body(self) -> RequestBody {
+        self.body
+    }
+
+    /// Moves the request on as far as the application takes it. `Err` is the client's fault.
+    fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BodyError>> {
+        loop {
+            while self.body_left && self.pending.len() < PENDING_MAX {
+                self.body_touched = true;
+                match Pin::new(&mut self.body).poll_frame(cx) {
+                    Poll::Pending => break,
+                    Poll::Ready(Some(frame)) => self.encode(frame?),
+                    Poll::Ready(None) => {
+                        self.body_left = false;
+                        if self.framing == Framing::Chunked {
+                            self.pending.extend_from_slice(b"0\r\n\r\n");
+                        }
+                    }
+                }
+            }
+            if self.write_failed {
+                self.pending.clear();
+            }
+            if self.pending.is_empty() {
+                return if self.body_left && !self.write_failed {
+                    Poll::Pending
+                } else {
+                    Poll::Ready(Ok(()))
+                };
+            }
+            match ready!(Pin::new(&mut self.connection.socket).poll_write(cx, &self.pending)) {
+                Ok(wrote) if wrote > 0 => self.pending.advance(wrote),
+                // It may have answered and closed: reading will tell.
+                _ => self.write_failed = true,
+            }
+        }
+    }
+
+    fn encode(&mut self, frame: Frame<Bytes>) {
+        match frame.into_data() {
+            Ok(data) if data.is_empty() => {}
+            Ok(data) if self.framing == Framing::Chunked => {
+                let mut size = [0; 20];
+                let mut rest = size.as_mut_slice();
+                write!(rest, "{:x}\r\n", data.len()).expect("a size in hexadecimal and CR LF fit 20 bytes");
+                let used = 20 - rest.len();
+                self.pending.extend_from_slice(&size[..used]);
+                self.pending.extend_from_slice(&data);
+                self.pending.extend_from_slice(b"\r\n");
+            }
+            Ok(data) => self.pending.extend_from_slice(&data),
+            Err(frame) => {
+                if let (Framing::Chunked, Ok(trailers)) = (self.framing, frame.into_trailers()) {
+                    self.encode_trailers(&trailers);
+                    self.body_left = false;
+                }
+            }
+        }
+    }
+
+    fn encode_trailers(&mut self, trailers: &HeaderMap) {
+        self.pending.extend_from_slice(b"0\r\n");
+        for (name, value) in trailers.iter().filter(|(name, _)| !is_forbidden_trailer(name)) {
+            self.pending.extend_from_slice(name.as_str().as_bytes());
+            self.pending.extend_from_slice(b": ");
+            self.pending.extend_from_slice(value.as_bytes());
+            self.pending.extend_from_slice(b"\r\n");
+        }
+        self.pending.extend_from_slice(b"\r\n");
+    }
+
+    fn poll_fill(&mut self, cx: &mut Context<'_>, reserve: usize) -> Poll<io::Result<usize>> {
+        self.connection.input.reserve(reserve);
+        let read = ready!(pin!(self.connection.socket.read_buf(&mut self.connection.input)).poll(cx));
+        if matches!(read, Ok(read) if read > 0) {
+            self.answer_seen = true;
+        }
+        Poll::Ready(read)
+    }
+
+    /// Sends the request and reads the next head of its answer.
+    pub async fn head(&mut self, to_head: bool, bytes_max: usize) -> Result<ResponseHead, Broken> {
+        let limits = HeadLimits { bytes: bytes_max, fields: FIELDS_MAX };
+        poll_fn(|cx| {
+            loop {
+                if let Poll::Ready(Err(error)) = self.poll_send(cx) {
+                    return Poll::Ready(Err(Broken::Request(error)));
+                }
+                let input = &mut self.connection.input;
+                match head::find_end(input, &mut self.scanned, limits) {
+                    Ok(Some(end)) => {
+                        self.scanned = 0;
+                        return Poll::Ready(
+                            head::parse_response(input, end, to_head).map_err(Broken::Invalid),
+                        );
+                    }
+                    Ok(None) => {}
+                    Err(_) => return Poll::Ready(Err(Broken::Invalid("its head is too large or not HTTP"))),
+                }
+                match ready!(self.poll_fill(cx, HEAD_READ)) {
+                    Ok(0) if self.answer_seen => {
+                        return Poll::Ready(Err(Broken::Invalid("it closed in the middle of its head")));
+                    }
+                    Ok(0) => {
+                        let error =
+                            io::Error::new(io::ErrorKind::UnexpectedEof, "it closed without an answer");
+                        return Poll::Ready(Err(Broken::Connection(error)));
+                    }
+                    Ok(_) => {}
+                    Err(error) => return Poll::Ready(Err(Broken::Connection(error))),
+                }
+            }
+        })
+        .await
+    }
+
+    pub fn begin_answer(&mut self, framing: Framing, keep_alive: bool) {
+        self.decoder = Decoder::new(framing);
+        self.keep_alive = keep_alive;
+    }
+
+    /// The answer's body, if all of it has arrived and all of the request has gone.
+    pub fn take_whole(&mut self) -> Option<Bytes> {
+        let left = self.decoder.remaining()?;
+        if left > self.connection.input.len() as u64 || self.body_left || !self.pending.is_empty() {
+            return None;
+        }
+        match self.decoder.decode(&mut self.connection.input) {
+            Ok(Decoded::Data(bytes)) => Some(bytes),
+            Ok(Decoded::End) => Some(Bytes::new()),
+            _ => None,
+        }
+    }
+
+    /// The connection, if the exchange left it clean.
+    pub fn into_reusable(self) -> Option<Connection> {
+        let clean = self.keep_alive
+            && self.decoder.is_end()
+            && !self.body_left
+            && !self.write_failed
+            && self.pending.is_empty()
+            && self.connection.input.is_empty();
+        clean.then_some(self.connection)
+    }
+
+    pub fn into_duplex(self) -> Upgraded {
+        Upgraded { connection: self.connection }
+    }
+}
+
+/// The body of an answer, and what is left of the request.
+pub struct AnswerBody {
+    transfer: Option<Transfer>,
+    pool: Rc<Pool>,
+    address: Address,
+    idle: Duration,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl AnswerBody {
+    pub fn new(transfer: Transfer, pool: Rc<Pool>, address: Address, idle: Duration) -> Self {
+        Self { transfer: Some(transfer), pool, address, idle, timer: None }
+    }
+
+    fn finish(&mut self) {
+        if let Some(transfer) = self.transfer.take() {
+            self.pool.give_back(&self.address, transfer);
+        }
+    }
+
+    fn fail(&mut self, error: BodyError) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        self.transfer = None;
+        Poll::Ready(Some(Err(error)))
+    }
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        loop {
+            let Some(transfer) = &mut this.transfer else { return Poll::Ready(None) };
+            if let Poll::Ready(Err(error)) = transfer.poll_send(cx) {
+                return this.fail(error);
+            }
+            match transfer.decoder.decode(&mut transfer.connection.input) {
+                Err(what) => return this.fail(BodyError::Backend(what.into())),
+                Ok(Decoded::Data(data)) => {
+                    if transfer.decoder.is_end() {
+                        this.finish();
+                    }
+                    return Poll::Ready(Some(Ok(Frame::data(data))));
+                }
+                Ok(Decoded::Trailers(trailers)) => {
+                    this.finish();
+                    return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
+                }
+                Ok(Decoded::End) => {
+                    this.finish();
+                    return Poll::Ready(None);
+                }
+                Ok(Decoded::More) => {}
+            }
+            match transfer.poll_fill(cx, READ) {
+                Poll::Ready(Ok(0)) if transfer.decoder.close() => {
+                    this.transfer = None;
+                    return Poll::Ready(None);
+                }
+                Poll::Ready(Ok(0)) => {
+                    return this.fail(BodyError::Backend("it closed before the end".into()));
+                }
+                Poll::Ready(Ok(_)) => this.timer = None,
+                Poll::Ready(Err(error)) => return this.fail(BodyError::Backend(error.to_string())),
+                Poll::Pending => {
+                    let idle = this.idle;
+                    let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(idle)));
+                    ready!(timer.as_mut().poll(cx));
+                    return this.fail(BodyError::Backend("it stopped in the middle".into()));
+                }
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.transfer.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let remaining = self.transfer.as_ref().map_or(Some(0), |transfer| transfer.decoder.remaining());
+        remaining.map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}
+
+/// The application's side of an upgraded connection: first what it had already said.
+pub struct Upgraded {
+    connection: Connection,
+}
+
+impl AsyncRead for Upgraded {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let input = &mut self.connection.input;
+        if input.is_empty() {
+            return Pin::new(&mut self.connection.socket).poll_read(cx, buf);
+        }
+        let len = input.len().min(buf.remaining());
+        buf.put_slice(&input.split_to(len));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Upgraded {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.connection.socket).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection.socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection.socket).poll_shutdown(cx)
+    }
+}
