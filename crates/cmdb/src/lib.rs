@@ -4,11 +4,15 @@
 //! Not here: routing of requests (`edge::route`), processes (`keeper`), the command line (`nagaya`).
 //! Nothing in this crate acts on what it knows.
 
+pub mod check;
 pub mod feed;
 pub mod names;
 pub mod record;
+pub mod store;
 pub mod table;
 
+pub use check::Mistake;
 pub use names::{HostPattern, NameError, SiteName, TenantName};
 pub use record::{Backend, Change, Site, Tenant};
+pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

@@ -1,0 +1,310 @@
+//! What a record must be before it is stored, as far as the record alone can tell. Every mistake is found,
+//! and each says the field, its value and what to do.
+//!
+//! Not here: what depends on other records, such as a host that another site has (`store::plan`); the
+//! shape of the JSON (`record`); names (`names`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::SocketAddrV6;
+use std::path::{Component, Path};
+
+use nagaya_base::limits::HOSTS_PER_SITE_MAX;
+use serde::{Deserialize, Serialize};
+
+use crate::names::{HostPattern, is_host_name};
+use crate::record::{App, Backend, Files, Http, Listen, Site, Tenant};
+
+/// Longest URL path a site may be mounted at, in bytes.
+pub const MOUNT_LEN_MAX: usize = 1024;
+
+/// Longest directory a record may name, in bytes: Linux's `PATH_MAX` (4096) less `SITE_PATH_LEN_MAX` (3072)
+/// for what is looked up beneath it.
+pub const DIRECTORY_LEN_MAX: usize = 1024;
+
+/// Most entries in each list and each map of a record.
+pub const LIST_LEN_MAX: usize = 256;
+
+/// Longest value that is quoted in a mistake, in characters.
+const QUOTE_LEN_MAX: usize = 120;
+
+/// One thing wrong with one field of one record.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mistake {
+    /// `site 'blog'`, `tenant 'demo'`.
+    pub record: String,
+    pub field: String,
+    pub value: String,
+    /// What is wrong and what to do about it.
+    pub hint: String,
+    /// Where in the list of changes the record stood.
+    #[serde(skip)]
+    pub index: Option<usize>,
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { record, field, value, hint, .. } = self;
+        if value.is_empty() {
+            write!(f, "{record}: {field}: {hint}")
+        } else {
+            write!(f, "{record}: {field}: '{value}' {hint}")
+        }
+    }
+}
+
+/// Collects the mistakes of one record.
+#[derive(Debug)]
+pub struct Findings {
+    record: String,
+    index: Option<usize>,
+    pub mistakes: Vec<Mistake>,
+}
+
+impl Findings {
+    pub fn of_tenant(name: impl fmt::Display, index: Option<usize>) -> Self {
+        Self { record: format!("tenant '{name}'"), index, mistakes: Vec::new() }
+    }
+
+    pub fn of_site(name: impl fmt::Display, index: Option<usize>) -> Self {
+        Self { record: format!("site '{name}'"), index, mistakes: Vec::new() }
+    }
+
+    pub fn add(&mut self, field: impl Into<String>, value: impl fmt::Display, hint: impl Into<String>) {
+        let value = value.to_string().chars().take(QUOTE_LEN_MAX).collect();
+        let (field, hint) = (field.into(), hint.into());
+        self.mistakes.push(Mistake { record: self.record.clone(), field, value, hint, index: self.index });
+    }
+
+    fn at_least_one(&mut self, field: &str, number: Option<u32>) {
+        if number == Some(0) {
+            self.add(field, 0, "is not possible: use 1 or more, or leave the field out");
+        }
+    }
+
+    fn list_len(&mut self, field: &str, len: usize) {
+        if len > LIST_LEN_MAX {
+            self.add(field, len, format!("entries are too many: at most {LIST_LEN_MAX}"));
+        }
+    }
+}
+
+pub fn tenant(tenant: &Tenant, to: &mut Findings) {
+    for (field, id) in [("uid", tenant.uid), ("gid", tenant.gid)] {
+        match id {
+            0 => to.add(field, id, "is root's: a tenant needs an id of its own"),
+            // The system calls that change ids take -1 for "leave as it is".
+            u32::MAX => to.add(field, id, "means \"unchanged\" to the kernel: use a smaller one"),
+            _ => {}
+        }
+    }
+    if let Some(home) = &tenant.home {
+        if home.is_relative() {
+            to.add("home", home.display(), "is relative: use an absolute path");
+        }
+        directory("home", home, to);
+    }
+    to.at_least_one("max_concurrent", tenant.max_concurrent);
+    to.at_least_one("php_workers", tenant.php_workers);
+}
+
+pub fn site(site: &Site, to: &mut Findings) {
+    hosts(&site.hosts, to);
+    if let Some(hint) = mount_mistake(&site.path) {
+        to.add("path", &site.path, hint);
+    }
+    to.at_least_one("max_concurrent", site.max_concurrent);
+    match &site.backend {
+        Backend::Static(files) => {
+            files_of_any_kind(files, to);
+            files_without_programs(files, to);
+        }
+        Backend::Cgi(files) => files_of_any_kind(files, to),
+        Backend::Php(files) => {
+            files_of_any_kind(files, to);
+            if !files.extensions.is_empty() {
+                to.add(
+                    "extensions",
+                    files.extensions.join(" "),
+                    "is for cgi only: php runs files that end in .php",
+                );
+            }
+        }
+        Backend::Http(backend) => http(backend, to),
+        Backend::App(backend) => app(backend, to),
+    }
+}
+
+fn hosts(hosts: &[HostPattern], to: &mut Findings) {
+    if hosts.is_empty() {
+        to.add("hosts", "", "is empty: name at least one host, or '*' for the default site");
+    }
+    if hosts.len() > HOSTS_PER_SITE_MAX {
+        to.add("hosts", hosts.len(), format!("hosts are too many: at most {HOSTS_PER_SITE_MAX}"));
+    }
+    let mut seen = BTreeSet::new();
+    for host in hosts.iter().filter(|host| !seen.insert(host.as_str())) {
+        to.add("hosts", host, "is named twice: remove one");
+    }
+}
+
+/// What is wrong with an absolute URL path that stands for itself and all below it.
+fn mount_mistake(path: &str) -> Option<String> {
+    let Some(rest) = path.strip_prefix('/') else { return Some("must begin with '/'".into()) };
+    if path.len() > MOUNT_LEN_MAX {
+        return Some(format!("is longer than {MOUNT_LEN_MAX} bytes"));
+    }
+    if path.contains(|c: char| c.is_ascii_control() || matches!(c, ' ' | '?' | '#' | '\\' | '%')) {
+        return Some(
+            "contains a space, a control character or one of ? # \\ %: write the decoded path".into(),
+        );
+    }
+    let sane = rest.is_empty() || rest.split('/').all(|segment| !matches!(segment, "" | "." | ".."));
+    (!sane).then(|| "must not end in '/' nor contain '//', '.' or '..' segments".into())
+}
+
+fn directory(field: &str, path: &Path, to: &mut Findings) {
+    let bytes = path.as_os_str().as_encoded_bytes();
+    if bytes.is_empty() {
+        to.add(field, "", "is empty: name a directory ('.' is the tenant's home)");
+    }
+    if bytes.len() > DIRECTORY_LEN_MAX {
+        to.add(field, path.display(), format!("is longer than {DIRECTORY_LEN_MAX} bytes"));
+    }
+    if bytes.contains(&0) {
+        to.add(field, path.display(), "contains a NUL byte");
+    }
+    if path.components().any(|part| part == Component::ParentDir) {
+        to.add(field, path.display(), "contains '..': write the path without it");
+    }
+}
+
+/// A file that must lie beneath the document root.
+fn beneath_root(field: &str, text: &str, to: &mut Findings) {
+    let path = Path::new(text);
+    let inside = path.components().all(|part| matches!(part, Component::Normal(_)));
+    if text.is_empty() || !inside || text.ends_with('/') || text.contains('\0') {
+        to.add(field, text, "must be a file beneath the document root: no leading '/', no '.' or '..'");
+    }
+}
+
+fn files_of_any_kind(files: &Files, to: &mut Findings) {
+    directory("root", &files.root, to);
+    to.list_len("index", files.index.len());
+    files.index.iter().for_each(|name| beneath_root("index", name, to));
+    to.list_len("error_documents", files.error_documents.len());
+    for (status, file) in &files.error_documents {
+        let known = status.len() == 3 && status.parse().is_ok_and(|code: u16| (400..=599).contains(&code));
+        if !known {
+            to.add("error_documents", status, "is not an error status: use 400 to 599");
+        }
+        beneath_root(&format!("error_documents.{status}"), file, to);
+    }
+    if let Some(value) = &files.cache_control
+        && (value.is_empty() || value.contains(|c: char| !matches!(c, ' '..='~')))
+    {
+        to.add("cache_control", value, "is not a header value: use printable ASCII");
+    }
+    to.list_len("deny", files.deny.len());
+    for prefix in &files.deny {
+        if let Some(hint) = mount_mistake(prefix) {
+            to.add("deny", prefix, hint);
+        }
+    }
+    if let Some(program) = &files.front_controller {
+        beneath_root("front_controller", program, to);
+    }
+    to.list_len("extensions", files.extensions.len());
+    for ending in &files.extensions {
+        if ending.len() < 2 || !ending.starts_with('.') || ending.contains(['/', '\0']) {
+            to.add("extensions", ending, "is not a file name ending: write it like '.cgi'");
+        }
+    }
+    env(&files.env, to);
+    to.at_least_one("timeout_seconds", files.timeout_seconds);
+}
+
+/// A static site runs nothing, so that a field about programs on it is a misunderstanding worth saying.
+fn files_without_programs(files: &Files, to: &mut Findings) {
+    let hint = "has no effect on a static site: use backend cgi or php, or remove it";
+    if !files.extensions.is_empty() {
+        to.add("extensions", files.extensions.join(" "), "is for cgi only: remove it or use backend cgi");
+    }
+    if let Some(program) = &files.front_controller {
+        to.add("front_controller", program, hint);
+    }
+    if let Some(name) = files.env.keys().next() {
+        to.add("env", name, hint);
+    }
+    if let Some(seconds) = files.timeout_seconds {
+        to.add("timeout_seconds", seconds, hint);
+    }
+}
+
+fn env(env: &BTreeMap<String, String>, to: &mut Findings) {
+    to.list_len("env", env.len());
+    for (name, value) in env {
+        let begins = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+        if !begins || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+            to.add("env", name, "is not a variable name: use letters, digits and '_', no digit first");
+        }
+        if value.contains('\0') {
+            to.add(format!("env.{name}"), value, "contains a NUL byte");
+        }
+    }
+}
+
+fn http(http: &Http, to: &mut Findings) {
+    if !is_backend_address(&http.address) {
+        to.add("address", &http.address, "is not an address: use host:port, [v6]:port or unix:/path");
+    }
+    if let Some(value) = &http.host_header
+        && !is_authority(value)
+    {
+        to.add("host_header", value, "is not a Host value: use host or host:port");
+    }
+    to.at_least_one("timeout_seconds", http.timeout_seconds);
+}
+
+fn is_backend_address(text: &str) -> bool {
+    // A socket address holds at most 107 bytes and a closing NUL (unix(7)).
+    if let Some(path) = text.strip_prefix("unix:") {
+        return path.starts_with('/') && (2..=107).contains(&path.len()) && !path.contains('\0');
+    }
+    text.parse::<SocketAddrV6>().is_ok_and(|address| address.port() != 0)
+        || text.rsplit_once(':').is_some_and(|(host, port)| is_host_name(host) && is_port(port))
+}
+
+fn is_authority(text: &str) -> bool {
+    is_backend_address(text) && !text.starts_with("unix:")
+        || is_host_name(text)
+        || text.starts_with('[') && HostPattern::new(text).is_ok()
+}
+
+fn is_port(text: &str) -> bool {
+    text.bytes().all(|b| b.is_ascii_digit()) && text.parse::<u16>().is_ok_and(|port| port != 0)
+}
+
+fn app(app: &App, to: &mut Findings) {
+    if app.command.first().is_none_or(String::is_empty) {
+        to.add("command", "", "is empty: give the program and its arguments as a list");
+    }
+    to.list_len("command", app.command.len());
+    for word in app.command.iter().filter(|word| word.contains('\0')) {
+        to.add("command", word, "contains a NUL byte");
+    }
+    let (other, instead) = match app.listen {
+        Listen::Socket => ("{port}", "{socket} in the command, or listen = port"),
+        Listen::Port => ("{socket}", "{port} in the command, or listen = socket"),
+    };
+    for word in app.command.iter().filter(|word| word.contains(other)) {
+        to.add("command", word, format!("does not go with what it listens on: use {instead}"));
+    }
+    directory("directory", &app.directory, to);
+    env(&app.env, to);
+    to.at_least_one("start_seconds", app.start_seconds);
+    to.at_least_one("timeout_seconds", app.timeout_seconds);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! Records as JSON lines, each `{"tenant":{...}}` or `{"site":{...}}`: written in order of name, tenants
+//! first, and read back as one transaction, of which either all lines count or none.
+//!
+//! Not here: files and standard input (`nagaya`), rules of records (`check`, `store::plan`).
+
+use std::collections::HashMap;
+use std::io::{self, BufRead, Read, Write};
+
+use nagaya_base::Code;
+use serde::{Deserialize, Serialize};
+
+use super::{Committed, Kind, Mode, RECORD_LEN_MAX, Store, StoreError, TransactionError, WRAPPING_LEN};
+use crate::check::{self, Findings};
+use crate::record::{Change, Site, Tenant};
+
+/// Most lines of one import; all of them are in memory until they are stored.
+pub const LINES_MAX: usize = 1_000_000;
+
+/// Longest line, in bytes: a record and its wrapping, with room for spaces that people put there.
+pub const LINE_LEN_MAX: usize = 2 * (RECORD_LEN_MAX + WRAPPING_LEN);
+
+/// Most bad lines that are named; the others are counted.
+pub const BAD_LINES_NAMED_MAX: usize = 20;
+
+/// What is wrong with one line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BadLine {
+    /// Counted from 1. None: a record the file does not name.
+    pub line: Option<u64>,
+    pub message: String,
+}
+
+/// Why an import changed nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum ImportError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("reading the lines: {0}")]
+    Read(io::Error),
+    #[error("line {line}: more than {LINES_MAX} lines: import in parts (without --replace)")]
+    TooLong { line: u64 },
+    #[error("{}", refused(.named, *.count))]
+    Refused {
+        /// The first `BAD_LINES_NAMED_MAX`, in order of line.
+        named: Vec<BadLine>,
+        count: u64,
+    },
+}
+
+impl ImportError {
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Store(error) => error.code(),
+            Self::Read(_) => Code(213),
+            Self::TooLong { .. } => Code(214),
+            Self::Refused { .. } => Code(212),
+        }
+    }
+}
+
+fn refused(named: &[BadLine], count: u64) -> String {
+    let mut text = String::from("nothing was changed:");
+    for bad in named {
+        match bad.line {
+            Some(line) => text.push_str(&format!("\nline {line}: {}", bad.message)),
+            None => text.push_str(&format!("\n{}", bad.message)),
+        }
+    }
+    let rest = count - named.len() as u64;
+    if rest > 0 {
+        text.push_str(&format!("\nand {rest} more"));
+    }
+    text
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    Tenant(Tenant),
+    Site(Box<Site>),
+}
+
+/// Stores all lines, or none and says what is wrong with which. Blank lines are passed over.
+pub fn import(store: &dyn Store, lines: impl BufRead, mode: Mode) -> Result<Committed, ImportError> {
+    let batch = read_lines(lines)?;
+    if batch.bad.count > 0 {
+        return Err(batch.bad.into_error());
+    }
+    let line_of = batch.lines;
+    match store.transaction(batch.changes, mode) {
+        Ok(committed) => Ok(committed),
+        Err(TransactionError::Store(error)) => Err(error.into()),
+        Err(TransactionError::Refused(mistakes)) => {
+            let mut bad = BadLines::default();
+            for mistake in mistakes {
+                bad.add(mistake.index.map(|index| line_of[index]), mistake.to_string());
+            }
+            Err(bad.into_error())
+        }
+    }
+}
+
+/// Writes the whole store. Returns the revision it shows.
+pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> {
+    store.walk(&mut |kind, json| {
+        let key = match kind {
+            Kind::Tenant => "tenant",
+            Kind::Site => "site",
+        };
+        writeln!(to, "{{\"{key}\":{json}}}")
+    })
+}
+
+#[derive(Debug, Default)]
+struct Batch {
+    changes: Vec<Change>,
+    /// The line of each change.
+    lines: Vec<u64>,
+    bad: BadLines,
+}
+
+#[derive(Debug, Default)]
+struct BadLines {
+    named: Vec<BadLine>,
+    count: u64,
+}
+
+impl BadLines {
+    fn add(&mut self, line: Option<u64>, message: String) {
+        self.count += 1;
+        if self.named.len() < BAD_LINES_NAMED_MAX {
+            self.named.push(BadLine { line, message });
+        }
+    }
+
+    fn into_error(self) -> ImportError {
+        ImportError::Refused { named: self.named, count: self.count }
+    }
+}
+
+fn read_lines(mut from: impl BufRead) -> Result<Batch, ImportError> {
+    let mut batch = Batch::default();
+    // Where each name was first seen, so that a second record of one name is not silently the winner.
+    let mut seen: HashMap<(bool, String), u64> = HashMap::new();
+    let mut text = Vec::new();
+    for line in 1.. {
+        text.clear();
+        let len = from
+            .by_ref()
+            .take(LINE_LEN_MAX as u64 + 1)
+            .read_until(b'\n', &mut text)
+            .map_err(ImportError::Read)?;
+        if len == 0 {
+            break;
+        }
+        if len > LINE_LEN_MAX {
+            batch.bad.add(Some(line), format!("is longer than {LINE_LEN_MAX} bytes"));
+            skip_line(&mut from, &text).map_err(ImportError::Read)?;
+            continue;
+        }
+        if text.trim_ascii().is_empty() {
+            continue;
+        }
+        if batch.changes.len() == LINES_MAX {
+            return Err(ImportError::TooLong { line });
+        }
+        match serde_json::from_slice(&text) {
+            Ok(record) => take(record, line, &mut batch, &mut seen),
+            Err(error) => batch.bad.add(Some(line), what_is_wrong(&error)),
+        }
+    }
+    Ok(batch)
+}
+
+fn take(record: Line, line: u64, batch: &mut Batch, seen: &mut HashMap<(bool, String), u64>) {
+    let (key, to, change) = match record {
+        Line::Tenant(tenant) => {
+            let mut to = Findings::of_tenant(&tenant.name, None);
+            check::tenant(&tenant, &mut to);
+            ((false, tenant.name.to_string()), to, Change::PutTenant(tenant))
+        }
+        Line::Site(site) => {
+            let mut to = Findings::of_site(&site.name, None);
+            check::site(&site, &mut to);
+            ((true, site.name.to_string()), to, Change::PutSite(site))
+        }
+    };
+    for mistake in to.mistakes {
+        batch.bad.add(Some(line), mistake.to_string());
+    }
+    let kind = if key.0 { "site" } else { "tenant" };
+    let first = *seen.entry(key.clone()).or_insert(line);
+    if first != line {
+        batch.bad.add(Some(line), format!("{kind} '{}' already stands in line {first}", key.1));
+    }
+    batch.changes.push(change);
+    batch.lines.push(line);
+}
+
+/// Serde counts lines too, and each of ours is its first.
+fn what_is_wrong(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let text = text.split(" at line ").next().unwrap_or(&text);
+    let hint = match text.contains("missing field `uid`") {
+        true => ": an import does not choose uids; `nagaya tenant add` does",
+        false => "",
+    };
+    format!("{text} (column {}){hint}", error.column())
+}
+
+/// Passes over the rest of a line that was too long to keep.
+fn skip_line(from: &mut impl BufRead, begun: &[u8]) -> io::Result<()> {
+    if begun.ends_with(b"\n") {
+        return Ok(());
+    }
+    from.skip_until(b'\n').map(|_| ())
+}

@@ -1,0 +1,195 @@
+//! The store: where tenants and sites are kept across restarts, behind one trait, so that a cluster's
+//! store can take the place of the embedded one.
+//!
+//! Not here: the embedded store (`redb`), what a set of changes comes to (`plan`), JSON lines (`import`),
+//! who may change it and who is told (`nagaya`'s admin interface).
+
+mod guard;
+pub mod import;
+mod plan;
+pub mod redb;
+#[cfg(test)]
+mod suite;
+
+use std::io;
+use std::path::PathBuf;
+
+use nagaya_base::Code;
+use serde::{Deserialize, Serialize};
+
+use crate::check::Mistake;
+use crate::feed::BATCH_MAX;
+use crate::record::{Change, Site, Tenant};
+
+pub use self::redb::RedbStore;
+
+/// Longest record as JSON, in bytes: the 64 KiB that `feed::FRAME_LEN_MAX` counts on, less its wrapping.
+pub const RECORD_LEN_MAX: usize = (64 << 10) - WRAPPING_LEN;
+
+/// Room for `{"put_tenant":`, `}` and a comma around a record.
+const WRAPPING_LEN: usize = 64;
+
+/// A frame of a snapshot is closed when it has grown to this, so that neither end holds much at once.
+const SNAPSHOT_FRAME_LEN: usize = 1 << 20;
+
+/// Most records one page of a listing holds.
+pub const PAGE_LEN_MAX: usize = 1000;
+
+const _: () = assert!(BATCH_MAX * (RECORD_LEN_MAX + WRAPPING_LEN) <= crate::feed::FRAME_LEN_MAX);
+
+/// The store itself failed; the records are as they were.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("{}: {error}", path.display())]
+    Io { path: PathBuf, error: io::Error },
+    #[error("{}: another process has the store open", path.display())]
+    Locked { path: PathBuf },
+    #[error("{}: the store is damaged: {detail}; it was left as it is: restore a copy, or move it away and import an export", path.display())]
+    Damaged { path: PathBuf, detail: String },
+    #[error("{}: the store has format {found}, this program reads format {known}: use the nagaya that wrote it, or move it away and import an export", path.display())]
+    Version { path: PathBuf, found: u64, known: u64 },
+    #[error("no uid is free from {base} upwards: set a lower uid_base")]
+    NoUid { base: u32 },
+    #[error("reading the records was given up: {0}")]
+    Visitor(io::Error),
+}
+
+impl StoreError {
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Io { .. } | Self::Visitor(_) => Code(201),
+            Self::Locked { .. } => Code(202),
+            Self::Damaged { .. } => Code(203),
+            Self::Version { .. } => Code(204),
+            Self::NoUid { .. } => Code(205),
+        }
+    }
+}
+
+/// Why a transaction changed nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum TransactionError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("{}", list(.0))]
+    Refused(Vec<Mistake>),
+}
+
+impl TransactionError {
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Store(error) => error.code(),
+            Self::Refused(_) => Code(210),
+        }
+    }
+}
+
+fn list(mistakes: &[Mistake]) -> String {
+    mistakes.iter().map(Mistake::to_string).collect::<Vec<_>>().join("\n")
+}
+
+/// What a transaction came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Committed {
+    pub revision: u64,
+    /// What really changed, in an order in which `Table::apply` takes it. Empty: nothing differed, and the
+    /// revision is the old one.
+    pub changes: Vec<Change>,
+}
+
+/// What the records not named by a transaction become.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// They stay.
+    #[default]
+    Merge,
+    /// They go: the changes are the whole truth.
+    Replace,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Tenant,
+    Site,
+}
+
+/// Which sites a page shows. All given conditions hold together.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Select {
+    pub tenant: Option<String>,
+    /// A host pattern exactly as a site has it.
+    pub host: Option<String>,
+    /// Only names after this one.
+    pub after: Option<String>,
+    /// At most this many; `PAGE_LEN_MAX` bounds it.
+    pub limit: usize,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    pub tenants: u64,
+    pub sites: u64,
+}
+
+/// Gets each record's kind and JSON; an error ends the walk.
+pub type Visitor<'a> = dyn FnMut(Kind, &str) -> io::Result<()> + 'a;
+
+/// Every call sees the state of one moment. Calls block on the disk.
+pub trait Store: Send + Sync {
+    /// Grows by one with each transaction that changed something.
+    fn revision(&self) -> Result<u64, StoreError>;
+    fn counts(&self) -> Result<Counts, StoreError>;
+    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError>;
+    fn site(&self, name: &str) -> Result<Option<Site>, StoreError>;
+    /// In order of name, after the given one, at most `limit`; `PAGE_LEN_MAX` bounds it.
+    fn tenants(&self, after: Option<&str>, limit: usize) -> Result<Vec<Tenant>, StoreError>;
+    fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError>;
+    /// All tenants, then all sites, each in order of name, one in memory at a time. Returns the revision
+    /// they belong to.
+    fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError>;
+    /// All changes or none. Checked is the state they lead to, not each step, so that two sites can
+    /// swap hosts in one transaction. A refusal names every mistake.
+    fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError>;
+    /// A uid from `base` upwards that no tenant has and that was never allocated before: files that a
+    /// removed tenant left behind must not become another's.
+    fn allocate_uid(&self, base: u32) -> Result<u32, StoreError>;
+}
+
+/// Gives the whole store as encoded `feed::Down::Apply` frames, without decoding the records. The caller
+/// sends `Down::Commit` with the returned revision after the last frame.
+pub fn snapshot_frames(
+    store: &dyn Store,
+    send: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+) -> Result<u64, StoreError> {
+    let mut frame = Vec::new();
+    let mut records = 0;
+    let revision = store.walk(&mut |kind, json| {
+        if records == BATCH_MAX || frame.len() >= SNAPSHOT_FRAME_LEN {
+            close_frame(&mut frame, send)?;
+            records = 0;
+        }
+        frame.extend_from_slice(if records == 0 { b"\0\0\0\0{\"apply\":[" } else { b"," });
+        frame.extend_from_slice(match kind {
+            Kind::Tenant => b"{\"put_tenant\":",
+            Kind::Site => b"{\"put_site\":",
+        });
+        frame.extend_from_slice(json.as_bytes());
+        frame.push(b'}');
+        records += 1;
+        Ok(())
+    })?;
+    if records > 0 {
+        close_frame(&mut frame, send).map_err(StoreError::Visitor)?;
+    }
+    Ok(revision)
+}
+
+fn close_frame(frame: &mut Vec<u8>, send: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    frame.extend_from_slice(b"]}");
+    let len = u32::try_from(frame.len() - 4).expect("BATCH_MAX records fit a frame");
+    frame[..4].copy_from_slice(&len.to_le_bytes());
+    send(frame)?;
+    frame.clear();
+    Ok(())
+}

@@ -1,0 +1,307 @@
+//! What a list of changes comes to: the state before and after for each record it names, and every
+//! mistake of the state it leads to. Pure: it asks the store through `View` and writes nothing.
+//!
+//! Not here: rules of one record alone (`check`), writing (`redb`).
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::Serialize;
+
+use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
+use crate::check::{self, Findings, Mistake};
+use crate::names::{SiteName, TenantName};
+use crate::record::{Backend, Change, Site, Tenant};
+
+/// What planning asks of a store, all in one transaction's eyes.
+pub(super) trait View {
+    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError>;
+    fn site(&self, name: &str) -> Result<Option<Site>, StoreError>;
+    fn tenant_of_uid(&self, uid: u32) -> Result<Option<TenantName>, StoreError>;
+    fn site_at(&self, host: &str, path: &str) -> Result<Option<SiteName>, StoreError>;
+    fn sites_of(&self, tenant: &str) -> Result<Vec<SiteName>, StoreError>;
+    fn tenant_names(&self) -> Result<Vec<TenantName>, StoreError>;
+    fn site_names(&self) -> Result<Vec<SiteName>, StoreError>;
+}
+
+/// One record's way. `index` is where in the list its last change stood; none for what `Mode::Replace` drops.
+#[derive(Debug)]
+pub(super) struct Step<T> {
+    pub before: Option<T>,
+    pub after: Option<T>,
+    index: Option<usize>,
+}
+
+/// Steps in order of name. Steps that change nothing are left out.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub tenants: BTreeMap<TenantName, Step<Tenant>>,
+    pub sites: BTreeMap<SiteName, Step<Site>>,
+}
+
+impl Plan {
+    pub fn make(changes: Vec<Change>, mode: Mode, view: &impl View) -> Result<Self, TransactionError> {
+        let mut plan = Self::default();
+        let mut mistakes = plan.collect(changes, view)?;
+        if mode == Mode::Replace {
+            plan.drop_unnamed(view)?;
+        }
+        mistakes.extend(plan.mistakes_of_tenants(view)?);
+        mistakes.extend(plan.mistakes_of_sites(view)?);
+        if !mistakes.is_empty() {
+            mistakes.sort_by_key(|mistake| mistake.index);
+            return Err(TransactionError::Refused(mistakes));
+        }
+        plan.tenants.retain(|_, step| step.before != step.after);
+        plan.sites.retain(|_, step| step.before != step.after);
+        Ok(plan)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tenants.is_empty() && self.sites.is_empty()
+    }
+
+    /// In an order in which every intermediate state has each site's tenant.
+    pub fn into_changes(self) -> Vec<Change> {
+        let mut changes = Vec::with_capacity(self.tenants.len() + self.sites.len());
+        let mut tenants_to_drop = Vec::new();
+        for (name, step) in self.tenants {
+            match step.after {
+                Some(tenant) => changes.push(Change::PutTenant(tenant)),
+                None => tenants_to_drop.push(Change::DropTenant(name)),
+            }
+        }
+        changes.extend(self.sites.into_iter().map(|(name, step)| match step.after {
+            Some(site) => Change::PutSite(Box::new(site)),
+            None => Change::DropSite(name),
+        }));
+        changes.extend(tenants_to_drop);
+        changes
+    }
+
+    /// Folds the list into one step for each record.
+    fn collect(&mut self, changes: Vec<Change>, view: &impl View) -> Result<Vec<Mistake>, StoreError> {
+        let mut mistakes = Vec::new();
+        for (index, change) in changes.into_iter().enumerate() {
+            let index = Some(index);
+            match change {
+                Change::PutTenant(tenant) => {
+                    let step = tenant_step(&mut self.tenants, &tenant.name, index, view)?;
+                    step.after = Some(tenant);
+                }
+                Change::DropTenant(name) => {
+                    if tenant_step(&mut self.tenants, &name, index, view)?.after.take().is_none() {
+                        let mut to = Findings::of_tenant(&name, index);
+                        to.add("name", &name, "does not exist: see `nagaya tenant list`");
+                        mistakes.extend(to.mistakes);
+                    }
+                }
+                Change::PutSite(site) => {
+                    let step = site_step(&mut self.sites, &site.name, index, view)?;
+                    step.after = Some(*site);
+                }
+                Change::DropSite(name) => {
+                    if site_step(&mut self.sites, &name, index, view)?.after.take().is_none() {
+                        let mut to = Findings::of_site(&name, index);
+                        to.add("name", &name, "does not exist: see `nagaya site list`");
+                        mistakes.extend(to.mistakes);
+                    }
+                }
+            }
+        }
+        Ok(mistakes)
+    }
+
+    fn drop_unnamed(&mut self, view: &impl View) -> Result<(), StoreError> {
+        for name in view.tenant_names()? {
+            if !self.tenants.contains_key(&name) {
+                tenant_step(&mut self.tenants, &name, None, view)?.after = None;
+            }
+        }
+        for name in view.site_names()? {
+            if !self.sites.contains_key(&name) {
+                site_step(&mut self.sites, &name, None, view)?.after = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn mistakes_of_tenants(&self, view: &impl View) -> Result<Vec<Mistake>, StoreError> {
+        let mut mistakes = Vec::new();
+        let mut uids: HashMap<u32, &TenantName> = HashMap::new();
+        for (name, step) in &self.tenants {
+            let mut to = Findings::of_tenant(name, step.index);
+            let Some(tenant) = &step.after else {
+                self.check_unused(name, &mut to, view)?;
+                mistakes.extend(to.mistakes);
+                continue;
+            };
+            check::tenant(tenant, &mut to);
+            check_len(tenant, &mut to);
+            let owner = match uids.insert(tenant.uid, name) {
+                Some(other) => Some(other.clone()),
+                // An owner this list also changes has its new uid in `uids`, now or when its turn comes.
+                None => view.tenant_of_uid(tenant.uid)?.filter(|owner| !self.tenants.contains_key(owner)),
+            };
+            if let Some(owner) = owner {
+                to.add("uid", tenant.uid, format!("belongs to tenant '{owner}': choose another"));
+            }
+            if tenant.home.is_none() && step.before.as_ref().is_some_and(|before| before.home.is_some()) {
+                self.check_homeless(name, &mut to, view)?;
+            }
+            mistakes.extend(to.mistakes);
+        }
+        Ok(mistakes)
+    }
+
+    /// A tenant that goes must have no site left; those this list moves or drops do not count.
+    fn check_unused(&self, name: &TenantName, to: &mut Findings, view: &impl View) -> Result<(), StoreError> {
+        let mut left = view.sites_of(name.as_str())?;
+        left.retain(|site| !self.sites.contains_key(site));
+        if let Some(first) = left.first() {
+            let hint = format!("still has {} sites, such as '{first}': remove them first", left.len());
+            to.add("name", name, hint);
+        }
+        Ok(())
+    }
+
+    /// A tenant that loses its home must have no site beneath it; sites of this list are checked for themselves.
+    fn check_homeless(
+        &self,
+        name: &TenantName,
+        to: &mut Findings,
+        view: &impl View,
+    ) -> Result<(), StoreError> {
+        for other in view.sites_of(name.as_str())? {
+            if !self.sites.contains_key(&other)
+                && view.site(other.as_str())?.is_some_and(|site| is_beneath_home(&site))
+            {
+                to.add("home", "", format!("is needed by site '{other}', whose directory is relative"));
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn mistakes_of_sites(&self, view: &impl View) -> Result<Vec<Mistake>, StoreError> {
+        let mut mistakes = Vec::new();
+        let mut places: HashMap<(&str, &str), &SiteName> = HashMap::new();
+        // Many sites share a tenant; what is asked of it is asked once.
+        let mut tenants_with_home: HashMap<&str, Option<bool>> = HashMap::new();
+        for (name, step) in &self.sites {
+            let Some(site) = &step.after else { continue };
+            let mut to = Findings::of_site(name, step.index);
+            check::site(site, &mut to);
+            check_len(site, &mut to);
+            let tenant = site.tenant.as_str();
+            let has_home = match tenants_with_home.get(tenant) {
+                Some(known) => *known,
+                None => {
+                    let found = self.tenant_after(tenant, view)?.map(|tenant| tenant.home.is_some());
+                    tenants_with_home.insert(tenant, found);
+                    found
+                }
+            };
+            match has_home {
+                None => to.add("tenant", tenant, "does not exist: add it first with `nagaya tenant add`"),
+                Some(false) if is_beneath_home(site) => {
+                    to.add(
+                        directory_field(site),
+                        "",
+                        format!("is relative, but tenant '{tenant}' has no home: use an absolute path"),
+                    );
+                }
+                Some(_) => {}
+            }
+            for host in &site.hosts {
+                let owner = match places.insert((host.as_str(), &site.path), name) {
+                    Some(other) => Some(other.clone()),
+                    None => view
+                        .site_at(host.as_str(), &site.path)?
+                        .filter(|owner| owner != name && !self.sites.contains_key(owner)),
+                };
+                // The same host twice in one site is reported by `check`.
+                if let Some(owner) = owner.filter(|owner| owner != name) {
+                    let place = if site.path == "/" { "" } else { site.path.as_str() };
+                    let hint = format!("belongs to site '{owner}': remove it there or choose another path");
+                    to.add("hosts", format!("{host}{place}"), hint);
+                }
+            }
+            mistakes.extend(to.mistakes);
+        }
+        Ok(mistakes)
+    }
+
+    fn tenant_after(&self, name: &str, view: &impl View) -> Result<Option<Tenant>, StoreError> {
+        match self.tenants.get(name) {
+            Some(step) => Ok(step.after.clone()),
+            None => view.tenant(name),
+        }
+    }
+}
+
+fn tenant_step<'a>(
+    steps: &'a mut BTreeMap<TenantName, Step<Tenant>>,
+    name: &TenantName,
+    index: Option<usize>,
+    view: &impl View,
+) -> Result<&'a mut Step<Tenant>, StoreError> {
+    if !steps.contains_key(name) {
+        let before = view.tenant(name.as_str())?;
+        steps.insert(name.clone(), Step { after: before.clone(), before, index });
+    }
+    let step = steps.get_mut(name).expect("it was just put there");
+    step.index = index;
+    Ok(step)
+}
+
+fn site_step<'a>(
+    steps: &'a mut BTreeMap<SiteName, Step<Site>>,
+    name: &SiteName,
+    index: Option<usize>,
+    view: &impl View,
+) -> Result<&'a mut Step<Site>, StoreError> {
+    if !steps.contains_key(name) {
+        let before = view.site(name.as_str())?;
+        steps.insert(name.clone(), Step { after: before.clone(), before, index });
+    }
+    let step = steps.get_mut(name).expect("it was just put there");
+    step.index = index;
+    Ok(step)
+}
+
+fn is_beneath_home(site: &Site) -> bool {
+    match &site.backend {
+        Backend::Static(files) | Backend::Cgi(files) | Backend::Php(files) => files.root.is_relative(),
+        Backend::App(app) => app.directory.is_relative(),
+        Backend::Http(_) => false,
+    }
+}
+
+fn directory_field(site: &Site) -> &'static str {
+    if site.backend.files().is_some() { "root" } else { "directory" }
+}
+
+fn check_len(record: &impl Serialize, to: &mut Findings) {
+    // Only the length is wanted; the bytes go nowhere.
+    let mut len = Counter(0);
+    match serde_json::to_writer(&mut len, record) {
+        Ok(()) if len.0 <= RECORD_LEN_MAX => {}
+        Ok(()) => {
+            to.add("record", format!("{} bytes", len.0), format!("is too long: at most {RECORD_LEN_MAX}"));
+        }
+        Err(_) => to.add("record", "", "has a path that is not UTF-8: rename the directory"),
+    }
+}
+
+struct Counter(usize);
+
+impl std::io::Write for Counter {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

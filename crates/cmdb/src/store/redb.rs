@@ -1,0 +1,447 @@
+//! The embedded store: one redb file, owned by one process.
+//!
+//! | table | key | value |
+//! |---|---|---|
+//! | `meta` | `format`, `revision`, `next_uid` | number |
+//! | `tenants`, `sites` | name | record as JSON |
+//! | `hosts` | host pattern, path | the one site that has it |
+//! | `uids` | uid | the one tenant that has it |
+//! | `sites_of_tenant` | tenant, site | nothing |
+//!
+//! A format is never changed in place: a new one gets a new number and a migration when it is opened. Not
+//! here: what may be stored (`plan`, `check`), damaged files (`guard`).
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::ops::Bound::{Excluded, Included, Unbounded};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use redb::{
+    Builder, Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table,
+    TableDefinition, WriteTransaction,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::plan::{Plan, View};
+use super::{
+    Committed, Counts, Kind, Mode, PAGE_LEN_MAX, Select, Store, StoreError, TransactionError, Visitor, guard,
+};
+use crate::names::{SiteName, TenantName};
+use crate::record::{Change, Site, Tenant};
+
+/// The format this program writes and reads.
+pub const FORMAT: u64 = 1;
+
+/// Memory the database may keep pages in. The store is read at start and by administrators; requests are
+/// answered from `Table`.
+const CACHE_BYTES: usize = 16 << 20;
+
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+const TENANTS: TableDefinition<'_, &str, &str> = TableDefinition::new("tenants");
+const SITES: TableDefinition<'_, &str, &str> = TableDefinition::new("sites");
+const HOSTS: TableDefinition<'_, (&str, &str), &str> = TableDefinition::new("hosts");
+const UIDS: TableDefinition<'_, u32, &str> = TableDefinition::new("uids");
+const SITES_OF_TENANT: TableDefinition<'_, (&str, &str), ()> = TableDefinition::new("sites_of_tenant");
+
+#[derive(Debug)]
+pub struct RedbStore {
+    path: PathBuf,
+    database: Database,
+}
+
+/// An error of the database before the path is known.
+type Fallible<T> = Result<T, redb::Error>;
+
+impl RedbStore {
+    /// Opens the file, or makes an empty store if there is none. Damaged, newer and already open files are
+    /// refused and left as they are.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let exists = path.try_exists().map_err(|error| StoreError::Io { path: path.into(), error })?;
+        if !exists {
+            return Self::create(path);
+        }
+        guard::verify(path, CACHE_BYTES, |database| match number(database, "format") {
+            Ok(FORMAT) => Ok(()),
+            Ok(found) => Err(StoreError::Version { path: path.into(), found, known: FORMAT }),
+            Err(error) => Err(store_error(path, error)),
+        })?;
+        let database = builder().open(path).map_err(|error| store_error(path, error))?;
+        Ok(Self { path: path.into(), database })
+    }
+
+    /// A file appears under its name only once it is whole, so that a crash now leaves no empty store,
+    /// which would be refused as damaged.
+    fn create(path: &Path) -> Result<Self, StoreError> {
+        let io = |path: &Path| {
+            let path = path.to_path_buf();
+            move |error: io::Error| StoreError::Io { path, error }
+        };
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(io(parent))?;
+        }
+        let mut draft = path.as_os_str().to_owned();
+        draft.push(format!(".{}.new", std::process::id()));
+        let draft = PathBuf::from(draft);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&draft)
+            .map_err(io(&draft))?;
+        let made = builder().create_file(file).map_err(redb::Error::from).and_then(|database| {
+            let write = database.begin_write()?;
+            Tables::open(&write)?.meta.insert("format", FORMAT)?;
+            write.commit()?;
+            Ok(database)
+        });
+        // A link, unlike a rename, fails if another process was faster.
+        let linked = made
+            .map_err(|error| store_error(&draft, error))
+            .and_then(|database| fs::hard_link(&draft, path).map_err(io(path)).map(|()| database));
+        let removed = fs::remove_file(&draft).map_err(io(&draft));
+        let database = linked?;
+        removed?;
+        Ok(Self { path: path.into(), database })
+    }
+
+    fn failed(&self, error: impl Into<redb::Error>) -> StoreError {
+        store_error(&self.path, error)
+    }
+
+    fn read<T>(&self, look: impl FnOnce(&ReadTransaction) -> Fallible<T>) -> Result<T, StoreError> {
+        let read = self.database.begin_read().map_err(|error| self.failed(error))?;
+        look(&read).map_err(|error| self.failed(error))
+    }
+
+    fn begin_write(&self) -> Fallible<WriteTransaction> {
+        let mut write = self.database.begin_write()?;
+        // Two-phase commits with the free space map: after a crash the last commit is found without
+        // guessing by checksums, and at once.
+        write.set_quick_repair(true);
+        Ok(write)
+    }
+}
+
+fn builder() -> Builder {
+    let mut builder = Builder::new();
+    builder.set_cache_size(CACHE_BYTES);
+    builder
+}
+
+fn store_error(path: &Path, error: impl Into<redb::Error>) -> StoreError {
+    let path = path.to_path_buf();
+    match error.into() {
+        redb::Error::Io(error) => StoreError::Io { path, error },
+        redb::Error::PreviousIo => {
+            StoreError::Io { path, error: io::Error::other("an earlier write failed: restart the node") }
+        }
+        redb::Error::DatabaseAlreadyOpen => StoreError::Locked { path },
+        error => StoreError::Damaged { path, detail: error.to_string() },
+    }
+}
+
+/// A stored record that is not one: what the checksums cannot see, as when another program wrote it.
+fn decode<T: DeserializeOwned>(json: &str) -> Fallible<T> {
+    serde_json::from_str(json).map_err(|error| redb::Error::Corrupted(format!("{error} in record {json}")))
+}
+
+fn encode(record: &impl Serialize) -> Fallible<String> {
+    serde_json::to_string(record).map_err(|error| redb::Error::Io(error.into()))
+}
+
+impl Store for RedbStore {
+    fn revision(&self) -> Result<u64, StoreError> {
+        number(&self.database, "revision").map_err(|error| self.failed(error))
+    }
+
+    fn counts(&self) -> Result<Counts, StoreError> {
+        self.read(|read| {
+            Ok(Counts { tenants: read.open_table(TENANTS)?.len()?, sites: read.open_table(SITES)?.len()? })
+        })
+    }
+
+    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError> {
+        self.read(|read| find(&read.open_table(TENANTS)?, name))
+    }
+
+    fn site(&self, name: &str) -> Result<Option<Site>, StoreError> {
+        self.read(|read| find(&read.open_table(SITES)?, name))
+    }
+
+    fn tenants(&self, after: Option<&str>, limit: usize) -> Result<Vec<Tenant>, StoreError> {
+        self.read(|read| page(&read.open_table(TENANTS)?, after, page_len(limit)))
+    }
+
+    fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError> {
+        self.read(|read| {
+            let sites = read.open_table(SITES)?;
+            let after = select.after.as_deref();
+            let limit = page_len(select.limit);
+            let names = match (&select.host, &select.tenant) {
+                (None, None) => return page(&sites, after, limit),
+                (Some(host), _) => sites_at(read, &host.to_ascii_lowercase())?,
+                (None, Some(tenant)) => sites_of(&read.open_table(SITES_OF_TENANT)?, tenant, after, limit)?,
+            };
+            let mut found = Vec::new();
+            for name in names.iter().filter(|name| after.is_none_or(|after| name.as_str() > after)) {
+                let site: Site = find(&sites, name)?.ok_or_else(|| missing("site", name))?;
+                if select.tenant.as_deref().is_none_or(|tenant| site.tenant.as_str() == tenant) {
+                    found.push(site);
+                }
+                if found.len() == limit {
+                    break;
+                }
+            }
+            Ok(found)
+        })
+    }
+
+    fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
+        let mut stopped = None;
+        let revision = self.read(|read| {
+            for (kind, definition) in [(Kind::Tenant, TENANTS), (Kind::Site, SITES)] {
+                for record in read.open_table(definition)?.iter()? {
+                    if let Err(error) = visit(kind, record?.1.value()) {
+                        stopped = Some(error);
+                        return Ok(0);
+                    }
+                }
+            }
+            Ok(read.open_table(META)?.get("revision")?.map_or(0, |value| value.value()))
+        })?;
+        stopped.map_or(Ok(revision), |error| Err(StoreError::Visitor(error)))
+    }
+
+    fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError> {
+        let write = self.begin_write().map_err(|error| self.failed(error))?;
+        let mut tables = Tables::open(&write).map_err(|error| self.failed(error))?;
+        // Dropping the transaction on any way out before `commit` undoes it.
+        let plan = Plan::make(changes, mode, &Planner { tables: &tables, path: &self.path })?;
+        let stored = tables.write(&plan).map_err(|error| self.failed(error))?;
+        drop(tables);
+        if !plan.is_empty() {
+            write.commit().map_err(|error| self.failed(error))?;
+        }
+        Ok(Committed { revision: stored, changes: plan.into_changes() })
+    }
+
+    fn allocate_uid(&self, base: u32) -> Result<u32, StoreError> {
+        let allocate = || {
+            let write = self.begin_write()?;
+            let mut tables = Tables::open(&write)?;
+            let next = tables.meta.get("next_uid")?.map_or(0, |value| value.value());
+            let first = u32::try_from(next).unwrap_or(u32::MAX).max(base).max(1);
+            let mut free = None;
+            for uid in first..u32::MAX {
+                if tables.uids.get(uid)?.is_none() {
+                    free = Some(uid);
+                    break;
+                }
+            }
+            if let Some(uid) = free {
+                tables.meta.insert("next_uid", u64::from(uid) + 1)?;
+                drop(tables);
+                write.commit()?;
+            }
+            Ok(free)
+        };
+        let free = allocate().map_err(|error: redb::Error| self.failed(error))?;
+        free.ok_or(StoreError::NoUid { base })
+    }
+}
+
+// === Reading ===
+
+fn number(database: &Database, key: &str) -> Fallible<u64> {
+    Ok(database.begin_read()?.open_table(META)?.get(key)?.map_or(0, |value| value.value()))
+}
+
+fn page_len(limit: usize) -> usize {
+    if limit == 0 { PAGE_LEN_MAX } else { limit.min(PAGE_LEN_MAX) }
+}
+
+fn find<T: DeserializeOwned>(
+    table: &impl ReadableTable<&'static str, &'static str>,
+    name: &str,
+) -> Fallible<Option<T>> {
+    table.get(name)?.map(|json| decode(json.value())).transpose()
+}
+
+fn page<T: DeserializeOwned>(
+    table: &impl ReadableTable<&'static str, &'static str>,
+    after: Option<&str>,
+    limit: usize,
+) -> Fallible<Vec<T>> {
+    let from = after.map_or(Unbounded, Excluded);
+    table.range::<&str>((from, Unbounded))?.take(limit).map(|record| decode(record?.1.value())).collect()
+}
+
+fn sites_of(
+    table: &impl ReadableTable<(&'static str, &'static str), ()>,
+    tenant: &str,
+    after: Option<&str>,
+    limit: usize,
+) -> Fallible<Vec<String>> {
+    let from = after.map_or(Included((tenant, "")), |after| Excluded((tenant, after)));
+    let mut names = Vec::new();
+    for entry in table.range::<(&str, &str)>((from, Unbounded))?.take(limit) {
+        let (key, ()) = entry.map(|(key, value)| (key, value.value()))?;
+        if key.value().0 != tenant {
+            break;
+        }
+        names.push(key.value().1.to_owned());
+    }
+    Ok(names)
+}
+
+/// The sites with this host pattern, in order of name. They are as few as its paths.
+fn sites_at(read: &ReadTransaction, host: &str) -> Fallible<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in read.open_table(HOSTS)?.range::<(&str, &str)>((Included((host, "")), Unbounded))? {
+        let (key, site) = entry?;
+        if key.value().0 != host {
+            break;
+        }
+        names.push(site.value().to_owned());
+    }
+    names.sort_unstable();
+    Ok(names)
+}
+
+fn missing(kind: &str, name: &str) -> redb::Error {
+    redb::Error::Corrupted(format!("an index names {kind} '{name}', which has no record"))
+}
+
+// === Writing ===
+
+/// All tables of one write transaction.
+struct Tables<'txn> {
+    meta: Table<'txn, &'static str, u64>,
+    tenants: Table<'txn, &'static str, &'static str>,
+    sites: Table<'txn, &'static str, &'static str>,
+    hosts: Table<'txn, (&'static str, &'static str), &'static str>,
+    uids: Table<'txn, u32, &'static str>,
+    sites_of_tenant: Table<'txn, (&'static str, &'static str), ()>,
+}
+
+impl<'txn> Tables<'txn> {
+    fn open(write: &'txn WriteTransaction) -> Fallible<Self> {
+        Ok(Self {
+            meta: write.open_table(META)?,
+            tenants: write.open_table(TENANTS)?,
+            sites: write.open_table(SITES)?,
+            hosts: write.open_table(HOSTS)?,
+            uids: write.open_table(UIDS)?,
+            sites_of_tenant: write.open_table(SITES_OF_TENANT)?,
+        })
+    }
+
+    /// Returns the revision the plan leads to. Everything old is taken out of the unique indexes before
+    /// anything new is put in, because two records may swap what they own.
+    fn write(&mut self, plan: &Plan) -> Fallible<u64> {
+        for tenant in plan.tenants.values().filter_map(|step| step.before.as_ref()) {
+            self.uids.remove(tenant.uid)?;
+        }
+        for site in plan.sites.values().filter_map(|step| step.before.as_ref()) {
+            for host in &site.hosts {
+                self.hosts.remove((host.as_str(), site.path.as_str()))?;
+            }
+            self.sites_of_tenant.remove((site.tenant.as_str(), site.name.as_str()))?;
+        }
+        for (name, step) in &plan.tenants {
+            match &step.after {
+                Some(tenant) => {
+                    self.tenants.insert(name.as_str(), encode(tenant)?.as_str())?;
+                    self.uids.insert(tenant.uid, name.as_str())?;
+                }
+                None => drop(self.tenants.remove(name.as_str())?),
+            }
+        }
+        for (name, step) in &plan.sites {
+            match &step.after {
+                Some(site) => self.put_site(site)?,
+                None => drop(self.sites.remove(name.as_str())?),
+            }
+        }
+        let revision = self.meta.get("revision")?.map_or(0, |value| value.value());
+        if plan.is_empty() {
+            return Ok(revision);
+        }
+        self.meta.insert("revision", revision + 1)?;
+        Ok(revision + 1)
+    }
+
+    fn put_site(&mut self, site: &Site) -> Fallible<()> {
+        let name = site.name.as_str();
+        self.sites.insert(name, encode(site)?.as_str())?;
+        for host in &site.hosts {
+            self.hosts.insert((host.as_str(), site.path.as_str()), name)?;
+        }
+        self.sites_of_tenant.insert((site.tenant.as_str(), name), ())?;
+        Ok(())
+    }
+}
+
+struct Planner<'a, 'txn> {
+    tables: &'a Tables<'txn>,
+    path: &'a Path,
+}
+
+impl Planner<'_, '_> {
+    fn ask<T>(&self, answer: Fallible<T>) -> Result<T, StoreError> {
+        answer.map_err(|error| store_error(self.path, error))
+    }
+}
+
+fn site_name(text: &str) -> Fallible<SiteName> {
+    SiteName::new(text).map_err(|error| redb::Error::Corrupted(error.to_string()))
+}
+
+fn tenant_name(text: &str) -> Fallible<TenantName> {
+    TenantName::new(text).map_err(|error| redb::Error::Corrupted(error.to_string()))
+}
+
+impl View for Planner<'_, '_> {
+    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError> {
+        self.ask(find(&self.tables.tenants, name))
+    }
+
+    fn site(&self, name: &str) -> Result<Option<Site>, StoreError> {
+        self.ask(find(&self.tables.sites, name))
+    }
+
+    fn tenant_of_uid(&self, uid: u32) -> Result<Option<TenantName>, StoreError> {
+        let look = || self.tables.uids.get(uid)?.map(|name| tenant_name(name.value())).transpose();
+        self.ask(look())
+    }
+
+    fn site_at(&self, host: &str, path: &str) -> Result<Option<SiteName>, StoreError> {
+        let look = || self.tables.hosts.get((host, path))?.map(|name| site_name(name.value())).transpose();
+        self.ask(look())
+    }
+
+    fn sites_of(&self, tenant: &str) -> Result<Vec<SiteName>, StoreError> {
+        let look = || {
+            let names = sites_of(&self.tables.sites_of_tenant, tenant, None, usize::MAX)?;
+            names.iter().map(|name| site_name(name)).collect()
+        };
+        self.ask(look())
+    }
+
+    fn tenant_names(&self) -> Result<Vec<TenantName>, StoreError> {
+        let look = || self.tables.tenants.iter()?.map(|entry| tenant_name(entry?.0.value())).collect();
+        self.ask(look())
+    }
+
+    fn site_names(&self) -> Result<Vec<SiteName>, StoreError> {
+        let look = || self.tables.sites.iter()?.map(|entry| site_name(entry?.0.value())).collect();
+        self.ask(look())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,327 @@
+//! What every store must do, whatever it keeps its records in: one function, run on each implementation.
+//!
+//! Not here: what only one store can suffer, such as a damaged file (`redb::tests`).
+
+use std::io::Cursor;
+
+use super::import::{BAD_LINES_NAMED_MAX, ImportError, export, import};
+use super::*;
+use crate::feed::{self, Down};
+use crate::names::{SiteName, TenantName};
+use crate::table::Table;
+
+/// `fresh` gives an empty store each time.
+pub fn run<S: Store>(fresh: &dyn Fn() -> S) {
+    for case in [
+        records_come_back_as_they_were,
+        a_revision_counts_what_changed,
+        references_must_hold,
+        all_mistakes_of_a_list_are_told,
+        two_sites_swap_hosts_and_two_tenants_swap_uids,
+        a_tenant_goes_only_with_its_sites,
+        a_home_in_use_stays,
+        pages_show_each_record_once,
+        a_uid_is_allocated_once,
+        an_export_imports_as_it_was,
+        a_replacing_import_is_the_whole_truth,
+        a_bad_line_leaves_everything_as_it_was,
+        the_first_bad_lines_are_named_and_the_rest_counted,
+        a_snapshot_fills_a_table,
+    ] {
+        case(&fresh());
+    }
+}
+
+fn tenant(name: &str, uid: u32) -> Tenant {
+    serde_json::from_str(&format!(r#"{{"name":"{name}","uid":{uid},"gid":{uid},"home":"/srv/{name}"}}"#))
+        .unwrap()
+}
+
+fn site(name: &str, tenant: &str, host: &str, path: &str) -> Site {
+    let backend = format!(r#"{{"kind":"static","root":"{name}"}}"#);
+    serde_json::from_str(&format!(
+        r#"{{"name":"{name}","tenant":"{tenant}","hosts":["{host}"],"path":"{path}","backend":{backend}}}"#
+    ))
+    .unwrap()
+}
+
+fn put_tenant(name: &str, uid: u32) -> Change {
+    Change::PutTenant(tenant(name, uid))
+}
+
+fn put_site(name: &str, tenant: &str, host: &str) -> Change {
+    Change::PutSite(Box::new(site(name, tenant, host, "/")))
+}
+
+fn drop_tenant(name: &str) -> Change {
+    Change::DropTenant(TenantName::new(name).unwrap())
+}
+
+fn drop_site(name: &str) -> Change {
+    Change::DropSite(SiteName::new(name).unwrap())
+}
+
+fn commit(store: &dyn Store, changes: Vec<Change>) -> Committed {
+    store.transaction(changes, Mode::Merge).unwrap()
+}
+
+/// The mistakes of a refused list as `record field`, after making sure that nothing changed.
+fn refused(store: &dyn Store, changes: Vec<Change>) -> Vec<String> {
+    let before = text(store);
+    let Err(TransactionError::Refused(mistakes)) = store.transaction(changes, Mode::Merge) else {
+        panic!("it should be refused");
+    };
+    assert_eq!(text(store), before);
+    mistakes.iter().map(|mistake| format!("{} {}", mistake.record, mistake.field)).collect()
+}
+
+fn text(store: &dyn Store) -> String {
+    let mut bytes = Vec::new();
+    export(store, &mut bytes).unwrap();
+    String::from_utf8(bytes).unwrap()
+}
+
+fn two_tenants(store: &dyn Store) {
+    commit(
+        store,
+        vec![
+            put_tenant("a", 1001),
+            put_tenant("b", 1002),
+            put_site("one", "a", "one.test"),
+            put_site("two", "b", "two.test"),
+        ],
+    );
+}
+
+fn records_come_back_as_they_were(store: &dyn Store) {
+    two_tenants(store);
+    assert_eq!(store.tenant("a").unwrap(), Some(tenant("a", 1001)));
+    assert_eq!(store.site("two").unwrap(), Some(site("two", "b", "two.test", "/")));
+    assert_eq!((store.tenant("c").unwrap(), store.site("a").unwrap()), (None, None));
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 2, sites: 2 });
+    let changed = Site { max_concurrent: Some(3), ..site("two", "a", "new.test", "/x") };
+    commit(store, vec![Change::PutSite(Box::new(changed.clone())), drop_site("one")]);
+    assert_eq!((store.site("two").unwrap(), store.site("one").unwrap()), (Some(changed), None));
+    // What they owned is free again.
+    commit(store, vec![put_site("three", "b", "two.test"), put_site("four", "b", "one.test")]);
+}
+
+fn a_revision_counts_what_changed(store: &dyn Store) {
+    assert_eq!(store.revision().unwrap(), 0);
+    let first = commit(store, vec![put_site("s", "a", "s.test"), put_tenant("a", 7)]);
+    assert_eq!(first.changes, [put_tenant("a", 7), put_site("s", "a", "s.test")]);
+    assert_eq!(first.revision, 1);
+    let same = commit(store, vec![put_tenant("a", 7), put_site("s", "a", "s.test")]);
+    assert_eq!(same, Committed { revision: 1, changes: vec![] });
+    let gone = commit(store, vec![drop_tenant("a"), drop_site("s")]);
+    assert_eq!(gone, Committed { revision: 2, changes: vec![drop_site("s"), drop_tenant("a")] });
+    assert_eq!(store.revision().unwrap(), 2);
+}
+
+fn references_must_hold(store: &dyn Store) {
+    two_tenants(store);
+    assert_eq!(refused(store, vec![put_site("x", "c", "x.test")]), ["site 'x' tenant"]);
+    assert_eq!(refused(store, vec![put_site("x", "b", "one.test")]), ["site 'x' hosts"]);
+    assert_eq!(
+        refused(store, vec![put_site("x", "a", "n.test"), put_site("y", "b", "n.test")]),
+        ["site 'y' hosts"]
+    );
+    assert_eq!(refused(store, vec![put_tenant("c", 1001)]), ["tenant 'c' uid"]);
+    assert_eq!(refused(store, vec![put_tenant("c", 5), put_tenant("d", 5)]), ["tenant 'd' uid"]);
+    assert_eq!(refused(store, vec![drop_site("x"), drop_tenant("c")]), ["site 'x' name", "tenant 'c' name"]);
+    commit(store, vec![Change::PutSite(Box::new(site("x", "b", "one.test", "/blog")))]);
+    let Err(TransactionError::Refused(mistakes)) =
+        store.transaction(vec![Change::PutSite(Box::new(site("y", "b", "one.test", "/blog")))], Mode::Merge)
+    else {
+        panic!("x has it");
+    };
+    assert_eq!(mistakes[0].value, "one.test/blog");
+    assert!(mistakes[0].hint.contains("site 'x'"), "{}", mistakes[0]);
+}
+
+fn all_mistakes_of_a_list_are_told(store: &dyn Store) {
+    two_tenants(store);
+    let mut bad = site("bad", "nobody", "one.test", "blog");
+    bad.max_concurrent = Some(0);
+    let mut long = site("long", "a", "long.test", "/");
+    let env = (0..200).map(|n| (format!("V{n}"), "x".repeat(400))).collect();
+    long.backend =
+        crate::record::Backend::Cgi(crate::record::Files { root: "r".into(), env, ..Default::default() });
+    let changes = vec![Change::PutSite(Box::new(bad)), put_tenant("z", 0), Change::PutSite(Box::new(long))];
+    assert_eq!(
+        refused(store, changes),
+        [
+            "site 'bad' path",
+            "site 'bad' max_concurrent",
+            "site 'bad' tenant",
+            "tenant 'z' uid",
+            "tenant 'z' gid",
+            "site 'long' record",
+        ]
+    );
+}
+
+fn two_sites_swap_hosts_and_two_tenants_swap_uids(store: &dyn Store) {
+    two_tenants(store);
+    let changes = vec![
+        put_site("one", "a", "two.test"),
+        put_site("two", "b", "one.test"),
+        put_tenant("a", 1002),
+        put_tenant("b", 1001),
+    ];
+    commit(store, changes);
+    // The indexes followed: each is refused to the other again, and a third is told the new owner.
+    assert_eq!(refused(store, vec![put_site("one", "a", "one.test")]), ["site 'one' hosts"]);
+    assert_eq!(refused(store, vec![put_tenant("b", 1002)]), ["tenant 'b' uid"]);
+    let at = Select { host: Some("ONE.test".into()), ..Select::default() };
+    assert_eq!(store.sites(&at).unwrap(), [site("two", "b", "one.test", "/")]);
+}
+
+fn a_tenant_goes_only_with_its_sites(store: &dyn Store) {
+    two_tenants(store);
+    assert_eq!(refused(store, vec![drop_tenant("a")]), ["tenant 'a' name"]);
+    assert_eq!(
+        refused(store, vec![drop_tenant("a"), put_site("new", "a", "new.test"), drop_site("one")]),
+        ["site 'new' tenant"]
+    );
+    commit(store, vec![drop_tenant("a"), put_site("one", "b", "one.test")]);
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 2 });
+}
+
+fn a_home_in_use_stays(store: &dyn Store) {
+    two_tenants(store);
+    let homeless = Tenant { home: None, ..tenant("a", 1001) };
+    assert_eq!(refused(store, vec![Change::PutTenant(homeless.clone())]), ["tenant 'a' home"]);
+    assert_eq!(
+        refused(store, vec![Change::PutTenant(homeless.clone()), put_site("one", "a", "x.test")]),
+        ["site 'one' root"]
+    );
+    commit(store, vec![Change::PutTenant(homeless), drop_site("one")]);
+}
+
+fn pages_show_each_record_once(store: &dyn Store) {
+    let mut changes = vec![put_tenant("a", 1), put_tenant("b", 2)];
+    for n in 0..25 {
+        changes.push(put_site(&format!("s{n:02}"), if n % 2 == 0 { "a" } else { "b" }, &format!("{n}.test")));
+    }
+    commit(store, changes);
+    for (tenant, expected) in [(None, 25), (Some("a"), 13), (Some("b"), 12), (Some("c"), 0)] {
+        let mut select = Select { tenant: tenant.map(Into::into), limit: 7, ..Select::default() };
+        let mut names: Vec<String> = Vec::new();
+        loop {
+            let page = store.sites(&select).unwrap();
+            assert!(page.len() <= 7);
+            names.extend(page.iter().map(|site| site.name.to_string()));
+            let Some(last) = page.last() else { break };
+            select.after = Some(last.name.to_string());
+        }
+        assert_eq!(names.len(), expected);
+        assert!(names.is_sorted_by(|a, b| a < b), "{names:?}");
+    }
+    let tenants = store.tenants(Some("a"), 0).unwrap();
+    assert_eq!(tenants, [tenant("b", 2)]);
+}
+
+fn a_uid_is_allocated_once(store: &dyn Store) {
+    commit(store, vec![put_tenant("a", 5001)]);
+    assert_eq!(store.allocate_uid(5000).unwrap(), 5000);
+    assert_eq!(store.allocate_uid(5000).unwrap(), 5002);
+    assert_eq!(store.allocate_uid(100).unwrap(), 5003);
+    assert!(store.allocate_uid(0).unwrap() > 0);
+    assert!(matches!(store.allocate_uid(u32::MAX), Err(StoreError::NoUid { .. })));
+}
+
+fn an_export_imports_as_it_was(store: &dyn Store) {
+    two_tenants(store);
+    let exported = text(store);
+    let lines: Vec<&str> = exported.lines().collect();
+    assert!(lines[0].starts_with(r#"{"tenant":{"name":"a""#) && lines[3].starts_with(r#"{"site":"#));
+    commit(store, vec![drop_site("one"), drop_site("two"), drop_tenant("a"), drop_tenant("b")]);
+    assert_eq!(text(store), "");
+    // Sites may come before their tenants, between blank lines.
+    let backwards: Vec<&str> = lines.iter().rev().copied().collect();
+    let done = import(store, Cursor::new(backwards.join("\n\n")), Mode::Merge).unwrap();
+    assert_eq!(done.changes.len(), 4);
+    assert_eq!(text(store), exported);
+}
+
+fn a_replacing_import_is_the_whole_truth(store: &dyn Store) {
+    two_tenants(store);
+    let lines = r#"{"tenant":{"name":"b","uid":1002,"gid":1002,"home":"/srv/b"}}
+        {"site":{"name":"new","tenant":"b","hosts":["one.test"],"backend":{"kind":"static","root":"w"}}}"#;
+    let done = import(store, lines.as_bytes(), Mode::Replace).unwrap();
+    let one = TenantName::new("a").unwrap();
+    assert_eq!(done.changes.last(), Some(&Change::DropTenant(one)));
+    assert_eq!(done.changes.len(), 4, "{:?}", done.changes);
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 1 });
+    let orphan = r#"{"site":{"name":"x","tenant":"b","hosts":["x"],"backend":{"kind":"static","root":"w"}}}"#;
+    let error = import(store, orphan.as_bytes(), Mode::Replace).unwrap_err();
+    assert!(error.to_string().contains("line 1: site 'x': tenant: 'b' does not exist"), "{error}");
+}
+
+fn many_lines(count: usize) -> Vec<String> {
+    let mut lines = vec![r#"{"tenant":{"name":"t","uid":9,"gid":9,"home":"/srv/t"}}"#.to_owned()];
+    lines.extend((0..count).map(|n| {
+        format!(
+            r#"{{"site":{{"name":"s{n}","tenant":"t","hosts":["s{n}.test"],"backend":{{"kind":"static","root":"s{n}"}}}}}}"#
+        )
+    }));
+    lines
+}
+
+fn a_bad_line_leaves_everything_as_it_was(store: &dyn Store) {
+    two_tenants(store);
+    let before = text(store);
+    for bad in [
+        r#"{"site":{"name":"x"}}"#.to_owned(),
+        "{".into(),
+        "\u{0}".into(),
+        format!(r#"{{"site":"{}"}}"#, "x".repeat(import::LINE_LEN_MAX)),
+        many_lines(6)[6].replace("s5.test", "one.test"),
+        many_lines(6)[6].replace("\"t\"", "\"nobody\""),
+        many_lines(6)[6].clone(),
+        r#"{"tenant":{"name":"u","gid":3}}"#.into(),
+    ] {
+        let mut lines = many_lines(2000);
+        lines[999] = bad;
+        let error = import(store, Cursor::new(lines.join("\n")), Mode::Merge).unwrap_err();
+        let ImportError::Refused { named, count: 1 } = &error else { panic!("{error}") };
+        assert_eq!(named[0].line, Some(1000), "{error}");
+        assert_eq!(text(store), before);
+    }
+    assert_eq!(store.revision().unwrap(), 1);
+}
+
+fn the_first_bad_lines_are_named_and_the_rest_counted(store: &dyn Store) {
+    let mut lines = many_lines(100);
+    for line in lines.iter_mut().skip(1).step_by(2) {
+        *line = line.replace("\"root\":\"", "\"root\":\"../");
+    }
+    let error = import(store, Cursor::new(lines.join("\n")), Mode::Merge).unwrap_err();
+    let ImportError::Refused { named, count } = &error else { panic!("{error}") };
+    assert_eq!((named.len(), *count), (BAD_LINES_NAMED_MAX, 50));
+    assert_eq!((named[0].line, named[1].line), (Some(2), Some(4)));
+    assert!(error.to_string().ends_with("and 30 more"), "{error}");
+}
+
+fn a_snapshot_fills_a_table(store: &dyn Store) {
+    let lines = many_lines(crate::feed::BATCH_MAX + 100);
+    import(store, Cursor::new(lines.join("\n")), Mode::Merge).unwrap();
+    let mut wire = Vec::new();
+    let mut frames = 0;
+    let revision = snapshot_frames(store, &mut |frame| {
+        frames += 1;
+        wire.extend_from_slice(frame);
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!((revision, frames), (1, 2));
+    let mut table = Table::new();
+    let mut wire = wire.as_slice();
+    while let Some(frame) = feed::read::<Down>(&mut wire).unwrap() {
+        let Down::Apply(changes) = frame else { panic!("{frame:?}") };
+        changes.into_iter().for_each(|change| table.apply(change).unwrap());
+    }
+    assert_eq!(table.site_count(), lines.len() - 1);
+    assert_eq!(table.site("s7").as_deref(), store.site("s7").unwrap().as_ref());
+}
