@@ -1,0 +1,208 @@
+//! A response's body as a stream of chunks, for wires that cannot hand a file to the kernel.
+//!
+//! Not here: plain HTTP/1, which sends files by `sendfile` (`http1::write`).
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use rustix::buffer::spare_capacity;
+use tokio::time::{Instant, sleep_until};
+
+use crate::message::{BodyError, Hold, Part, Receipt, Response, ResponseBody};
+
+/// Most that is read or handed on at once. Four HTTP/2 frames or TLS records of the usual size; reading that
+/// much of a file out of the page cache takes some 10 us, less than handing it to another thread.
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// The body of a response on its way out, with everything the response holds. What it holds is given back
+/// when the body is dropped: at its end, or when the client leaves.
+pub struct Outgoing {
+    source: Source,
+    sent: u64,
+    failed: bool,
+    receipt: Option<Box<dyn Receipt>>,
+    pace: Option<Rc<Pace>>,
+    _hold: Vec<Box<dyn Hold>>,
+}
+
+enum Source {
+    Parts { parts: VecDeque<Part>, left: u64 },
+    Stream(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
+}
+
+impl Outgoing {
+    /// Takes the body and what it holds out of `response`, and leaves status and headers. `with_body` is false
+    /// where the answer has none on the wire (HEAD, 204, 304).
+    pub fn take(response: &mut Response, with_body: bool) -> Self {
+        let body = std::mem::replace(&mut response.body, ResponseBody::Empty);
+        let source = if with_body { Source::new(body) } else { Source::new(ResponseBody::Empty) };
+        Self {
+            source,
+            sent: 0,
+            failed: false,
+            receipt: response.receipt.take(),
+            pace: None,
+            _hold: std::mem::take(&mut response.hold),
+        }
+    }
+
+    /// Notes in `pace` whose turn it is.
+    pub fn paced(mut self, pace: Rc<Pace>) -> Self {
+        self.pace = Some(pace);
+        self
+    }
+}
+
+impl Source {
+    fn new(body: ResponseBody) -> Self {
+        let parts = match body {
+            ResponseBody::Empty => VecDeque::new(),
+            ResponseBody::Bytes(bytes) => VecDeque::from([Part::Bytes(bytes)]),
+            ResponseBody::File { file, offset, len } => VecDeque::from([Part::File { file, offset, len }]),
+            ResponseBody::Parts(parts) => parts.into(),
+            ResponseBody::Stream(stream) => return Self::Stream(stream),
+            // Whoever makes a tunnel gives it to `http1`; here nothing of it can be said.
+            ResponseBody::Tunnel(_) => VecDeque::new(),
+        };
+        let left = parts.iter().map(Part::len).sum();
+        Self::Parts { parts, left }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self {
+            Self::Stream(stream) => stream.as_mut().poll_frame(cx),
+            Self::Parts { parts, left } => {
+                let chunk = next_chunk(parts);
+                if let Some(Ok(bytes)) = &chunk {
+                    *left -= bytes.len() as u64;
+                }
+                Poll::Ready(chunk.map(|chunk| chunk.map(Frame::data).map_err(BodyError::File)))
+            }
+        }
+    }
+
+    fn is_end(&self) -> bool {
+        match self {
+            Self::Parts { left, .. } => *left == 0,
+            Self::Stream(stream) => stream.is_end_stream(),
+        }
+    }
+}
+
+/// The next bytes of the first part that has any.
+fn next_chunk(parts: &mut VecDeque<Part>) -> Option<io::Result<Bytes>> {
+    while parts.front().is_some_and(Part::is_empty) {
+        parts.pop_front();
+    }
+    match parts.front_mut()? {
+        Part::Bytes(bytes) => Some(Ok(bytes.split_to(bytes.len().min(CHUNK_BYTES)))),
+        Part::File { file, offset, len } => {
+            let want = usize::try_from(*len).map_or(CHUNK_BYTES, |len| len.min(CHUNK_BYTES));
+            let read = read_at(file, *offset, want);
+            if let Ok(bytes) = &read {
+                *offset += bytes.len() as u64;
+                *len -= bytes.len() as u64;
+            }
+            Some(read)
+        }
+    }
+}
+
+/// Between 1 and `want` bytes from `offset`. A file that ended before is an error: its length is already promised.
+fn read_at(file: &OwnedFd, offset: u64, want: usize) -> io::Result<Bytes> {
+    let mut buffer = Vec::with_capacity(want);
+    let read = rustix::io::retry_on_intr(|| rustix::io::pread(file, spare_capacity(&mut buffer), offset))?;
+    if read == 0 {
+        return Err(io::Error::new(
+            io::ErrorKind::UnexpectedEof,
+            "the file became shorter while it was sent",
+        ));
+    }
+    buffer.truncate(want);
+    Ok(Bytes::from(buffer))
+}
+
+impl Body for Outgoing {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        if let Some(pace) = &this.pace {
+            pace.backends_turn();
+        }
+        let frame = ready!(this.source.poll(cx));
+        if let Some(pace) = &this.pace {
+            pace.clients_turn();
+        }
+        match &frame {
+            Some(Ok(frame)) => this.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
+            Some(Err(_)) => this.failed = true,
+            // Only now does a stream of unknown length know that it is complete.
+            None => this.source = Source::new(ResponseBody::Empty),
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.source.is_end()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.source {
+            Source::Parts { left, .. } => SizeHint::with_exact(*left),
+            Source::Stream(stream) => stream.size_hint(),
+        }
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        if let Some(receipt) = &mut self.receipt {
+            receipt.sent(self.sent, !self.failed && self.source.is_end());
+        }
+    }
+}
+
+/// Whose turn it is while a body is sent, so that a client that takes nothing can be told from a backend
+/// that thinks.
+#[derive(Debug, Default)]
+pub struct Pace {
+    /// Since when the client has had something to take; None while it is not its turn.
+    client_since: Cell<Option<Instant>>,
+}
+
+impl Pace {
+    fn clients_turn(&self) {
+        self.client_since.set(Some(Instant::now()));
+    }
+
+    fn backends_turn(&self) {
+        self.client_since.set(None);
+    }
+
+    /// Ends when the client has taken nothing for `patience` though it could have.
+    pub async fn client_stalled(&self, patience: Duration) {
+        loop {
+            let due = self.client_since.get().unwrap_or_else(Instant::now) + patience;
+            sleep_until(due).await;
+            if self.client_since.get().is_some_and(|since| since + patience <= Instant::now()) {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+//! The head of an HTTP/2 request, checked as strictly as HTTP/1's.
+//!
+//! hyper and h2 have already refused, by resetting the stream (RFC 9113 section 8.1.1): connection-specific
+//! fields, `te` other than `trailers`, repeated or misplaced pseudo-header fields, upper-case names, and bodies
+//! that do not have the announced length. Not here: header fields between proxies (`forward`).
+
+use std::rc::Rc;
+
+use http::header::{CONTENT_LENGTH, COOKIE, EXPECT, HOST, TE};
+use http::uri::Scheme;
+use http::{HeaderMap, HeaderValue, Method, Version, request};
+use nagaya_base::RequestId;
+
+use crate::authority::{self, Authority};
+use crate::message::{ConnInfo, Head};
+use crate::options::Limits;
+use crate::refusal::Refusal;
+
+/// All methods but CONNECT.
+const ALLOWED: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
+
+pub(super) fn read(
+    parts: request::Parts,
+    conn: Rc<ConnInfo>,
+    limits: &Limits,
+    id: RequestId,
+) -> Result<Head, Refusal> {
+    let request::Parts { method, uri, mut headers, .. } = parts;
+    if method == Method::CONNECT {
+        return Err(Refusal::MethodNotAllowed(ALLOWED));
+    }
+    if headers.len() > limits.header_fields {
+        return Err(Refusal::HeadTooLarge);
+    }
+    if !matches!(uri.scheme(), Some(scheme) if *scheme == Scheme::HTTP || *scheme == Scheme::HTTPS) {
+        return Err(Refusal::BadRequest("the scheme is neither http nor https"));
+    }
+    let Authority { host, port } =
+        target_authority(uri.authority().map(http::uri::Authority::as_str), &headers)?;
+    let path = uri.path();
+    if !path.starts_with('/') && !(path == "*" && method == Method::OPTIONS) {
+        return Err(Refusal::BadRequest("the path does not begin with '/'"));
+    }
+    check_expectation(&headers)?;
+    if headers.get_all(CONTENT_LENGTH).iter().count() > 1 {
+        return Err(Refusal::BadRequest("more than one Content-Length"));
+    }
+    for field in [HOST, TE, EXPECT] {
+        headers.remove(field);
+    }
+    join_cookies(&mut headers);
+    Ok(Head {
+        id,
+        path: path.into(),
+        query: uri.query().map(Into::into),
+        method,
+        host,
+        port,
+        version: Version::HTTP_2,
+        headers,
+        upgrade: None,
+        conn,
+    })
+}
+
+/// RFC 9113 section 8.3.1: `:authority`, or Host in its place; if both are there they must say the same.
+fn target_authority(pseudo: Option<&str>, headers: &HeaderMap) -> Result<Authority, Refusal> {
+    let parse =
+        |text: &str| authority::parse(text).map_err(|_| Refusal::BadRequest("the host name is not valid"));
+    let mut hosts = headers.get_all(HOST).iter();
+    let field = match (hosts.next(), hosts.next()) {
+        (None, _) => None,
+        (Some(host), None) => {
+            let text = host.to_str().map_err(|_| Refusal::BadRequest("the host name is not valid"))?;
+            Some(parse(text)?)
+        }
+        (Some(_), Some(_)) => return Err(Refusal::BadRequest("more than one Host")),
+    };
+    match (pseudo.map(parse).transpose()?, field) {
+        (Some(pseudo), Some(field)) if pseudo != field => {
+            Err(Refusal::BadRequest(":authority and Host are not the same"))
+        }
+        (Some(authority), _) | (None, Some(authority)) => Ok(authority),
+        (None, None) => Err(Refusal::BadRequest("there is no host name")),
+    }
+}
+
+/// `100-continue` needs no answer of its own here: a client may send its body within the flow-control window.
+fn check_expectation(headers: &HeaderMap) -> Result<(), Refusal> {
+    let met = headers.get_all(EXPECT).iter().all(|e| e.as_bytes().eq_ignore_ascii_case(b"100-continue"));
+    if met { Ok(()) } else { Err(Refusal::ExpectationFailed) }
+}
+
+/// RFC 9113 section 8.2.3: clients may split Cookie for compression; backends expect one field.
+fn join_cookies(headers: &mut HeaderMap) {
+    let mut cookies = headers.get_all(COOKIE).iter();
+    let (Some(first), Some(second)) = (cookies.next(), cookies.next()) else { return };
+    let mut joined = first.as_bytes().to_vec();
+    for cookie in std::iter::once(second).chain(cookies) {
+        joined.extend_from_slice(b"; ");
+        joined.extend_from_slice(cookie.as_bytes());
+    }
+    let joined = HeaderValue::from_bytes(&joined).expect("joined of valid values by valid bytes");
+    headers.insert(COOKIE, joined);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(method: &str, uri: &str, fields: &[(&str, &str)]) -> Result<Head, Refusal> {
+        let mut request = http::Request::builder().method(method).uri(uri);
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        let conn = Rc::new(ConnInfo {
+            peer: "192.0.2.7:5000".parse().unwrap(),
+            local: "192.0.2.1:443".parse().unwrap(),
+            tls: None,
+        });
+        let (parts, ()) = request.body(()).unwrap().into_parts();
+        read(parts, conn, &Limits::default(), RequestId(1))
+    }
+
+    #[test]
+    fn a_head_is_taken_apart() {
+        let fields = [
+            ("host", "example.ORG:8443"),
+            ("te", "trailers"),
+            ("cookie", "a=1"),
+            ("cookie", "b=2"),
+            ("x", "y"),
+        ];
+        let head = check("GET", "https://Example.org:8443/a%20b?c=d?e", &fields).unwrap();
+        assert_eq!((&*head.host, head.port), ("example.org", Some(8443)));
+        assert_eq!((&*head.path, head.query.as_deref()), ("/a%20b", Some("c=d?e")));
+        assert_eq!(head.headers.len(), 2);
+        assert_eq!(head.headers["cookie"], "a=1; b=2");
+        assert_eq!(&*check("OPTIONS", "http://a/*", &[]).unwrap().path, "/*");
+    }
+
+    #[test]
+    fn what_is_ambiguous_is_refused() {
+        for (method, uri, fields, reason) in [
+            ("GET", "https://a/", &[("host", "b")][..], "bad_request"),
+            ("GET", "https://a/", &[("host", "a"), ("host", "a")], "bad_request"),
+            ("GET", "https://u@a/", &[], "bad_request"),
+            ("GET", "https://a:99999/", &[], "bad_request"),
+            ("GET", "/", &[], "bad_request"),
+            ("GET", "ftp://a/", &[], "bad_request"),
+            ("POST", "https://a/", &[("content-length", "1"), ("content-length", "1")], "bad_request"),
+            ("CONNECT", "a:443", &[], "method"),
+            ("GET", "https://a/", &[("expect", "a miracle")], "expectation"),
+        ] {
+            let refusal = check(method, uri, fields).unwrap_err();
+            assert_eq!(refusal.row().reason, reason, "{method} {uri} {fields:?}");
+        }
+        let many: Vec<_> = (0..=Limits::default().header_fields).map(|n| format!("x{n}")).collect();
+        let many: Vec<_> = many.iter().map(|name| (name.as_str(), "")).collect();
+        assert_eq!(check("GET", "https://a/", &many).unwrap_err(), Refusal::HeadTooLarge);
+    }
+}
