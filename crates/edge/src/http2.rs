@@ -40,6 +40,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::body::{Outgoing, Pace};
+use crate::drain::Entered;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
@@ -86,6 +87,7 @@ where
     IO: AsyncRead + AsyncWrite + Unpin + 'static,
     H: Host,
 {
+    let entered = host.enter();
     let limits = host.limits();
     let streams = Streams::new(Duration::from_millis(limits.idle_body_ms));
     let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
@@ -94,7 +96,7 @@ where
     let idle = Duration::from_millis(limits.keep_alive_ms);
     tokio::select! {
         ended = connection.as_mut() => return ended,
-        () = drain(&*host) => {}
+        () = drain(&entered) => {}
         () = streams.idle_for(idle) => {}
     }
     // GOAWAY: streams that were begun are still answered, and no new one is taken.
@@ -125,17 +127,12 @@ fn builder(limits: &Limits, streams: Streams) -> Builder<Streams> {
 }
 
 /// Ends when draining begins.
-async fn drain(host: &impl Host) {
-    let mut registered = false;
+async fn drain(entered: &Entered) {
     poll_fn(|cx| {
-        if host.is_draining() {
+        if entered.is_draining() {
             return Poll::Ready(());
         }
-        // The connection's task keeps its waker for life, so once is enough.
-        if !registered {
-            registered = true;
-            host.wake_on_drain(cx.waker());
-        }
+        entered.wake_on_drain(cx.waker());
         Poll::Pending
     })
     .await;

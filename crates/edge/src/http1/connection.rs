@@ -6,7 +6,7 @@
 use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -15,6 +15,7 @@ use http_body::Body;
 use nagaya_base::RequestId;
 use tokio::time::timeout;
 
+use crate::drain::Entered;
 use crate::http1::framing::Framing;
 use crate::http1::head::{self, HeadLimits, RequestHead};
 use crate::http1::tunnel;
@@ -37,20 +38,19 @@ pub trait Host: 'static {
     fn serve(&self, request: Request) -> impl Future<Output = Response>;
     /// The answer to what was no request; `conn` is for the log.
     fn refuse(&self, conn: &ConnInfo, refusal: Refusal, id: RequestId) -> Response;
-    /// No further request is taken on any connection.
-    fn is_draining(&self) -> bool;
-    /// `waker` is woken when draining begins. Called when a connection becomes idle.
-    fn wake_on_drain(&self, waker: &Waker);
+    /// Counts the connection in for as long as it lives.
+    fn enter(&self) -> Entered;
 }
 
 /// Serves the connection to its end. `input` is what was already read of it.
 pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<ConnInfo>, host: Rc<H>) {
+    let entered = host.enter();
     let limits = host.limits();
     let mut wire = Rc::new(Wire::new(stream, input, Duration::from_millis(limits.idle_body_ms)));
     let mut served = 0;
     loop {
         let limits = host.limits();
-        let head = match read_head(&wire, &*host, &limits, served == 0).await {
+        let head = match read_head(&wire, &entered, &limits, served == 0).await {
             Ok(Some(head)) => head,
             Ok(None) => return,
             Err(refusal) => {
@@ -62,7 +62,7 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
             }
         };
         served += 1;
-        let may_stay = head.keep_alive && served < limits.keep_alive_requests && !host.is_draining();
+        let may_stay = head.keep_alive && served < limits.keep_alive_requests && !entered.is_draining();
         let asked = Asked {
             version: head.version,
             is_head: head.method == Method::HEAD,
@@ -92,14 +92,14 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
 }
 
 /// The next head, `None` where the client (or draining) ended the connection between two requests.
-async fn read_head<S: Stream, H: Host>(
+async fn read_head<S: Stream>(
     wire: &Wire<S>,
-    host: &H,
+    entered: &Entered,
     limits: &Limits,
     first: bool,
 ) -> Result<Option<RequestHead>, Refusal> {
     let idle = Duration::from_millis(if first { limits.head_ms } else { limits.keep_alive_ms });
-    match timeout(idle, until_input(wire, host)).await {
+    match timeout(idle, until_input(wire, entered)).await {
         Ok(true) => {}
         Ok(false) => return Ok(None),
         Err(_) if first => return Err(Refusal::RequestTimeout),
@@ -126,20 +126,20 @@ async fn read_head<S: Stream, H: Host>(
 }
 
 /// Waits until there is something to parse. False: the connection ends here.
-async fn until_input<S: Stream, H: Host>(wire: &Wire<S>, host: &H) -> bool {
+async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered) -> bool {
     if wire.with_input(|input| !input.is_empty()) {
         return true;
     }
     wire.release_idle();
     poll_fn(|cx| {
-        if host.is_draining() {
+        if entered.is_draining() {
             return Poll::Ready(false);
         }
         match wire.poll_fill_head(cx) {
             Poll::Ready(Ok(0) | Err(_)) => Poll::Ready(false),
             Poll::Ready(Ok(_)) => Poll::Ready(true),
             Poll::Pending => {
-                host.wake_on_drain(cx.waker());
+                entered.wake_on_drain(cx.waker());
                 Poll::Pending
             }
         }

@@ -38,7 +38,7 @@ pub(super) fn read(
     let Authority { host, port } =
         target_authority(uri.authority().map(http::uri::Authority::as_str), &headers)?;
     let path = uri.path();
-    if !path.starts_with('/') && !(path == "*" && method == Method::OPTIONS) {
+    if !(path.starts_with('/') || path == "*" && method == Method::OPTIONS) {
         return Err(Refusal::BadRequest("the path does not begin with '/'"));
     }
     check_expectation(&headers)?;
@@ -136,7 +136,16 @@ mod tests {
         assert_eq!((&*head.path, head.query.as_deref()), ("/a%20b", Some("c=d?e")));
         assert_eq!(head.headers.len(), 2);
         assert_eq!(head.headers["cookie"], "a=1; b=2");
-        assert_eq!(&*check("OPTIONS", "http://a/*", &[]).unwrap().path, "/*");
+    }
+
+    #[test]
+    fn a_star_is_a_target_of_options_only() {
+        let star = || {
+            let star = http::Uri::builder().scheme("https").authority("a").path_and_query("*");
+            star.build().unwrap().to_string()
+        };
+        assert_eq!(check("OPTIONS", &star(), &[]).map(|head| head.path), Ok("*".into()));
+        assert_eq!(check("GET", &star(), &[]).unwrap_err().row().reason, "bad_request");
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::cell::{Cell, RefCell};
 use std::future::pending;
 use std::io::Write;
 use std::sync::Arc;
-use std::task::Waker;
 
 use bytes::Bytes;
 use h2::client::SendRequest;
@@ -17,6 +16,7 @@ use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
 use tokio::time::Instant;
 
 use super::*;
+use crate::drain::Connections;
 use crate::message::BodyError;
 
 type Answer = Pin<Box<dyn Future<Output = Response>>>;
@@ -26,8 +26,7 @@ struct World {
     limits: Rc<Limits>,
     answer: Box<dyn Fn(Request) -> Answer>,
     refused: RefCell<Vec<&'static str>>,
-    draining: Cell<bool>,
-    waker: RefCell<Option<Waker>>,
+    connections: Rc<Connections>,
 }
 
 impl Host for World {
@@ -48,12 +47,8 @@ impl Host for World {
         refusal.into_response(id)
     }
 
-    fn is_draining(&self) -> bool {
-        self.draining.get()
-    }
-
-    fn wake_on_drain(&self, waker: &Waker) {
-        self.waker.replace(Some(waker.clone()));
+    fn enter(&self) -> Entered {
+        self.connections.enter()
     }
 }
 
@@ -69,8 +64,7 @@ fn limited_world<A: Future<Output = Response> + 'static>(
         limits: Rc::new(limits),
         answer: Box::new(move |request| Box::pin(answer(request))),
         refused: RefCell::default(),
-        draining: Cell::new(false),
-        waker: RefCell::default(),
+        connections: Rc::default(),
     })
 }
 
@@ -259,10 +253,8 @@ fn draining_answers_what_was_begun_and_then_ends() {
         let (io, server) = listen(&world);
         let (mut client, connection) = connect(io).await;
         let (response, _) = client.send_request(get("/"), true).unwrap();
-        until(|| world.waker.borrow().is_some()).await;
         tokio::time::sleep(Duration::from_millis(1)).await;
-        world.draining.set(true);
-        world.waker.take().unwrap().wake();
+        world.connections.drain();
         // GOAWAY makes the client's end of the connection refuse new requests.
         tokio::time::sleep(Duration::from_millis(1)).await;
         gate.notify_one();

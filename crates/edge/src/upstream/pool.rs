@@ -33,8 +33,11 @@ pub enum Address {
     /// `host:port`; names are resolved at connect time.
     Tcp(Box<str>),
     Unix(PathBuf),
-    /// The keeper makes the connection.
-    App(SiteName),
+    /// The keeper makes the connection; `tcp` says of which kind it is.
+    App {
+        site: SiteName,
+        tcp: bool,
+    },
 }
 
 impl Address {
@@ -61,7 +64,7 @@ pub async fn dial(address: &Address) -> io::Result<Socket> {
             Ok(Socket::Tcp(stream))
         }
         Address::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path).await?)),
-        Address::App(_) => Err(io::ErrorKind::Unsupported.into()),
+        Address::App { .. } => Err(io::ErrorKind::Unsupported.into()),
     }
 }
 

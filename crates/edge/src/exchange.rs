@@ -1,0 +1,121 @@
+//! Brings up what answers a site and lets it answer, by kind of backend.
+//!
+//! Not here: how each kind works (`files`, `programs`, `upstream`), the order of a request's steps (`request`).
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use http::Method;
+use nagaya_cmdb::Backend;
+use nagaya_cmdb::record::{App, Files, Http, Listen};
+
+use crate::account::Account;
+use crate::files::{Ctx, Programs};
+use crate::forward::Proxied;
+use crate::message::{Request, RequestBody, Response};
+use crate::node::Node;
+use crate::path::SitePath;
+use crate::programs::{Outcome, Script};
+use crate::refusal::Refusal;
+use crate::route::Route;
+use crate::upstream::{self, Address, Bounds, Outgoing};
+
+/// A program may answer "serve that path instead" (RFC 3875 section 6.2.2) this often for one request.
+const LOCAL_REDIRECTS_MAX: u32 = 10;
+
+pub async fn run(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Response, Refusal> {
+    let response = match &route.site.backend {
+        Backend::Static(files) | Backend::Cgi(files) | Backend::Php(files) => {
+            from_files(node, route, files, request).await
+        }
+        Backend::Http(http) => from_server(node, http, request).await,
+        Backend::App(app) => from_app(node, route, app, request).await,
+    }?;
+    account.backend_answered();
+    Ok(response)
+}
+
+/// A file, or the answer of a program among the files.
+async fn from_files(
+    node: &Node,
+    route: &Route,
+    files: &Files,
+    mut request: Request,
+) -> Result<Response, Refusal> {
+    let programs = Programs::of(&route.site.backend);
+    let root = node.root(&route.site).await?;
+    for _ in 0..=LOCAL_REDIRECTS_MAX {
+        let head = &request.head;
+        let path = SitePath::parse(&head.path)?;
+        let rel = path.below(&route.site.path)?.ok_or(Refusal::NotFound)?;
+        let Some(program) = node.files.find_program(&root, rel, files, programs)? else {
+            return node.files.serve(&Ctx { head, files, programs, root: &root, path: &path, rel });
+        };
+        let mount = route.site.path.trim_end_matches('/');
+        let script = Script {
+            name: format!("{mount}/{}", program.script),
+            file: program.script,
+            path_info: program.path_info,
+        };
+        let mut again = request.head.clone();
+        let outcome = match programs {
+            Programs::Php => node.programs.php(&route.site, &route.tenant, script, request).await?,
+            _ => node.programs.cgi(&route.site, &route.tenant, script, request).await?,
+        };
+        match outcome {
+            Outcome::Response(response) => return Ok(response),
+            Outcome::LocalRedirect { path, query } => {
+                again.path = path.into();
+                again.query = query.map(Into::into);
+                if again.method != Method::HEAD {
+                    again.method = Method::GET;
+                }
+                request = Request { head: again, body: RequestBody::empty() };
+            }
+        }
+    }
+    Err(Refusal::BackendInvalid(format!(
+        "its programs redirect each other more than {LOCAL_REDIRECTS_MAX} times"
+    )))
+}
+
+/// A server that already runs somewhere.
+async fn from_server(node: &Node, http: &Http, request: Request) -> Result<Response, Refusal> {
+    let address = Address::parse(&http.address);
+    let host = http.host_header.as_deref().map(Cow::Borrowed);
+    proxy(node, &address, host, http.timeout_seconds, request).await
+}
+
+/// A server that the keeper starts when it is needed; the connection comes from there.
+async fn from_app(node: &Node, route: &Route, app: &App, request: Request) -> Result<Response, Refusal> {
+    let address = Address::App { site: route.site.name.clone(), tcp: app.listen == Listen::Port };
+    proxy(node, &address, None, app.timeout_seconds, request).await
+}
+
+async fn proxy(
+    node: &Node,
+    address: &Address,
+    host: Option<Cow<'_, str>>,
+    timeout_seconds: Option<u32>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let limits = node.limits();
+    let bounds = Bounds {
+        connect: Duration::from_millis(limits.backend_connect_ms),
+        head: timeout_seconds
+            .map_or(Duration::from_millis(limits.backend_ms), |seconds| Duration::from_secs(seconds.into())),
+        idle: Duration::from_millis(limits.idle_body_ms),
+        head_bytes: limits.head_bytes,
+    };
+    let Request { head, body } = request;
+    let Proxied { headers, host: asked } = node.forwarding.request(&head)?;
+    let outgoing = Outgoing { head: &head, headers: &headers, host: host.as_deref().unwrap_or(&asked) };
+    let mut response = upstream::exchange(&node.upstream, address, node, outgoing, body, bounds).await?;
+    node.forwarding.response(&mut response);
+    Ok(response)
+}

@@ -1,0 +1,236 @@
+//! What one thread of the edge has: its caches, pools and connections, and its view of what all threads share.
+//!
+//! Single-threaded by construction: nothing here is locked. Not here: the thread itself (`listen`).
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_base::RequestId;
+use nagaya_cmdb::{Site, SiteName};
+use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::protocol::Failure;
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::access_log::ThreadLog;
+use crate::account::Account;
+use crate::drain::{Connections, Entered};
+use crate::files::{FileServer, Root};
+use crate::forward::Forwarding;
+use crate::gate::Patience;
+use crate::http1::connection::Host;
+use crate::message::{ConnInfo, Request, Response};
+use crate::options::{Limits, Options};
+use crate::programs::Programs;
+use crate::refusal::Refusal;
+use crate::request;
+use crate::route::Router;
+use crate::shared::Shared;
+use crate::upstream::{Address, Connector, Pool, Socket, dial};
+
+pub struct Node {
+    pub shared: Arc<Shared>,
+    pub router: Router,
+    pub files: FileServer,
+    pub programs: Programs,
+    pub upstream: Rc<Pool>,
+    pub forwarding: Forwarding,
+    pub connections: Rc<Connections>,
+    keeper: Rc<Keeper>,
+    limits: RefCell<Rc<Limits>>,
+    patience: Cell<Patience>,
+    log: RefCell<Option<Rc<ThreadLog>>>,
+    ids: Ids,
+}
+
+impl Node {
+    pub fn new(shared: Arc<Shared>, keeper: Rc<Keeper>) -> Self {
+        let options = shared.options();
+        Self {
+            router: Router::new(Arc::clone(&shared)),
+            files: FileServer::new(options.limits.file_cache_bytes),
+            programs: Programs::new(
+                Rc::clone(&keeper),
+                Arc::clone(&shared.php),
+                &options,
+                Arc::clone(&shared.metrics),
+            ),
+            upstream: Rc::default(),
+            forwarding: Forwarding::new(&options),
+            connections: Rc::default(),
+            keeper,
+            limits: RefCell::new(Rc::new(options.limits.clone())),
+            patience: Cell::new(patience(&options)),
+            log: RefCell::new(shared.log().map(|log| log.for_thread())),
+            ids: Ids::new(),
+            shared,
+        }
+    }
+
+    /// Takes the shared settings as they are now.
+    pub fn refresh(&self) {
+        let options = self.shared.options();
+        *self.limits.borrow_mut() = Rc::new(options.limits.clone());
+        self.patience.set(patience(&options));
+        self.forwarding.set_options(&options);
+        self.programs.set_options(&options);
+        *self.log.borrow_mut() = self.shared.log().map(|log| log.for_thread());
+    }
+
+    pub fn limits(&self) -> Rc<Limits> {
+        Rc::clone(&self.limits.borrow())
+    }
+
+    pub fn patience(&self) -> Patience {
+        self.patience.get()
+    }
+
+    pub fn log(&self) -> Option<Rc<ThreadLog>> {
+        self.log.borrow().clone()
+    }
+
+    /// The site's document root, opened by the keeper under its tenant's rights.
+    pub async fn root(&self, site: &Site) -> Result<Root, Refusal> {
+        self.files
+            .root(site, async || self.keeper.open_root(&site.name).await.map_err(RootError::Keeper))
+            .await
+            .map_err(Refusal::from)
+    }
+
+    /// What is done now and then: idle connections closed, counters moved.
+    pub fn tend(&self) {
+        self.upstream.sweep();
+        self.files.drop_idle(std::time::Instant::now());
+        if let Some(log) = self.log() {
+            log.flush();
+        }
+    }
+
+    async fn connect_app(&self, site: &SiteName, tcp: bool) -> Result<Socket, Refusal> {
+        let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
+        app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
+    }
+}
+
+fn patience(options: &Options) -> Patience {
+    Patience { waiting_max: options.max_waiting, wait: Duration::from_millis(options.wait_ms) }
+}
+
+fn app_socket(fd: OwnedFd, tcp: bool) -> std::io::Result<Socket> {
+    if tcp {
+        let stream = std::net::TcpStream::from(fd);
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        TcpStream::from_std(stream).map(Socket::Tcp)
+    } else {
+        let stream = StdUnixStream::from(fd);
+        stream.set_nonblocking(true)?;
+        UnixStream::from_std(stream).map(Socket::Unix)
+    }
+}
+
+fn refuse_app(error: ClientError) -> Refusal {
+    match error {
+        ClientError::Refused { failure: Failure::Busy, .. } => {
+            Refusal::Overloaded("the application restarts")
+        }
+        ClientError::Refused { message, .. } => Refusal::BackendUnreachable(message),
+        ClientError::Gone => Refusal::Overloaded("the keeper restarts"),
+        ClientError::TimedOut => Refusal::BackendTimeout,
+    }
+}
+
+enum RootError {
+    Keeper(ClientError),
+    Io(std::io::Error),
+}
+
+impl From<std::io::Error> for RootError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl From<RootError> for Refusal {
+    fn from(error: RootError) -> Self {
+        match error {
+            RootError::Keeper(ClientError::Gone) => Self::Overloaded("the keeper restarts"),
+            RootError::Keeper(ClientError::TimedOut) => Self::Overloaded("the keeper is busy"),
+            RootError::Keeper(ClientError::Refused { message, .. }) => Self::SiteBroken(message),
+            RootError::Io(error) => Self::SiteBroken(error.to_string()),
+        }
+    }
+}
+
+impl Connector for Node {
+    async fn connect(&self, address: &Address) -> Result<Socket, Refusal> {
+        match address {
+            Address::App { site, tcp } => self.connect_app(site, *tcp).await,
+            other => dial(other).await.map_err(|error| Refusal::BackendUnreachable(error.to_string())),
+        }
+    }
+}
+
+impl Host for Node {
+    fn limits(&self) -> Rc<Limits> {
+        Self::limits(self)
+    }
+
+    fn request_id(&self) -> RequestId {
+        self.ids.next()
+    }
+
+    async fn serve(&self, request: Request) -> Response {
+        request::serve(self, request).await
+    }
+
+    fn refuse(&self, conn: &ConnInfo, refusal: Refusal, id: RequestId) -> Response {
+        let mut account = Account::without_request(self, id, conn);
+        account.refused(&refusal, &refusal.row());
+        account.answer(refusal.into_response(id))
+    }
+
+    fn enter(&self) -> Entered {
+        self.connections.enter()
+    }
+}
+
+/// Request ids: unique over all nodes, and not to be guessed from another's.
+struct Ids {
+    state: Cell<u128>,
+    key: u128,
+}
+
+impl Ids {
+    fn new() -> Self {
+        let mut seed = [0; 32];
+        getrandom::fill(&mut seed).expect("the kernel gives random bytes once it has booted");
+        let (state, key) = seed.split_at(16);
+        let number = |bytes: &[u8]| u128::from_le_bytes(bytes.try_into().expect("half of 32 bytes"));
+        Self { state: Cell::new(number(state)), key: number(key) }
+    }
+
+    fn next(&self) -> RequestId {
+        let state = self.state.get().wrapping_add(1);
+        self.state.set(state);
+        // A bijection, so no id comes twice from one start; the constant is 2^128 over the golden ratio.
+        let mixed = (state ^ self.key).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+        RequestId(mixed ^ (mixed >> 64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Ids;
+    use std::collections::HashSet;
+
+    #[test]
+    fn ids_do_not_repeat() {
+        let ids = Ids::new();
+        let seen: HashSet<_> = (0..10_000).map(|_| ids.next()).collect();
+        assert_eq!(seen.len(), 10_000);
+    }
+}

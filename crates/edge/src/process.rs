@@ -1,0 +1,192 @@
+//! The edge's process: threads started once it knows all sites, then told of every change until it has drained.
+//!
+//! Not here: a thread (`listen`), the other end of the feed (`nagaya`).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::record::Change;
+use tokio::sync::watch;
+
+use crate::access_log::AccessLog;
+use crate::listen::{self, Orders, Socket};
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::shared::Shared;
+
+/// One address, with a socket for each thread.
+pub struct Listener {
+    pub address: String,
+    pub tls: bool,
+    pub sockets: Vec<OwnedFd>,
+}
+
+/// What the supervisor gives to the process.
+pub struct Start {
+    pub listeners: Vec<Listener>,
+    pub feed: UnixStream,
+}
+
+/// Runs until told to drain, or until the supervisor is gone.
+pub fn run(start: Start) -> ExitCode {
+    match Process::begin(start).and_then(Process::follow) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(code = "NGY0423", %error, "the edge cannot go on");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+struct Process {
+    shared: Arc<Shared>,
+    feed: UnixStream,
+    /// Until the first commit: what the threads will listen on.
+    waiting: Vec<Listener>,
+    threads: Vec<JoinHandle<io::Result<()>>>,
+    orders: watch::Sender<Orders>,
+    /// Changes that wait for their commit.
+    pending: Vec<Change>,
+}
+
+impl Process {
+    fn begin(mut start: Start) -> io::Result<Self> {
+        let Some(Down::Options(options)) = feed::read(&mut start.feed)? else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the feed does not begin with settings"));
+        };
+        let options: Options = serde_json::from_value(options)?;
+        let metrics = Arc::new(Metrics::new());
+        let log = open_log(&options, &metrics);
+        Ok(Self {
+            shared: Arc::new(Shared::new(options, log, metrics)),
+            feed: start.feed,
+            waiting: start.listeners,
+            threads: Vec::new(),
+            orders: watch::Sender::new(Orders::default()),
+            pending: Vec::new(),
+        })
+    }
+
+    fn follow(mut self) -> io::Result<()> {
+        loop {
+            match feed::read(&mut self.feed)? {
+                Some(Down::Options(options)) => self.options(serde_json::from_value(options)?),
+                // Nobody is served before the first commit, so the first load needs no second copy in memory.
+                Some(Down::Apply(changes)) if self.threads.is_empty() => self.apply(changes)?,
+                Some(Down::Apply(changes)) => self.pending.extend(changes),
+                Some(Down::Commit { revision }) => self.commit(revision)?,
+                Some(Down::ReopenLogs) => {
+                    if let Some(log) = self.shared.log() {
+                        log.reopen();
+                    }
+                }
+                Some(Down::Ask { tag, question }) => self.answer(tag, question)?,
+                Some(Down::Drain) => return self.drain(),
+                None => {
+                    tracing::warn!("the supervisor is gone");
+                    return self.drain();
+                }
+            }
+        }
+    }
+
+    fn options(&mut self, options: Options) {
+        let before = self.shared.options();
+        if before.log != options.log {
+            self.shared.set_log(open_log(&options, &self.shared.metrics));
+        }
+        self.shared.set_options(options);
+        self.orders.send_modify(|orders| orders.settings += 1);
+    }
+
+    fn apply(&self, changes: impl IntoIterator<Item = Change>) -> io::Result<()> {
+        // A copy that lost step is started anew by the supervisor, with everything.
+        self.shared.apply(changes).map_err(io::Error::other)
+    }
+
+    fn commit(&mut self, revision: u64) -> io::Result<()> {
+        let changes = std::mem::take(&mut self.pending);
+        for change in &changes {
+            if let Change::DropTenant(name) = change {
+                self.shared.php.forget(name);
+            }
+        }
+        self.apply(changes)?;
+        self.shared.set_revision(revision);
+        if self.threads.is_empty() {
+            self.start_threads()?;
+        }
+        feed::write(&mut self.feed, &Up::Ready { revision })
+    }
+
+    /// Thread `n` gets the n-th socket of each address.
+    fn start_threads(&mut self) -> io::Result<()> {
+        let mut of_thread: Vec<Vec<Socket>> = Vec::new();
+        for listener in std::mem::take(&mut self.waiting) {
+            tracing::info!(address = listener.address, tls = listener.tls, "listening");
+            for (n, fd) in listener.sockets.into_iter().enumerate() {
+                if of_thread.len() <= n {
+                    of_thread.push(Vec::new());
+                }
+                of_thread[n].push(Socket { fd, tls: listener.tls });
+            }
+        }
+        for (n, sockets) in of_thread.into_iter().enumerate() {
+            let (shared, orders) = (Arc::clone(&self.shared), self.orders.subscribe());
+            let thread = std::thread::Builder::new().name(format!("edge-{n}"));
+            self.threads.push(thread.spawn(move || listen::run(shared, sockets, orders))?);
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, tag: u64, question: Question) -> io::Result<()> {
+        let text = match question {
+            Question::Metrics => self.shared.metrics.encode(),
+            Question::Status => self.status().to_string(),
+        };
+        feed::write(&mut self.feed, &Up::Answer { tag, text })
+    }
+
+    fn status(&self) -> serde_json::Value {
+        let (sites, tenants, revision, bytes) = self.shared.with_table(|table| {
+            (table.site_count(), table.tenant_count(), table.revision(), table.heap_bytes())
+        });
+        serde_json::json!({
+            "threads": self.threads.len(),
+            "sites": sites,
+            "tenants": tenants,
+            "revision": revision,
+            "table_bytes": bytes,
+            "connections": self.shared.metrics.connections_open.get(),
+            "php_workers": self.shared.php.workers(),
+        })
+    }
+
+    fn drain(self) -> io::Result<()> {
+        self.orders.send_modify(|orders| orders.drain = true);
+        for thread in self.threads {
+            match thread.join() {
+                Ok(result) => result?,
+                Err(_) => return Err(io::Error::other("a thread of the edge panicked")),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A log that cannot be opened is said and counted, and does not keep sites from being served.
+fn open_log(options: &Options, metrics: &Arc<Metrics>) -> Option<Arc<AccessLog>> {
+    let path = options.log.access.as_deref()?;
+    match AccessLog::open(path, options.log.format, Arc::clone(metrics)) {
+        Ok(log) => Some(log),
+        Err(error) => {
+            tracing::error!(code = "NGY0424", %error, "no access log is written");
+            None
+        }
+    }
+}

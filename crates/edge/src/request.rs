@@ -1,0 +1,87 @@
+//! The life of one request, top to bottom. Start reading nagaya here.
+//!
+//!   route -> admit -> wake -> exchange -> release
+//!
+//! `route` finds the site, `admit` waits for the right to run, `wake` and `exchange` (both in `exchange.rs`, by
+//! kind of backend) bring up what answers and let it answer, `release` happens by itself: every guard taken on
+//! the way is held by the response and dropped when its *body* has been sent, or when the client has left.
+//!
+//! Every early exit is a [`Refusal`]; `refusal.rs` alone turns it into a response. Not here: HTTP on the wire
+//! (`http1`, `http2`), tenants' processes (`keeper`).
+
+use http::header::{ALLOW, CONTENT_TYPE};
+use http::{HeaderValue, Method, StatusCode};
+
+use crate::account::Account;
+use crate::exchange;
+use crate::files::ErrorDocument;
+use crate::message::{Request, Response};
+use crate::node::Node;
+use crate::refusal::Refusal;
+use crate::route::Route;
+use crate::tls;
+
+/// Answers the request, whatever happens, and accounts for it.
+pub async fn serve(node: &Node, request: Request) -> Response {
+    let mut account = Account::open(node, &request);
+    let response = match run(node, request, &mut account).await {
+        Ok(response) => response,
+        Err(refusal) => refuse(node, refusal, &mut account).await,
+    };
+    account.answer(response)
+}
+
+async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result<Response, Refusal> {
+    if &*request.head.path == "*" {
+        return Ok(node_options(&request.head.method));
+    }
+
+    // Who is this for? Unknown hosts leave here, before anything costs memory.
+    let route = node.router.find(&request.head)?;
+    if let Some(tls) = &request.head.conn.tls {
+        if !tls::covers(tls, &request.head.host) {
+            return Err(Refusal::Misdirected);
+        }
+    }
+    account.belongs_to(&route);
+    account.count_body(&mut request);
+
+    // May it run now? Waits its turn in its site's and its tenant's line, no longer than is allowed.
+    let permits = route.gates.admit(node.patience()).await?;
+    account.admitted();
+
+    // Bring up what answers this site, and let it answer.
+    let response = exchange::run(node, &route, request, account).await?;
+
+    // The right to run is given back when the body ends, not when its head is sent.
+    Ok(response.holding(permits))
+}
+
+/// What some backend of this node may answer to.
+const METHODS: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
+
+/// `OPTIONS *` asks about the node itself (RFC 9110 section 9.3.7).
+fn node_options(method: &Method) -> Response {
+    debug_assert_eq!(*method, Method::OPTIONS, "both HTTP versions refuse '*' for other methods");
+    Response::new(StatusCode::NO_CONTENT).with_header(ALLOW, HeaderValue::from_static(METHODS))
+}
+
+/// The response to a refusal: the site's own document where it has one, else nagaya's.
+async fn refuse(node: &Node, refusal: Refusal, account: &mut Account) -> Response {
+    let row = refusal.row();
+    account.refused(&refusal, &row);
+    let id = account.id();
+    let mut response = refusal.into_response(id);
+    if let Some(document) = error_document(node, account.route(), row.status).await {
+        response.headers.insert(CONTENT_TYPE, document.content_type);
+        response.body = document.body;
+    }
+    response
+}
+
+async fn error_document(node: &Node, route: Option<&Route>, status: StatusCode) -> Option<ErrorDocument> {
+    let site = &route?.site;
+    let files = site.backend.files().filter(|files| !files.error_documents.is_empty())?;
+    let root = node.root(site).await.ok()?;
+    node.files.error_document(&root, files, status)
+}

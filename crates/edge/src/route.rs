@@ -1,0 +1,90 @@
+//! Which site a request is for: by host name, then by the longest path.
+//!
+//! Each thread remembers the routes of the hosts it serves; a change of any record makes it look again. A host
+//! nobody has leaves here before anything is allocated for it. Not here: the table itself (`cmdb::table`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+use nagaya_cmdb::{Site, Tenant};
+
+use crate::gate::Gates;
+use crate::message::Head;
+use crate::path::{SitePath, matches_prefix};
+use crate::refusal::Refusal;
+use crate::shared::Shared;
+
+/// Hosts whose routes a thread remembers. Beyond it all are forgotten: cheaper than an order of use, and a
+/// look-up costs a few microseconds.
+const HOSTS_MAX: usize = 8192;
+
+/// One site as requests meet it.
+#[derive(Debug)]
+pub struct Route {
+    pub site: Arc<Site>,
+    pub tenant: Arc<Tenant>,
+    pub gates: Gates,
+}
+
+/// The routes of one host, longest path first.
+type Routes = Rc<[Rc<Route>]>;
+
+pub struct Router {
+    shared: Arc<Shared>,
+    /// Generation of the records that `known` was made from.
+    generation: Cell<u64>,
+    known: RefCell<HashMap<Box<str>, Routes, RandomState>>,
+}
+
+impl Router {
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, generation: Cell::new(0), known: RefCell::default() }
+    }
+
+    /// The site for this request.
+    pub fn find(&self, head: &Head) -> Result<Rc<Route>, Refusal> {
+        let routes = self.routes(&head.host).ok_or(Refusal::UnknownHost)?;
+        if let [only] = &*routes {
+            if only.site.path == "/" {
+                return Ok(Rc::clone(only));
+            }
+        }
+        let path = SitePath::parse(&head.path)?;
+        routes
+            .iter()
+            .find(|route| matches_prefix(path.as_str(), &route.site.path))
+            .cloned()
+            .ok_or(Refusal::NotFound)
+    }
+
+    fn routes(&self, host: &str) -> Option<Routes> {
+        let generation = self.shared.generation();
+        if self.generation.replace(generation) != generation {
+            self.known.borrow_mut().clear();
+        }
+        if let Some(routes) = self.known.borrow().get(host) {
+            return Some(Rc::clone(routes));
+        }
+        let found = self.shared.routes(host);
+        if found.is_empty() {
+            return None;
+        }
+        let tenant_default = self.shared.options().tenant_max_concurrent;
+        let routes: Routes = found
+            .into_iter()
+            .map(|route| {
+                let gates = self.shared.gates.of(&route.site, &route.tenant, tenant_default);
+                Rc::new(Route { site: route.site, tenant: route.tenant, gates })
+            })
+            .collect();
+        let mut known = self.known.borrow_mut();
+        if known.len() >= HOSTS_MAX {
+            known.clear();
+        }
+        known.insert(host.into(), Rc::clone(&routes));
+        Some(routes)
+    }
+}

@@ -1,0 +1,87 @@
+//! What the threads of one edge share: the records, the settings, limits that span threads, counters and log.
+//!
+//! Threads only read it on a request's path. Not here: what a thread has for itself (`node`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nagaya_cmdb::record::Change;
+use nagaya_cmdb::table::{self, Table, TableError};
+use parking_lot::RwLock;
+
+use crate::access_log::AccessLog;
+use crate::gate::GateTable;
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::programs::PhpPools;
+
+pub struct Shared {
+    table: RwLock<Table>,
+    /// Raised by every change of records or settings: what threads remember of them is void then.
+    generation: AtomicU64,
+    options: RwLock<Arc<Options>>,
+    log: RwLock<Option<Arc<AccessLog>>>,
+    pub gates: GateTable,
+    pub metrics: Arc<Metrics>,
+    pub php: Arc<PhpPools>,
+}
+
+impl Shared {
+    pub fn new(options: Options, log: Option<Arc<AccessLog>>, metrics: Arc<Metrics>) -> Self {
+        Self {
+            table: RwLock::new(Table::new()),
+            generation: AtomicU64::new(1),
+            php: PhpPools::new(&options, Arc::clone(&metrics)),
+            options: RwLock::new(Arc::new(options)),
+            log: RwLock::new(log),
+            gates: GateTable::default(),
+            metrics,
+        }
+    }
+
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Applies the changes as one: no request sees a part of them.
+    pub fn apply(&self, changes: impl IntoIterator<Item = Change>) -> Result<(), TableError> {
+        let mut table = self.table.write();
+        let result = changes.into_iter().try_for_each(|change| table.apply(change));
+        self.metrics.sites.set(i64::try_from(table.site_count()).unwrap_or(i64::MAX));
+        self.metrics.tenants.set(i64::try_from(table.tenant_count()).unwrap_or(i64::MAX));
+        drop(table);
+        self.generation.fetch_add(1, Ordering::Release);
+        result
+    }
+
+    pub fn set_revision(&self, revision: u64) {
+        self.table.write().set_revision(revision);
+        self.metrics.revision.set(i64::try_from(revision).unwrap_or(i64::MAX));
+    }
+
+    pub fn routes(&self, host: &str) -> Vec<table::Route> {
+        self.table.read().routes(host)
+    }
+
+    pub fn with_table<T>(&self, look: impl FnOnce(&Table) -> T) -> T {
+        look(&self.table.read())
+    }
+
+    pub fn options(&self) -> Arc<Options> {
+        Arc::clone(&self.options.read())
+    }
+
+    pub fn set_options(&self, options: Options) {
+        self.php.set_options(&options);
+        *self.options.write() = Arc::new(options);
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    pub fn log(&self) -> Option<Arc<AccessLog>> {
+        self.log.read().clone()
+    }
+
+    pub fn set_log(&self, log: Option<Arc<AccessLog>>) {
+        *self.log.write() = log;
+    }
+}
