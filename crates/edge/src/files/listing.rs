@@ -1,0 +1,140 @@
+//! The page that lists a directory, for sites that ask for it.
+//!
+//! Not here: whether the directory may be served, and its index (`files`).
+
+use std::fmt::Write;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, UNIX_EPOCH};
+
+use bytes::Bytes;
+use http::StatusCode;
+use http::header::{
+    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS,
+};
+use percent_encoding::utf8_percent_encode;
+use rustix::fs::{AtFlags, Dir, FileType, StatxFlags};
+
+use super::{Ctx, PATH_ESCAPED, beneath, join, refuse_denied};
+use crate::message::{Response, ResponseBody};
+use crate::refusal::Refusal;
+
+/// Entries looked at in one directory. Each costs a system call, and all of them together some milliseconds in
+/// which the thread does nothing else.
+const LISTING_ENTRIES_MAX: usize = 2000;
+
+struct Listed {
+    name: String,
+    directory: bool,
+    /// Size in bytes and time of last change; not known of symbolic links.
+    file: Option<(u64, i64)>,
+}
+
+/// Lists `directory`: directories first, then by name. Hidden, denied and unservable names are left out.
+pub(super) fn list(ctx: &Ctx<'_>, directory: &OwnedFd) -> Result<Response, Refusal> {
+    let (mut entries, complete) = read(ctx, directory)?;
+    entries.sort_by(|a, b| b.directory.cmp(&a.directory).then_with(|| a.name.cmp(&b.name)));
+    let page = page(ctx.path.as_str(), !ctx.rel.as_str().is_empty(), &entries, complete);
+    Ok(Response::new(StatusCode::OK)
+        .with_header(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"))
+        .with_header(CACHE_CONTROL, HeaderValue::from_static("no-cache"))
+        // The names are whatever somebody uploaded. They are escaped; this is the second lock on the door.
+        .with_header(CONTENT_SECURITY_POLICY, HeaderValue::from_static("default-src 'none'"))
+        .with_header(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"))
+        .with_body(ResponseBody::Bytes(Bytes::from(page))))
+}
+
+/// The entries, and whether these are all.
+fn read(ctx: &Ctx<'_>, directory: &OwnedFd) -> Result<(Vec<Listed>, bool), Refusal> {
+    let mut entries = Vec::new();
+    for (seen, entry) in Dir::read_from(directory).map_err(beneath::refusal)?.enumerate() {
+        let entry = entry.map_err(beneath::refusal)?;
+        if seen == LISTING_ENTRIES_MAX {
+            return Ok((entries, false));
+        }
+        // A name that is not text, or holds a backslash, could not be asked for (`path`).
+        let Ok(name) = entry.file_name().to_str() else { continue };
+        if name.starts_with('.') || name.contains('\\') {
+            continue;
+        }
+        if refuse_denied(&join(ctx.rel.as_str(), name), ctx.files).is_err() {
+            continue;
+        }
+        // Not followed: size and date of what a link leads to may be none of this site's business.
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+        let mask = StatxFlags::TYPE | StatxFlags::SIZE | StatxFlags::MTIME;
+        let Ok(stat) = rustix::fs::statx(directory, name, flags, mask) else { continue };
+        let kind = beneath::file_type(&stat);
+        let is_file = kind == FileType::RegularFile;
+        if is_file || kind == FileType::Directory || kind == FileType::Symlink {
+            entries.push(Listed {
+                name: name.to_owned(),
+                directory: kind == FileType::Directory,
+                file: is_file.then_some((stat.stx_size, stat.stx_mtime.tv_sec)),
+            });
+        }
+    }
+    Ok((entries, true))
+}
+
+fn page(path: &str, has_parent: bool, entries: &[Listed], complete: bool) -> String {
+    let mut page = String::with_capacity(256 + entries.len() * 128);
+    let title = Escaped(path);
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        page,
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>Index of {title}</title>\
+         <h1>Index of {title}</h1><table><tr><th>Name<th>Bytes<th>Changed"
+    );
+    if has_parent {
+        page.push_str("<tr><td><a href=\"../\">../</a><td><td>\n");
+    }
+    for entry in entries {
+        let slash = if entry.directory { "/" } else { "" };
+        // `./` in front, or a name like `a:b` would be read as a scheme.
+        let link = utf8_percent_encode(&entry.name, PATH_ESCAPED).to_string();
+        let _ = write!(
+            page,
+            "<tr><td><a href=\"./{}{slash}\">{}{slash}</a><td>",
+            Escaped(&link),
+            Escaped(&entry.name)
+        );
+        let _ = match entry.file {
+            Some((size, changed)) => writeln!(page, "{size}<td>{}", date(changed)),
+            None => writeln!(page, "<td>"),
+        };
+    }
+    page.push_str("</table>\n");
+    if !complete {
+        let _ = writeln!(page, "<p>There is more: only {LISTING_ENTRIES_MAX} entries were looked at.");
+    }
+    page.push_str("</html>\n");
+    page
+}
+
+/// In the form of HTTP dates; empty for a time before 1970.
+fn date(seconds: i64) -> String {
+    /// HTTP dates have four digits for the year.
+    const YEAR_10000: u64 = 253_402_300_800;
+    match u64::try_from(seconds) {
+        Ok(seconds) if seconds < YEAR_10000 => {
+            httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_secs(seconds))
+        }
+        _ => String::new(),
+    }
+}
+
+/// Text as HTML, in content and in quoted attributes.
+struct Escaped<'a>(&'a str);
+
+impl std::fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.chars().try_for_each(|character| match character {
+            '&' => f.write_str("&amp;"),
+            '<' => f.write_str("&lt;"),
+            '>' => f.write_str("&gt;"),
+            '"' => f.write_str("&quot;"),
+            '\'' => f.write_str("&#39;"),
+            other => f.write_char(other),
+        })
+    }
+}

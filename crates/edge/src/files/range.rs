@@ -1,0 +1,261 @@
+//! Byte ranges, RFC 9110 section 14: which bytes were asked for, and the answer that carries them.
+//!
+//! Not here: whether the ranges apply at all (`conditional::range_applies`).
+
+use bytes::Bytes;
+use http::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
+use http::{Method, StatusCode};
+
+use super::load::Content;
+use crate::message::{Part, Response, ResponseBody};
+
+/// More ranges than this in one request are not for reading a document (RFC 9110 section 14.2); the whole file is
+/// the answer then. Readers of large documents ask for a handful.
+pub const RANGES_MAX: usize = 16;
+
+/// Ranges closer than this are sent as one: a part's own head is about as long as the gap.
+const GAP_MIN: u64 = 128;
+
+/// Bytes from `first` up to and not including `end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Span {
+    first: u64,
+    end: u64,
+}
+
+impl Span {
+    fn len(self) -> u64 {
+        self.end - self.first
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// All of it: no range was asked for, or none that is understood.
+    Whole,
+    /// One or more spans, apart from each other, in the order they were asked for.
+    Spans(Vec<Span>),
+    /// 416.
+    Nothing,
+}
+
+/// What the `Range` field means for `size` bytes. Only GET has ranges (section 14.2).
+pub(super) fn wanted(method: &Method, headers: &HeaderMap, size: u64) -> Wanted {
+    let mut fields = headers.get_all(RANGE).iter();
+    let (Some(field), None) = (fields.next(), fields.next()) else { return Wanted::Whole };
+    if *method != Method::GET {
+        return Wanted::Whole;
+    }
+    field.to_str().ok().and_then(|text| parse(text, size)).unwrap_or(Wanted::Whole)
+}
+
+/// `None` if it is malformed, of another unit or too much.
+fn parse(text: &str, size: u64) -> Option<Wanted> {
+    let (unit, set) = text.split_once('=')?;
+    if !unit.trim_ascii().eq_ignore_ascii_case("bytes") {
+        return None;
+    }
+    let mut spans = Vec::new();
+    let mut asked = 0;
+    for spec in set.split(',').map(str::trim_ascii).filter(|spec| !spec.is_empty()) {
+        asked += 1;
+        if asked > RANGES_MAX {
+            return None;
+        }
+        spans.extend(parse_spec(spec, size)?);
+    }
+    if asked == 0 {
+        return None;
+    }
+    if spans.is_empty() {
+        return Some(Wanted::Nothing);
+    }
+    let spans = coalesce(spans);
+    Some(if spans == [Span { first: 0, end: size }] { Wanted::Whole } else { Wanted::Spans(spans) })
+}
+
+/// The outer `None` is a malformed spec, the inner one a spec that no byte satisfies.
+fn parse_spec(spec: &str, size: u64) -> Option<Option<Span>> {
+    let (first, last) = spec.split_once('-')?;
+    let span = if first.is_empty() {
+        let suffix = number(last)?;
+        Span { first: size.saturating_sub(suffix), end: size }
+    } else {
+        let first = number(first)?;
+        let last = if last.is_empty() { u64::MAX } else { number(last)? };
+        if last < first {
+            return None;
+        }
+        Span { first, end: last.saturating_add(1).min(size) }
+    };
+    Some((span.first < span.end).then_some(span))
+}
+
+/// Digits only, which `parse` alone would not insist on. A number too large for us is larger than any file.
+fn number(digits: &str) -> Option<u64> {
+    let well_formed = !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
+    well_formed.then(|| digits.parse().unwrap_or(u64::MAX))
+}
+
+/// Joins spans that overlap or nearly touch, each at the place of the first that went into it. What comes out is
+/// never more than the file, so overlapping ranges cannot multiply the work (section 17.15).
+fn coalesce(spans: Vec<Span>) -> Vec<Span> {
+    let mut sorted: Vec<(usize, Span)> = spans.into_iter().enumerate().collect();
+    sorted.sort_by_key(|(_, span)| span.first);
+    let mut joined: Vec<(usize, Span)> = Vec::with_capacity(sorted.len());
+    for (place, span) in sorted {
+        match joined.last_mut() {
+            Some((earliest, last)) if span.first <= last.end.saturating_add(GAP_MIN) => {
+                last.end = last.end.max(span.end);
+                *earliest = place.min(*earliest);
+            }
+            _ => joined.push((place, span)),
+        }
+    }
+    joined.sort_by_key(|(place, _)| *place);
+    joined.into_iter().map(|(_, span)| span).collect()
+}
+
+/// 206 with the spans. `headers` are those of a 200; `boundary` separates several parts and must not occur in the
+/// content, so it is random.
+pub(super) fn partial(
+    mut headers: HeaderMap,
+    content: &Content,
+    spans: &[Span],
+    boundary: impl FnOnce() -> u128,
+) -> Response {
+    let size = content.len();
+    let body = match spans {
+        [span] => {
+            headers.insert(CONTENT_RANGE, ascii(content_range(*span, size)));
+            body_of(content, *span)
+        }
+        _ => {
+            let boundary = format!("{:032x}", boundary());
+            let multipart = ascii(format!("multipart/byteranges; boundary={boundary}"));
+            let part_type = headers.insert(CONTENT_TYPE, multipart);
+            ResponseBody::Parts(parts(content, spans, &boundary, part_type.as_ref()))
+        }
+    };
+    Response { headers, ..Response::new(StatusCode::PARTIAL_CONTENT) }.with_body(body)
+}
+
+fn parts(content: &Content, spans: &[Span], boundary: &str, part_type: Option<&HeaderValue>) -> Vec<Part> {
+    let part_type = part_type.and_then(|value| value.to_str().ok()).unwrap_or("application/octet-stream");
+    let mut parts = Vec::with_capacity(spans.len() * 2 + 1);
+    let mut newline = "";
+    for span in spans {
+        let range = content_range(*span, content.len());
+        let head =
+            format!("{newline}--{boundary}\r\nContent-Type: {part_type}\r\nContent-Range: {range}\r\n\r\n");
+        parts.push(Part::Bytes(Bytes::from(head)));
+        parts.push(match content {
+            Content::Memory(bytes) => Part::Bytes(bytes.slice(span.first as usize..span.end as usize)),
+            Content::Open { file, .. } => {
+                Part::File { file: file.clone(), offset: span.first, len: span.len() }
+            }
+        });
+        newline = "\r\n";
+    }
+    parts.push(Part::Bytes(Bytes::from(format!("\r\n--{boundary}--\r\n"))));
+    parts
+}
+
+/// All of `content`.
+pub(super) fn whole(content: &Content) -> ResponseBody {
+    match content {
+        Content::Memory(bytes) => ResponseBody::Bytes(bytes.clone()),
+        Content::Open { .. } => body_of(content, Span { first: 0, end: content.len() }),
+    }
+}
+
+fn body_of(content: &Content, span: Span) -> ResponseBody {
+    match content {
+        Content::Memory(bytes) => ResponseBody::Bytes(bytes.slice(span.first as usize..span.end as usize)),
+        Content::Open { file, .. } => {
+            ResponseBody::File { file: file.clone(), offset: span.first, len: span.len() }
+        }
+    }
+}
+
+/// 416: says how long the file is, so that the client can ask better.
+pub(super) fn unsatisfiable(size: u64) -> Response {
+    Response::new(StatusCode::RANGE_NOT_SATISFIABLE)
+        .with_header(CONTENT_RANGE, ascii(format!("bytes */{size}")))
+        .with_header(ACCEPT_RANGES, HeaderValue::from_static("bytes"))
+}
+
+fn content_range(span: Span, size: u64) -> String {
+    format!("bytes {}-{}/{size}", span.first, span.end - 1)
+}
+
+fn ascii(text: String) -> HeaderValue {
+    HeaderValue::try_from(text).expect("digits and tokens are printable ASCII")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans(text: &str, size: u64) -> Option<Vec<(u64, u64)>> {
+        match parse(text, size) {
+            Some(Wanted::Spans(spans)) => Some(spans.iter().map(|span| (span.first, span.end)).collect()),
+            Some(Wanted::Whole) => Some(vec![(0, size)]),
+            Some(Wanted::Nothing) => Some(vec![]),
+            None => None,
+        }
+    }
+
+    #[test]
+    fn specs_are_read_as_the_rfc_says() {
+        for (text, expected) in [
+            ("bytes=0-0", Some(vec![(0, 1)])),
+            ("bytes=0-9", Some(vec![(0, 10)])),
+            ("bytes=990-", Some(vec![(990, 1000)])),
+            ("bytes=990-5000", Some(vec![(990, 1000)])),
+            ("bytes=0-99999999999999999999999", Some(vec![(0, 1000)])),
+            ("bytes=-1", Some(vec![(999, 1000)])),
+            ("bytes=-5000", Some(vec![(0, 1000)])),
+            ("Bytes= 0-0 , 500-500 ,", Some(vec![(0, 1), (500, 501)])),
+            ("bytes=500-500,0-0", Some(vec![(500, 501), (0, 1)])),
+            ("bytes=0-0,2000-", Some(vec![(0, 1)])),
+            // Nothing satisfiable.
+            ("bytes=1000-", Some(vec![])),
+            ("bytes=-0", Some(vec![])),
+            ("bytes=99999999999999999999999-", Some(vec![])),
+            // Ignored.
+            ("bytes=", None),
+            ("bytes=,", None),
+            ("bytes=5-2", None),
+            ("bytes=+1-2", None),
+            ("bytes=1 -2", None),
+            ("bytes=a-b", None),
+            ("bytes=--1", None),
+            ("bytes=5", None),
+            ("bytes 0-1", None),
+            ("seconds=0-1", None),
+            ("bytes=0-0,x", None),
+        ] {
+            assert_eq!(spans(text, 1000), expected, "{text}");
+        }
+        assert_eq!(spans("bytes=0-", 0), Some(vec![]));
+    }
+
+    #[test]
+    fn overlapping_and_neighbouring_ranges_become_one() {
+        assert_eq!(spans("bytes=0-10,5-20", 1000), Some(vec![(0, 21)]));
+        assert_eq!(spans("bytes=600-700,0-10,8-20,20-40", 1000), Some(vec![(600, 701), (0, 41)]));
+        assert_eq!(spans("bytes=0-9,100-109", 1000), Some(vec![(0, 110)]));
+        assert_eq!(spans("bytes=0-,0-,0-,0-", 1000), Some(vec![(0, 1000)]));
+    }
+
+    #[test]
+    fn too_many_ranges_mean_the_whole_file() {
+        let ranges = |count: u64| {
+            let specs: Vec<_> = (0..count).map(|at| format!("{0}-{0}", at * 1000)).collect();
+            format!("bytes={}", specs.join(","))
+        };
+        assert_eq!(spans(&ranges(RANGES_MAX as u64), 1 << 20).map(|spans| spans.len()), Some(RANGES_MAX));
+        assert_eq!(spans(&ranges(RANGES_MAX as u64 + 1), 1 << 20), None);
+    }
+}

@@ -1,0 +1,152 @@
+//! Which program a path means, for the sites whose files are partly programs.
+//!
+//! Not here: running it (`cgi`, `php`), or its rights: the keeper looks at those when it starts the program.
+
+use nagaya_cmdb::record::{Backend, Files};
+
+use super::{FileServer, Found, Root, refuse_denied};
+use crate::path::{RelPath, is_hidden};
+use crate::refusal::Refusal;
+
+/// Which of a site's files are programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Programs {
+    None,
+    Cgi,
+    Php,
+}
+
+/// A program, and what of the path it is to interpret itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    /// Beneath the document root, without a leading slash.
+    pub script: String,
+    /// RFC 3875 section 4.1.5: empty, or beginning with a slash. Decoded.
+    pub path_info: String,
+}
+
+impl Programs {
+    pub fn of(backend: &Backend) -> Self {
+        match backend {
+            Backend::Cgi(_) => Self::Cgi,
+            Backend::Php(_) => Self::Php,
+            Backend::Static(_) | Backend::Http(_) | Backend::App(_) => Self::None,
+        }
+    }
+
+    /// Whether a file of this name is a program. In any case of letters: what is not run would be sent, and
+    /// nobody wants to send `Config.PHP`.
+    pub fn contains(self, files: &Files, name: &str) -> bool {
+        match self {
+            Self::None => false,
+            Self::Php => ends_with(name, ".php"),
+            Self::Cgi if files.extensions.is_empty() => ends_with(name, ".cgi"),
+            Self::Cgi => files.extensions.iter().any(|extension| ends_with(name, extension)),
+        }
+    }
+
+    /// The names tried for a directory, in order.
+    pub fn index(self, files: &Files) -> impl Iterator<Item = &str> {
+        let defaults: &[&str] = match self {
+            _ if !files.index.is_empty() => &[],
+            Self::None => &["index.html"],
+            Self::Cgi => &["index.cgi", "index.html"],
+            Self::Php => &["index.php", "index.html"],
+        };
+        files.index.iter().map(String::as_str).chain(defaults.iter().copied())
+    }
+}
+
+fn ends_with(name: &str, extension: &str) -> bool {
+    let start = name.len().checked_sub(extension.len());
+    start.and_then(|start| name.get(start..)).is_some_and(|end| end.eq_ignore_ascii_case(extension))
+}
+
+impl FileServer {
+    /// The program that answers this path, if one does; otherwise `serve` answers. In this order: the first part of
+    /// the path that is a program's file (the rest is `PATH_INFO`), the index program of a directory, the front
+    /// controller where there is no file.
+    pub fn find_program(
+        &self,
+        root: &Root,
+        rel: RelPath<'_>,
+        files: &Files,
+        programs: Programs,
+    ) -> Result<Option<Program>, Refusal> {
+        if programs == Programs::None {
+            return Ok(None);
+        }
+        if let Some(program) = self.split(root, rel, files, programs)? {
+            return Ok(Some(program));
+        }
+        let answered = match self.lookup(root, rel, files)? {
+            Found::File => !rel.is_directory(),
+            Found::Directory => match self.find_index(root, rel, files, programs)? {
+                // Without its slash the directory is redirected to first, or the links of its index would be wrong.
+                Some(index) if rel.is_directory() && programs.contains(files, &index) => {
+                    return Ok(Some(Program { script: index, path_info: String::new() }));
+                }
+                index => index.is_some() || files.listing,
+            },
+            Found::Missing => false,
+        };
+        Ok(match &files.front_controller {
+            Some(script) if !answered => {
+                let script = script.trim_start_matches('/').to_owned();
+                Some(Program { script, path_info: String::new() })
+            }
+            _ => None,
+        })
+    }
+
+    /// Only names that could be programs are looked up, so an ordinary path costs nothing here.
+    fn split(
+        &self,
+        root: &Root,
+        rel: RelPath<'_>,
+        files: &Files,
+        programs: Programs,
+    ) -> Result<Option<Program>, Refusal> {
+        let path = rel.as_str();
+        let ends = memchr::memchr_iter(b'/', path.as_bytes()).chain([path.len()]);
+        let mut start = 0;
+        for end in ends {
+            let (script, name) = (&path[..end], &path[start..end]);
+            start = end + 1;
+            if !programs.contains(files, name) {
+                continue;
+            }
+            if is_hidden(script) {
+                return Err(Refusal::NotFound);
+            }
+            refuse_denied(script, files)?;
+            match self.find(root, script)? {
+                Found::File => {
+                    let slash = if rel.is_directory() { "/" } else { "" };
+                    let path_info = format!("{}{slash}", &path[end..]);
+                    return Ok(Some(Program { script: script.to_owned(), path_info }));
+                }
+                Found::Directory => {}
+                Found::Missing => return Ok(None),
+            }
+        }
+        Ok(None)
+    }
+
+    fn find_index(
+        &self,
+        root: &Root,
+        rel: RelPath<'_>,
+        files: &Files,
+        programs: Programs,
+    ) -> Result<Option<String>, Refusal> {
+        for name in programs.index(files) {
+            let path = super::join(rel.as_str(), name);
+            refuse_denied(&path, files)?;
+            if self.find(root, &path)? == Found::File {
+                return Ok(Some(path));
+            }
+        }
+        Ok(None)
+    }
+}

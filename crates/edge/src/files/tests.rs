@@ -1,0 +1,210 @@
+//! The file server over real directories. This file holds what the tests share.
+
+mod answers;
+mod confinement;
+mod freshness;
+mod programs;
+
+use std::cell::Cell;
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime};
+
+use http::header::{HeaderName, HeaderValue};
+use http::{HeaderMap, Version};
+use nagaya_base::RequestId;
+use tempfile::TempDir;
+
+use super::*;
+use crate::message::{ConnInfo, Part};
+
+/// Long enough for every file made by a test to have been quiet.
+const LATER: Duration = Duration::from_secs(3600);
+
+/// The machine's clock, set forward by `ahead`.
+#[derive(Default)]
+struct ShiftedClock {
+    ahead: Cell<Duration>,
+}
+
+impl ShiftedClock {
+    fn pass(&self, time: Duration) {
+        self.ahead.set(self.ahead.get() + time);
+    }
+}
+
+impl Clock for ShiftedClock {
+    fn now(&self) -> Instant {
+        Instant::now() + self.ahead.get()
+    }
+
+    fn wall(&self) -> SystemTime {
+        SystemTime::now() + self.ahead.get()
+    }
+}
+
+/// A document root `root` in a directory of its own, and a file server.
+struct World {
+    dir: TempDir,
+    root: Root,
+    server: FileServer,
+    clock: Rc<ShiftedClock>,
+    files: Files,
+    programs: Programs,
+    mount: &'static str,
+}
+
+struct Answer {
+    status: u16,
+    headers: HeaderMap,
+    body: Vec<u8>,
+}
+
+impl Answer {
+    fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().expect("text"))
+    }
+
+    fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).expect("UTF-8")
+    }
+}
+
+impl World {
+    /// Its clock is ahead, so that files count as quiet and are kept.
+    fn new() -> Self {
+        let world = Self::now();
+        world.clock.pass(LATER);
+        world
+    }
+
+    /// Its clock is the machine's.
+    fn now() -> Self {
+        Self::with_cache(32 << 20)
+    }
+
+    fn with_cache(bytes: usize) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        fs::create_dir(dir.path().join("root")).expect("a directory");
+        let clock = Rc::new(ShiftedClock::default());
+        Self {
+            root: open_root(&dir.path().join("root")),
+            dir,
+            server: FileServer::with_clock(bytes, clock.clone()),
+            clock,
+            files: Files::default(),
+            programs: Programs::None,
+            mount: "/",
+        }
+    }
+
+    fn path(&self, rel: &str) -> PathBuf {
+        self.dir.path().join("root").join(rel)
+    }
+
+    fn write(&self, rel: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(rel);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
+        fs::write(&path, content).expect("a file");
+        path
+    }
+
+    fn ask(&self, method: Method, target: &str, fields: &[(&str, &str)]) -> Result<Answer, Refusal> {
+        let head = head(method, target, fields);
+        let path = SitePath::parse(&head.path)?;
+        let rel = path.below(self.mount)?.expect("a path of this site");
+        let ctx = Ctx {
+            head: &head,
+            files: &self.files,
+            programs: self.programs,
+            root: &self.root,
+            path: &path,
+            rel,
+        };
+        let response = self.server.serve(&ctx)?;
+        let length = response.body.len().expect("known before sending");
+        let body = collect(response.body);
+        assert_eq!(body.len() as u64, length);
+        Ok(Answer { status: response.status.as_u16(), headers: response.headers, body })
+    }
+
+    fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> Answer {
+        self.ask(Method::GET, target, fields).unwrap_or_else(|refusal| panic!("{target}: {refusal}"))
+    }
+
+    fn get(&self, target: &str) -> Answer {
+        self.get_with(target, &[])
+    }
+
+    fn refusal(&self, target: &str) -> Refusal {
+        match self.ask(Method::GET, target, &[]) {
+            Err(refusal) => refusal,
+            Ok(answer) => panic!("{target}: {}", answer.status),
+        }
+    }
+
+    fn kept(&self) -> usize {
+        self.server.cache.borrow().len()
+    }
+}
+
+fn open_dir(path: &Path) -> OwnedFd {
+    use rustix::fs::{Mode, OFlags};
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).expect("a directory")
+}
+
+fn open_root(path: &Path) -> Root {
+    Root::new(open_dir(path), Instant::now()).expect("a root")
+}
+
+fn head(method: Method, target: &str, fields: &[(&str, &str)]) -> Head {
+    let (path, query) = match target.split_once('?') {
+        Some((path, query)) => (path, Some(query.into())),
+        None => (target, None),
+    };
+    let mut headers = HeaderMap::new();
+    for (name, value) in fields {
+        let name = HeaderName::try_from(*name).expect("a field name");
+        headers.append(name, HeaderValue::try_from(*value).expect("a field value"));
+    }
+    let nowhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    Head {
+        id: RequestId(1),
+        method,
+        path: path.into(),
+        query,
+        host: "site.test".into(),
+        port: None,
+        version: Version::HTTP_11,
+        headers,
+        upgrade: None,
+        conn: Rc::new(ConnInfo { peer: nowhere, local: nowhere, tls: None }),
+    }
+}
+
+fn collect(body: ResponseBody) -> Vec<u8> {
+    match body {
+        ResponseBody::Empty => Vec::new(),
+        ResponseBody::Bytes(bytes) => bytes.to_vec(),
+        ResponseBody::File { file, offset, len } => read(&file, offset, len),
+        ResponseBody::Parts(parts) => parts
+            .into_iter()
+            .flat_map(|part| match part {
+                Part::Bytes(bytes) => bytes.to_vec(),
+                Part::File { file, offset, len } => read(&file, offset, len),
+            })
+            .collect(),
+        ResponseBody::Stream(_) | ResponseBody::Tunnel(_) => panic!("files are not streams"),
+    }
+}
+
+fn read(file: &OwnedFd, offset: u64, len: u64) -> Vec<u8> {
+    use std::os::unix::fs::FileExt;
+    let file = fs::File::from(file.try_clone().expect("a descriptor"));
+    let mut bytes = vec![0; len as usize];
+    file.read_exact_at(&mut bytes, offset).expect("as many bytes as were announced");
+    bytes
+}

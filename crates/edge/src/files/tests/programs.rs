@@ -1,0 +1,97 @@
+//! Which program answers a path, and that none is sent as a file.
+
+use super::*;
+
+fn php() -> World {
+    let mut world = World::new();
+    world.programs = Programs::Php;
+    for path in
+        ["index.php", "doku.php", "lib/exe/css.php", "lib/index.html", "folder.php/a.php", "data/x.php"]
+    {
+        world.write(path, "<?php");
+    }
+    world.write("style.css", "b{}");
+    world.write("empty/x", "");
+    world.write(".hidden.php", "<?php");
+    world.files.deny = vec!["/data".into()];
+    world
+}
+
+fn find(world: &World, target: &str) -> Result<Option<(String, String)>, Refusal> {
+    let path = SitePath::parse(target)?;
+    let rel = path.below("/")?.expect("a path of this site");
+    let found = world.server.find_program(&world.root, rel, &world.files, world.programs)?;
+    Ok(found.map(|program| (program.script, program.path_info)))
+}
+
+#[test]
+fn the_first_part_that_is_a_program_splits_the_path() {
+    let world = php();
+    for (target, expected) in [
+        ("/doku.php", Some(("doku.php", ""))),
+        ("/doku.php/", Some(("doku.php", "/"))),
+        ("/doku.php/wiki/start", Some(("doku.php", "/wiki/start"))),
+        ("/doku.php/a%20b/", Some(("doku.php", "/a b/"))),
+        ("/doku.php/data/.x/y.php", Some(("doku.php", "/data/.x/y.php"))),
+        ("/lib/exe/css.php", Some(("lib/exe/css.php", ""))),
+        ("/folder.php/a.php/x", Some(("folder.php/a.php", "/x"))),
+        ("/", Some(("index.php", ""))),
+        // Files, directories without their slash, and what is not there, are `serve`'s.
+        ("/style.css", None),
+        ("/lib/", None),
+        ("/lib", None),
+        ("/empty/", None),
+        ("/none.php", None),
+        ("/none", None),
+        ("/style.css/x.php", None),
+    ] {
+        let expected = expected.map(|(script, info)| (script.to_owned(), info.to_owned()));
+        assert_eq!(find(&world, target), Ok(expected), "{target}");
+    }
+    assert!(matches!(find(&world, "/data/x.php"), Err(Refusal::Forbidden(_))));
+    assert!(matches!(find(&world, "/data/"), Err(Refusal::Forbidden(_))));
+    assert_eq!(find(&world, "/.hidden.php"), Err(Refusal::NotFound));
+}
+
+#[test]
+fn a_front_controller_gets_what_has_no_file() {
+    let mut world = php();
+    world.files.front_controller = Some("/index.php".into());
+    let front = Some(("index.php".to_owned(), String::new()));
+    for target in ["/2024/05/hello/", "/none.php", "/none.html", "/style.css/", "/empty/"] {
+        assert_eq!(find(&world, target), Ok(front.clone()), "{target}");
+    }
+    for target in ["/style.css", "/lib/", "/lib"] {
+        assert_eq!(find(&world, target), Ok(None), "{target}");
+    }
+    assert_eq!(find(&world, "/.git/config"), Err(Refusal::NotFound));
+}
+
+#[test]
+fn a_program_is_never_sent_as_a_file() {
+    let mut world = php();
+    world.write("Config.PHP", "<?php");
+    for target in ["/doku.php", "/Config.PHP", "/lib/exe/css.php"] {
+        assert_eq!(world.refusal(target), Refusal::NotFound, "{target}");
+    }
+    // `index.php` is passed over as an index: `find_program` would have run it.
+    assert!(matches!(world.refusal("/"), Refusal::Forbidden(_)));
+    world.programs = Programs::None;
+    assert_eq!(world.get("/doku.php").text(), "<?php");
+}
+
+#[test]
+fn the_endings_of_a_cgi_site_are_its_own() {
+    let mut world = World::new();
+    world.programs = Programs::Cgi;
+    world.write("a.cgi", "#!/bin/sh");
+    world.write("a.pl", "#!/usr/bin/perl");
+    let script = |name: &str| Ok(Some((name.to_owned(), String::new())));
+    assert_eq!(find(&world, "/a.cgi"), script("a.cgi"));
+    assert_eq!(find(&world, "/a.pl"), Ok(None));
+    world.files.extensions = vec![".pl".into()];
+    assert_eq!(find(&world, "/a.pl"), script("a.pl"));
+    assert_eq!(find(&world, "/a.cgi"), Ok(None));
+    world.programs = Programs::None;
+    assert_eq!(find(&world, "/a.pl"), Ok(None));
+}

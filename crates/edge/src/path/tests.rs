@@ -1,0 +1,174 @@
+//! What each odd path becomes, and what no path can become.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn normal(raw: &str) -> Result<String, Refusal> {
+    SitePath::parse(raw).map(|path| path.as_str().to_owned())
+}
+
+#[test]
+fn paths_are_decoded_once_and_resolved() {
+    for (raw, expected) in [
+        ("/", "/"),
+        ("/a/b.html", "/a/b.html"),
+        ("/a/", "/a/"),
+        ("/a%20b", "/a b"),
+        ("/%E9%95%B7%E5%B1%8B", "/長屋"),
+        ("/%2561", "/%61"),
+        ("/a/./b", "/a/b"),
+        ("/a/../b", "/b"),
+        ("/a/b/..", "/a/"),
+        ("/a/.", "/a/"),
+        ("/a/%2e%2E/b", "/b"),
+        ("//a///b//", "/a/b/"),
+        ("/..a/b..", "/..a/b.."),
+        ("/a%2Fb", "/a%2Fb"),
+        ("/a%2f..%2Fb", "/a%2F..%2Fb"),
+        ("/x/..", "/"),
+        ("/+~;=@:", "/+~;=@:"),
+    ] {
+        assert_eq!(normal(raw).as_deref(), Ok(expected), "{raw}");
+    }
+}
+
+#[test]
+fn what_nobody_can_mean_is_a_bad_request() {
+    for raw in [
+        "",
+        "a",
+        "*",
+        "/%",
+        "/%4",
+        "/%zz",
+        "/%+1",
+        "/a%00b",
+        "/..",
+        "/a/../..",
+        "/%2e%2e/etc",
+        "/a/../../b",
+        "/./..",
+        "//..",
+    ] {
+        assert!(matches!(normal(raw), Err(Refusal::BadRequest(_))), "{raw}");
+    }
+}
+
+#[test]
+fn ambiguous_names_route_but_name_no_file() {
+    for raw in ["/a%2Fb", "/a%5cb", "/a\\b", "/%FF", "/..%2f..%2fetc"] {
+        let path = SitePath::parse(raw).expect("routes");
+        assert_eq!(path.below("/"), Err(Refusal::NotFound), "{raw}");
+    }
+}
+
+#[test]
+fn the_mount_is_taken_off_by_segments() {
+    for (raw, mount, expected) in [
+        ("/blog", "/blog", Some(("", false))),
+        ("/blog/", "/blog", Some(("", true))),
+        ("/blog/x", "/blog", Some(("x", false))),
+        ("/blog/x/", "/blog/", Some(("x", true))),
+        ("/blogger", "/blog", None),
+        ("/Blog", "/blog", None),
+        ("/a/b/c", "/a/b", Some(("c", false))),
+        ("/", "/", Some(("", true))),
+        ("/x/y", "/", Some(("x/y", false))),
+        ("/%62log/x", "/blog", Some(("x", false))),
+        ("/other/../blog//x", "/blog", Some(("x", false))),
+    ] {
+        let path = SitePath::parse(raw).expect("a valid path");
+        let rel = path.below(mount).expect("a file name");
+        assert_eq!(rel.map(|rel| (rel.as_str(), rel.is_directory())), expected, "{raw} below {mount}");
+    }
+}
+
+#[test]
+fn a_path_longer_than_the_limit_is_refused() {
+    let raw = format!("/{}", "a".repeat(SITE_PATH_LEN_MAX));
+    assert!(SitePath::parse(&raw).unwrap().below("/").is_ok());
+    let raw = format!("{raw}a");
+    assert_eq!(SitePath::parse(&raw).unwrap().below("/"), Err(Refusal::TargetTooLong));
+}
+
+#[test]
+fn hidden_names_are_found_anywhere_but_well_known_at_the_top() {
+    for (raw, hidden) in [
+        ("/.git/config", true),
+        ("/a/.htaccess", true),
+        ("/%2ehtaccess", true),
+        ("/a/...", true),
+        ("/.well-known/acme-challenge/x", false),
+        ("/a/.well-known/x", true),
+        ("/.well-known/.x", true),
+        ("/a.b/c.", false),
+    ] {
+        let path = SitePath::parse(raw).unwrap();
+        assert_eq!(path.below("/").unwrap().unwrap().is_hidden(), hidden, "{raw}");
+    }
+}
+
+#[test]
+fn prefixes_match_by_segments_and_case() {
+    let deny = vec!["/data".to_owned(), "conf/".to_owned()];
+    for (raw, denied) in [
+        ("/data", true),
+        ("/data/", true),
+        ("//data/x", true),
+        ("/x/../data/x", true),
+        ("/d%61ta/x", true),
+        ("/conf/local.php", true),
+        ("/database", false),
+        ("/Data", false),
+        ("/x/data", false),
+    ] {
+        let path = SitePath::parse(raw).unwrap();
+        assert_eq!(path.below("/").unwrap().unwrap().is_below_any(&deny), denied, "{raw}");
+    }
+    assert!(matches_prefix("/anything", "/"));
+}
+
+/// Text that is likely to hit every branch.
+fn hostile() -> impl Strategy<Value = String> {
+    let piece = prop_oneof![
+        Just("/"),
+        Just("."),
+        Just(".."),
+        Just("%2e"),
+        Just("%2F"),
+        Just("%5C"),
+        Just("\\"),
+        Just("%00"),
+        Just("%"),
+        Just("a"),
+        Just("%c3%a9"),
+        Just("%ff"),
+        Just("é"),
+        Just("//"),
+        Just("/../"),
+        Just("\u{0}"),
+    ];
+    prop::collection::vec(piece, 0..24).prop_map(|pieces| format!("/{}", pieces.concat()))
+}
+
+proptest! {
+    #[test]
+    fn no_result_can_leave_the_root(raw in hostile()) {
+        if let Ok(path) = SitePath::parse(&raw) {
+            prop_assert!(path.as_str().starts_with('/'));
+            prop_assert!(!path.as_str().contains("//"));
+            if let Ok(Some(rel)) = path.below("/") {
+                prop_assert!(!rel.as_str().starts_with('/') && !rel.as_str().ends_with('/'));
+                prop_assert!(!rel.as_str().contains('\0') && !rel.as_str().contains('\\'));
+                prop_assert!(rel.as_str().split('/').all(|segment| segment != ".." && segment != "."));
+            }
+        }
+    }
+
+    #[test]
+    fn the_fast_way_agrees_with_the_slow_one(raw in "(/[a-zA-Z0-9._~%-]{0,6}){1,6}/?") {
+        let slow = Decoder::default().run(&raw);
+        prop_assert_eq!(SitePath::parse(&raw), slow);
+    }
+}
