@@ -1,0 +1,102 @@
+//! One run of a CGI program (RFC 3875): the request's body into its standard input, its standard output out.
+//!
+//! Not here: starting it, its uid and limits (`keeper`), its variables (`environment`), the meaning of its output
+//! (`answer`).
+//!
+//! The process tree is ended when this is dropped: after the answer, or because the client left, or because it took
+//! too long. A program that does not read its input is as good as one that does.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes, BytesMut};
+use http_body::Body;
+use tokio::net::unix::pipe;
+use tokio::time::Instant;
+
+use super::answer::{Failure, Output};
+use crate::message::RequestBody;
+
+/// Asked of standard output at once, bytes: what a pipe holds by default.
+const READ_LEN: usize = 64 << 10;
+
+/// A running program.
+pub(super) struct Run<G> {
+    /// `None` once all is given, or the program has closed it.
+    stdin: Option<pipe::Sender>,
+    body: RequestBody,
+    /// Of the body, not written yet.
+    piece: Bytes,
+    fed: u64,
+    stdout: pipe::Receiver,
+    buffer: BytesMut,
+    _process: G,
+}
+
+impl<G> Run<G> {
+    /// `process` ends the process tree when it is dropped.
+    pub fn new(stdin: OwnedFd, stdout: OwnedFd, process: G, body: RequestBody) -> io::Result<Self> {
+        Ok(Self {
+            stdin: Some(pipe::Sender::from_owned_fd(stdin)?),
+            body,
+            piece: Bytes::new(),
+            fed: 0,
+            stdout: pipe::Receiver::from_owned_fd(stdout)?,
+            buffer: BytesMut::new(),
+            _process: process,
+        })
+    }
+
+    /// Gives the program what of the body it takes now.
+    fn feed(&mut self, cx: &mut Context<'_>) -> Result<(), Failure> {
+        while let Some(stdin) = &self.stdin {
+            if self.piece.is_empty() {
+                let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else { return Ok(()) };
+                match frame.transpose()? {
+                    Some(frame) => self.piece = frame.into_data().unwrap_or_default(),
+                    None => self.stdin = None,
+                }
+                continue;
+            }
+            let Poll::Ready(ready) = stdin.poll_write_ready(cx) else { return Ok(()) };
+            match ready.and_then(|()| stdin.try_write(&self.piece)) {
+                Ok(written) => {
+                    self.piece.advance(written);
+                    self.fed += written as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.stdin = None,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<G: Unpin + 'static> Output for Run<G> {
+    fn poll_output(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
+        self.feed(cx)?;
+        loop {
+            ready!(self.stdout.poll_read_ready(cx))?;
+            self.buffer.reserve(READ_LEN);
+            match self.stdout.try_read_buf(&mut self.buffer) {
+                Ok(0) => return Poll::Ready(Ok(None)),
+                Ok(_) => return Poll::Ready(Ok(Some(self.buffer.split().freeze()))),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error.into())),
+            }
+        }
+    }
+
+    fn fed(&self) -> u64 {
+        self.fed
+    }
+
+    // A run ends with its answer: what it has declared is what it had to say.
+    fn let_finish(self, _: Instant) {}
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,231 @@
+//! The variables a program is given: RFC 3875 section 4.1, and what Apache and PHP applications expect besides.
+//!
+//! Not here: how they reach the program (as FastCGI parameters, or through the keeper as an environment), and what
+//! the keeper adds for CGI (`PATH`, paths on disk, the site's own `env`).
+//!
+//! `Authorization` is passed on as `HTTP_AUTHORIZATION`: applications do their own authentication, and a program
+//! runs under its tenant's uid, where no other tenant reads its environment. `AUTH_TYPE` and `REMOTE_USER` are not
+//! set, because nagaya itself authenticates nobody.
+
+use std::fmt::Write as _;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE};
+use http::{HeaderMap, HeaderName, Version};
+use nagaya_cmdb::record::{Files, Site, Tenant};
+
+use super::Script;
+use crate::message::Head;
+use crate::refusal::Refusal;
+
+/// What the variables are made from.
+pub(super) struct Facts<'a> {
+    pub head: &'a Head,
+    /// Length of the request body, if it is known. A CGI program reads a body of unknown length to its end.
+    pub body_len: Option<u64>,
+    pub site: &'a Site,
+    pub tenant: &'a Tenant,
+    pub files: &'a Files,
+    pub script: &'a Script,
+}
+
+/// Calls `put` with each variable of a CGI program, each name once. The keeper adds the paths on disk and what
+/// the operator set for the site, which it reads from its own copy of the records.
+pub(super) fn for_cgi(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+    common(facts, &mut put)
+}
+
+/// Calls `put` with each variable of a PHP script, each name once. What the operator set for the site (`env`)
+/// replaces a variable of the same name, so that no client's header can take its place.
+pub(super) fn for_php(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+    let operator = &facts.files.env;
+    for (name, value) in operator {
+        if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
+            return Err(Refusal::SiteBroken(format!(
+                "site {}: variable '{}' cannot be set: no '=' or NUL may be in it",
+                facts.site.name,
+                name.escape_debug()
+            )));
+        }
+        put(name, value.as_bytes());
+    }
+    let mut set = |name: &str, value: &[u8]| {
+        if operator.is_empty() || !operator.contains_key(name) {
+            put(name, value);
+        }
+    };
+    common(facts, &mut set)?;
+    paths(facts, &mut set)
+}
+
+fn common(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+    let Facts { head, script, .. } = facts;
+    for text in [&script.file, &script.name, &script.path_info] {
+        if text.contains('\0') {
+            return Err(Refusal::BadRequest("a NUL in the path"));
+        }
+    }
+    server(head, set);
+    request(head, facts.body_len, set);
+    set("SCRIPT_NAME", script.name.as_bytes());
+    if !script.path_info.is_empty() {
+        set("PATH_INFO", script.path_info.as_bytes());
+    }
+    // php-cgi's mark that a web server, not a visitor, chose the script; applications look for it too.
+    set("REDIRECT_STATUS", b"200");
+    headers(&head.headers, set);
+    Ok(())
+}
+
+/// The document root as an absolute path. The edge itself never opens it: it is computed from the record alone.
+pub(super) fn document_root(site: &Site, tenant: &Tenant, files: &Files) -> Result<PathBuf, Refusal> {
+    let root = if files.root.is_absolute() {
+        files.root.clone()
+    } else {
+        let home = tenant.home.as_deref().ok_or_else(|| {
+            Refusal::SiteBroken(format!(
+                "site {}: its root is relative and tenant {} has no home: set one of them",
+                site.name, tenant.name
+            ))
+        })?;
+        home.join(&files.root)
+    };
+    if root.components().any(|part| part == Component::ParentDir) {
+        return Err(Refusal::SiteBroken(format!("site {}: its root may not contain '..'", site.name)));
+    }
+    // Collecting the components drops `.` and repeated or trailing slashes.
+    Ok(root.components().collect())
+}
+
+fn server(head: &Head, set: &mut impl FnMut(&str, &[u8])) {
+    let conn = &head.conn;
+    let mut text = String::new();
+    set("GATEWAY_INTERFACE", b"CGI/1.1");
+    set("SERVER_SOFTWARE", b"nagaya");
+    let local = conn.local.ip().to_canonical();
+    write!(text, "{local}").expect("a string takes everything");
+    set("SERVER_ADDR", text.as_bytes());
+    // An HTTP/1.0 client may name no host; the address it came to is then the only name there is.
+    set("SERVER_NAME", if head.host.is_empty() { text.as_bytes() } else { head.host.as_bytes() });
+    set("SERVER_PORT", itoa::Buffer::new().format(conn.local.port()).as_bytes());
+    let protocol: &[u8] = match head.version {
+        Version::HTTP_10 => b"HTTP/1.0",
+        Version::HTTP_2 => b"HTTP/2.0",
+        _ => b"HTTP/1.1",
+    };
+    set("SERVER_PROTOCOL", protocol);
+    set("REQUEST_SCHEME", conn.scheme().as_bytes());
+    if conn.tls.is_some() {
+        set("HTTPS", b"on");
+    }
+    text.clear();
+    write!(text, "{}", conn.peer.ip().to_canonical()).expect("a string takes everything");
+    set("REMOTE_ADDR", text.as_bytes());
+    set("REMOTE_PORT", itoa::Buffer::new().format(conn.peer.port()).as_bytes());
+    // `Host` is not among the headers: the head keeps it apart, checked.
+    if !head.host.is_empty() {
+        text.clear();
+        text.push_str(&head.host);
+        if let Some(port) = head.port {
+            write!(text, ":{port}").expect("a string takes everything");
+        }
+        set("HTTP_HOST", text.as_bytes());
+    }
+}
+
+fn request(head: &Head, body_len: Option<u64>, set: &mut impl FnMut(&str, &[u8])) {
+    set("REQUEST_METHOD", head.method.as_str().as_bytes());
+    let query = head.query.as_deref().unwrap_or("");
+    set("QUERY_STRING", query.as_bytes());
+    match &head.query {
+        None => set("REQUEST_URI", head.path.as_bytes()),
+        Some(query) => {
+            let mut target = String::with_capacity(head.path.len() + 1 + query.len());
+            target.push_str(&head.path);
+            target.push('?');
+            target.push_str(query);
+            set("REQUEST_URI", target.as_bytes());
+        }
+    }
+    // The length is what will really arrive, which the head of an HTTP/2 request need not say.
+    match body_len {
+        Some(0) if !head.headers.contains_key(CONTENT_LENGTH) => {}
+        Some(len) => set("CONTENT_LENGTH", itoa::Buffer::new().format(len).as_bytes()),
+        None => {}
+    }
+    if let Some(value) = head.headers.get(CONTENT_TYPE) {
+        set("CONTENT_TYPE", value.as_bytes());
+    }
+    set("UNIQUE_ID", head.id.to_string().as_bytes());
+}
+
+fn paths(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+    let Facts { site, tenant, files, script, .. } = facts;
+    let root = document_root(site, tenant, files)?;
+    set("DOCUMENT_ROOT", bytes(&root));
+    if site.path != "/" {
+        // As Apache says it for an alias: below this prefix, paths are beneath that directory.
+        set("CONTEXT_PREFIX", site.path.trim_end_matches('/').as_bytes());
+        set("CONTEXT_DOCUMENT_ROOT", bytes(&root));
+    }
+    set("SCRIPT_FILENAME", bytes(&root.join(script.file.trim_start_matches('/'))));
+    // A script may open what this names, so it never leaves the root.
+    if !script.path_info.is_empty() && !script.path_info.split('/').any(|segment| segment == "..") {
+        set("PATH_TRANSLATED", bytes(&root.join(script.path_info.trim_start_matches('/'))));
+    }
+    Ok(())
+}
+
+fn bytes(path: &Path) -> &[u8] {
+    path.as_os_str().as_bytes()
+}
+
+fn headers(headers: &HeaderMap, set: &mut impl FnMut(&str, &[u8])) {
+    let mut variable = String::with_capacity(64);
+    let mut joined = Vec::new();
+    for name in headers.keys() {
+        if !variable_name(name, &mut variable) {
+            continue;
+        }
+        let mut values = headers.get_all(name).iter();
+        let first = values.next().expect("a name in the map has a value");
+        match values.next() {
+            None => set(&variable, first.as_bytes()),
+            Some(second) => {
+                let separator: &[u8] = if name == COOKIE { b"; " } else { b", " };
+                joined.clear();
+                joined.extend_from_slice(first.as_bytes());
+                for value in std::iter::once(second).chain(values) {
+                    joined.extend_from_slice(separator);
+                    joined.extend_from_slice(value.as_bytes());
+                }
+                set(&variable, &joined);
+            }
+        }
+    }
+}
+
+/// Writes the variable of a header field into `variable`; false for the fields that get none.
+fn variable_name(name: &HeaderName, variable: &mut String) -> bool {
+    // Their variables have no prefix. `Proxy` would become HTTP_PROXY, from which HTTP clients inside the
+    // program take their proxy (httpoxy, CVE-2016-5385). `Host` has been set from the checked head.
+    if matches!(name.as_str(), "content-length" | "content-type" | "proxy" | "host") {
+        return false;
+    }
+    variable.clear();
+    variable.push_str("HTTP_");
+    for byte in name.as_str().bytes() {
+        match byte {
+            b'-' => variable.push('_'),
+            b'a'..=b'z' | b'0'..=b'9' => variable.push(char::from(byte.to_ascii_uppercase())),
+            // `Foo_Bar` would become the same variable as `Foo-Bar`, and a proxy in front that strips or sets
+            // the one would not see the other.
+            _ => return false,
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests;

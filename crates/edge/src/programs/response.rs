@@ -1,0 +1,246 @@
+//! The head of a program's answer: RFC 3875 section 6, read in pieces of any size, strictly.
+//!
+//! Not here: the body behind it (`answer`), where the bytes come from (`cgi`, `php`).
+//!
+//! What the RFC leaves open:
+//! - A body without `Content-Type` is passed on without one, as Apache does.
+//! - `Location: /path` is a local redirect only if it is the sole field. With any other field beside it the answer
+//!   is a redirect for the client, so that a cookie set along with it is not lost (Apache loses it).
+//! - `Transfer-Encoding` is refused: the body would be framed twice.
+//! - Connection fields, `Date` and `Server` belong to the edge and are dropped.
+//! - No folded lines, no bare CR, no `HTTP/1.1 200 OK` in front (no NPH).
+
+use bytes::{Bytes, BytesMut};
+use http::header::{CONNECTION, LOCATION};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+
+/// Longest head, in bytes, its empty line included.
+pub(super) const HEAD_BYTES_MAX: usize = 64 << 10;
+
+/// Most fields in one head. A framework sets about 20; each costs 32 bytes of stack while parsing.
+pub(super) const HEAD_FIELDS_MAX: usize = 128;
+
+/// What a program answered, apart from the body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum ScriptHead {
+    Document {
+        status: StatusCode,
+        headers: HeaderMap,
+        /// `Content-Length` as the program declared it; no longer among the headers.
+        length: Option<u64>,
+    },
+    /// The request is to be answered once more, as if it had asked for this.
+    LocalRedirect { path: String, query: Option<String> },
+}
+
+/// Why a head is not acceptable.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum HeadError {
+    #[error("it printed nothing")]
+    Nothing,
+    #[error("it ended within its header")]
+    Incomplete,
+    #[error("it printed a body without a header before it")]
+    Missing,
+    #[error("its header is larger than {HEAD_BYTES_MAX} bytes")]
+    TooLarge,
+    #[error("its header has more than {HEAD_FIELDS_MAX} fields")]
+    TooManyFields,
+    #[error("its header is malformed: {0}")]
+    Malformed(&'static str),
+    #[error("its header field {0} stands there twice")]
+    Twice(&'static str),
+    #[error("its Status is not one from 200 to 599")]
+    Status,
+    #[error("its Content-Length is not a number")]
+    Length,
+    #[error("it set Transfer-Encoding, which only the server can")]
+    TransferEncoding,
+    #[error("its Location is not a path and query")]
+    Location,
+}
+
+/// Collects output until the head is complete.
+#[derive(Debug, Default)]
+pub(super) struct HeadReader {
+    buffer: BytesMut,
+}
+
+impl HeadReader {
+    /// Takes the next piece of output. Once the head is complete: the head, and what came behind it.
+    pub fn feed(&mut self, piece: Bytes) -> Result<Option<(ScriptHead, Bytes)>, HeadError> {
+        if self.buffer.is_empty() {
+            // Nearly always the first piece holds the whole head, and nothing is copied.
+            if let Some(end) = end_of_head(&piece, 0) {
+                return cut(piece, end).map(Some);
+            }
+        }
+        // The end may straddle the pieces: "\n" and "\r" of it may have been there already.
+        let from = self.buffer.len().saturating_sub(2);
+        self.buffer.extend_from_slice(&piece);
+        match end_of_head(&self.buffer, from) {
+            Some(end) => cut(std::mem::take(&mut self.buffer).freeze(), end).map(Some),
+            None if self.buffer.len() >= HEAD_BYTES_MAX => Err(HeadError::TooLarge),
+            None => Ok(None),
+        }
+    }
+
+    /// The error for output that ended here.
+    pub fn ended(&self) -> HeadError {
+        if self.buffer.is_empty() { HeadError::Nothing } else { HeadError::Incomplete }
+    }
+}
+
+fn cut(mut output: Bytes, end: usize) -> Result<(ScriptHead, Bytes), HeadError> {
+    if end > HEAD_BYTES_MAX {
+        return Err(HeadError::TooLarge);
+    }
+    let body = output.split_off(end);
+    parse(output).map(|head| (head, body))
+}
+
+/// Where the head ends: behind the first empty line. Lines end in LF or CRLF. Looks for it behind `from`.
+fn end_of_head(bytes: &[u8], from: usize) -> Option<usize> {
+    if from == 0 {
+        match bytes {
+            [b'\n', ..] => return Some(1),
+            [b'\r', b'\n', ..] => return Some(2),
+            _ => {}
+        }
+    }
+    memchr::memchr_iter(b'\n', &bytes[from..]).find_map(|at| {
+        let behind = from + at + 1;
+        match &bytes[behind..] {
+            [b'\n', ..] => Some(behind + 1),
+            [b'\r', b'\n', ..] => Some(behind + 2),
+            _ => None,
+        }
+    })
+}
+
+fn parse(head: Bytes) -> Result<ScriptHead, HeadError> {
+    let mut fields = [httparse::EMPTY_HEADER; HEAD_FIELDS_MAX];
+    let fields = match httparse::parse_headers(&head, &mut fields) {
+        Ok(httparse::Status::Complete((len, fields))) if len == head.len() => fields,
+        Ok(_) => return Err(HeadError::Malformed("a line end within a field")),
+        Err(httparse::Error::TooManyHeaders) => return Err(HeadError::TooManyFields),
+        Err(httparse::Error::HeaderName) => return Err(HeadError::Malformed("a line that is no field")),
+        Err(_) => return Err(HeadError::Malformed("a control character in a field")),
+    };
+    if fields.is_empty() {
+        return Err(HeadError::Missing);
+    }
+    let mut draft = Draft::default();
+    for field in fields.iter() {
+        let name = HeaderName::from_bytes(field.name.as_bytes())
+            .map_err(|_| HeadError::Malformed("a field name"))?;
+        let value = HeaderValue::from_maybe_shared(head.slice_ref(field.value))
+            .map_err(|_| HeadError::Malformed("a field value"))?;
+        draft.take(name, value)?;
+    }
+    draft.finish(fields.len())
+}
+
+#[derive(Default)]
+struct Draft {
+    status: Option<StatusCode>,
+    headers: HeaderMap,
+    length: Option<u64>,
+    /// Field names that `Connection` lists: they are hop-by-hop too (RFC 9110 section 7.6.1).
+    nominated: Vec<HeaderName>,
+}
+
+impl Draft {
+    fn take(&mut self, name: HeaderName, value: HeaderValue) -> Result<(), HeadError> {
+        match name.as_str() {
+            "status" => {
+                if self.status.replace(status(&value)?).is_some() {
+                    return Err(HeadError::Twice("Status"));
+                }
+            }
+            "content-length" => {
+                let length = length(&value)?;
+                // Two equal lengths are unambiguous, two different ones never are.
+                if self.length.replace(length).is_some_and(|before| before != length) {
+                    return Err(HeadError::Twice("Content-Length"));
+                }
+            }
+            "transfer-encoding" => return Err(HeadError::TransferEncoding),
+            "connection" => self.nominate(&value),
+            "keep-alive" | "proxy-connection" | "te" | "trailer" | "upgrade" | "date" | "server" => {}
+            "content-type" if self.headers.contains_key(&name) => {
+                return Err(HeadError::Twice("Content-Type"));
+            }
+            "location" if self.headers.contains_key(&name) => return Err(HeadError::Twice("Location")),
+            _ => {
+                self.headers.append(name, value);
+            }
+        }
+        Ok(())
+    }
+
+    fn nominate(&mut self, value: &HeaderValue) {
+        let names = value.as_bytes().split(|&byte| byte == b',').map(<[u8]>::trim_ascii);
+        self.nominated.extend(names.filter_map(|name| HeaderName::from_bytes(name).ok()));
+    }
+
+    fn finish(mut self, fields: usize) -> Result<ScriptHead, HeadError> {
+        for name in &self.nominated {
+            if name != CONNECTION {
+                self.headers.remove(name);
+            }
+        }
+        if fields == 1
+            && let Some(location) = self.headers.get(LOCATION)
+            && is_local(location.as_bytes())
+        {
+            return local_redirect(location);
+        }
+        let redirect = self.headers.contains_key(LOCATION);
+        let default = if redirect { StatusCode::FOUND } else { StatusCode::OK };
+        Ok(ScriptHead::Document {
+            status: self.status.unwrap_or(default),
+            headers: self.headers,
+            length: self.length,
+        })
+    }
+}
+
+/// A path on this server. `//host/path` names another one, and a fragment is only for clients.
+fn is_local(location: &[u8]) -> bool {
+    location.starts_with(b"/") && !location.starts_with(b"//") && !location.contains(&b'#')
+}
+
+fn local_redirect(location: &HeaderValue) -> Result<ScriptHead, HeadError> {
+    // As strict as a request line: it takes the place of one.
+    let text = location.to_str().map_err(|_| HeadError::Location)?;
+    if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(HeadError::Location);
+    }
+    let (path, query) = match text.split_once('?') {
+        Some((path, query)) => (path, Some(query.to_owned())),
+        None => (text, None),
+    };
+    Ok(ScriptHead::LocalRedirect { path: path.to_owned(), query })
+}
+
+/// `404` or `404 Not Found`. The reason is for people and does not travel further.
+fn status(value: &HeaderValue) -> Result<StatusCode, HeadError> {
+    let (digits, rest) = value.as_bytes().split_at_checked(3).ok_or(HeadError::Status)?;
+    let status = StatusCode::from_bytes(digits).map_err(|_| HeadError::Status)?;
+    let acceptable =
+        (200..600).contains(&status.as_u16()) && matches!(rest.first(), None | Some(b' ' | b'\t'));
+    if acceptable { Ok(status) } else { Err(HeadError::Status) }
+}
+
+fn length(value: &HeaderValue) -> Result<u64, HeadError> {
+    let digits = value.to_str().map_err(|_| HeadError::Length)?;
+    // `parse` alone would take a leading plus.
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(HeadError::Length);
+    }
+    digits.parse().map_err(|_| HeadError::Length)
+}
+
+#[cfg(test)]
+mod tests;
