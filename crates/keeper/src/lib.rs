@@ -2,5 +2,28 @@
 //!
 //! It speaks a closed set of verbs (`protocol`) over a Unix seqpacket socket and treats whoever is at the
 //! other end as hostile: ids and names, never paths from outside. Not here: HTTP; that is `edge`.
+//!
+//! `run` is the keeper's process, `client` what the edge asks it with.
 
+pub mod client;
+pub mod codec;
 pub mod protocol;
+
+mod apps;
+mod cgi;
+mod engine;
+mod fault;
+mod feed;
+mod log;
+mod metrics;
+mod options;
+mod process;
+mod roots;
+mod server;
+mod spawn;
+mod sys;
+mod tree;
+mod workers;
+
+pub use options::{FenceChoice, Options};
+pub use server::{Start, run};

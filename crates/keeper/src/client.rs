@@ -1,0 +1,365 @@
+//! The edge's side: each verb as an async function, each spawned process as a guard.
+//!
+//! One `Keeper` per edge thread, on its `LocalSet`. A lost connection fails what was under way with `Gone`
+//! and the next call makes a new one. Not here: what the edge does with descriptors and failures (`edge`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::Duration;
+
+use nagaya_cmdb::{SiteName, TenantName};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{Mutex, Notify, mpsc, oneshot, watch};
+use tokio::task::spawn_local;
+use tokio::time::timeout;
+
+use crate::apps::START_MAX;
+use crate::codec::{self, CodecError};
+use crate::protocol::{Answer, Ask, Exit, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::server::{PROCESSES_PER_CONNECTION_MAX, receive, send};
+use crate::sys;
+
+/// Longest wait for an answer that does not start an application. The keeper's own bound on a start that
+/// hangs is shorter.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest wait for a connection to an application, which may have to be started.
+pub const APP_TIMEOUT: Duration = START_MAX.saturating_add(CALL_TIMEOUT);
+
+/// Calls of one thread that may wait for answers.
+const WAITING_MAX: usize = 1000;
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ClientError {
+    /// It is not there, or went while it was asked. The next call connects anew.
+    #[error("the keeper is not there")]
+    Gone,
+    #[error("{}: {message}", nagaya_base::Code(*code))]
+    Refused { failure: Failure, code: u16, message: String },
+    #[error("the keeper did not answer in time")]
+    TimedOut,
+}
+
+/// A running CGI program. Both descriptors are non-blocking pipes.
+#[derive(Debug)]
+pub struct CgiProcess {
+    pub stdin: OwnedFd,
+    pub stdout: OwnedFd,
+    pub guard: ProcessGuard,
+}
+
+/// A running PHP worker: its FastCGI connection, non-blocking.
+#[derive(Debug)]
+pub struct PhpWorker {
+    pub socket: OwnedFd,
+    pub guard: ProcessGuard,
+}
+
+/// Ends a process tree when dropped, from any thread and without waiting.
+#[derive(Debug)]
+pub struct ProcessGuard {
+    process: ProcessId,
+    /// A place in the connection's queue, taken when the process was made: dropping cannot find it full.
+    end: Option<mpsc::OwnedPermit<ProcessId>>,
+    exit: watch::Receiver<Option<Exit>>,
+}
+
+impl ProcessGuard {
+    /// Resolves once nothing of the tree is left. `Gone`: the keeper went, and the tree with it.
+    pub async fn ended(&self) -> Result<Exit, ClientError> {
+        let mut exit = self.exit.clone();
+        let exit = exit.wait_for(Option::is_some).await.map_err(|_| ClientError::Gone)?;
+        exit.ok_or(ClientError::Gone)
+    }
+
+    /// Ends the tree now and waits until nothing of it is left.
+    pub async fn end(mut self) -> Result<Exit, ClientError> {
+        self.send_end();
+        self.ended().await
+    }
+
+    fn send_end(&mut self) {
+        if let Some(end) = self.end.take() {
+            end.send(self.process);
+        }
+    }
+}
+
+impl Drop for ProcessGuard {
+    fn drop(&mut self) {
+        self.send_end();
+    }
+}
+
+/// What a call gets: the reply, its descriptors, and for a spawned process its guard.
+type Got = (Reply, Vec<OwnedFd>, Option<ProcessGuard>);
+
+pub struct Keeper {
+    path: PathBuf,
+    connection: RefCell<Option<Rc<Connection>>>,
+    /// Held while connecting, so that many calls make one connection.
+    connecting: Mutex<()>,
+}
+
+struct Connection {
+    socket: AsyncFd<OwnedFd>,
+    open: Cell<bool>,
+    next_tag: Cell<u64>,
+    waiting: RefCell<HashMap<u64, oneshot::Sender<Got>>>,
+    processes: RefCell<HashMap<ProcessId, watch::Sender<Option<Exit>>>>,
+    ends: mpsc::Sender<ProcessId>,
+    closed: Notify,
+}
+
+impl Keeper {
+    /// Connects and greets. To be called on a `LocalSet`; all other calls too.
+    pub async fn connect(path: &Path) -> Result<Rc<Self>, ClientError> {
+        let keeper =
+            Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) };
+        keeper.connected().await?;
+        Ok(Rc::new(keeper))
+    }
+
+    /// As `connect`, but the connection is made by the first call.
+    pub fn later(path: &Path) -> Rc<Self> {
+        Rc::new(Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) })
+    }
+
+    /// The site's document root, `O_PATH | O_DIRECTORY`.
+    pub async fn open_root(&self, site: &SiteName) -> Result<OwnedFd, ClientError> {
+        let got = self.call(Verb::OpenRoot { site: site.clone() }, CALL_TIMEOUT).await?;
+        one_of(got.1)
+    }
+
+    /// Runs `script`, relative to the document root, with these variables.
+    pub async fn spawn_cgi(
+        &self,
+        site: &SiteName,
+        script: &str,
+        env: Vec<(String, String)>,
+    ) -> Result<CgiProcess, ClientError> {
+        let verb = Verb::SpawnCgi { site: site.clone(), script: script.to_owned(), env };
+        let (_, fds, guard) = self.call(verb, CALL_TIMEOUT).await?;
+        match (<[OwnedFd; 2]>::try_from(fds), guard) {
+            (Ok([stdin, stdout]), Some(guard)) => Ok(CgiProcess { stdin, stdout, guard }),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    pub async fn spawn_php(&self, tenant: &TenantName) -> Result<PhpWorker, ClientError> {
+        let (_, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, CALL_TIMEOUT).await?;
+        match (one_of(fds), guard) {
+            (Ok(socket), Some(guard)) => Ok(PhpWorker { socket, guard }),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// A non-blocking connection to the site's application, Unix or TCP, which is started if need be.
+    pub async fn connect_app(&self, site: &SiteName) -> Result<OwnedFd, ClientError> {
+        let got = self.call(Verb::ConnectApp { site: site.clone() }, APP_TIMEOUT).await?;
+        one_of(got.1)
+    }
+
+    /// Chain and key (PEM) for a name, if there is one.
+    pub async fn open_certificate(&self, name: &str) -> Result<Option<OwnedFd>, ClientError> {
+        match self.call(Verb::OpenCertificate { name: name.to_owned() }, CALL_TIMEOUT).await {
+            Ok((_, fds, _)) => one_of(fds).map(Some),
+            Err(ClientError::Refused { failure: Failure::NotFound, .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What runs in the keeper, as a JSON object.
+    pub async fn status(&self) -> Result<String, ClientError> {
+        match self.call(Verb::Status, CALL_TIMEOUT).await?.0 {
+            Reply::Status { json } => Ok(json),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    async fn call(&self, verb: Verb, within: Duration) -> Result<Got, ClientError> {
+        let asked = async { self.connected().await?.ask(verb).await };
+        timeout(within, asked).await.unwrap_or(Err(ClientError::TimedOut))
+    }
+
+    /// The open connection, or a new one.
+    async fn connected(&self) -> Result<Rc<Connection>, ClientError> {
+        if let Some(open) = self.open() {
+            return Ok(open);
+        }
+        let _one_at_a_time = self.connecting.lock().await;
+        // Another call may have made it while this one waited.
+        if let Some(open) = self.open() {
+            return Ok(open);
+        }
+        let connection = Connection::open(&self.path).map_err(|error| {
+            tracing::debug!(%error, "no connection to the keeper at {}", self.path.display());
+            ClientError::Gone
+        })?;
+        let hello = connection.ask(Verb::Hello { version: PROTOCOL_VERSION });
+        if let Err(error) = timeout(CALL_TIMEOUT, hello).await.unwrap_or(Err(ClientError::TimedOut)) {
+            connection.close();
+            return Err(error);
+        }
+        *self.connection.borrow_mut() = Some(Rc::clone(&connection));
+        Ok(connection)
+    }
+
+    fn open(&self) -> Option<Rc<Connection>> {
+        self.connection.borrow().as_ref().filter(|connection| connection.open.get()).cloned()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.get_mut().take() {
+            connection.close();
+        }
+    }
+}
+
+impl Connection {
+    fn open(path: &Path) -> io::Result<Rc<Self>> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+            // A full queue of connections: the keeper is not taking them, which is as good as not there.
+            Err(Errno::AGAIN) => return Err(io::ErrorKind::ConnectionRefused.into()),
+            connected => connected?,
+        }
+        let (ends, to_end) = mpsc::channel(PROCESSES_PER_CONNECTION_MAX);
+        let connection = Rc::new(Self {
+            socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
+            open: Cell::new(true),
+            next_tag: Cell::new(1),
+            waiting: RefCell::default(),
+            processes: RefCell::default(),
+            ends,
+            closed: Notify::new(),
+        });
+        spawn_local(Rc::clone(&connection).read());
+        spawn_local(Rc::clone(&connection).write_ends(to_end));
+        Ok(connection)
+    }
+
+    async fn ask(&self, verb: Verb) -> Result<Got, ClientError> {
+        let tag = self.next_tag.replace(self.next_tag.get() + 1);
+        let bytes = codec::encode(&Ask { tag, verb }).map_err(|_| ClientError::Refused {
+            failure: Failure::Invalid,
+            code: crate::fault::PROTOCOL.0,
+            message: "what is asked does not fit in one message".into(),
+        })?;
+        let (answer, answered) = oneshot::channel();
+        if self.waiting.borrow().len() >= WAITING_MAX {
+            return Err(ClientError::Refused {
+                failure: Failure::Busy,
+                code: crate::fault::LIMIT.0,
+                message: format!("{WAITING_MAX} calls wait for the keeper already"),
+            });
+        }
+        self.waiting.borrow_mut().insert(tag, answer);
+        if send(&self.socket, &bytes, &[]).await.is_err() {
+            self.close();
+        }
+        // If this is dropped while it waits, the reader still takes the answer, and what came with it is
+        // closed and ended by being dropped.
+        match answered.await {
+            Ok((Reply::Failed { failure, code, message }, _, _)) => {
+                Err(ClientError::Refused { failure, code, message })
+            }
+            Ok(got) => Ok(got),
+            Err(_) => Err(ClientError::Gone),
+        }
+    }
+
+    async fn read(self: Rc<Self>) {
+        let mut buffer = Vec::new();
+        loop {
+            match receive::<Answer>(&self.socket, &mut buffer).await {
+                Ok((Answer::Reply { tag, reply }, fds)) => self.deliver(tag, reply, fds),
+                Ok((Answer::Ended { process, exit }, _)) => {
+                    if let Some(ended) = self.processes.borrow_mut().remove(&process) {
+                        ended.send_replace(Some(exit));
+                    }
+                }
+                Err(CodecError::Closed) => break,
+                Err(error) => {
+                    tracing::error!(%error, "the keeper sent what cannot be read; connecting anew");
+                    break;
+                }
+            }
+        }
+        self.close();
+    }
+
+    fn deliver(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
+        let guard = match &reply {
+            Reply::Spawned { process } => match self.ends.clone().try_reserve_owned() {
+                Ok(end) => {
+                    let (ended, exit) = watch::channel(None);
+                    self.processes.borrow_mut().insert(*process, ended);
+                    Some(ProcessGuard { process: *process, end: Some(end), exit })
+                }
+                // The keeper leases no more than there are places; one that does is not ours.
+                Err(_) => return self.close(),
+            },
+            _ => None,
+        };
+        if let Some(answer) = self.waiting.borrow_mut().remove(&tag) {
+            // Who asked may have left; the guard comes back and is dropped, which ends the process.
+            let _ = answer.send((reply, fds, guard));
+        }
+    }
+
+    /// Sends the ends that guards queue, until the connection closes.
+    async fn write_ends(self: Rc<Self>, mut to_end: mpsc::Receiver<ProcessId>) {
+        loop {
+            let process = tokio::select! {
+                Some(process) = to_end.recv() => process,
+                () = self.closed.notified() => return,
+            };
+            let end = codec::encode(&Ask { tag: 0, verb: Verb::End { process } });
+            let end = end.expect("an end is a few bytes");
+            if send(&self.socket, &end, &[]).await.is_err() {
+                return self.close();
+            }
+        }
+    }
+
+    /// Fails what is under way and makes the guards void.
+    fn close(&self) {
+        if self.open.replace(false) {
+            self.waiting.borrow_mut().clear();
+            self.processes.borrow_mut().clear();
+            self.closed.notify_one();
+            // The reader wakes by this; a socket that is not connected any more has woken it already.
+            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}
+
+fn one_of(fds: Vec<OwnedFd>) -> Result<OwnedFd, ClientError> {
+    match <[OwnedFd; 1]>::try_from(fds) {
+        Ok([fd]) => Ok(fd),
+        // A keeper that sends fewer than it says is not one of this version.
+        Err(_) => Err(ClientError::Gone),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guard_may_be_dropped_on_another_thread() {
+        fn is_send<T: Send + Sync>() {}
+        is_send::<ProcessGuard>();
+    }
+}

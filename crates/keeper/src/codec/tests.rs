@@ -1,0 +1,142 @@
+//! What the codec does with good and with hostile datagrams, on real sockets.
+//!
+//! Not here: long runs over random bytes; those are the fuzz target's (`fuzz/`).
+
+use std::os::fd::AsFd;
+
+use nagaya_cmdb::SiteName;
+use proptest::prelude::*;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::*;
+use crate::protocol::{Answer, Ask, Failure, Reply, Verb};
+
+fn pair() -> (OwnedFd, OwnedFd) {
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn a_message_arrives_with_its_descriptors() {
+    let (ours, theirs) = pair();
+    let ask = Ask { tag: 7, verb: Verb::OpenRoot { site: SiteName::new("wiki").unwrap() } };
+    let (passed, _kept) = pair();
+    send(&ours, &encode(&ask).unwrap(), &[passed.as_fd(), passed.as_fd()]).unwrap();
+    let (got, fds) = receive::<Ask>(&theirs, &mut Vec::new()).unwrap();
+    assert_eq!(got, ask);
+    assert_eq!(fds.len(), 2);
+}
+
+#[test]
+fn an_empty_socket_is_not_ready_and_a_closed_one_is_closed() {
+    let (ours, theirs) = pair();
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::NotReady)));
+    drop(ours);
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::Closed)));
+    assert!(matches!(send(&theirs, b"x", &[]), Err(CodecError::Closed)));
+}
+
+#[test]
+fn too_many_descriptors_are_refused_and_closed() {
+    let (ours, theirs) = pair();
+    let (passed, _kept) = pair();
+    // The kernel's own limit is 253; ours is smaller, so a longer control buffer is needed to break it.
+    let many = [passed.as_fd(); 64];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
+    let bytes = encode(&Ask { tag: 1, verb: Verb::Status }).unwrap();
+    sendmsg(&ours, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+    // Other tests of this process open descriptors too; none of them opens dozens.
+    let before = open_fds();
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::TooManyDescriptors)));
+    assert!(open_fds() < before + 32);
+}
+
+#[test]
+fn descriptors_of_a_message_that_does_not_decode_are_closed() {
+    let (ours, theirs) = pair();
+    let (passed, kept) = pair();
+    send(&ours, &[0xff; 40], &[passed.as_fd()]).unwrap();
+    drop(passed);
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::Malformed(_))));
+    // The other end of the passed socket sees that its last copy is gone.
+    assert!(matches!(receive::<Ask>(&kept, &mut Vec::new()), Err(CodecError::Closed)));
+}
+
+#[test]
+fn a_message_beyond_the_limit_is_refused_on_both_sides() {
+    let (ours, theirs) = pair();
+    rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4 * KEEPER_MESSAGE_MAX).unwrap();
+    send(&ours, &vec![0; KEEPER_MESSAGE_MAX + 1], &[]).unwrap();
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::TooLarge)));
+    send(&ours, &vec![0; KEEPER_MESSAGE_MAX + 9000], &[]).unwrap();
+    assert!(matches!(receive::<Ask>(&theirs, &mut Vec::new()), Err(CodecError::TooLarge)));
+    let verb = Verb::OpenCertificate { name: "x".repeat(KEEPER_MESSAGE_MAX) };
+    assert!(matches!(encode(&Ask { tag: 1, verb }), Err(CodecError::TooLarge)));
+}
+
+#[test]
+fn bytes_after_a_message_are_refused() {
+    let mut bytes = encode(&Ask { tag: 3, verb: Verb::Status }).unwrap();
+    bytes.push(0);
+    assert!(matches!(decode::<Ask>(&bytes), Err(CodecError::TrailingBytes(1))));
+}
+
+#[test]
+fn a_name_that_could_leave_a_directory_does_not_decode() {
+    let good = encode(&Ask { tag: 1, verb: Verb::OpenRoot { site: SiteName::new("aa").unwrap() } }).unwrap();
+    assert!(decode::<Ask>(&good).is_ok());
+    let bad: Vec<u8> = good.iter().map(|b| if *b == b'a' { b'.' } else { *b }).collect();
+    assert!(matches!(decode::<Ask>(&bad), Err(CodecError::Malformed(_))));
+}
+
+fn any_verb() -> impl Strategy<Value = Verb> {
+    let site = "[a-z0-9][a-z0-9._-]{0,20}".prop_map(|name| SiteName::new(&name).unwrap());
+    let pairs = proptest::collection::vec((".{0,12}", ".{0,40}"), 0..8);
+    prop_oneof![
+        any::<u32>().prop_map(|version| Verb::Hello { version }),
+        site.clone().prop_map(|site| Verb::OpenRoot { site }),
+        (site.clone(), ".{0,30}", pairs).prop_map(|(site, script, env)| Verb::SpawnCgi { site, script, env }),
+        site.prop_map(|site| Verb::ConnectApp { site }),
+        ".{0,30}".prop_map(|name| Verb::OpenCertificate { name }),
+        Just(Verb::Status),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn any_ask_survives_the_wire(tag: u64, verb in any_verb()) {
+        let ask = Ask { tag, verb };
+        prop_assert_eq!(decode::<Ask>(&encode(&ask).unwrap()).unwrap(), ask);
+    }
+
+    #[test]
+    fn hostile_bytes_decode_to_a_message_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        // What decodes must also be what its own encoding says, or two readers could disagree about it.
+        if let Ok(ask) = decode::<Ask>(&bytes) {
+            prop_assert_eq!(decode::<Ask>(&encode(&ask).unwrap()).unwrap(), ask);
+        }
+    }
+
+    #[test]
+    fn a_damaged_ask_never_panics(verb in any_verb(), at: prop::sample::Index, with: u8, cut: prop::sample::Index) {
+        let mut bytes = encode(&Ask { tag: 9, verb }).unwrap();
+        let at = at.index(bytes.len());
+        bytes[at] = with;
+        bytes.truncate(cut.index(bytes.len()) + 1);
+        if let Ok(ask) = decode::<Ask>(&bytes) {
+            prop_assert!(encode(&ask).is_ok());
+        }
+    }
+
+    #[test]
+    fn answers_survive_the_wire(tag: u64, code: u16, message in ".{0,200}") {
+        let reply = Reply::Failed { failure: Failure::Busy, code, message };
+        let answer = Answer::Reply { tag, reply };
+        prop_assert_eq!(decode::<Answer>(&encode(&answer).unwrap()).unwrap(), answer);
+    }
+}

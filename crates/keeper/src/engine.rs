@@ -1,0 +1,238 @@
+//! The verbs: who may have what, and getting it.
+//!
+//! It knows records and limits; nothing in it knows of sockets or messages. Not here: the connection
+//! (`server`), kept applications (`apps`), how things are opened and started (`roots`, `spawn`).
+
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
+use parking_lot::RwLock;
+use serde_json::json;
+
+use crate::apps::Apps;
+use crate::fault::{self, Fault};
+use crate::log::Budget;
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::process::{Handle, KINDS, Kind, Order, Processes};
+use crate::protocol::Failure;
+use crate::spawn::{self, Runner};
+use crate::sys::Identity;
+use crate::tree::Fence;
+use crate::workers::Workers;
+use crate::{cgi, roots};
+
+/// Everything the verbs need, on the keeper's one thread.
+pub struct Engine {
+    options: RefCell<Rc<Options>>,
+    table: Arc<RwLock<Table>>,
+    pub workers: Workers,
+    pub processes: Rc<Processes>,
+    pub apps: Apps,
+    pub metrics: Metrics,
+    /// Where sockets of PHP workers have a name for a moment.
+    php_sockets: Arc<OwnedFd>,
+    is_root: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("{what} {path}: {error}")]
+pub struct EngineError {
+    what: &'static str,
+    path: String,
+    #[source]
+    error: io::Error,
+}
+
+impl Engine {
+    pub fn new(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Self>, EngineError> {
+        let because = |what, path: &Path| {
+            let path = path.display().to_string();
+            move |error| EngineError { what, path, error }
+        };
+        let is_root = rustix::process::geteuid().is_root();
+        let fence = Arc::new(Fence::open(options.fence));
+        let workers =
+            Workers::start().map_err(because("cannot start threads for", Path::new("the keeper")))?;
+        let metrics = Metrics::new();
+        let php = options.runtime_dir.join("php");
+        let apps = options.runtime_dir.join("apps");
+        // Tenants pass through the directory of their applications' sockets; nobody lists it.
+        fresh_directory(&apps, 0o711).map_err(because("cannot make", &apps))?;
+        fresh_directory(&php, 0o700).map_err(because("cannot make", &php))?;
+        let php_sockets = spawn::open_directory(&php).map_err(because("cannot open", &php))?;
+        let processes = Processes::new(fence, workers.clone(), metrics.clone(), options.processes_max);
+        Ok(Rc::new(Self {
+            options: RefCell::new(Rc::new(options)),
+            table,
+            workers,
+            processes,
+            apps: Apps::new(apps),
+            metrics,
+            php_sockets: Arc::new(php_sockets),
+            is_root,
+        }))
+    }
+
+    /// Takes changed settings over; those that hold for life are left as they are.
+    pub fn set_options(&self, mut options: Options) {
+        let old = self.options();
+        options.runtime_dir.clone_from(&old.runtime_dir);
+        (options.edge_uid, options.fence) = (old.edge_uid, old.fence);
+        self.processes.set_total_max(options.processes_max);
+        *self.options.borrow_mut() = Rc::new(options);
+    }
+
+    pub fn options(&self) -> Rc<Options> {
+        Rc::clone(&self.options.borrow())
+    }
+
+    pub fn is_root(&self) -> bool {
+        self.is_root
+    }
+
+    /// Ends what runs for tenants and sites that are gone or are somebody else now.
+    pub fn records_changed(&self) {
+        self.apps.records_changed(self);
+        let table = self.table.read();
+        self.processes.end_where(|process| {
+            process.kind != Kind::App
+                && table
+                    .tenant(process.tenant.name.as_str())
+                    .is_none_or(|now| !same_runner(&now, &process.tenant))
+        });
+    }
+
+    pub fn site(&self, name: &SiteName) -> Result<(Arc<Site>, Arc<Tenant>), Fault> {
+        let table = self.table.read();
+        let known = table
+            .site(name.as_str())
+            .and_then(|site| table.tenant(site.tenant.as_str()).map(|tenant| (site, tenant)));
+        known.ok_or_else(|| {
+            Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no site '{name}'"))
+        })
+    }
+
+    pub fn tenant(&self, name: &TenantName) -> Result<Arc<Tenant>, Fault> {
+        self.table.read().tenant(name.as_str()).ok_or_else(|| {
+            Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no tenant '{name}'"))
+        })
+    }
+
+    /// Whose rights a tenant's work gets. Without root everything runs as the keeper itself.
+    pub fn runner(&self, tenant: &Tenant) -> Result<Runner, Fault> {
+        let options = self.options();
+        let identity = Identity { uid: tenant.uid, gid: tenant.gid };
+        if self.is_root && (tenant.uid == 0 || tenant.gid == 0 || tenant.uid == options.edge_uid) {
+            let message = format!(
+                "tenant '{}' has uid {} and gid {}: neither may be root's, nor the uid the edge's",
+                tenant.name, tenant.uid, tenant.gid
+            );
+            return Err(Fault::new(Failure::Forbidden, fault::TENANT_UID, message));
+        }
+        Ok(Runner { identity: self.is_root.then_some(identity), open_files_max: options.open_files_max })
+    }
+
+    pub async fn open_root(&self, name: &SiteName) -> Result<OwnedFd, Fault> {
+        let (site, tenant) = self.site(name)?;
+        let identity = self.runner(&tenant)?.identity;
+        self.on_worker(move || roots::open_root(&site, &tenant, identity)).await
+    }
+
+    pub async fn open_certificate(&self, name: String) -> Result<OwnedFd, Fault> {
+        let certificates = self.options().certificates.clone();
+        self.on_worker(move || roots::open_certificate(certificates.as_deref(), &name)).await
+    }
+
+    pub async fn spawn_cgi(
+        &self,
+        name: &SiteName,
+        script: String,
+        env: Vec<(String, String)>,
+    ) -> Result<(Handle, Vec<OwnedFd>), Fault> {
+        let (site, tenant) = self.site(name)?;
+        let Backend::Cgi(files) = &site.backend else { return Err(wrong_kind(&site, "cgi")) };
+        cgi::check_script(files, &script)?;
+        let options = self.options();
+        let runner = self.runner(&tenant)?;
+        let order = self.order(Kind::Cgi, &tenant, site.name.to_string(), options.cgi_per_tenant_max);
+        self.processes.start(order, move |leaf| spawn::cgi(&site, &tenant, &script, env, &runner, leaf)).await
+    }
+
+    pub async fn spawn_php(&self, name: &TenantName) -> Result<(Handle, Vec<OwnedFd>), Fault> {
+        let tenant = self.tenant(name)?;
+        let options = self.options();
+        let runner = self.runner(&tenant)?;
+        let most = tenant.php_workers.unwrap_or(options.php_workers_per_tenant);
+        let order = self.order(Kind::Php, &tenant, tenant.name.to_string(), most);
+        let (php_cgi, sockets) = (options.php_cgi.clone(), Arc::clone(&self.php_sockets));
+        self.processes.start(order, move |leaf| spawn::php(&php_cgi, &tenant, &sockets, &runner, leaf)).await
+    }
+
+    pub fn order(&self, kind: Kind, tenant: &Arc<Tenant>, label: String, per_tenant_max: u32) -> Order {
+        let bytes_max = self.options().stderr_bytes_max as usize;
+        let log = Budget { bytes_max, refills: kind != Kind::Cgi };
+        Order { kind, tenant: Arc::clone(tenant), label, per_tenant_max, log }
+    }
+
+    /// For `nagaya status`.
+    pub fn status(&self) -> String {
+        let kinds = KINDS.iter().map(|kind| {
+            let (running, started, failed) = self.processes.numbers(*kind);
+            (kind.as_str().to_owned(), json!({"running": running, "started": started, "failed": failed}))
+        });
+        let (revision, sites) = {
+            let table = self.table.read();
+            (table.revision(), table.site_count())
+        };
+        json!({
+            "fence": self.processes.fence().kind().as_str(),
+            "root": self.is_root,
+            "revision": revision,
+            "sites": sites,
+            "connections": self.metrics.connections.get(),
+            "processes": kinds.collect::<serde_json::Map<_, _>>(),
+            "apps": self.apps.status(),
+        })
+        .to_string()
+    }
+
+    pub async fn on_worker<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+    ) -> Result<T, Fault> {
+        self.workers.run(job)?.await.unwrap_or_else(|_| {
+            Err(Fault::new(Failure::Broken, fault::PROTOCOL, "the keeper failed inside; see its log"))
+        })
+    }
+}
+
+/// Whether processes of one may go on as the other's.
+pub fn same_runner(a: &Tenant, b: &Tenant) -> bool {
+    (a.uid, a.gid, &a.home) == (b.uid, b.gid, &b.home)
+}
+
+pub fn wrong_kind(site: &Site, wanted: &str) -> Fault {
+    let message = format!("site '{}' is of kind {}, not {wanted}", site.name, site.backend.kind());
+    Fault::new(Failure::Invalid, fault::WRONG_KIND, message)
+}
+
+/// An empty directory with exactly this mode. What a dead keeper left in it are sockets nobody listens on.
+fn fresh_directory(path: &Path, mode: u32) -> io::Result<()> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    match std::fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    std::fs::DirBuilder::new().mode(mode).create(path)?;
+    // The process's umask may have taken bits away.
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
+}

@@ -1,0 +1,86 @@
+//! Why the keeper refused a verb: a coarse failure for the edge, a code and a message for the operator.
+//!
+//! Not here: the HTTP status made of it (`edge::refusal`), the pages of the codes (`docs/errors`).
+
+use std::io;
+use std::path::Path;
+
+use nagaya_base::Code;
+
+use crate::protocol::{Failure, Reply};
+
+/// The keeper does not know this tenant or site.
+pub const UNKNOWN: Code = Code(301);
+/// The verb does not fit the kind of the site.
+pub const WRONG_KIND: Code = Code(302);
+/// A document root cannot be opened.
+pub const ROOT: Code = Code(303);
+/// The name of a program is not acceptable.
+pub const SCRIPT_NAME: Code = Code(304);
+/// A program is not there or may not run.
+pub const SCRIPT: Code = Code(305);
+/// A variable for a program is not acceptable.
+pub const ENVIRONMENT: Code = Code(306);
+/// A limit on processes is reached.
+pub const LIMIT: Code = Code(307);
+/// A program could not be started.
+pub const SPAWN: Code = Code(308);
+/// `php-cgi` is not installed.
+pub const NO_PHP: Code = Code(309);
+/// An application does not listen.
+pub const APP: Code = Code(310);
+/// An application failed and waits before it is started again.
+pub const APP_BACKOFF: Code = Code(311);
+/// A certificate cannot be opened.
+pub const CERTIFICATE: Code = Code(312);
+/// A message broke the protocol.
+pub const PROTOCOL: Code = Code(313);
+/// A tenant's uid must not run programs.
+pub const TENANT_UID: Code = Code(314);
+/// Processes survived their end.
+pub const UNKILLABLE: Code = Code(315);
+/// Process trees are not fenced.
+pub const NO_FENCE: Code = Code(316);
+/// The keeper cannot serve.
+pub const START: Code = Code(317);
+
+/// A refused verb.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{code}: {message}")]
+pub struct Fault {
+    pub failure: Failure,
+    pub code: Code,
+    pub message: String,
+}
+
+impl Fault {
+    pub fn new(failure: Failure, code: Code, message: impl Into<String>) -> Self {
+        Self { failure, code, message: message.into() }
+    }
+
+    /// What a failed look-up of `path` means to the one who asked.
+    pub fn of_path(code: Code, what: &str, path: &Path, error: io::Error) -> Self {
+        let failure = match rustix::io::Errno::from_io_error(&error) {
+            Some(errno) if is_missing(errno) => Failure::NotFound,
+            Some(errno) if is_forbidden(errno) => Failure::Forbidden,
+            _ => Failure::Broken,
+        };
+        Self::new(failure, code, format!("{what} {}: {error}", path.display()))
+    }
+
+    pub fn into_reply(self) -> Reply {
+        Reply::Failed { failure: self.failure, code: self.code.0, message: self.message }
+    }
+}
+
+fn is_missing(errno: rustix::io::Errno) -> bool {
+    use rustix::io::Errno;
+    matches!(errno, Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG)
+}
+
+/// `XDEV` is how `openat2` says that a path leaves the directory it was opened beneath, `LOOP` that it
+/// passes a link of `/proc`.
+fn is_forbidden(errno: rustix::io::Errno) -> bool {
+    use rustix::io::Errno;
+    matches!(errno, Errno::ACCESS | Errno::PERM | Errno::XDEV | Errno::LOOP)
+}

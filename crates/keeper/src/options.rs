@@ -1,0 +1,65 @@
+//! The keeper's settings, as the supervisor sends them in the first frame of the feed.
+//!
+//! Not here: the file's grammar and its checks (`nagaya::config`), settings of one site (`cmdb::record`).
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid` and `fence` hold for the life of
+/// the process; the others follow a changed configuration at once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Options {
+    /// Sockets of PHP workers and applications are made beneath it. Tenants must be able to traverse it.
+    pub runtime_dir: PathBuf,
+    /// Directory of `<name>.pem` files, each a chain and its key. None: no name has a certificate.
+    pub certificates: Option<PathBuf>,
+    /// Only this uid and root may connect.
+    pub edge_uid: u32,
+    pub php_cgi: PathBuf,
+    /// PHP workers one tenant may have at once, where its record gives no number.
+    pub php_workers_per_tenant: u32,
+    /// CGI programs one tenant may have running at once.
+    pub cgi_per_tenant_max: u32,
+    /// Processes of all kinds the keeper starts at once; beyond it, it answers that it is busy.
+    pub processes_max: u32,
+    /// Largest number of open files of a started program (`RLIMIT_NOFILE`).
+    pub open_files_max: u64,
+    /// How long an application may take until it listens, where its site's record gives no number.
+    pub app_start_ms: u64,
+    /// Bytes of standard error logged for one program, and per minute for one that is kept.
+    pub stderr_bytes_max: u32,
+    pub fence: FenceChoice,
+}
+
+/// What keeps a process tree together, so that it can be ended as one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FenceChoice {
+    /// The first that works, in the order of this list.
+    #[default]
+    Auto,
+    CgroupV2,
+    CgroupV1,
+    /// No cgroup: a program that leaves its process group outlives its end.
+    ProcessGroup,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            runtime_dir: "/run/nagaya".into(),
+            certificates: None,
+            edge_uid: 0,
+            php_cgi: "/usr/bin/php-cgi".into(),
+            php_workers_per_tenant: 4,
+            cgi_per_tenant_max: 256,
+            processes_max: 4096,
+            open_files_max: 1024,
+            app_start_ms: 30_000,
+            stderr_bytes_max: 64 * 1024,
+            fence: FenceChoice::Auto,
+        }
+    }
+}

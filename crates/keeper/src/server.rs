@@ -1,0 +1,427 @@
+//! The keeper's process: its start, its connections, its end.
+//!
+//! One thread runs everything but what blocks. Each connection is one edge thread; what was leased to it
+//! ends with it. Not here: what the verbs do (`engine`), bytes and descriptors (`codec`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::future::pending;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_cmdb::Table;
+use nagaya_cmdb::feed::Question;
+use parking_lot::RwLock;
+use rustix::net::SocketFlags;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{LocalSet, spawn_local};
+use tokio::time::sleep;
+
+use crate::codec::{self, CodecError};
+use crate::engine::{Engine, EngineError};
+use crate::fault::{self, Fault};
+use crate::feed::{self, Event, FeedError};
+use crate::options::Options;
+use crate::process::Handle;
+use crate::protocol::{Answer, Ask, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::sys;
+use crate::tree;
+
+/// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
+const CONNECTIONS_MAX: i64 = 64;
+
+/// Verbs of one connection that may be under way.
+const IN_FLIGHT_MAX: usize = 1024;
+
+/// Process trees leased to one connection.
+pub const PROCESSES_PER_CONNECTION_MAX: usize = 4096;
+
+/// Answers that may wait for a peer to read them: each verb and each process has at most one.
+const ANSWERS_MAX: usize = IN_FLIGHT_MAX + PROCESSES_PER_CONNECTION_MAX;
+
+/// Messages of the feed that may wait.
+const EVENTS_MAX: usize = 64;
+
+/// How long everything that runs may take to end when the keeper ends.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Pause after an accept failed for want of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What the supervisor hands to the keeper's process.
+#[derive(Debug)]
+pub struct Start {
+    /// A bound and listening Unix socket of type `SOCK_SEQPACKET`.
+    pub listener: OwnedFd,
+    /// The feed from the supervisor (`cmdb::feed`).
+    pub feed: UnixStream,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum ServeError {
+    #[error("cannot set up the keeper's process: {0}")]
+    Setup(#[from] io::Error),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Feed(#[from] FeedError),
+    #[error("the supervisor ended before it sent settings and records")]
+    NoStart,
+}
+
+/// The main function of `nagaya keeper`. Returns when the feed says so or ends, or on `SIGTERM`, once
+/// everything it started has ended.
+pub fn run(start: Start) -> ExitCode {
+    match serve(start) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{}: the keeper ends: {error}", fault::START);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(start: Start) -> Result<(), ServeError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let table = Arc::new(RwLock::new(Table::new()));
+    let (events, mut incoming) = mpsc::channel(EVENTS_MAX);
+    feed::start(start.feed, Arc::clone(&table), events)?;
+    rustix::io::ioctl_fionbio(&start.listener, true).map_err(io::Error::from)?;
+    LocalSet::new().block_on(&runtime, async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        // A terminal's Ctrl-C reaches the whole process group; the supervisor alone acts on it. Having a
+        // handler is what keeps these two from ending the process.
+        let _ignored = (signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?);
+        let Some(engine) = begin(&mut incoming, table).await? else { return Err(ServeError::NoStart) };
+        let listener = sys::watch(start.listener, Interest::READABLE)?;
+        let result = tokio::select! {
+            result = follow(&engine, &mut incoming) => result,
+            () = accept(&engine, &listener) => Ok(()),
+            _ = terminate.recv() => Ok(()),
+        };
+        if !engine.processes.close(CLOSE_TIMEOUT).await {
+            tracing::error!("{}: some processes survived SIGKILL for {CLOSE_TIMEOUT:?}", fault::UNKILLABLE);
+        }
+        result
+    })
+}
+
+/// Waits for settings and the first complete set of records.
+async fn begin(
+    incoming: &mut mpsc::Receiver<Event>,
+    table: Arc<RwLock<Table>>,
+) -> Result<Option<Rc<Engine>>, ServeError> {
+    let mut engine: Option<Rc<Engine>> = None;
+    while let Some(event) = incoming.recv().await {
+        match (event, &engine) {
+            (Event::Options(options), None) => engine = Some(start_engine(*options, Arc::clone(&table))?),
+            (Event::Options(options), Some(engine)) => engine.set_options(*options),
+            (Event::Committed, Some(_)) => return Ok(engine),
+            (Event::Ask { question, answer }, Some(engine)) => {
+                let _ = answer.send(answer_to(engine, question));
+            }
+            (Event::Committed | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
+            (Event::Broken(error), _) => return Err(error.into()),
+        }
+    }
+    Ok(None)
+}
+
+fn start_engine(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Engine>, ServeError> {
+    let engine = Engine::new(options, table)?;
+    if engine.is_root() {
+        sys::forbid_dumping()?;
+    } else {
+        tracing::warn!(
+            "the keeper is not root: all sites run under its own uid and can reach each other's files"
+        );
+    }
+    let fence = engine.processes.fence().kind();
+    tracing::info!(fence = fence.as_str(), "the keeper starts");
+    if fence == tree::Kind::ProcessGroup {
+        tracing::warn!(
+            "{}: no cgroup can be used: a program that detaches itself outlives its request",
+            fault::NO_FENCE
+        );
+    }
+    Ok(engine)
+}
+
+/// Acts on the feed until it says or means the end.
+async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Result<(), ServeError> {
+    while let Some(event) = incoming.recv().await {
+        match event {
+            Event::Options(options) => engine.set_options(*options),
+            Event::Committed => engine.records_changed(),
+            Event::Ask { question, answer } => {
+                // Whoever asked may have closed the feed; its end arrives next.
+                let _ = answer.send(answer_to(engine, question));
+            }
+            Event::Drain => return Ok(()),
+            Event::Broken(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+fn answer_to(engine: &Engine, question: Question) -> String {
+    match question {
+        Question::Metrics => engine.metrics.encode(),
+        Question::Status => engine.status(),
+    }
+}
+
+async fn accept(engine: &Rc<Engine>, listener: &AsyncFd<OwnedFd>) {
+    loop {
+        let Ok(mut ready) = listener.readable().await else { return pending().await };
+        let accepted = ready.try_io(|listener| {
+            Ok(rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?)
+        });
+        match accepted {
+            Ok(Ok(socket)) => admit(engine, socket),
+            Ok(Err(error)) => {
+                tracing::error!(%error, "the keeper cannot take a connection; is the limit on open files reached?");
+                sleep(ACCEPT_PAUSE).await;
+            }
+            Err(_not_ready) => {}
+        }
+    }
+}
+
+/// Takes a connection, if it is the edge's or root's and there is room.
+fn admit(engine: &Rc<Engine>, socket: OwnedFd) {
+    let peer = match rustix::net::sockopt::socket_peercred(&socket) {
+        Ok(peer) => peer,
+        Err(error) => {
+            tracing::warn!(%error, "a connection whose peer is not known is refused");
+            return;
+        }
+    };
+    let uid = peer.uid.as_raw();
+    let own = rustix::process::geteuid().as_raw();
+    if ![engine.options().edge_uid, 0, own].contains(&uid) {
+        tracing::warn!(
+            uid,
+            pid = peer.pid.as_raw_nonzero(),
+            "a connection of another uid than the edge's is refused"
+        );
+        return;
+    }
+    if engine.metrics.connections.get() >= CONNECTIONS_MAX {
+        tracing::warn!("{CONNECTIONS_MAX} connections are open already; another one is refused");
+        return;
+    }
+    match sys::watch(socket, Interest::READABLE | Interest::WRITABLE) {
+        Ok(socket) => {
+            engine.metrics.connections.add(1);
+            spawn_local(converse(Rc::clone(engine), socket));
+        }
+        Err(error) => tracing::error!(%error, "a connection cannot be watched and is closed"),
+    }
+}
+
+/// One edge thread's connection.
+struct Connection {
+    engine: Rc<Engine>,
+    answers: mpsc::Sender<(Vec<u8>, Vec<OwnedFd>)>,
+    leased: RefCell<HashMap<ProcessId, Handle>>,
+    in_flight: Cell<usize>,
+    greeted: Cell<bool>,
+    closed: Cell<bool>,
+    /// The peer does not read what it asked for, or broke the protocol.
+    hang_up: Notify,
+}
+
+async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
+    let socket = Rc::new(socket);
+    let (answers, outgoing) = mpsc::channel(ANSWERS_MAX);
+    let connection = Rc::new(Connection {
+        engine: Rc::clone(&engine),
+        answers,
+        leased: RefCell::default(),
+        in_flight: Cell::new(0),
+        greeted: Cell::new(false),
+        closed: Cell::new(false),
+        hang_up: Notify::new(),
+    });
+    let writer = spawn_local(write_answers(Rc::clone(&socket), outgoing));
+    let end = tokio::select! {
+        end = read_asks(&connection, &socket) => end,
+        () = connection.hang_up.notified() => CodecError::Closed,
+    };
+    match end {
+        CodecError::Closed => tracing::debug!("a connection of the edge ended"),
+        error => tracing::warn!("{}: a connection is closed: {error}", fault::PROTOCOL),
+    }
+    writer.abort();
+    connection.closed.set(true);
+    // Each handle that is dropped ends its tree.
+    connection.leased.borrow_mut().clear();
+    engine.metrics.connections.add(-1);
+}
+
+async fn read_asks(connection: &Rc<Connection>, socket: &AsyncFd<OwnedFd>) -> CodecError {
+    let mut buffer = Vec::new();
+    loop {
+        match receive::<Ask>(socket, &mut buffer).await {
+            // No verb takes descriptors: whatever came along is closed here.
+            Ok((ask, fds)) => {
+                drop(fds);
+                take(connection, ask);
+            }
+            Err(error) => return error,
+        }
+    }
+}
+
+/// The next message, however long it takes.
+pub(crate) async fn receive<T: serde::de::DeserializeOwned>(
+    socket: &AsyncFd<OwnedFd>,
+    buffer: &mut Vec<u8>,
+) -> Result<(T, Vec<OwnedFd>), CodecError> {
+    loop {
+        let mut ready = socket.readable().await.map_err(|_| CodecError::Closed)?;
+        match codec::receive(socket, buffer) {
+            Err(CodecError::NotReady) => ready.clear_ready(),
+            received => return received,
+        }
+    }
+}
+
+/// Sends one message, however long it takes.
+pub(crate) async fn send(socket: &AsyncFd<OwnedFd>, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), CodecError> {
+    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+    loop {
+        let mut ready = socket.writable().await.map_err(|_| CodecError::Closed)?;
+        match codec::send(socket, bytes, &fds) {
+            Err(CodecError::NotReady) => ready.clear_ready(),
+            sent => return sent,
+        }
+    }
+}
+
+async fn write_answers(socket: Rc<AsyncFd<OwnedFd>>, mut outgoing: mpsc::Receiver<(Vec<u8>, Vec<OwnedFd>)>) {
+    while let Some((bytes, fds)) = outgoing.recv().await {
+        if send(&socket, &bytes, &fds).await.is_err() {
+            // The reader learns the same from the socket, and closes.
+            return;
+        }
+    }
+}
+
+/// Begins one verb.
+fn take(connection: &Rc<Connection>, ask: Ask) {
+    let Ask { tag, verb } = ask;
+    let refuse = |failure, code, message: &str| {
+        connection.reply(tag, Fault::new(failure, code, message).into_reply(), Vec::new());
+    };
+    match verb {
+        Verb::Hello { version } if version == PROTOCOL_VERSION => {
+            connection.greeted.set(true);
+            connection.reply(tag, Reply::Hello { version }, Vec::new());
+        }
+        _ if !connection.greeted.get() => {
+            refuse(Failure::Invalid, fault::PROTOCOL, "the first message must be Hello of this version");
+        }
+        Verb::End { process } => {
+            connection.leased.borrow_mut().remove(&process);
+        }
+        _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
+            refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
+        }
+        verb => {
+            connection.in_flight.set(connection.in_flight.get() + 1);
+            let connection = Rc::clone(connection);
+            spawn_local(async move {
+                match answer(&connection, verb).await {
+                    Ok((reply, fds)) => connection.reply(tag, reply, fds),
+                    Err(fault) => {
+                        tracing::debug!("{fault}");
+                        connection.reply(tag, fault.into_reply(), Vec::new());
+                    }
+                }
+                connection.in_flight.set(connection.in_flight.get() - 1);
+            });
+        }
+    }
+}
+
+/// Does one verb.
+async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<OwnedFd>), Fault> {
+    let engine = &connection.engine;
+    match verb {
+        Verb::OpenRoot { site } => Ok((Reply::Root, vec![engine.open_root(&site).await?])),
+        Verb::OpenCertificate { name } => {
+            Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
+        }
+        Verb::ConnectApp { site } => Ok((Reply::Connected, vec![engine.apps.connect(engine, &site).await?])),
+        Verb::SpawnCgi { site, script, env } => {
+            connection.room_for_process()?;
+            let (handle, fds) = engine.spawn_cgi(&site, script, env).await?;
+            Ok((connection.lease(handle), fds))
+        }
+        Verb::SpawnPhp { tenant } => {
+            connection.room_for_process()?;
+            let (handle, fds) = engine.spawn_php(&tenant).await?;
+            Ok((connection.lease(handle), fds))
+        }
+        Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
+        Verb::Hello { .. } | Verb::End { .. } => {
+            Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
+        }
+    }
+}
+
+impl Connection {
+    fn room_for_process(&self) -> Result<(), Fault> {
+        // What is under way may become a process too.
+        if self.leased.borrow().len() + self.in_flight.get() > PROCESSES_PER_CONNECTION_MAX {
+            let message = format!("{PROCESSES_PER_CONNECTION_MAX} processes are leased to one connection");
+            return Err(Fault::new(Failure::Busy, fault::LIMIT, message));
+        }
+        Ok(())
+    }
+
+    /// Keeps the tree for the peer, and tells it when the tree has ended.
+    fn lease(self: &Rc<Self>, handle: Handle) -> Reply {
+        let process = handle.id();
+        let ended = handle.ended();
+        // A peer that left meanwhile gets nothing: dropping the handle ends the tree.
+        if !self.closed.get() {
+            self.leased.borrow_mut().insert(process, handle);
+            let connection = Rc::clone(self);
+            // Queued behind this one's reply, which is sent before another task runs.
+            spawn_local(async move {
+                let exit = ended.await;
+                connection.leased.borrow_mut().remove(&process);
+                connection.queue(&Answer::Ended { process, exit }, Vec::new());
+            });
+        }
+        Reply::Spawned { process }
+    }
+
+    fn reply(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
+        self.queue(&Answer::Reply { tag, reply }, fds);
+    }
+
+    fn queue(&self, answer: &Answer, fds: Vec<OwnedFd>) {
+        let queued = match codec::encode(answer) {
+            Ok(bytes) => self.answers.try_send((bytes, fds)).is_ok(),
+            Err(error) => {
+                tracing::error!(%error, "an answer cannot be encoded");
+                false
+            }
+        };
+        if !queued {
+            self.hang_up.notify_one();
+        }
+    }
+}

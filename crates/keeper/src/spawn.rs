@@ -1,0 +1,258 @@
+//! Starting programs: CGI, PHP workers, applications. Pipes and sockets are wired here.
+//!
+//! All of it blocks for up to a millisecond: call it from `workers`. Not here: who may start what
+//! (`engine`), how long it lives (`process`), the system calls (`sys`).
+
+use std::ffi::{CString, OsStr};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use nagaya_cmdb::record::App;
+use nagaya_cmdb::{Site, Tenant};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::pipe::PipeFlags;
+
+use crate::cgi;
+use crate::fault::{self, Fault};
+use crate::protocol::Failure;
+use crate::roots;
+use crate::sys::{self, Child, Identity, Image, SpawnError, Step};
+use crate::tree::Leaf;
+
+/// A started program and the keeper's and the edge's ends of what it talks through.
+#[derive(Debug)]
+pub struct Started {
+    pub child: Child,
+    /// What it writes for the log.
+    pub log: OwnedFd,
+    /// For the edge, in the order the protocol names them.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// For whom a program runs.
+#[derive(Debug, Clone)]
+pub struct Runner {
+    pub identity: Option<Identity>,
+    pub open_files_max: u64,
+}
+
+/// Starts a program of a CGI site.
+pub fn cgi(
+    site: &Site,
+    tenant: &Tenant,
+    script: &str,
+    env: Vec<(String, String)>,
+    runner: &Runner,
+    leaf: &Leaf,
+) -> Result<Started, Fault> {
+    let files = site.backend.files().expect("the engine starts only sites of kind cgi here");
+    let found = roots::find_script(site, tenant, runner.identity, script)?;
+    let env = cgi::environment(env, &roots::root_path(files, tenant)?, script, &files.env)?;
+    let program = c_text(found.path.as_os_str())?;
+    let directory = c_text(found.path.parent().unwrap_or(&found.root).as_os_str())?;
+    let wire = || -> io::Result<_> {
+        let (stdin, to_program) = pipe()?;
+        let (from_program, stdout) = pipe()?;
+        let (log, stderr) = pipe()?;
+        // The edge waits for readiness; the program must not learn of that, so only our ends are changed.
+        for ours in [&to_program, &from_program] {
+            rustix::io::ioctl_fionbio(ours, true)?;
+        }
+        Ok((stdin, to_program, from_program, stdout, log, stderr))
+    };
+    let (stdin, to_program, from_program, stdout, log, stderr) = wire().map_err(|e| not_wired(script, &e))?;
+    let child = sys::spawn(&Image {
+        programs: std::slice::from_ref(&program),
+        args: std::slice::from_ref(&program),
+        env: &env,
+        directory: &directory,
+        identity: runner.identity,
+        stdio: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+        entrance: leaf.entrance(),
+        open_files_max: runner.open_files_max,
+    })
+    .map_err(|error| not_started(&found.path, error))?;
+    Ok(Started { child, log, fds: vec![to_program, from_program] })
+}
+
+/// Starts a PHP worker whose one connection is already made. Its socket has a path only until then.
+pub fn php(
+    php_cgi: &Path,
+    tenant: &Tenant,
+    sockets: &OwnedFd,
+    runner: &Runner,
+    leaf: &Leaf,
+) -> Result<Started, Fault> {
+    let wire = || -> io::Result<_> {
+        let (listener, connection) = connected_listener(sockets)?;
+        let (log, stderr) = pipe()?;
+        Ok((listener, connection, log, stderr))
+    };
+    let (listener, connection, log, stderr) = wire().map_err(|e| not_wired("php-cgi", &e))?;
+    let program = c_text(php_cgi.as_os_str())?;
+    let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
+    let mut env = vec![
+        cgi::variable("PATH", cgi::PATH.as_bytes())?,
+        // One process for one connection; the edge decides how many requests it serves.
+        c"PHP_FCGI_CHILDREN=0".to_owned(),
+        c"PHP_FCGI_MAX_REQUESTS=0".to_owned(),
+    ];
+    if let Some(home) = &tenant.home {
+        env.push(cgi::variable("HOME", home.as_os_str().as_bytes())?);
+    }
+    let child = sys::spawn(&Image {
+        programs: std::slice::from_ref(&program),
+        args: std::slice::from_ref(&program),
+        env: &env,
+        directory: &directory,
+        identity: runner.identity,
+        stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
+        entrance: leaf.entrance(),
+        open_files_max: runner.open_files_max,
+    })
+    .map_err(|error| match (error.step, error.error.kind()) {
+        (Step::Program, io::ErrorKind::NotFound) => Fault::new(
+            Failure::Broken,
+            fault::NO_PHP,
+            format!("there is no {}: install php-cgi, or set its path", php_cgi.display()),
+        ),
+        _ => not_started(php_cgi, error),
+    })?;
+    Ok(Started { child, log, fds: vec![connection] })
+}
+
+/// Where an application is told to listen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    Socket(PathBuf),
+    /// On the loopback address.
+    Port(u16),
+}
+
+/// Starts an application. Its standard output and error both go to the log.
+pub fn app(
+    app: &App,
+    tenant: &Tenant,
+    address: &Address,
+    runner: &Runner,
+    leaf: &Leaf,
+) -> Result<Started, Fault> {
+    let (name, value) = match address {
+        Address::Socket(path) => ("NAGAYA_SOCKET", path.to_string_lossy().into_owned()),
+        Address::Port(port) => ("PORT", port.to_string()),
+    };
+    let fill = |text: &String| match address {
+        Address::Socket(_) => text.replace("{socket}", &value),
+        Address::Port(_) => text.replace("{port}", &value),
+    };
+    let command: Vec<String> = app.command.iter().map(fill).collect();
+    let Some(program) = command.first().filter(|program| !program.is_empty()) else {
+        return Err(Fault::new(Failure::Broken, fault::SPAWN, "its command is empty: name a program"));
+    };
+    let home = tenant.home.as_deref().unwrap_or(Path::new("/"));
+    // An absolute directory replaces the home.
+    let directory = c_text(home.join(&app.directory).as_os_str())?;
+    let mut env = std::collections::BTreeMap::from([
+        ("PATH".to_owned(), cgi::PATH.to_owned()),
+        ("HOME".to_owned(), home.to_string_lossy().into_owned()),
+    ]);
+    env.extend(app.env.clone());
+    env.insert(name.to_owned(), value);
+    let env = env.iter().map(|(name, value)| cgi::variable(name, value.as_bytes()));
+    let wire = || -> io::Result<_> { Ok((OwnedFd::from(File::open("/dev/null")?), pipe()?)) };
+    let (nothing, (log, output)) = wire().map_err(|e| not_wired(program, &e))?;
+    let child = sys::spawn(&Image {
+        programs: &candidates(program)?,
+        args: &command.iter().map(|arg| c_text(OsStr::new(arg))).collect::<Result<Vec<_>, _>>()?,
+        env: &env.collect::<Result<Vec<_>, _>>()?,
+        directory: &directory,
+        identity: runner.identity,
+        stdio: [nothing.as_fd(), output.as_fd(), output.as_fd()],
+        entrance: leaf.entrance(),
+        open_files_max: runner.open_files_max,
+    })
+    .map_err(|error| not_started(Path::new(program), error))?;
+    Ok(Started { child, log, fds: Vec::new() })
+}
+
+/// The paths a program's name can mean: itself if it has a `/`, else one for each directory of `PATH`.
+fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
+    if program.contains('/') {
+        return Ok(vec![c_text(OsStr::new(program))?]);
+    }
+    cgi::PATH.split(':').map(|dir| c_text(Path::new(dir).join(program).as_os_str())).collect()
+}
+
+/// A listening socket with one connection waiting in it, and that connection's other end.
+fn connected_listener(sockets: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut random = [0; 16];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+    let name = format!("w{:032x}", u128::from_ne_bytes(random));
+    // Through the directory's descriptor: the path to it may be longer than a socket address can be.
+    let address = SocketAddrUnix::new(format!("/proc/self/fd/{}/{name}", sockets.as_raw_fd()))?;
+    let socket = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let listener = above_stdio(socket(SocketFlags::CLOEXEC)?)?;
+    rustix::net::bind(&listener, &address)?;
+    let connect = || -> io::Result<OwnedFd> {
+        rustix::net::listen(&listener, 1)?;
+        let connection = socket(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
+        rustix::net::connect(&connection, &address)?;
+        Ok(connection)
+    };
+    let connection = connect();
+    rustix::fs::unlinkat(sockets, &name, AtFlags::empty())?;
+    Ok((listener, connection?))
+}
+
+/// Opens a directory that holds sockets, for `php`.
+pub fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(CWD, path, flags, Mode::empty())?)
+}
+
+/// A pipe whose ends are not among the standard three, so that wiring a child cannot overwrite one.
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    Ok((above_stdio(read)?, above_stdio(write)?))
+}
+
+fn above_stdio(fd: OwnedFd) -> io::Result<OwnedFd> {
+    if fd.as_raw_fd() > 2 { Ok(fd) } else { Ok(rustix::io::fcntl_dupfd_cloexec(&fd, 3)?) }
+}
+
+fn c_text(text: &OsStr) -> Result<CString, Fault> {
+    CString::new(text.as_bytes()).map_err(|_| {
+        Fault::new(Failure::Broken, fault::SPAWN, format!("'{}' has a NUL byte", text.to_string_lossy()))
+    })
+}
+
+fn not_wired(what: &str, error: &io::Error) -> Fault {
+    let message = format!("cannot make the pipes of '{what}': {error}; is the limit on open files reached?");
+    Fault::new(Failure::Busy, fault::SPAWN, message)
+}
+
+fn not_started(program: &Path, SpawnError { step, error }: SpawnError) -> Fault {
+    let program = program.display();
+    let (failure, why) = match (step, error.raw_os_error().map(rustix::io::Errno::from_raw_os_error)) {
+        (_, Some(rustix::io::Errno::AGAIN | rustix::io::Errno::NOMEM)) => {
+            (Failure::Busy, "the limit on processes or memory is reached")
+        }
+        (Step::Directory, _) => (Failure::Forbidden, "its directory cannot be entered by the tenant"),
+        (Step::Program, Some(rustix::io::Errno::ACCESS)) => {
+            (Failure::Forbidden, "the tenant may not execute it or its '#!' interpreter")
+        }
+        (Step::Program, Some(rustix::io::Errno::NOENT)) => {
+            (Failure::Broken, "it, or the interpreter its first line names, does not exist")
+        }
+        (Step::Program, Some(rustix::io::Errno::NOEXEC)) => {
+            (Failure::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
+        }
+        (Step::Clone | Step::Fence, _) => (Failure::Broken, "no process can be made in a cgroup of its own"),
+        _ => (Failure::Broken, "the system refused a step on the way to it"),
+    };
+    Fault::new(failure, fault::SPAWN, format!("cannot start {program}: {why} ({step:?}: {error})"))
+}
