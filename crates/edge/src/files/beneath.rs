@@ -16,6 +16,9 @@ use crate::refusal::Refusal;
 /// again is what openat2(2) advises; a tenant that renames in a loop gets a refusal, not this thread.
 const OPEN_ATTEMPTS_MAX: usize = 8;
 
+/// What only the node can be blamed for; any other failure to open a file may be a tenant's doing.
+pub(super) const OUT_OF_DESCRIPTORS: Refusal = Refusal::Overloaded("too many open files");
+
 /// Which file it is, and in which state. Any write, truncation, chmod or replacement changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stamp {
@@ -108,7 +111,7 @@ pub(super) fn refusal(errno: Errno) -> Refusal {
         // A Unix socket, or a device without a driver.
         Errno::NXIO | Errno::NODEV => Refusal::Forbidden("it is neither a file nor a directory"),
         Errno::ACCESS | Errno::PERM => Refusal::Forbidden("its permissions do not allow it"),
-        Errno::MFILE | Errno::NFILE => Refusal::Overloaded("too many open files"),
+        Errno::MFILE | Errno::NFILE => OUT_OF_DESCRIPTORS,
         Errno::NOMEM | Errno::AGAIN | Errno::INTR => Refusal::Overloaded("a file cannot be opened just now"),
         other => Refusal::SiteBroken(format!("a file beneath the document root cannot be read: {other}")),
     }

@@ -236,11 +236,11 @@ fn open(root: &Root, path: &CStr) -> Result<Opened, Refusal> {
 }
 
 /// A sibling counts if it can be read and is not older than the plain file. Whatever else is wrong with it is no
-/// reason to refuse the plain one, unless the node itself is out of something.
+/// reason to refuse the plain one, unless the node is out of descriptors.
 fn open_sibling(root: &Root, path: &CStr, plain: &Stamp) -> Result<Option<Source>, Refusal> {
     match beneath::open(root.dir(), path) {
         Ok(Opened::File(file, stamp)) if stamp.mtime >= plain.mtime => Source::read(file, stamp).map(Some),
-        Err(refusal @ Refusal::Overloaded(_)) => Err(refusal),
+        Err(refusal) if refusal == beneath::OUT_OF_DESCRIPTORS => Err(refusal),
         Ok(_) | Err(_) => Ok(None),
     }
 }

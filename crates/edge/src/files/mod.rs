@@ -25,7 +25,7 @@ mod tests;
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::header::{
     ALLOW, CACHE_CONTROL, CONTENT_LOCATION, CONTENT_TYPE, ETAG, HeaderValue, LAST_MODIFIED, LOCATION, RANGE,
@@ -140,8 +140,7 @@ impl FileServer {
     }
 
     /// Closes and forgets what was idle for `IDLE_MAX`. To be called every few seconds.
-    pub fn drop_idle(&self) {
-        let now = self.clock.now();
+    pub fn drop_idle(&self, now: Instant) {
         self.cache.borrow_mut().drop_idle(now, IDLE_MAX);
         self.roots.close_idle(now, IDLE_MAX);
     }
@@ -259,7 +258,7 @@ impl FileServer {
             Ok(Loaded::Missing) => Ok(Fetched::Missing),
             Err(refusal) => {
                 // The descriptors kept here may be the ones that are missing; the next request finds them free.
-                if matches!(refusal, Refusal::Overloaded(_)) {
+                if refusal == beneath::OUT_OF_DESCRIPTORS {
                     self.cache.borrow_mut().clear();
                 }
                 Err(refusal)

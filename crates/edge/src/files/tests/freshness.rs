@@ -157,7 +157,7 @@ fn an_idle_entry_is_dropped_and_its_descriptor_closed() {
     world.get("/old.bin");
     world.clock.pass(IDLE_MAX);
     world.get("/new.txt");
-    world.server.drop_idle();
+    world.server.drop_idle(world.clock.now());
     assert_eq!(world.kept(), 1);
     assert!(world.server.cache.borrow_mut().get(world.root.id(), "new.txt", world.clock.now()).is_some());
 }
@@ -214,7 +214,7 @@ async fn a_root_is_opened_once_and_again_when_it_is_old_or_another() {
     opener.root(&site("a", "other")).await;
     assert_eq!(*opener.asked.borrow(), ["root", "root", "other"]);
     world.clock.pass(IDLE_MAX);
-    world.server.drop_idle();
+    world.server.drop_idle(world.clock.now());
     assert_eq!(world.server.roots.len(), 0);
 }
 
