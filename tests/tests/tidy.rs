@@ -1,0 +1,521 @@
+//! House style as a test: what reviewers would otherwise have to say again and again. Each failure says what to do.
+//!
+//! Not here: what `rustfmt` and `clippy` check already (`./dev lint`), and whether the program works (`e2e_*`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Lines of one source file.
+const FILE_LINES_MAX: usize = 999;
+/// Lines of one function, from its signature to its closing brace.
+const FUNCTION_LINES_MAX: usize = 70;
+
+/// Functions that may be longer, as `path::name`. It stays empty: split the function instead.
+const LONG_FUNCTIONS: &[&str] = &[];
+
+/// The files that may hold `unsafe`, each fencing calls into the kernel.
+const UNSAFE_FILES: &[&str] =
+    &["crates/keeper/src/sys.rs", "crates/nagaya/src/inherit.rs", "crates/edge/src/sys.rs"];
+
+/// Which of our crates each crate may use. They stand in order: a crate uses only crates above it.
+const DEPENDENCIES: &[(&str, &[&str])] = &[
+    ("base", &[]),
+    ("telemetry", &["base"]),
+    ("cmdb", &["telemetry", "base"]),
+    ("keeper", &["cmdb", "telemetry", "base"]),
+    ("edge", &["keeper", "cmdb", "telemetry", "base"]),
+    ("nagaya", &["edge", "keeper", "cmdb", "telemetry", "base"]),
+    // The developer's packages speak to the built program as its users do, and nothing ships with them.
+    ("tests", &[]),
+    ("xtask", &[]),
+];
+
+/// Files whose tests may sleep, with why waiting for a condition would not do.
+const SLEEPING_TESTS: &[(&str, &str)] = &[
+    ("tests/src/wait.rs", "polls a condition of another process until its deadline"),
+    ("tests/src/backend.rs", "plays a server that is slow on purpose"),
+];
+
+// === The rules ===
+
+#[test]
+fn each_source_file_begins_by_saying_what_it_is() {
+    check(sources(), "begin the file with `//!`: what it is, what it is not, and where that lives", |file| {
+        (!file.text.starts_with("//! ")).then(|| file.path.clone()).into_iter().collect()
+    });
+}
+
+#[test]
+fn no_source_file_is_too_long() {
+    check(sources(), "split the file by what changes together", |file| {
+        let lines = file.text.lines().count();
+        (lines > FILE_LINES_MAX).then(|| format!("{}: {lines} lines", file.path)).into_iter().collect()
+    });
+}
+
+#[test]
+fn no_function_is_too_long() {
+    check(sources(), "split the function; the list LONG_FUNCTIONS only ever gets shorter", |file| {
+        functions(&file.text)
+            .into_iter()
+            .filter(|(_, lines)| *lines > FUNCTION_LINES_MAX)
+            .map(|(name, lines)| (format!("{}::{name}", file.path), lines))
+            .filter(|(name, _)| !LONG_FUNCTIONS.contains(&name.as_str()))
+            .map(|(name, lines)| format!("{name}: {lines} lines"))
+            .collect()
+    });
+}
+
+#[test]
+fn unsafe_code_is_where_it_is_listed() {
+    check(sources(), "use a safe wrapper of rustix or nix, or move it to a file of UNSAFE_FILES", |file| {
+        if UNSAFE_FILES.contains(&file.path.as_str()) {
+            return Vec::new();
+        }
+        let marks = [concat!("allow(unsafe", "_code"), concat!("unsafe", " {"), concat!("unsafe", " fn")];
+        lines_with(file, |line| marks.iter().any(|mark| code_of(line).contains(mark)))
+    });
+}
+
+#[test]
+fn input_cannot_panic_the_program() {
+    let production =
+        sources().into_iter().filter(|file| file.path.starts_with("crates/") && !is_test(&file.path));
+    check(production, "return an error, or say with `expect(\"...\")` why it cannot happen", |file| {
+        let end = file.text.find("#[cfg(test)]\nmod ").unwrap_or(file.text.len());
+        let production = File { path: file.path.clone(), text: file.text[..end].to_owned() };
+        lines_with(&production, |line| code_of(line).contains(concat!(".unwrap", "()")))
+    });
+}
+
+#[test]
+fn nothing_is_left_to_do() {
+    let marks = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("XX", "X"),
+        concat!("to", "do!("),
+        concat!("unimplemented", "!("),
+        concat!("dbg", "!("),
+    ];
+    check(sources(), "do it now, or write an issue and remove the mark", |file| {
+        lines_with(file, |line| marks.iter().any(|mark| has_word(line, mark)))
+    });
+}
+
+#[test]
+fn nothing_depends_on_one_machine() {
+    let marks = [concat!("/wo", "rk/"), concat!("/tmp", "/n/"), concat!("/home", "/runner")];
+    check(texts(), "take the path from the environment, a setting or a temporary directory", |file| {
+        lines_with(file, |line| marks.iter().any(|mark| has_word(line, mark)))
+    });
+}
+
+#[test]
+fn tests_wait_for_conditions_not_for_time() {
+    check(
+        sources(),
+        "wait for the condition itself (`wait::until`); reasons stand in SLEEPING_TESTS",
+        |file| {
+            // With tokio's clock paused, a sleep moves the simulated time and takes none.
+            let simulated = file.text.contains(concat!("start", "_paused"));
+            if simulated || SLEEPING_TESTS.iter().any(|(path, _)| *path == file.path) {
+                return Vec::new();
+            }
+            let begin = if is_test(&file.path) {
+                0
+            } else {
+                file.text.find("#[cfg(test)]\nmod ").unwrap_or(usize::MAX)
+            };
+            let skipped = file.text.get(..begin).map_or(usize::MAX, |before| before.lines().count());
+            lines_with(file, |line| code_of(line).contains(concat!("sleep", "(")))
+                .into_iter()
+                .filter(|found| line_number(found) > skipped)
+                .collect()
+        },
+    );
+}
+
+#[test]
+fn file_names_say_what_is_inside() {
+    let vague = ["util", "utils", "helper", "helpers", "common", "misc", "manager"];
+    check(sources(), "name the file after the one thing it is about", |file| {
+        let stem = Path::new(&file.path).file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        vague.contains(&stem).then(|| file.path.clone()).into_iter().collect()
+    });
+}
+
+#[test]
+fn crates_depend_downwards_only() {
+    let mut wrong = Vec::new();
+    for manifest in manifests() {
+        let Some((name, allowed)) = DEPENDENCIES.iter().find(|(name, _)| *name == manifest.name) else {
+            wrong.push(format!("{}: not in the list DEPENDENCIES", manifest.name));
+            continue;
+        };
+        for used in &manifest.uses {
+            if !allowed.contains(&used.as_str()) {
+                wrong.push(format!("{name} -> {used}"));
+            }
+        }
+    }
+    for (at, (name, uses)) in DEPENDENCIES.iter().enumerate() {
+        let above: Vec<_> = DEPENDENCIES[..at].iter().map(|(name, _)| *name).collect();
+        wrong
+            .extend(uses.iter().filter(|used| !above.contains(used)).map(|used| format!("{name} -> {used}")));
+    }
+    fail_if(&wrong, "a crate uses only crates below it; move the shared part down, or pass it in as a value");
+}
+
+#[test]
+fn each_crate_takes_the_workspace_lints() {
+    let wrong: Vec<_> = manifests().into_iter().filter(|m| !m.lints).map(|m| m.name).collect();
+    fail_if(&wrong, "add `[lints]` with `workspace = true` to its Cargo.toml");
+}
+
+#[test]
+fn each_error_code_has_its_page_and_each_page_its_code() {
+    let used = error_codes();
+    assert!(used.len() > 20, "the scan for error codes finds almost none: {used:?}");
+    let pages: BTreeMap<String, String> = files(&root().join("docs/errors"), &["md"])
+        .into_iter()
+        .map(|file| (stem(&file.path), file.text))
+        .collect();
+    let mut wrong = Vec::new();
+    for (code, place) in &used {
+        if !pages.contains_key(code) {
+            wrong.push(format!("docs/errors/{code}.md is missing; {place} uses the code"));
+        }
+    }
+    for (code, text) in &pages {
+        if !used.contains_key(code) {
+            wrong.push(format!("docs/errors/{code}.md: no source uses the code"));
+        }
+        if !text.starts_with(&format!("# {code}: ")) {
+            wrong.push(format!("docs/errors/{code}.md does not begin with '# {code}: '"));
+        }
+        for part in ["What happened", "What to do"] {
+            if !text.contains(part) {
+                wrong.push(format!("docs/errors/{code}.md has no '{part}'"));
+            }
+        }
+    }
+    fail_if(&wrong, "write the page for who meets the error: What happened, What to do; 8 to 20 lines");
+}
+
+#[test]
+fn the_drawings_show_the_steps_of_the_code() {
+    let steps = |path: &str| {
+        let text = read(&root().join(path));
+        let line = text.lines().find(|line| line.contains("route -> ")).unwrap_or_default();
+        line.trim_start_matches("//!").trim().to_owned()
+    };
+    let code = steps("crates/edge/src/request.rs");
+    assert!(code.ends_with("release"), "the header of request.rs has no line 'route -> ... -> release'");
+    for path in ["ARCHITECTURE.md", "docs/life-of-a-request.md"] {
+        assert_eq!(steps(path), code, "{path}: draw the steps as the header of request.rs lists them");
+    }
+    let drawn = read(&root().join("docs/life-of-a-request.md"));
+    for step in code.split(" -> ") {
+        assert!(
+            drawn.contains(&format!("**{step}**")),
+            "docs/life-of-a-request.md does not explain **{step}**"
+        );
+    }
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    check(documents(), "correct the link; links are relative to the document", |file| {
+        let dir = root().join(&file.path).parent().map(Path::to_path_buf).unwrap_or_default();
+        links(&file.text)
+            .into_iter()
+            .filter(|link| !link.contains("://") && !link.starts_with("mailto:") && !link.starts_with('#'))
+            .filter(|link| !dir.join(link.split('#').next().unwrap_or_default()).exists())
+            .map(|link| format!("{}: {link}", file.path))
+            .collect()
+    });
+}
+
+#[test]
+fn files_named_in_the_architecture_exist() {
+    let text = read(&root().join("ARCHITECTURE.md"));
+    let wrong: Vec<_> = text
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .filter(|name| ["crates/", "tests/", "docs/", "xtask/"].iter().any(|dir| name.starts_with(dir)))
+        .filter(|name| !name.contains(['*', '{', '<']) && !root().join(name).exists())
+        .collect();
+    fail_if(&wrong, "the code moved: say in ARCHITECTURE.md where it is now");
+}
+
+#[test]
+fn the_changelog_is_open_for_the_next_change() {
+    let text = read(&root().join("CHANGELOG.md"));
+    let open = text.lines().any(|line| line.starts_with("## ") && line.contains("Unreleased"));
+    assert!(open, "CHANGELOG.md: add a section '## Unreleased' and note there what users can notice");
+}
+
+// === How the rules read the sources ===
+
+struct File {
+    /// Relative to the checkout, for messages and lists.
+    path: String,
+    text: String,
+}
+
+struct Manifest {
+    /// Its directory's name.
+    name: String,
+    /// Our own crates among its dependencies, without `nagaya-`.
+    uses: BTreeSet<String>,
+    lints: bool,
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_path_buf()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn check(files: impl IntoIterator<Item = File>, advice: &str, rule: impl Fn(&File) -> Vec<String>) {
+    let wrong: Vec<_> = files.into_iter().flat_map(|file| rule(&file)).collect();
+    fail_if(&wrong, advice);
+}
+
+#[track_caller]
+fn fail_if<T: AsRef<str>>(wrong: &[T], advice: &str) {
+    let list: String = wrong.iter().map(|place| format!("\n  {}", place.as_ref())).collect();
+    assert!(wrong.is_empty(), "{advice}:{list}\n");
+}
+
+/// All Rust sources of the workspace.
+fn sources() -> Vec<File> {
+    let found: Vec<_> =
+        ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["rs"])).collect();
+    assert!(found.len() > 40, "the scan for sources finds almost none");
+    found
+}
+
+fn documents() -> Vec<File> {
+    let mut found = files(&root().join("docs"), &["md"]);
+    found.extend(top_level(|name| name.ends_with(".md")));
+    found
+}
+
+fn texts() -> Vec<File> {
+    let mut found = sources();
+    found.extend(documents());
+    found.extend(
+        ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["toml", "sh"])),
+    );
+    found.extend(top_level(|name| name.ends_with(".toml") || name == "dev"));
+    found
+}
+
+fn top_level(wanted: impl Fn(&str) -> bool) -> Vec<File> {
+    let entries = fs::read_dir(root()).expect("the checkout can be listed");
+    let names = entries.map(|entry| entry.expect("the checkout can be listed").file_name());
+    let names = names.filter_map(|name| name.into_string().ok()).filter(|name| wanted(name));
+    names.map(|name| File { text: read(&root().join(&name)), path: name }).collect()
+}
+
+/// The files beneath `dir` with one of these endings, without what cargo built.
+fn files(dir: &Path, endings: &[&str]) -> Vec<File> {
+    let mut found = Vec::new();
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(dir) = open.pop() {
+        let entries = fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+        for entry in entries {
+            let path = entry.expect("a directory entry").path();
+            let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+            if path.is_dir() && !path.ends_with("target") {
+                open.push(path);
+            } else if endings.contains(&ending) {
+                let relative = path.strip_prefix(root()).expect("it lies in the checkout");
+                found.push(File { path: relative.to_string_lossy().into_owned(), text: read(&path) });
+            }
+        }
+    }
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    found
+}
+
+fn stem(path: &str) -> String {
+    Path::new(path).file_stem().expect("it has a name").to_string_lossy().into_owned()
+}
+
+/// Whether a file holds nothing but tests.
+fn is_test(path: &str) -> bool {
+    let name = stem(path);
+    path.starts_with("tests/")
+        || path.contains("/tests/")
+        || path.contains("/fuzz/")
+        || path.contains("/benches/")
+        || name == "tests"
+        || name == "suite"
+        || name.ends_with("_tests")
+}
+
+/// The line without its comment.
+fn code_of(line: &str) -> &str {
+    match line.find("//") {
+        Some(at) if !line[..at].contains('"') => &line[..at],
+        _ => line,
+    }
+}
+
+/// `path:line: text` of each line that is wanted.
+fn lines_with(file: &File, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+    let lines = file.text.lines().enumerate().filter(|(_, line)| wanted(line));
+    lines.map(|(at, line)| format!("{}:{}: {}", file.path, at + 1, line.trim())).collect()
+}
+
+fn line_number(found: &str) -> usize {
+    found.split(':').nth(1).and_then(|number| number.parse().ok()).expect("a place as `lines_with` prints it")
+}
+
+/// Whether `mark` stands in the line with no letter, digit or underscore in front of it or, if it ends in
+/// one, behind it.
+fn has_word(line: &str, mark: &str) -> bool {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    line.match_indices(mark).any(|(at, _)| {
+        let before = line[..at].chars().next_back();
+        let after = line[at + mark.len()..].chars().next();
+        let open_end = !mark.ends_with(is_word);
+        !before.is_some_and(is_word) && (open_end || !after.is_some_and(is_word))
+    })
+}
+
+/// Names and lengths of the functions of a formatted file: `rustfmt` puts a function's closing brace below the
+/// beginning of its signature.
+fn functions(text: &str) -> Vec<(String, usize)> {
+    let lines: Vec<_> = text.lines().collect();
+    let mut found = Vec::new();
+    for (at, line) in lines.iter().enumerate() {
+        let Some(name) = function_name(line) else { continue };
+        let indent = &line[..line.len() - line.trim_start().len()];
+        let same_indent =
+            |line: &&str| line.starts_with(indent) && !line[indent.len()..].starts_with([' ', '\t']);
+        let is_end = |line: &&str| {
+            let rest = line.get(indent.len()..).unwrap_or_default();
+            same_indent(line) && rest.ends_with(['}', ';'])
+        };
+        let length = lines[at..].iter().position(|line| is_end(line)).map_or(1, |end| end + 1);
+        found.push((name.to_owned(), length));
+    }
+    found
+}
+
+fn function_name(line: &str) -> Option<&str> {
+    let mut words = line.trim_start();
+    loop {
+        if let Some(rest) = words.strip_prefix("fn ") {
+            let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_')?;
+            return Some(&rest[..end]);
+        }
+        let (word, rest) = words.split_once(' ')?;
+        let qualifier = ["pub", "const", "async", "unsafe", "extern", "\"C\""].contains(&word);
+        if !qualifier && !word.starts_with("pub(") {
+            return None;
+        }
+        words = rest;
+    }
+}
+
+/// Targets of `[text](target)`.
+fn links(text: &str) -> Vec<&str> {
+    let parts = text.split("](").skip(1);
+    parts
+        .filter_map(|part| part.split_once(')'))
+        .map(|(link, _)| link)
+        .filter(|link| !link.contains(' '))
+        .collect()
+}
+
+fn manifests() -> Vec<Manifest> {
+    let mut found = Vec::new();
+    for file in ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["toml"])) {
+        let Some(dir) = file.path.strip_suffix("/Cargo.toml") else { continue };
+        let table: toml::Table =
+            toml::from_str(&file.text).unwrap_or_else(|error| panic!("{}: {error}", file.path));
+        // A package outside the workspace, e.g. of fuzz targets, builds on the crate that it lies in.
+        if table.contains_key("workspace") {
+            continue;
+        }
+        let sections = ["dependencies", "dev-dependencies", "build-dependencies"];
+        let names =
+            sections.iter().filter_map(|section| table.get(*section)?.as_table()).flat_map(|t| t.keys());
+        let uses = names.filter_map(|name| name.strip_prefix("nagaya-")).map(str::to_owned).collect();
+        let lints =
+            table.get("lints").and_then(|lints| lints.get("workspace")).and_then(toml::Value::as_bool);
+        let name = dir.rsplit('/').next().unwrap_or(dir).to_owned();
+        found.push(Manifest { name, uses, lints: lints == Some(true) });
+    }
+    assert!(found.len() >= DEPENDENCIES.len(), "a crate of DEPENDENCIES is gone");
+    found
+}
+
+/// Every code that production sources use, in the spellings `Code(301)`, `"NGY0301"` and the rows of the refusal
+/// table, with one place that uses it.
+fn error_codes() -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for file in sources() {
+        if !file.path.starts_with("crates/") || is_test(&file.path) || file.path == "crates/base/src/code.rs"
+        {
+            continue;
+        }
+        let end = file.text.find("#[cfg(test)]\nmod ").unwrap_or(file.text.len());
+        let text = &file.text[..end];
+        let mut marks = vec!["Code(", "\"NGY"];
+        if file.path == "crates/edge/src/refusal.rs" {
+            marks.extend([", ", "valid status code\"), "]);
+        }
+        for number in marks.iter().flat_map(|mark| numbers_behind(text, mark)) {
+            found.entry(format!("NGY{number:04}")).or_insert_with(|| file.path.clone());
+        }
+    }
+    found
+}
+
+/// Numbers of three or four digits right behind `mark`, if a closing mark follows.
+fn numbers_behind(text: &str, mark: &str) -> Vec<u16> {
+    text.match_indices(mark)
+        .filter_map(|(at, _)| {
+            let tail = &text[at + mark.len()..];
+            let end = tail.find(|c: char| !c.is_ascii_digit())?;
+            let closed = tail[end..].starts_with([')', '"']) || tail[end..].starts_with(", \"");
+            ((3..=4).contains(&end) && closed).then(|| tail[..end].parse().ok()).flatten()
+        })
+        .collect()
+}
+
+// === The scanners themselves ===
+
+#[test]
+fn function_lengths_count_from_signature_to_brace() {
+    let text = "fn short() {}\n\npub(crate) async fn long(\n    a: u8,\n) -> u8 {\n    {\n    }\n    a\n}\n\n\
+                trait T {\n    fn declared(&self);\n    fn given(&self) {\n        body();\n    }\n}\n";
+    let expected = [("short", 1), ("long", 7), ("declared", 1), ("given", 3)].map(|(n, l)| (n.to_owned(), l));
+    assert_eq!(functions(text), expected);
+}
+
+#[test]
+fn marks_are_found_as_words_only() {
+    let mark = concat!("TO", "DO");
+    assert!(has_word(&format!("// {mark}: later"), mark));
+    assert!(!has_word(&format!("let {mark}S = 1;"), mark));
+    assert!(has_word("call(\"/opt/x\")", "/opt/"));
+    assert!(!has_word("\"/srv/opt/x\"", "/opt/"));
+}
+
+#[test]
+fn codes_are_found_in_all_spellings() {
+    assert_eq!(numbers_behind("a => Code(301), b => Code(n)", "Code("), [301]);
+    assert_eq!(numbers_behind("warn!(code = \"NGY0422\", x)", "\"NGY"), [422]);
+    assert_eq!(numbers_behind("row(StatusCode::NOT_FOUND, 402, \"x\", Client)", ", "), [402]);
+}
