@@ -13,6 +13,8 @@ const SECRET: &str = "another tenant's";
 /// A secret beside the root, and every way to it a tenant could make.
 fn surrounded() -> World {
     let world = World::new();
+    // Older than the secret, which would be taken for its compressed form.
+    world.write("a/c.html", "plain");
     let outside = world.dir.path().join("outside");
     fs::create_dir(&outside).unwrap();
     fs::write(outside.join("secret"), SECRET).unwrap();
@@ -24,7 +26,6 @@ fn surrounded() -> World {
     symlink("a/../../outside/secret", world.path("detour")).unwrap();
     symlink("relative", world.path("chain")).unwrap();
     symlink(outside.join("secret"), world.path("a/c.html.gz")).unwrap();
-    world.write("a/c.html", "plain");
     world
 }
 
