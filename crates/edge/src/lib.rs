@@ -3,25 +3,38 @@
 //! Start reading at `request.rs`. Not here: cgroups, processes and tenants' rights (`keeper`), records of
 //! sites (`cmdb`), the process around it (`nagaya`).
 
+pub mod request;
 pub mod refusal;
 pub mod message;
 
+pub mod route;
 pub mod gate;
+pub mod exchange;
 pub mod files;
+pub mod programs;
 pub mod upstream;
 
 pub mod http1;
 pub mod http2;
+pub mod tls;
 pub mod authority;
 pub mod body;
 pub mod date;
 pub mod drain;
+pub mod forward;
 pub mod path;
 
 pub mod access_log;
+pub mod account;
 pub mod metrics;
 
+pub mod listen;
+pub mod node;
 pub mod options;
+pub mod shared;
 mod sys;
 
+mod process;
 
+pub use options::Options;
+pub use process::{Listener, Start, run};

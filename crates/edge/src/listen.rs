@@ -51,7 +51,7 @@ pub struct Orders {
 pub fn run(shared: Arc<Shared>, sockets: Vec<Socket>, orders: watch::Receiver<Orders>) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     LocalSet::new().block_on(&runtime, async move {
-        let keeper = Keeper::new(shared.options().keeper.clone());
+        let keeper = Keeper::later(&shared.options().keeper);
         let node = Rc::new(Node::new(Arc::clone(&shared), Rc::clone(&keeper)));
         let tls = Rc::new(Tls::new(keeper, Arc::clone(&shared.metrics)));
         let mut acceptors = Vec::with_capacity(sockets.len());

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, timeout};
 
 use super::transfer::Transfer;
+use crate::metrics::{Metrics, UpstreamConnection};
 use crate::refusal::Refusal;
 
 /// Idle connections kept per address, and in all. Beyond it a finished connection is closed.
@@ -98,15 +100,17 @@ struct Idle {
 }
 
 /// Keeps idle connections, newest first.
-#[derive(Default)]
 pub struct Pool {
     idle: RefCell<HashMap<Address, Vec<Idle>>>,
     count: Cell<usize>,
-    retries: Cell<u64>,
-    opened: Cell<u64>,
+    metrics: Arc<Metrics>,
 }
 
 impl Pool {
+    pub fn new(metrics: Arc<Metrics>) -> Self {
+        Self { idle: RefCell::default(), count: Cell::new(0), metrics }
+    }
+
     /// A connection to `address`, and whether it has served before. `fresh` asks for a new one.
     pub async fn checkout(
         &self,
@@ -117,16 +121,16 @@ impl Pool {
     ) -> Result<(Connection, bool), Refusal> {
         if !fresh {
             if let Some(connection) = self.take_idle(address) {
+                self.metrics.upstream_connection(UpstreamConnection::Reused);
                 return Ok((connection, true));
             }
         }
-        self.opened.set(self.opened.get() + 1);
-        match timeout(limit, connector.connect(address)).await {
-            Ok(socket) => Ok((Connection { socket: socket?, input: BytesMut::new() }, false)),
-            Err(_) => {
-                Err(Refusal::BackendUnreachable(format!("no connection within {} ms", limit.as_millis())))
-            }
-        }
+        let connected = timeout(limit, connector.connect(address)).await.unwrap_or_else(|_| {
+            Err(Refusal::BackendUnreachable(format!("no connection within {} ms", limit.as_millis())))
+        });
+        let how = if connected.is_ok() { UpstreamConnection::Opened } else { UpstreamConnection::Failed };
+        self.metrics.upstream_connection(how);
+        Ok((Connection { socket: connected?, input: BytesMut::new() }, false))
     }
 
     fn take_idle(&self, address: &Address) -> Option<Connection> {
@@ -171,12 +175,7 @@ impl Pool {
     }
 
     pub fn count_retry(&self) {
-        self.retries.set(self.retries.get() + 1);
-    }
-
-    /// Connections opened and requests said again, since the last call.
-    pub fn take_counts(&self) -> (u64, u64) {
-        (self.opened.take(), self.retries.take())
+        self.metrics.upstream_retries.inc();
     }
 }
 
