@@ -1,1 +1,18 @@
-fn main() {}
+//! The `nagaya` command: a node, and everything an operator does with it.
+//!
+//! Start reading at `supervisor` for the life of a node, at `cli` for the commands. Not here: HTTP
+//! (`nagaya_edge`), processes of tenants (`nagaya_keeper`), records (`nagaya_cmdb`).
+
+mod admin;
+mod cli;
+mod config;
+mod doctor;
+mod inherit;
+mod logging;
+mod supervisor;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::run()
+}

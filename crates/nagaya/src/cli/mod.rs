@@ -1,0 +1,196 @@
+//! The command line: what `nagaya` can be told.
+//!
+//! One file per command; here they are named and dispatched. Not here: what they do to records (`admin::Api`), running
+//! a node (`supervisor`).
+
+mod config;
+mod doctor;
+mod error;
+mod output;
+mod site;
+mod status;
+mod tenant;
+mod transfer;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use self::output::{CliError, Format, Place};
+use crate::supervisor::{self, Serve};
+
+const EXAMPLES: &str = "\
+Examples:
+  nagaya serve                                 run a node with /etc/nagaya/nagaya.toml
+  nagaya tenant add demo
+  nagaya site add wiki --tenant demo --host wiki.example.org --backend php --root wiki
+  nagaya status
+  nagaya error NGY0501                         what an error code means";
+
+/// A web hosting engine for very many sites.
+#[derive(Debug, Parser)]
+#[command(name = "nagaya", version, after_help = EXAMPLES, arg_required_else_help = true)]
+struct Cli {
+    /// Configuration file [default: /etc/nagaya/nagaya.toml, if it is there]
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a node
+    #[command(after_help = SERVE_EXAMPLES)]
+    Serve {
+        /// Log level or filter; overrides the configuration, e.g. debug or info,nagaya_edge=debug
+        #[arg(long, value_name = "FILTER")]
+        log: Option<String>,
+    },
+    /// Report every mistake in the configuration file
+    #[command(
+        after_help = "Examples:\n  nagaya check-config\n  nagaya --config ./nagaya.toml check-config --json"
+    )]
+    CheckConfig(Format),
+    /// Print the configuration: all keys, or what holds now
+    #[command(subcommand)]
+    Config(config::Command),
+    /// Show the running node
+    #[command(after_help = "Examples:\n  nagaya status\n  nagaya status --json | jq .processes")]
+    Status(Format),
+    /// Show what this machine offers, what is off, and how to turn it on
+    #[command(
+        after_help = "Examples:\n  nagaya doctor\n  nagaya doctor --json | jq '.[] | select(.state != \"ok\")'"
+    )]
+    Doctor(Format),
+    /// Explain an error code
+    #[command(after_help = "Examples:\n  nagaya error NGY0501\n  nagaya error 501")]
+    Error {
+        /// NGYnnnn, or its number
+        code: String,
+    },
+    /// Owners of sites
+    #[command(
+        subcommand,
+        after_help = "Examples:\n  nagaya tenant add demo --home /srv/demo\n  nagaya tenant list --json"
+    )]
+    Tenant(tenant::Command),
+    /// Host names and how they are served
+    #[command(subcommand, after_help = SITE_EXAMPLES)]
+    Site(site::Command),
+    /// Print the version
+    Version(Format),
+    #[command(hide = true)]
+    Edge,
+    #[command(hide = true)]
+    Keeper,
+}
+
+const SERVE_EXAMPLES: &str = "\
+Signals:
+  SIGTERM, SIGINT  finish what runs, then end; the second one ends at once
+  SIGHUP           read the configuration again
+  SIGUSR1          open log files anew
+
+Examples:
+  nagaya serve
+  nagaya --config ./nagaya.toml serve --log debug";
+
+const SITE_EXAMPLES: &str = "\
+Examples:
+  nagaya site add docs --tenant demo --host docs.example.org --backend static --root docs
+  nagaya site list --tenant demo
+  nagaya site export --json > sites.jsonl";
+
+/// Runs what the command line says.
+pub fn run() -> ExitCode {
+    let Cli { config, command } = Cli::parse();
+    let result = match command {
+        Command::Edge => return supervisor::run_edge(),
+        Command::Keeper => return supervisor::run_keeper(),
+        Command::Serve { log } => return serve(Serve { config, log }),
+        Command::CheckConfig(format) => config::check(config.as_deref(), format),
+        Command::Config(command) => config::run(&command, config.as_deref()),
+        Command::Status(format) => place(config.as_deref()).and_then(|place| status::run(&place, format)),
+        Command::Doctor(format) => doctor::run(config.as_deref(), format),
+        Command::Error { code } => error::run(&code),
+        Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
+        Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
+        Command::Version(format) => version(format),
+    };
+    result.unwrap_or_else(|error| {
+        match error.code() {
+            Some(code) => eprintln!("nagaya: {error} [{code}]"),
+            None => eprintln!("nagaya: {error}"),
+        }
+        error.exit_code()
+    })
+}
+
+fn serve(serve: Serve) -> ExitCode {
+    match supervisor::serve(serve) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            match error.code() {
+                Some(code) => eprintln!("nagaya: {error} [{code}]"),
+                None => eprintln!("{error}"),
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn version(format: Format) -> Result<ExitCode, CliError> {
+    let version = env!("CARGO_PKG_VERSION");
+    if format.json {
+        output::print_json(&serde_json::json!({ "version": version }))?;
+    } else {
+        output::print(&format!("nagaya {version}"))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where the node and its store are, from the configuration.
+fn place(config: Option<&Path>) -> Result<Place, CliError> {
+    let settings = settings(config)?;
+    Ok(Place { admin_socket: settings.admin_socket(), store: settings.store(), uid_base: settings.uid_base })
+}
+
+fn settings(config: Option<&Path>) -> Result<crate::config::Settings, CliError> {
+    crate::config::load(config).map(|loaded| loaded.settings).map_err(|mistakes| {
+        let lines: Vec<_> = mistakes.iter().map(ToString::to_string).collect();
+        CliError::Usage(format!("the configuration has mistakes\n{}", lines.join("\n")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent_and_every_shown_command_is_explained() {
+        let mut command = Cli::command();
+        command.build();
+        command.clone().debug_assert();
+        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
+            assert!(sub.get_about().is_some(), "{}", sub.get_name());
+        }
+    }
+
+    #[test]
+    fn the_examples_of_the_help_are_commands() {
+        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES].join("\n");
+        let examples: Vec<_> = lines.lines().filter_map(|line| line.trim().strip_prefix("nagaya ")).collect();
+        assert!(examples.len() >= 8);
+        for example in examples {
+            let example = example.split("   ").next().unwrap_or(example);
+            let words = example.split(['>', '|']).next().unwrap_or(example).split_whitespace();
+            if let Err(error) = Cli::try_parse_from(["nagaya"].into_iter().chain(words)) {
+                panic!("{example}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `nagaya status`: the running node on one screen.
+//!
+//! Not here: gathering it (`supervisor::node`).
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use nagaya_base::units::format_bytes;
+use serde_json::Value;
+
+use super::output::{self, CliError, Format, Place, plain};
+use crate::admin::{Client, ClientError};
+
+/// Exit status 1 if the node does not serve.
+pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
+    let client = Client::open(&place.admin_socket).map_err(|error| match error {
+        ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
+            "no node runs here: nothing answers at {}; `nagaya serve` starts one",
+            path.display()
+        )),
+        other => other.into(),
+    })?;
+    let request = http::Request::get("/v1/status").header(http::header::HOST, "localhost");
+    let request = request.body(bytes::Bytes::new()).expect("a constant path is a valid request");
+    let answer = client.call(request)?;
+    let status: Value = serde_json::from_slice(answer.body())
+        .map_err(|error| CliError::Usage(format!("the node's answer is not JSON: {error}")))?;
+    if format.json {
+        output::print_json(&status)?;
+    } else {
+        output::print(screen(&status).trim_end())?;
+    }
+    Ok(if status["healthy"] == Value::Bool(true) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn is_absent(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused)
+}
+
+fn screen(status: &Value) -> String {
+    let mut out = String::new();
+    let health = match status["reason"].as_str() {
+        None => "serves".to_owned(),
+        Some(reason) => format!("does not serve: {reason}"),
+    };
+    let up = Duration::from_secs(status["uptime_seconds"].as_u64().unwrap_or(0));
+    let _ = writeln!(
+        out,
+        "{} {}, nagaya {}, up {}",
+        plain(&status["node"]),
+        health,
+        plain(&status["version"]),
+        long(up)
+    );
+    let _ = writeln!(
+        out,
+        "{} tenants, {} sites, revision {}",
+        plain(&status["tenants"]),
+        plain(&status["sites"]),
+        plain(&status["revision"])
+    );
+    if let Some(error) = status["store_error"].as_str() {
+        let _ = writeln!(out, "store: {error}");
+    }
+    section(&mut out, "listening", &status["listen"], |at| {
+        let tls = if at["tls"] == Value::Bool(true) { "https" } else { "http" };
+        format!("{tls:5}  {}", plain(&at["address"]))
+    });
+    section(&mut out, "processes", &status["processes"], process);
+    section(&mut out, "protections", &status["protections"], |row| {
+        let on = row["on"] == Value::Bool(true);
+        let (name, why) = (plain(&row["name"]), plain(&row["why"]));
+        let how = if on { String::new() } else { format!("; {}", plain(&row["how"])) };
+        format!("{}  {name:18} {why}{how}", if on { "on " } else { "OFF" })
+    });
+    section(&mut out, "changed in the file, and in force after a restart", &status["needs_restart"], plain);
+    for name in ["edge", "keeper"] {
+        if let Some(fields) = status[name].as_object() {
+            let _ = writeln!(out, "\n{name}");
+            for (key, value) in fields {
+                let _ = writeln!(out, "  {key}: {}", plain(value));
+            }
+        }
+    }
+    out
+}
+
+fn section(out: &mut String, title: &str, rows: &Value, line: impl Fn(&Value) -> String) {
+    let rows = rows.as_array().map_or(&[][..], Vec::as_slice);
+    if !rows.is_empty() {
+        let _ = writeln!(out, "\n{title}");
+    }
+    for row in rows {
+        let _ = writeln!(out, "  {}", line(row));
+    }
+}
+
+fn process(row: &Value) -> String {
+    let name = plain(&row["name"]);
+    let pid = row["pid"].as_i64().map_or("not running".into(), |pid| format!("pid {pid}"));
+    // To the KiB: pages are never less.
+    let rss = row["rss_bytes"].as_u64().map_or(String::new(), |bytes| format_bytes(bytes / 1024 * 1024));
+    let restarts = match row["restarts"].as_u64() {
+        Some(0) | None => String::new(),
+        Some(times) => format!("  {times} restarts, the last after {}", plain(&row["last_end"])),
+    };
+    format!("{name:10}  {pid:14}  {rss:>10}{restarts}")
+}
+
+/// Like `3d 4h`: the two largest units.
+fn long(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let parts = [(86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")];
+    let mut rest = seconds;
+    let mut words = Vec::new();
+    for (unit, name) in parts {
+        if rest >= unit || (unit == 1 && words.is_empty()) {
+            words.push(format!("{}{name}", rest / unit));
+            rest %= unit;
+        }
+    }
+    words.truncate(2);
+    words.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_is_off_and_what_restarted_is_seen() {
+        let text = screen(&json!({
+            "node": "n1", "version": "0.1.0", "healthy": false, "reason": "the edge process is being started",
+            "uptime_seconds": 93_784, "tenants": 2, "sites": 3, "revision": 9,
+            "listen": [{"address": "127.0.0.1:8080", "tls": false}],
+            "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (KILL)"}],
+            "protections": [{"name": "tenant-uids", "on": false, "why": "one uid for all", "how": "start as root"}],
+            "needs_restart": ["listen"], "edge": null, "keeper": {"fence": "cgroup-v1"},
+        }));
+        assert!(
+            text.starts_with(
+                "n1 does not serve: the edge process is being started, nagaya 0.1.0, up 1d 2h\n"
+            ),
+            "{text}"
+        );
+        for part in [
+            "OFF  tenant-uids",
+            "; start as root",
+            "2 restarts, the last after signal 9",
+            "http   127.0.0.1:8080",
+            "fence: cgroup-v1",
+        ] {
+            assert!(text.contains(part), "{part} is missing in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! The configuration of the node: one file, one table of keys, all mistakes at once.
+//!
+//! Not here: tenants and sites (`cmdb`), what the settings mean to a process (its own `Options`).
+
+pub mod mistake;
+mod read;
+mod reference;
+mod schema;
+pub mod settings;
+mod value;
+
+use std::path::{Path, PathBuf};
+
+pub use mistake::Mistake;
+pub use reference::{dump, reference};
+pub use settings::Settings;
+
+use self::mistake::{FILE_LEN_MAX, Problem, UNREADABLE};
+
+/// Settings with where they came from.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    pub settings: Settings,
+    /// None: there is no file, and none was asked for.
+    pub file: Option<PathBuf>,
+}
+
+/// Reads and checks the file named on the command line, or the default one if it exists.
+pub fn load(named: Option<&Path>) -> Result<Loaded, Vec<Mistake>> {
+    let file = named.unwrap_or(Path::new(settings::DEFAULT_FILE));
+    if named.is_none() && !file.exists() {
+        return Ok(Loaded { settings: Settings::default(), file: None });
+    }
+    let text = read_text(file).map_err(|problem| vec![Mistake::whole(file, problem)])?;
+    let (settings, mistakes) = read::read(file, &text);
+    if mistakes.is_empty() { Ok(Loaded { settings, file: Some(file.into()) }) } else { Err(mistakes) }
+}
+
+fn read_text(file: &Path) -> Result<String, Problem> {
+    let unreadable = |what: String, hint: &str| Problem::new(UNREADABLE, what, hint.into());
+    let meta = std::fs::metadata(file).map_err(|error| {
+        unreadable(format!("cannot be read: {error}"), "create it, or give another one with --config")
+    })?;
+    if meta.len() > FILE_LEN_MAX {
+        let what = format!("is {} bytes long; at most {FILE_LEN_MAX} are read", meta.len());
+        return Err(unreadable(what, "sites and tenants do not belong here: see `nagaya site --help`"));
+    }
+    std::fs::read_to_string(file)
+        .map_err(|error| unreadable(format!("cannot be read: {error}"), "it must be a text file in UTF-8"))
+}
+
+#[cfg(test)]
+mod tests;

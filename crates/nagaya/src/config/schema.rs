@@ -1,0 +1,399 @@
+//! Every key of `nagaya.toml`, once: what it takes, its default, what it is for. Reading, checking, printing
+//! and the reference page are all driven by these tables.
+//!
+//! Not here: the defaults' values (`Settings::default` and the processes' own `Options`), the walk (`read`).
+
+use nagaya_base::limits::KEEPER_MESSAGE_MAX;
+
+use super::settings::{Listen, Settings};
+use super::value::{Exists, Field, Kind, Value};
+
+/// One key. `T` is what it belongs to: the settings, or one entry of an array of tables.
+pub struct Key<T: 'static> {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// First version that knows it.
+    pub since: &'static str,
+    /// Markdown, one paragraph.
+    pub doc: &'static str,
+    /// What holds while it is not set, for keys whose default is not a fixed value.
+    pub unset: &'static str,
+    pub get: fn(&T) -> Value,
+    pub set: fn(&mut T, Value),
+}
+
+/// One table of the file. An empty path is the part before the first header.
+pub struct Section {
+    pub path: &'static str,
+    pub doc: &'static str,
+    pub keys: &'static [Key<Settings>],
+}
+
+macro_rules! key {
+    ($name:literal, $since:literal, $kind:expr, $($field:ident).+, $doc:literal $(, unset: $unset:literal)?) => {
+        Key {
+            name: $name,
+            kind: $kind,
+            since: $since,
+            doc: $doc,
+            unset: concat!($($unset)?),
+            get: |settings| settings.$($field).+.value(),
+            set: |settings, value| settings.$($field).+.assign(value),
+        }
+    };
+}
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
+const SECOND: u64 = 1_000;
+const HOUR: u64 = 3_600 * SECOND;
+const DAY: u64 = 24 * HOUR;
+
+/// Largest request head that may be configured. It becomes a CGI environment, which must fit one keeper
+/// message together with its server variables and, per field, `HTTP_` and two length prefixes.
+const HEAD_BYTES_MAX: u64 = 96 * KIB;
+const HEADER_FIELDS_MAX: u64 = 1_000;
+const _: () = assert!(HEAD_BYTES_MAX + HEADER_FIELDS_MAX * 10 + 16 * KIB <= KEEPER_MESSAGE_MAX as u64);
+
+const fn path(exists: Exists) -> Kind {
+    Kind::Path(exists)
+}
+
+const fn count(min: u64, max: u64) -> Kind {
+    Kind::Count { min, max }
+}
+
+const fn size(min: u64, max: u64) -> Kind {
+    Kind::Size { min, max }
+}
+
+const fn time(min: u64, max: u64) -> Kind {
+    Kind::Time { min, max }
+}
+
+/// `[[listen]]`: the only array of tables.
+pub const LISTEN_PATH: &str = "listen";
+pub const LISTEN_DOC: &str = "Addresses that are listened on, one `[[listen]]` each. The ones written here replace \
+     the default, which is plain HTTP on `0.0.0.0:80` and, where the machine has IPv6, `[::]:80`.";
+pub static LISTEN: [Key<Listen>; 2] = [
+    key!(
+        "address",
+        "0.1",
+        Kind::Address,
+        address,
+        "IP address and port. An IPv6 address takes IPv6 only, so `[::]:80` and `0.0.0.0:80` stand side by side."
+    ),
+    key!(
+        "tls",
+        "0.1",
+        Kind::Flag,
+        tls,
+        "Speak TLS here (HTTP/2 and HTTP/1.1 by ALPN). Needs `certificates` in `[tls]`."
+    ),
+];
+
+pub static SECTIONS: &[Section] = &[
+    Section { path: "", doc: "The node.", keys: NODE },
+    Section { path: "log", doc: "Logs.", keys: LOG },
+    Section { path: "tls", doc: "Certificates.", keys: TLS },
+    Section {
+        path: "admin",
+        doc: "The admin interface: HTTP over a Unix socket, used by `nagaya site`, `nagaya tenant` and `nagaya status`.",
+        keys: ADMIN,
+    },
+    Section { path: "tenants", doc: "Tenants.", keys: TENANTS },
+    Section { path: "edge", doc: "The unprivileged process that speaks HTTP.", keys: EDGE },
+    Section {
+        path: "edge.limits",
+        doc: "Bounds against slow and oversized clients and backends.",
+        keys: LIMITS,
+    },
+    Section { path: "keeper", doc: "The privileged process that starts programs for tenants.", keys: KEEPER },
+];
+
+const NODE: &[Key<Settings>] = &[
+    key!("node", "0.1", Kind::Text, node, "Name of this node in `Via`, receipts and logs.", unset: "the machine's host name"),
+    key!(
+        "runtime_dir",
+        "0.1",
+        path(Exists::Later),
+        runtime_dir,
+        "Sockets and the lock file. Made at start; what nagaya put there is removed at the end."
+    ),
+    key!(
+        "state_dir",
+        "0.1",
+        path(Exists::Later),
+        state_dir,
+        "The store of tenants and sites (`nagaya.redb`). Made at start."
+    ),
+];
+
+const LOG: &[Key<Settings>] = &[
+    key!(
+        "level",
+        "0.1",
+        Kind::Filter,
+        log.level,
+        "What the node's own log shows: a level, or a filter like `info,nagaya_edge=debug`. `--log` overrides it."
+    ),
+    key!(
+        "format",
+        "0.1",
+        Kind::Choice(&["auto", "text", "json"]),
+        log.format,
+        "Form of the node's own log. `auto` is text on a terminal and JSON elsewhere."
+    ),
+    key!("file", "0.1", path(Exists::Later), log.file, "File of the node's own log; opened anew on `SIGUSR1`.", unset: "standard error"),
+    key!("access", "0.1", path(Exists::Later), edge.log.access, "Access log, written by the edge with its own rights; opened anew on `SIGUSR1`.", unset: "no access log"),
+    key!(
+        "access_format",
+        "0.1",
+        Kind::Choice(&["combined", "json"]),
+        edge.log.format,
+        "Form of the access log: the combined log format, or one JSON object per request."
+    ),
+];
+
+const ADMIN: &[Key<Settings>] = &[
+    key!("socket", "0.1", path(Exists::Later), admin.socket, "Where the admin interface listens.", unset: "`admin.sock` in `runtime_dir`"),
+    key!("group", "0.1", Kind::Text, admin.group, "Members of this group may use the admin interface too; they can then do with tenants and sites what root can.", unset: "only the user that runs nagaya"),
+];
+
+const TENANTS: &[Key<Settings>] = &[
+    key!(
+        "uid_base",
+        "0.1",
+        count(1_000, 4_000_000_000),
+        uid_base,
+        "A tenant that is added without a uid gets the first free one from here on."
+    ),
+    key!(
+        "max_concurrent",
+        "0.1",
+        count(1, 1_000_000),
+        edge.tenant_max_concurrent,
+        "Requests of one tenant that may run at once, where its record gives no number."
+    ),
+    key!(
+        "max_waiting",
+        "0.1",
+        count(0, 1_000_000),
+        edge.max_waiting,
+        "Requests that may wait for their tenant's or site's turn, per edge thread. One more is answered 503 with `Retry-After`."
+    ),
+    key!(
+        "wait_timeout",
+        "0.1",
+        time(0, HOUR),
+        edge.wait_ms,
+        "Longest wait for a turn; then 503 with `Retry-After`."
+    ),
+    key!(
+        "php_workers",
+        "0.1",
+        count(1, 10_000),
+        edge.php_workers,
+        "PHP workers one tenant may have at once, where its record gives no number."
+    ),
+    key!(
+        "php_requests",
+        "0.1",
+        count(1, 1_000_000_000),
+        edge.php_requests,
+        "Requests one PHP worker serves before a new one replaces it."
+    ),
+    key!(
+        "php_idle_timeout",
+        "0.1",
+        time(SECOND, DAY),
+        edge.php_idle_ms,
+        "A PHP worker that had nothing to do for this long ends."
+    ),
+];
+
+const EDGE: &[Key<Settings>] = &[
+    key!(
+        "user",
+        "0.1",
+        Kind::Text,
+        identity.user,
+        "User whose rights the edge has; it should own nothing. Only when nagaya is started by root.",
+        unset: "`nagaya` if there is such a user"
+    ),
+    key!(
+        "uid",
+        "0.1",
+        count(1, 4_294_967_294),
+        identity.uid,
+        "The same as a number, with the gid of the same number; for machines without that user.",
+        unset: "the uid of `user`, or 65533"
+    ),
+    key!(
+        "threads",
+        "0.1",
+        count(0, 1_024),
+        edge.threads,
+        "Threads, each with its own listening sockets. `0` is one per core."
+    ),
+    key!("h2c", "0.1", Kind::Flag, edge.h2c, "Take HTTP/2 by prior knowledge on addresses without TLS."),
+    key!(
+        "trusted_proxies",
+        "0.1",
+        Kind::Networks,
+        edge.trusted_proxies,
+        "Peers whose `Forwarded` and `X-Forwarded-*` fields are believed. From everybody else they are replaced."
+    ),
+];
+
+const TLS: &[Key<Settings>] = &[key!(
+    "certificates",
+    "0.1",
+    path(Exists::Directory),
+    keeper.certificates,
+    "Directory of `<host name>.pem` files, each a chain and its key. Read when a name is asked for, and again when a file has changed.",
+    unset: "no TLS"
+)];
+
+const KEEPER: &[Key<Settings>] = &[
+    key!(
+        "php_cgi",
+        "0.1",
+        path(Exists::File),
+        keeper.php_cgi,
+        "The FastCGI program of PHP (Debian: package `php-cgi`). It need not exist while no site uses PHP and the key is not set."
+    ),
+    key!(
+        "cgi_per_tenant",
+        "0.1",
+        count(1, 1_000_000),
+        keeper.cgi_per_tenant_max,
+        "CGI programs one tenant may have running at once."
+    ),
+    key!(
+        "processes",
+        "0.1",
+        count(1, 4_000_000),
+        keeper.processes_max,
+        "Programs and workers of all tenants together. One more is answered 503."
+    ),
+    key!(
+        "open_files",
+        "0.1",
+        count(32, 1_048_576),
+        keeper.open_files_max,
+        "Open files of a started program (`RLIMIT_NOFILE`)."
+    ),
+    key!(
+        "app_start_timeout",
+        "0.1",
+        time(100, HOUR),
+        keeper.app_start_ms,
+        "How long an application may take until it listens, where its site gives no number."
+    ),
+    key!(
+        "stderr_bytes",
+        "0.1",
+        size(0, 16 * MIB),
+        keeper.stderr_bytes_max,
+        "Standard error logged for one program, and per minute for one that is kept."
+    ),
+    key!(
+        "fence",
+        "0.1",
+        Kind::Choice(&["auto", "cgroup-v2", "cgroup-v1", "process-group"]),
+        keeper.fence,
+        "What keeps a program and all it started together, so that they can be ended as one. `auto` takes the first that works, in this order. Holds until the next start."
+    ),
+];
+
+const LIMITS: &[Key<Settings>] = &[
+    key!(
+        "head_bytes",
+        "0.1",
+        size(KIB, HEAD_BYTES_MAX),
+        edge.limits.head_bytes,
+        "Request line and header fields together."
+    ),
+    key!(
+        "header_fields",
+        "0.1",
+        count(10, HEADER_FIELDS_MAX),
+        edge.limits.header_fields,
+        "Header fields of one request."
+    ),
+    key!("body_bytes", "0.1", size(0, TIB), edge.limits.body_bytes, "Body of one request."),
+    key!(
+        "head_timeout",
+        "0.1",
+        time(100, HOUR),
+        edge.limits.head_ms,
+        "From the first byte of a request to the end of its head."
+    ),
+    key!(
+        "idle_body_timeout",
+        "0.1",
+        time(100, HOUR),
+        edge.limits.idle_body_ms,
+        "Longest silence while a body arrives or a response is taken."
+    ),
+    key!(
+        "keep_alive_timeout",
+        "0.1",
+        time(0, DAY),
+        edge.limits.keep_alive_ms,
+        "Longest silence between two requests of a connection."
+    ),
+    key!(
+        "keep_alive_requests",
+        "0.1",
+        count(1, 4_000_000_000),
+        edge.limits.keep_alive_requests,
+        "Requests of one connection."
+    ),
+    key!(
+        "backend_timeout",
+        "0.1",
+        time(100, DAY),
+        edge.limits.backend_ms,
+        "From the request to the head of the backend's answer, where the site gives no number."
+    ),
+    key!(
+        "backend_connect_timeout",
+        "0.1",
+        time(10, HOUR),
+        edge.limits.backend_connect_ms,
+        "Until a backend has accepted the connection."
+    ),
+    key!(
+        "connections",
+        "0.1",
+        count(1, 10_000_000),
+        edge.limits.connections,
+        "Connections open at once, per edge thread."
+    ),
+    key!(
+        "h2_streams",
+        "0.1",
+        count(1, 10_000),
+        edge.limits.h2_streams,
+        "Requests at once on one HTTP/2 connection."
+    ),
+    key!("handshake_timeout", "0.1", time(100, HOUR), edge.limits.handshake_ms, "TLS handshake."),
+    key!(
+        "drain_timeout",
+        "0.1",
+        time(0, DAY),
+        edge.limits.drain_ms,
+        "At the end: how long running requests may still take."
+    ),
+    key!(
+        "file_cache_bytes",
+        "0.1",
+        size(0, 64 * GIB),
+        edge.limits.file_cache_bytes,
+        "Small hot files kept in memory, per edge thread."
+    ),
+];

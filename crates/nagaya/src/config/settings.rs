@@ -1,0 +1,165 @@
+//! The node's settings as the rest of the program uses them, with their defaults, and what each process is
+//! told of them.
+//!
+//! Not here: the keys an operator writes (`schema`), reading them (`read`).
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use nagaya_edge::options::Options as EdgeOptions;
+use nagaya_keeper::Options as KeeperOptions;
+
+/// Where `nagaya.toml` is looked for when `--config` does not say.
+pub const DEFAULT_FILE: &str = "/etc/nagaya/nagaya.toml";
+
+/// The edge's uid where neither the configuration nor the password file names one. Debian keeps 65000 to
+/// 65533 unassigned, and 65534 (`nobody`) would share its rights with every other use of that user.
+pub const EDGE_UID_FALLBACK: u32 = 65_533;
+
+/// The user whose uid the edge takes if it exists.
+pub const EDGE_USER: &str = "nagaya";
+
+/// Everything `nagaya.toml` can say.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// None: the machine's host name.
+    pub node: Option<String>,
+    pub runtime_dir: PathBuf,
+    pub state_dir: PathBuf,
+    pub log: Log,
+    pub listen: Vec<Listen>,
+    pub admin: Admin,
+    /// Uids that are given to tenants by themselves begin here.
+    pub uid_base: u32,
+    pub identity: EdgeIdentity,
+    /// The edge's own settings; its `node` and `keeper` are filled in by [`Settings::edge_options`].
+    pub edge: EdgeOptions,
+    /// The keeper's own settings; its directories and the edge's uid are filled in by [`Settings::keeper_options`].
+    pub keeper: KeeperOptions,
+}
+
+/// Logs of the node itself; the access log is the edge's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// A `tracing` filter, e.g. `info` or `info,nagaya_edge=debug`.
+    pub level: String,
+    pub format: LogFormat,
+    /// None: standard error.
+    pub file: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Text on a terminal, JSON elsewhere.
+    Auto,
+    Text,
+    Json,
+}
+
+/// One address that is listened on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listen {
+    pub address: SocketAddr,
+    pub tls: bool,
+    /// Nobody asked for this address by name: a machine without its address family goes without it.
+    pub by_default: bool,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Admin {
+    pub socket: Option<PathBuf>,
+    pub group: Option<String>,
+}
+
+/// Whose rights the edge has.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct EdgeIdentity {
+    pub user: Option<String>,
+    pub uid: Option<u32>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            node: None,
+            runtime_dir: PathBuf::from("/run/nagaya"),
+            state_dir: PathBuf::from("/var/lib/nagaya"),
+            log: Log { level: "info".into(), format: LogFormat::Auto, file: None },
+            listen: vec![
+                Listen { address: SocketAddr::from(([0, 0, 0, 0], 80)), tls: false, by_default: true },
+                Listen { address: SocketAddr::from(([0u16; 8], 80)), tls: false, by_default: true },
+            ],
+            admin: Admin::default(),
+            uid_base: 200_000,
+            identity: EdgeIdentity::default(),
+            edge: EdgeOptions::default(),
+            keeper: KeeperOptions::default(),
+        }
+    }
+}
+
+impl Settings {
+    pub fn node_name(&self) -> String {
+        self.node.clone().unwrap_or_else(|| {
+            let name = rustix::system::uname();
+            let name = name.nodename().to_string_lossy().into_owned();
+            if name.is_empty() { "localhost".into() } else { name }
+        })
+    }
+
+    /// The file of the embedded store.
+    pub fn store(&self) -> PathBuf {
+        self.state_dir.join("nagaya.redb")
+    }
+
+    pub fn admin_socket(&self) -> PathBuf {
+        self.admin.socket.clone().unwrap_or_else(|| self.runtime_dir.join("admin.sock"))
+    }
+
+    pub fn keeper_socket(&self) -> PathBuf {
+        self.runtime_dir.join("keeper.sock")
+    }
+
+    /// Where the keeper makes sockets of workers and applications.
+    pub fn keeper_dir(&self) -> PathBuf {
+        self.runtime_dir.join("keeper")
+    }
+
+    /// Held locked while a node runs from this runtime directory.
+    pub fn lock_file(&self) -> PathBuf {
+        self.runtime_dir.join("nagaya.lock")
+    }
+
+    /// Threads of the edge, and so sockets per address.
+    pub fn edge_threads(&self) -> usize {
+        match self.edge.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        }
+    }
+
+    /// What the edge is told.
+    pub fn edge_options(&self) -> EdgeOptions {
+        EdgeOptions {
+            node: self.node_name(),
+            threads: self.edge_threads(),
+            keeper: self.keeper_socket(),
+            ..self.edge.clone()
+        }
+    }
+
+    /// What the keeper is told.
+    pub fn keeper_options(&self, edge_uid: u32) -> KeeperOptions {
+        KeeperOptions {
+            runtime_dir: self.keeper_dir(),
+            edge_uid,
+            php_workers_per_tenant: self.edge.php_workers,
+            ..self.keeper.clone()
+        }
+    }
+
+    /// The access log's directory, which must exist before the edge opens the file with its own rights.
+    pub fn access_log_dir(&self) -> Option<&Path> {
+        self.edge.log.access.as_deref().and_then(Path::parent)
+    }
+}

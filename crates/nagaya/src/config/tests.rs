@@ -1,0 +1,176 @@
+//! Tests of the configuration: every mistake of a file is found where it stands, every key is readable,
+//! and the reference page is what the code says.
+
+use std::path::Path;
+
+use super::mistake::Mistake;
+use super::read::read;
+use super::schema::{LISTEN, SECTIONS};
+use super::settings::Settings;
+use super::value::{Kind, Value};
+use super::{dump, reference};
+
+fn mistakes(text: &str) -> Vec<Mistake> {
+    read(Path::new("nagaya.toml"), text).1
+}
+
+/// `line:column code` of each mistake, in order.
+fn places(text: &str) -> Vec<String> {
+    mistakes(text).iter().map(|m| format!("{}:{} {}", m.line, m.column, m.code)).collect()
+}
+
+#[test]
+fn an_empty_file_is_the_default() {
+    let (settings, mistakes) = read(Path::new("nagaya.toml"), "");
+    assert_eq!(mistakes, []);
+    assert_eq!(dump(&settings), dump(&Settings::default()));
+}
+
+#[test]
+fn all_mistakes_are_reported_at_once_with_their_places() {
+    let text = r#"nodee = "a"
+runtime_dir = "run"
+
+[[listen]]
+address = "0.0.0.0:80"
+
+[[listen]]
+address = "0.0.0.0:80"
+tsl = true
+
+[[listen]]
+tls = false
+
+[edge]
+threads = "four"
+h2c = 1
+drain_timeout = "5s"
+
+[edge.limits]
+head_timeout = 10
+head_bytes = "1GiB"
+body_bytes = "10KB"
+[logs]
+level = "info"
+[tls]
+certificates = "/nonexistent/certificates"
+"#;
+    let found = places(text);
+    assert_eq!(
+        found,
+        [
+            "1:1 NGY0103",
+            "2:15 NGY0105",
+            "8:11 NGY0107",
+            "9:1 NGY0103",
+            "11:1 NGY0107",
+            "15:11 NGY0104",
+            "16:7 NGY0104",
+            "17:1 NGY0103",
+            "20:16 NGY0104",
+            "21:14 NGY0105",
+            "22:14 NGY0105",
+            "23:2 NGY0103",
+            "26:16 NGY0106",
+        ]
+    );
+}
+
+#[test]
+fn hints_name_what_was_probably_meant() {
+    let hint = |text: &str| {
+        let found = mistakes(text);
+        assert_eq!(found.len(), 1, "{found:?}");
+        found[0].hint.clone()
+    };
+    assert_eq!(hint("nodee = 'a'"), "did you mean 'node'?");
+    assert_eq!(hint("[lgo]\n"), "did you mean 'log'?");
+    assert_eq!(hint("[edge.limit]\nconnections = 5"), "did you mean 'limits'?");
+    assert_eq!(hint("[edge]\ndrain_timeout = '5s'"), "'drain_timeout' belongs in [edge.limits]");
+    assert_eq!(
+        hint("[edge]\nstate_dir = '/x'"),
+        "'state_dir' belongs at the top of the file, before the first section"
+    );
+    assert_eq!(
+        hint("[edge.limits]\nhead_timeout = 10"),
+        "a duration needs its unit, in quotes: \"10s\" or \"10ms\""
+    );
+    assert_eq!(hint("[[listen]]\naddress = ':80'"), "write the address too: \"0.0.0.0:80\" and \"[::]:80\"");
+    assert_eq!(
+        hint("[[listen]]\naddress = '0.0.0.0:443'\ntls = true"),
+        "set certificates in [tls] to the directory that holds them"
+    );
+    assert_eq!(hint("[log]\nformat = 'jsn'"), "did you mean \"json\"?");
+    assert_eq!(hint("[edge]\nuser = 'no-such-user-here'").split(':').next(), Some("create it"));
+}
+
+#[test]
+fn a_syntax_error_does_not_hide_the_mistakes_after_it() {
+    let found = places("runtime_dir = = \"/run\"\nnode = 5\n");
+    assert!(found.contains(&"2:8 NGY0104".to_owned()), "{found:?}");
+    assert!(found.iter().any(|place| place.starts_with("1:") && place.ends_with("NGY0102")), "{found:?}");
+}
+
+#[test]
+fn columns_count_characters_and_not_bytes() {
+    assert_eq!(places("[log]\n\"ä\" = 1\nlevel = \"ää\" # x\n[\"ö\"] \n")[0], "2:1 NGY0103");
+    assert_eq!(places("edge = { \"ö\" = 1, threads = -1 }"), ["1:10 NGY0103", "1:29 NGY0105"]);
+}
+
+#[test]
+fn every_key_holds_the_ends_of_its_range_and_reads_back_what_it_prints() {
+    for section in SECTIONS {
+        for key in section.keys {
+            assert!(key.doc.ends_with('.'), "{}: the reference prints whole sentences", key.name);
+            let defaults = Settings::default();
+            let values = match key.kind {
+                Kind::Count { min, max } | Kind::Size { min, max } | Kind::Time { min, max } => {
+                    vec![Value::Number(min), Value::Number(max)]
+                }
+                Kind::Flag => vec![Value::Flag(true), Value::Flag(false)],
+                Kind::Choice(words) => words.iter().map(|word| Value::Text((*word).into())).collect(),
+                Kind::Networks => vec![Value::Texts(vec!["10.0.0.0/8".into(), "::1".into()])],
+                _ => vec![Value::Text("/a \"quoted\" path".into())],
+            };
+            for value in values.into_iter().chain([(key.get)(&defaults)]) {
+                if value == Value::Unset {
+                    assert!(
+                        !key.unset.is_empty(),
+                        "{}: the reference must say what holds while it is unset",
+                        key.name
+                    );
+                    continue;
+                }
+                let mut settings = Settings::default();
+                (key.set)(&mut settings, value.clone());
+                assert_eq!((key.get)(&settings), value, "{}", key.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_defaults_pass_their_own_checks() {
+    let text = dump(&Settings::default());
+    let wrong: Vec<_> = mistakes(&text).into_iter().filter(|m| m.code != "NGY0106").collect();
+    assert_eq!(wrong, [], "{text}");
+}
+
+#[test]
+fn a_dumped_configuration_reads_back_the_same() {
+    let text = "node = 'n1'\n[[listen]]\naddress = '127.0.0.1:8080'\n[edge]\nthreads = 3\ntrusted_proxies = ['10.0.0.0/8']\n[edge.limits]\nhead_timeout = '1500ms'\n[log]\naccess = '/var/log/a.log'\naccess_format = 'json'\n";
+    let (settings, mistakes) = read(Path::new("nagaya.toml"), text);
+    assert_eq!(mistakes, []);
+    let (again, mistakes) = read(Path::new("nagaya.toml"), &dump(&settings));
+    assert_eq!(mistakes.iter().filter(|m| m.code != "NGY0106").count(), 0);
+    assert_eq!(dump(&again), dump(&settings));
+    assert_eq!(again.edge.limits.head_ms, 1500);
+    assert_eq!(LISTEN.len(), 2);
+}
+
+#[test]
+fn the_reference_page_is_what_the_code_says() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
+    let stored = std::fs::read_to_string(page).unwrap_or_default();
+    assert!(stored == reference(), "docs/configuration.md is out of step: run `./dev docs`");
+}

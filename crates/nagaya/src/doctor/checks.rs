@@ -1,0 +1,370 @@
+//! What each fact means for a node: fine, off, or a wall that is near. One row per check; pure.
+//!
+//! Not here: the facts (`facts`), printing (`cli::doctor`).
+
+use serde::Serialize;
+
+use super::facts::Facts;
+
+/// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
+const OPEN_FILES_WANTED: u64 = 262_144;
+/// Processes and threads of all tenants together.
+const PIDS_WANTED: u64 = 131_072;
+/// Connections the kernel holds while the edge restarts.
+const SOMAXCONN_WANTED: u64 = 4_096;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    Ok,
+    /// It is not there, and what needs it does not work.
+    Off,
+    /// It works, and less well than it could.
+    Warn,
+}
+
+/// One judged fact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    pub name: &'static str,
+    pub state: State,
+    pub value: String,
+    /// Why it matters.
+    pub why: &'static str,
+    /// What to do. Empty if it is fine.
+    pub how: &'static str,
+}
+
+struct Row {
+    name: &'static str,
+    why: &'static str,
+    how: &'static str,
+    judge: fn(&Facts) -> (State, String),
+}
+
+/// Judges everything, in the order in which an operator would ask.
+pub fn checks(facts: &Facts) -> Vec<Check> {
+    ROWS.iter()
+        .map(|row| {
+            let (state, value) = (row.judge)(facts);
+            Check {
+                name: row.name,
+                state,
+                value,
+                why: row.why,
+                how: if state == State::Ok { "" } else { row.how },
+            }
+        })
+        .collect()
+}
+
+static ROWS: &[Row] = &[
+    Row {
+        name: "kernel",
+        why: "openat2 needs 5.6, ending a cgroup at once 5.14",
+        how: "install a newer kernel",
+        judge: |facts| {
+            let state = match kernel_version(&facts.kernel) {
+                Some(version) if version >= (5, 14) => State::Ok,
+                Some(version) if version >= (5, 6) => State::Warn,
+                _ => State::Off,
+            };
+            (state, facts.kernel.clone())
+        },
+    },
+    Row {
+        name: "root",
+        why: "only root can give each tenant its own uid, and the edge one without rights",
+        how: "start nagaya as root; it gives up what it does not need",
+        judge: |facts| (present(facts.root), yes_no(facts.root)),
+    },
+    Row {
+        name: "edge-user",
+        why: "the process that parses requests runs under it",
+        how: "useradd --system --no-create-home --shell /usr/sbin/nologin nagaya",
+        judge: |facts| (if facts.edge_user { State::Ok } else { State::Warn }, yes_no(facts.edge_user)),
+    },
+    Row {
+        name: "cgroup-v2",
+        why: "limits and accounting per tenant and request; ends a program with all it started",
+        how: "mount it (mount -t cgroup2 none /sys/fs/cgroup), and boot without systemd.unified_cgroup_hierarchy=0; \
+              v1 serves too",
+        judge: cgroup_v2,
+    },
+    Row {
+        name: "cgroup-v1",
+        why: "the same where v2 has no controllers",
+        how: "not needed where cgroup-v2 is ok; otherwise mount the cpu, cpuacct, blkio, pids, freezer and memory \
+              hierarchies",
+        judge: cgroup_v1,
+    },
+    Row {
+        name: "openat2",
+        why: "a link in a document root must not lead out of it",
+        how: "use Linux 5.6 or newer; in a container, let its seccomp filter allow openat2",
+        judge: |facts| (present(facts.openat2), yes_no(facts.openat2)),
+    },
+    Row {
+        name: "fd-passing",
+        why: "the keeper hands opened files and sockets to the edge over a seqpacket socket",
+        how: "let the security module or container allow Unix sockets",
+        judge: |facts| (present(facts.fd_passing), yes_no(facts.fd_passing)),
+    },
+    Row {
+        name: "state-device",
+        why: "limits of reading and writing are set per block device",
+        how: "put state_dir on a file system of a block device (not tmpfs, overlay or NFS)",
+        judge: device,
+    },
+    Row {
+        name: "open-files",
+        why: "each connection and each open file is one; beyond the limit connections are refused",
+        how: "LimitNOFILE=1048576 in the unit, or ulimit -Hn 1048576 before the start",
+        judge: |facts| match facts.open_files_hard {
+            None => (State::Ok, "unlimited".into()),
+            limit => at_least(limit, OPEN_FILES_WANTED),
+        },
+    },
+    Row {
+        name: "file-max",
+        why: "open files of the whole machine",
+        how: "sysctl -w fs.file-max=2097152",
+        judge: |facts| at_least(facts.file_max, OPEN_FILES_WANTED),
+    },
+    Row {
+        name: "pid-max",
+        why: "each program of each tenant is a process",
+        how: "sysctl -w kernel.pid_max=4194304",
+        judge: |facts| at_least(facts.pid_max, PIDS_WANTED),
+    },
+    Row {
+        name: "threads-max",
+        why: "processes and threads of the whole machine",
+        how: "sysctl -w kernel.threads-max=262144, or more memory",
+        judge: |facts| at_least(facts.threads_max, PIDS_WANTED),
+    },
+    Row {
+        name: "somaxconn",
+        why: "connections held per socket while the edge is restarted",
+        how: "sysctl -w net.core.somaxconn=16384",
+        judge: |facts| at_least(facts.somaxconn, SOMAXCONN_WANTED),
+    },
+    Row {
+        name: "low-ports",
+        why: "without root, ports below the first free one cannot be listened on",
+        how: "start as root, or sysctl -w net.ipv4.ip_unprivileged_port_start=80, or listen on ports from 1024",
+        judge: ports,
+    },
+    Row {
+        name: "php-cgi",
+        why: "sites of kind php run in it",
+        how: "apt install php-cgi, or set php_cgi in [keeper]",
+        judge: |facts| match &facts.php_version {
+            Some(version) => (State::Ok, version.clone()),
+            None => (State::Off, format!("{} does not run", facts.php_cgi.display())),
+        },
+    },
+    Row {
+        name: "criu",
+        why: "applications can rest as images on disk",
+        how: "install CRIU 4.1 or newer (Debian 13 has it)",
+        judge: criu,
+    },
+    Row {
+        name: "kvm",
+        why: "sites with their own kernel run at full speed",
+        how: "load kvm_intel or kvm_amd, or let the hypervisor nest",
+        judge: |facts| (present(facts.kvm), yes_no(facts.kvm)),
+    },
+    Row {
+        name: "clock",
+        why: "certificates, logs and promised times depend on it",
+        how: "apt install systemd-timesyncd or chrony",
+        judge: |facts| match facts.clock_synchronised {
+            Some(true) => (State::Ok, "synchronised".into()),
+            Some(false) => (State::Warn, "not synchronised".into()),
+            None => (State::Warn, "unknown".into()),
+        },
+    },
+    Row {
+        name: "entropy",
+        why: "TLS keys and request ids are random",
+        how: "let the machine collect some; a virtual machine needs virtio-rng",
+        judge: |facts| (present(facts.entropy_ready), yes_no(facts.entropy_ready)),
+    },
+    Row {
+        name: "user-namespaces",
+        why: "applications can be confined further",
+        how: "sysctl -w user.max_user_namespaces=65536 (and kernel.unprivileged_userns_clone=1 on Debian)",
+        judge: |facts| match facts.user_namespaces {
+            Some(0) | None => (State::Off, "0".into()),
+            Some(max) => (State::Ok, max.to_string()),
+        },
+    },
+];
+
+fn present(there: bool) -> State {
+    if there { State::Ok } else { State::Off }
+}
+
+fn yes_no(there: bool) -> String {
+    if there { "yes" } else { "no" }.into()
+}
+
+fn at_least(value: Option<u64>, wanted: u64) -> (State, String) {
+    match value {
+        Some(value) if value >= wanted => (State::Ok, value.to_string()),
+        Some(value) => (State::Warn, format!("{value}, {wanted} wanted")),
+        None => (State::Warn, "unknown".into()),
+    }
+}
+
+/// Major and minor number of a release like `6.18.2-amd64`.
+fn kernel_version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+fn cgroup_v2(facts: &Facts) -> (State, String) {
+    let cgroups = &facts.cgroups;
+    let missing: Vec<_> = ["cpu", "io", "memory", "pids"]
+        .into_iter()
+        .filter(|name| !cgroups.v2_controllers.iter().any(|c| c == name))
+        .collect();
+    match &cgroups.v2_mount {
+        None => (State::Off, "not mounted".into()),
+        Some(mount) if cgroups.v2_controllers.is_empty() => {
+            (State::Off, format!("{}: no controllers", mount.display()))
+        }
+        Some(mount) if !cgroups.v2_writable => (State::Off, format!("{}: not writable", mount.display())),
+        Some(_) if missing.is_empty() => (State::Ok, cgroups.v2_controllers.join(" ")),
+        Some(_) => (State::Warn, format!("without {}", missing.join(" "))),
+    }
+}
+
+fn cgroup_v1(facts: &Facts) -> (State, String) {
+    let usable: Vec<_> = facts
+        .cgroups
+        .v1
+        .iter()
+        .filter(|mount| mount.writable)
+        .flat_map(|mount| mount.controllers.clone())
+        .collect();
+    if usable.is_empty() {
+        // With v2 in full there is nothing that v1 would add.
+        let state = if cgroup_v2(facts).0 == State::Ok { State::Ok } else { State::Off };
+        return (state, "none usable".into());
+    }
+    let wanted = ["cpu", "cpuacct", "blkio", "pids", "freezer", "memory"];
+    let all = wanted.iter().all(|name| usable.iter().any(|has| has == name));
+    (if all { State::Ok } else { State::Warn }, usable.join(" "))
+}
+
+fn device(facts: &Facts) -> (State, String) {
+    let directory = facts.state_dir.display();
+    match &facts.device {
+        Some(device) => {
+            let number = format!("{}:{}", device.major, device.minor);
+            match &device.name {
+                Some(name) => (State::Ok, format!("{number} ({name}), {directory}")),
+                None => (State::Warn, format!("{number} is no block device, {directory}")),
+            }
+        }
+        None => (State::Warn, format!("unknown, {directory}")),
+    }
+}
+
+fn ports(facts: &Facts) -> (State, String) {
+    let first = facts.first_free_port.unwrap_or(1024);
+    match facts.lowest_wanted_port {
+        Some(port) if !facts.root && u64::from(port) < first => {
+            (State::Off, format!("port {port} is configured, the first free one is {first}"))
+        }
+        _ if facts.root => (State::Ok, "all".into()),
+        _ => (State::Ok, format!("from {first}")),
+    }
+}
+
+fn criu(facts: &Facts) -> (State, String) {
+    let Some(line) = &facts.criu_version else { return (State::Off, "not installed".into()) };
+    let version = line.trim_start_matches("Version:").trim();
+    match kernel_version(version) {
+        Some(version) if version >= (4, 1) => (State::Ok, line.clone()),
+        _ => (State::Warn, format!("{line}: older than 4.1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::facts::{Cgroups, V1Mount};
+
+    fn state(facts: &Facts, name: &str) -> (State, String) {
+        let check = checks(facts).into_iter().find(|check| check.name == name).expect("the row exists");
+        (check.state, check.value)
+    }
+
+    #[test]
+    fn whatever_is_not_fine_says_what_to_do() {
+        let all = checks(&Facts::default());
+        assert!(all.iter().all(|check| check.state != State::Ok || check.how.is_empty()));
+        assert!(all.iter().filter(|check| check.state != State::Ok).all(|check| !check.how.is_empty()));
+        assert!(all.iter().all(|check| !check.why.is_empty()));
+        assert!(all.iter().filter(|check| check.state == State::Off).count() >= 6, "{all:?}");
+    }
+
+    #[test]
+    fn a_check_is_json_with_five_texts() {
+        let json = serde_json::to_value(&checks(&Facts::default())[0]).unwrap();
+        let keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["how", "name", "state", "value", "why"]);
+        assert_eq!(json["state"], "off");
+        assert!(json.as_object().unwrap().values().all(serde_json::Value::is_string));
+    }
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        assert_eq!(kernel_version("6.18.2-amd64"), Some((6, 18)));
+        assert_eq!(kernel_version("5"), None);
+        let facts =
+            Facts { kernel: "5.10.0".into(), criu_version: Some("Version: 3.17".into()), ..Facts::default() };
+        assert_eq!(state(&facts, "kernel").0, State::Warn);
+        assert_eq!(state(&facts, "criu").0, State::Warn);
+        let facts = Facts { criu_version: Some("Version: 4.10".into()), ..Facts::default() };
+        assert_eq!(state(&facts, "criu").0, State::Ok);
+    }
+
+    #[test]
+    fn either_cgroup_version_in_full_is_enough() {
+        let v1 = |names: &[&str]| V1Mount {
+            controllers: names.iter().map(|n| (*n).into()).collect(),
+            writable: true,
+        };
+        let v1 =
+            vec![v1(&["cpu", "cpuacct"]), v1(&["blkio"]), v1(&["pids"]), v1(&["freezer"]), v1(&["memory"])];
+        let mut facts = Facts { cgroups: Cgroups { v1, ..Cgroups::default() }, ..Facts::default() };
+        assert_eq!(state(&facts, "cgroup-v1").0, State::Ok);
+        facts.cgroups.v1.pop();
+        assert_eq!(state(&facts, "cgroup-v1").0, State::Warn);
+        facts.cgroups = Cgroups {
+            v2_mount: Some("/sys/fs/cgroup".into()),
+            v2_controllers: ["cpu", "io", "memory", "pids"].map(String::from).into(),
+            v2_writable: true,
+            v1: Vec::new(),
+        };
+        assert_eq!((state(&facts, "cgroup-v2").0, state(&facts, "cgroup-v1").0), (State::Ok, State::Ok));
+        facts.cgroups.v2_controllers.clear();
+        assert_eq!(state(&facts, "cgroup-v2").0, State::Off);
+    }
+
+    #[test]
+    fn ports_below_the_first_free_one_need_root() {
+        let mut facts =
+            Facts { lowest_wanted_port: Some(80), first_free_port: Some(1024), ..Facts::default() };
+        assert_eq!(state(&facts, "low-ports").0, State::Off);
+        facts.root = true;
+        assert_eq!(state(&facts, "low-ports").0, State::Ok);
+        facts = Facts { lowest_wanted_port: Some(8080), first_free_port: Some(1024), ..Facts::default() };
+        assert_eq!(state(&facts, "low-ports").0, State::Ok);
+    }
+}

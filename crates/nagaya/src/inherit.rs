@@ -1,0 +1,166 @@
+//! What a process gets from outside by numbers alone: descriptors inherited from the supervisor, how they are
+//! described, passed and taken over; and the state of the kernel's clock. The only file of this crate that may use
+//! `unsafe`.
+//!
+//! Not here: making the sockets (`supervisor::sockets`), starting the process (`supervisor::child`).
+
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+
+use rustix::io::FdFlags;
+use serde::{Deserialize, Serialize};
+
+/// The environment variable that holds [`Inherited`] as JSON.
+pub const VARIABLE: &str = "NAGAYA_INHERIT";
+
+/// First number an inherited descriptor may have; below are the standard streams.
+const FIRST: RawFd = 3;
+
+/// What a process is told by the supervisor that started it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inherited {
+    /// The supervisor's pid: a process whose parent is another one was orphaned before it could ask to be told.
+    pub supervisor: i32,
+    /// The stream socket of `cmdb::feed`.
+    pub feed: RawFd,
+    /// The edge's sockets.
+    pub listeners: Vec<InheritedListener>,
+    /// The keeper's listening socket.
+    pub keeper: Option<RawFd>,
+    /// Whose rights to take, uid and gid. None: stay as started.
+    pub identity: Option<(u32, u32)>,
+    pub log_level: String,
+    pub log_json: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InheritedListener {
+    pub address: String,
+    pub tls: bool,
+    /// One per edge thread.
+    pub sockets: Vec<RawFd>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum InheritError {
+    #[error("this command is started by `nagaya serve` and not by hand")]
+    NotInherited,
+    #[error("{VARIABLE} does not describe descriptors: {0}")]
+    Malformed(#[from] serde_json::Error),
+    #[error("descriptor {fd} was not inherited: {error}")]
+    Missing { fd: RawFd, error: io::Error },
+    #[error("descriptor {0} is described twice or is a standard stream")]
+    Reused(RawFd),
+}
+
+/// Reads what the supervisor described.
+pub fn described() -> Result<Inherited, InheritError> {
+    let text = std::env::var(VARIABLE).map_err(|_| InheritError::NotInherited)?;
+    Ok(serde_json::from_str(&text)?)
+}
+
+/// Takes over inherited descriptors, each once.
+#[derive(Debug, Default)]
+pub struct Taker {
+    taken: Vec<RawFd>,
+}
+
+impl Taker {
+    pub fn take(&mut self, fd: RawFd) -> Result<OwnedFd, InheritError> {
+        if fd < FIRST || self.taken.contains(&fd) {
+            return Err(InheritError::Reused(fd));
+        }
+        if let Err(error) = std::fs::symlink_metadata(format!("/proc/self/fd/{fd}")) {
+            return Err(InheritError::Missing { fd, error });
+        }
+        // SAFETY: it is open, as was just seen, and nothing closes it meanwhile: processes take over what they
+        // inherit first of all, with one thread. It is borrowed for the next call only.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        // What this process starts must not inherit it in turn.
+        rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC)
+            .map_err(|error| InheritError::Missing { fd, error: error.into() })?;
+        self.taken.push(fd);
+        // SAFETY: it is open (the call above succeeded), nothing else in this process owns it, and `taken`
+        // makes sure that it gets one owner.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+/// Lets the descriptors survive `exec` while it lives. The supervisor starts processes one after the other from
+/// one thread, so no other process inherits them by accident.
+#[derive(Debug)]
+pub struct Passing<'a> {
+    descriptors: Vec<BorrowedFd<'a>>,
+}
+
+impl<'a> Passing<'a> {
+    pub fn new(descriptors: Vec<BorrowedFd<'a>>) -> io::Result<Self> {
+        let passing = Self { descriptors };
+        for descriptor in &passing.descriptors {
+            rustix::io::fcntl_setfd(descriptor, FdFlags::empty())?;
+        }
+        Ok(passing)
+    }
+}
+
+impl Drop for Passing<'_> {
+    fn drop(&mut self) {
+        for descriptor in &self.descriptors {
+            if let Err(error) = rustix::io::fcntl_setfd(descriptor, FdFlags::CLOEXEC) {
+                tracing::error!("descriptor {} stays inheritable: {error}", descriptor.as_raw_fd());
+            }
+        }
+    }
+}
+
+/// The number under which a process that inherits the descriptor finds it.
+pub fn number(descriptor: &impl AsFd) -> RawFd {
+    descriptor.as_fd().as_raw_fd()
+}
+
+/// Whether something keeps the machine's clock right (adjtimex(2)).
+pub fn clock_is_synchronised() -> io::Result<bool> {
+    // SAFETY: `timex` is a plain C structure of integers, for which all zeroes is a value; `modes` 0 asks and
+    // sets nothing.
+    let mut timex: nix::libc::timex = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is to a whole `timex` that lives and is borrowed by nobody else during the call.
+    let state = unsafe { nix::libc::adjtimex(&raw mut timex) };
+    if state < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(timex.status & nix::libc::STA_UNSYNC == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_taken_once_and_is_closed_on_exec_again() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let fd = std::os::fd::IntoRawFd::into_raw_fd(theirs);
+        let mut taker = Taker::default();
+        let taken = taker.take(fd).unwrap();
+        assert_eq!(rustix::io::fcntl_getfd(&taken).unwrap(), FdFlags::CLOEXEC);
+        assert!(matches!(taker.take(fd), Err(InheritError::Reused(_))));
+        drop((taken, ours));
+    }
+
+    #[test]
+    fn what_is_not_open_or_a_standard_stream_is_refused() {
+        let mut taker = Taker::default();
+        assert!(matches!(taker.take(1), Err(InheritError::Reused(1))));
+        assert!(matches!(taker.take(1_000_000), Err(InheritError::Missing { .. })));
+    }
+
+    #[test]
+    fn passing_ends_with_its_guard() {
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let passing = Passing::new(vec![ours.as_fd()]).unwrap();
+        assert_eq!(rustix::io::fcntl_getfd(&ours).unwrap(), FdFlags::empty());
+        drop(passing);
+        assert_eq!(rustix::io::fcntl_getfd(&ours).unwrap(), FdFlags::CLOEXEC);
+    }
+}

@@ -1,0 +1,112 @@
+//! Whose rights the processes have, and which protections that leaves on or off on this machine.
+//!
+//! Not here: taking the rights (`rights`), what the operator can do about a machine (`doctor`).
+
+use nix::unistd::{Uid, User};
+use serde::Serialize;
+
+use crate::config::Settings;
+use crate::config::settings::{EDGE_UID_FALLBACK, EDGE_USER};
+
+/// The edge's uid and gid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    pub uid: u32,
+    pub gid: u32,
+    /// Nothing named it: the number was taken because no user `nagaya` exists.
+    pub fallback: bool,
+}
+
+/// Whose rights the edge takes. None without root: then all processes keep the user that started them.
+pub fn of_edge(settings: &Settings) -> Option<Identity> {
+    if !Uid::effective().is_root() {
+        return None;
+    }
+    if let Some(uid) = settings.identity.uid {
+        return Some(Identity { uid, gid: uid, fallback: false });
+    }
+    let name = settings.identity.user.as_deref().unwrap_or(EDGE_USER);
+    // An error here reads like an absent user; the configuration's check has named it if it was asked for.
+    let user = User::from_name(name).ok().flatten().filter(|user| !user.uid.is_root());
+    Some(match user {
+        Some(user) => Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw(), fallback: false },
+        None => Identity { uid: EDGE_UID_FALLBACK, gid: EDGE_UID_FALLBACK, fallback: true },
+    })
+}
+
+/// One thing that keeps tenants safe, and whether it is in force.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Protection {
+    pub name: &'static str,
+    pub on: bool,
+    /// What it does, or what its absence means.
+    pub why: &'static str,
+    /// How to have it. Empty while it is on.
+    pub how: &'static str,
+}
+
+/// What decides about the protections.
+#[derive(Debug, Clone, Copy)]
+pub struct Facts {
+    pub root: bool,
+    /// A cgroup hierarchy the keeper can make groups in.
+    pub cgroup: bool,
+    /// Kernel 5.6 or newer.
+    pub openat2: bool,
+}
+
+/// All protections, on or off. Pure.
+pub fn protections(facts: Facts) -> Vec<Protection> {
+    let row = |name, on, why_on, why_off, how| Protection {
+        name,
+        on,
+        why: if on { why_on } else { why_off },
+        how: if on { "" } else { how },
+    };
+    vec![
+        row(
+            "tenant-uids",
+            facts.root,
+            "each tenant's programs run under its own uid",
+            "programs of all tenants run under one uid and can read each other's files",
+            "start nagaya as root",
+        ),
+        row(
+            "edge-uid",
+            facts.root,
+            "the process that parses requests has a uid of its own and no capabilities",
+            "the process that parses requests has the rights of whoever started nagaya",
+            "start nagaya as root",
+        ),
+        row("no-new-privileges", true, "the process that parses requests can never gain rights", "", ""),
+        row(
+            "cgroup-fence",
+            facts.cgroup,
+            "a program ends together with every process it started",
+            "a program that leaves its process group outlives its request",
+            "start nagaya as root on a machine with cgroups; `nagaya doctor` says what is missing",
+        ),
+        row(
+            "openat2",
+            facts.openat2,
+            "a link in a document root cannot lead out of it",
+            "document roots cannot be kept apart, and files are not served",
+            "use Linux 5.6 or newer",
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_missing_protection_says_what_it_means_and_how_to_have_it() {
+        let all = protections(Facts { root: true, cgroup: true, openat2: true });
+        assert!(all.iter().all(|row| row.on && row.how.is_empty()));
+        let none = protections(Facts { root: false, cgroup: false, openat2: false });
+        let off: Vec<_> = none.iter().filter(|row| !row.on).map(|row| row.name).collect();
+        assert_eq!(off, ["tenant-uids", "edge-uid", "cgroup-fence", "openat2"]);
+        assert!(none.iter().filter(|row| !row.on).all(|row| !row.how.is_empty() && !row.why.is_empty()));
+    }
+}

@@ -1,0 +1,422 @@
+//! The node while it runs: one loop that takes the next event and acts on it.
+//!
+//! Every wait is an event (a signal, the end of a process, its news, a timer), so that the order of things is
+//! decided in one place. Not here: making what the node needs (`supervisor`), starting one process (`child`).
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nagaya_base::{Clock as _, SystemClock};
+use nagaya_cmdb::feed::Down;
+use rustix::process::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+use super::Serve;
+use super::backoff::{Backoff, FAST_RESTARTS};
+use super::child::{self, Child, Role};
+use super::error::ServeError;
+use super::feed::{Feed, News};
+use super::identity::Identity;
+use super::node::Node;
+use super::sockets::Listening;
+use super::{notify, place, reload};
+use crate::config::{self, Settings};
+use crate::inherit::{Inherited, InheritedListener, number};
+use crate::logging::{self, Sink};
+
+/// Events that wait to be acted on. Each source has at most a few at once.
+const EVENTS_MAX: usize = 256;
+
+/// What the edge gets beyond the drain time until it is ended by force: it enforces the time itself.
+const DRAIN_MARGIN: Duration = Duration::from_secs(2);
+
+/// How long the keeper has to end what it started.
+const KEEPER_END: Duration = Duration::from_secs(10);
+
+/// How long a process may go on whose feed is over, before it is ended by force.
+const FEEDLESS_MAX: Duration = Duration::from_secs(1);
+
+/// Ends of one process before the node was ever ready, after which the start has failed.
+const FAILED_STARTS_MAX: u32 = FAST_RESTARTS + 1;
+
+/// What was made before the life begins.
+pub struct Parts {
+    pub serve: Serve,
+    pub settings: Settings,
+    pub sink: Sink,
+    pub listening: Vec<Listening>,
+    pub keeper_socket: OwnedFd,
+    pub edge_identity: Option<Identity>,
+    pub node: Arc<Node>,
+}
+
+#[derive(Debug)]
+enum Event {
+    Told(Told),
+    /// A process has ended. `run` tells its life from the next one of the same role.
+    Ended {
+        role: Role,
+        run: u64,
+        reason: String,
+    },
+    News {
+        role: Role,
+        run: u64,
+        news: News,
+    },
+    /// The wait before a restart is over.
+    Start(Role),
+    /// A process had its time to end.
+    Overdue {
+        role: Role,
+        run: u64,
+    },
+}
+
+/// What an operator tells the node by a signal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Told {
+    End,
+    Reload,
+    ReopenLogs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    Starting,
+    Serving,
+    /// The edge finishes what runs.
+    Draining,
+    /// The edge is gone; the keeper ends what it started.
+    Closing,
+}
+
+/// One process: whether it runs now, and how it went so far.
+struct Slot {
+    child: Option<Child>,
+    run: u64,
+    since: Instant,
+    backoff: Backoff,
+}
+
+pub struct Life {
+    parts: Parts,
+    phase: Phase,
+    slots: HashMap<&'static str, Slot>,
+    tell: mpsc::Sender<Event>,
+    events: mpsc::Receiver<Event>,
+}
+
+impl Life {
+    pub fn new(parts: Parts) -> Result<Self, ServeError> {
+        let (tell, events) = mpsc::channel(EVENTS_MAX);
+        for (kind, told) in [
+            (SignalKind::terminate(), Told::End),
+            (SignalKind::interrupt(), Told::End),
+            (SignalKind::hangup(), Told::Reload),
+            (SignalKind::user_defined1(), Told::ReopenLogs),
+        ] {
+            let mut signal = signal(kind).map_err(ServeError::Runtime)?;
+            let tell = tell.clone();
+            tokio::task::spawn_local(async move {
+                while signal.recv().await.is_some() {
+                    if tell.send(Event::Told(told)).await.is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        let now = SystemClock.now();
+        let slot =
+            |role: Role| (role.name(), Slot { child: None, run: 0, since: now, backoff: Backoff::default() });
+        let slots = Role::ALL.into_iter().map(slot).collect();
+        Ok(Self { parts, phase: Phase::Starting, slots, tell, events })
+    }
+
+    /// Starts the processes and keeps them running until the node has ended.
+    pub async fn run(mut self) -> Result<(), ServeError> {
+        for role in Role::ALL {
+            self.start(role)?;
+        }
+        loop {
+            // The sender is held by this very value, so the channel stays open.
+            let Some(event) = self.events.recv().await else { return Ok(()) };
+            if let ControlFlow::Break(result) = self.apply(event) {
+                return result;
+            }
+        }
+    }
+
+    fn apply(&mut self, event: Event) -> ControlFlow<Result<(), ServeError>> {
+        match event {
+            Event::Told(Told::End) => return self.end(),
+            Event::Told(Told::Reload) => self.reload(),
+            Event::Told(Told::ReopenLogs) => self.reopen_logs(),
+            Event::News { role, run, news } if run == self.slot(role).run => self.news(role, news),
+            Event::Ended { role, run, reason } if run == self.slot(role).run => {
+                return self.ended(role, reason);
+            }
+            Event::Overdue { role, run } if run == self.slot(role).run => {
+                if let Some(child) = &self.slot(role).child {
+                    tracing::warn!("the {role} process did not end in time and is ended by force");
+                    child.signal(Signal::KILL);
+                }
+            }
+            Event::Start(role) if self.phase < Phase::Draining || self.wanted_while_draining(role) => {
+                if let Err(error) = self.start(role) {
+                    tracing::error!(code = "NGY0504", "{error}");
+                    let wait = self.slot(role).backoff.ended(Duration::ZERO);
+                    self.later(wait, Event::Start(role));
+                }
+            }
+            // News of a process that has ended, or a start that nobody wants any more.
+            Event::News { .. } | Event::Ended { .. } | Event::Overdue { .. } | Event::Start(_) => {}
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Requests that still run need the keeper.
+    fn wanted_while_draining(&self, role: Role) -> bool {
+        self.phase == Phase::Draining && role == Role::Keeper
+    }
+
+    fn slot(&mut self, role: Role) -> &mut Slot {
+        self.slots.get_mut(role.name()).expect("every role has a slot from the beginning")
+    }
+
+    fn later(&self, wait: Duration, event: Event) {
+        let tell = self.tell.clone();
+        tokio::task::spawn_local(async move {
+            tokio::time::sleep(wait).await;
+            // The node may have ended meanwhile.
+            let _ = tell.send(event).await;
+        });
+    }
+
+    fn start(&mut self, role: Role) -> Result<(), ServeError> {
+        let failed = |error| ServeError::Spawn { process: role.name(), error };
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        let (inherited, descriptors) = describe(&self.parts, role, &theirs);
+        let (child, end) = child::spawn(role, &inherited, descriptors, &self.parts.sink).map_err(failed)?;
+        drop(theirs);
+        let slot = self.slot(role);
+        slot.run += 1;
+        slot.since = SystemClock.now();
+        let (run, pid) = (slot.run, child.pid);
+        slot.child = Some(child);
+        let tell = self.tell.clone();
+        tokio::task::spawn_local(async move {
+            let reason = child::reason(end.await);
+            let _ = tell.send(Event::Ended { role, run, reason }).await;
+        });
+        let tell = self.tell.clone();
+        let feed = Arc::new(Feed::new(ours, move |news| {
+            let _ = tell.blocking_send(Event::News { role, run, news });
+        }));
+        self.parts.node.process(role, |process| {
+            process.pid = Some(pid);
+            process.feed = Some(Arc::clone(&feed));
+            process.restarts = run - 1;
+            process.revision = None;
+        });
+        tracing::info!(pid, "the {role} process starts");
+        feed.begin(self.options(role), Arc::clone(&self.parts.node.store)).map_err(failed)
+    }
+
+    /// What the process is told of the configuration.
+    fn options(&self, role: Role) -> serde_json::Value {
+        let settings = &self.parts.settings;
+        let edge_uid =
+            self.parts.edge_identity.map_or_else(|| nix::unistd::geteuid().as_raw(), |edge| edge.uid);
+        match role {
+            Role::Edge => serde_json::to_value(settings.edge_options()),
+            Role::Keeper => serde_json::to_value(settings.keeper_options(edge_uid)),
+        }
+        .expect("options hold numbers, texts and paths that came from a text")
+    }
+
+    fn news(&mut self, role: Role, news: News) {
+        match news {
+            News::Ready { revision } => {
+                self.parts.node.process(role, |process| process.revision = Some(revision));
+                if self.phase == Phase::Starting && self.parts.node.all_ready() {
+                    self.phase = Phase::Serving;
+                    self.parts.node.set_ready();
+                    notify::notify("READY=1");
+                    let ms = SystemClock.now().duration_since(self.parts.node.started).as_millis();
+                    tracing::info!(revision, "the node serves after {ms} ms");
+                }
+            }
+            News::Over { reason } => {
+                // A process that is about to end closes its feed first; its end is told as such. One that does
+                // not end can no longer be told anything, and must.
+                if self.slot(role).child.is_some() {
+                    let run = self.slot(role).run;
+                    tracing::debug!("the feed of the {role} process is over: {reason}");
+                    self.later(FEEDLESS_MAX, Event::Overdue { role, run });
+                }
+            }
+        }
+    }
+
+    fn ended(&mut self, role: Role, reason: String) -> ControlFlow<Result<(), ServeError>> {
+        let ran = SystemClock.now().duration_since(self.slot(role).since);
+        self.slot(role).child = None;
+        self.parts.node.process(role, |process| {
+            process.pid = None;
+            process.feed = None;
+            process.revision = None;
+            process.last_end = Some(reason.clone());
+        });
+        match (self.phase, role) {
+            (Phase::Draining, Role::Edge) => {
+                tracing::info!("the edge process has ended: {reason}");
+                return self.close();
+            }
+            (Phase::Closing, Role::Keeper) => {
+                tracing::info!("the keeper process has ended: {reason}");
+                return ControlFlow::Break(Ok(()));
+            }
+            _ => {}
+        }
+        let wait = self.slot(role).backoff.ended(ran);
+        let times = self.slot(role).backoff.ends();
+        if self.phase == Phase::Starting && times >= FAILED_STARTS_MAX {
+            return ControlFlow::Break(Err(ServeError::NeverReady { process: role.name(), times, reason }));
+        }
+        tracing::error!(
+            code = "NGY0505",
+            "the {role} process ended with {reason} after {} ms; it is started again in {} ms",
+            ran.as_millis(),
+            wait.as_millis()
+        );
+        self.later(wait, Event::Start(role));
+        ControlFlow::Continue(())
+    }
+
+    /// The first time: let what runs finish. The second time: at once.
+    fn end(&mut self) -> ControlFlow<Result<(), ServeError>> {
+        if self.phase >= Phase::Draining {
+            tracing::warn!("told to end a second time: what still runs is cut off");
+            for role in Role::ALL {
+                if let Some(child) = &self.slot(role).child {
+                    child.signal(Signal::KILL);
+                }
+            }
+            return ControlFlow::Continue(());
+        }
+        let drain = Duration::from_millis(self.parts.settings.edge.limits.drain_ms);
+        tracing::info!("told to end: requests that run have {} ms to finish", drain.as_millis());
+        notify::notify("STOPPING=1");
+        self.phase = Phase::Draining;
+        self.parts.node.set_draining();
+        let run = self.slot(Role::Edge).run;
+        if self.slot(Role::Edge).child.is_none() {
+            return self.close();
+        }
+        if let Some(feed) = self.parts.node.feed(Role::Edge) {
+            feed.send(Down::Drain);
+        }
+        self.later(drain + DRAIN_MARGIN, Event::Overdue { role: Role::Edge, run });
+        ControlFlow::Continue(())
+    }
+
+    /// The edge is gone: the keeper ends everything that was started for it.
+    fn close(&mut self) -> ControlFlow<Result<(), ServeError>> {
+        self.phase = Phase::Closing;
+        if self.slot(Role::Keeper).child.is_none() {
+            return ControlFlow::Break(Ok(()));
+        }
+        if let Some(feed) = self.parts.node.feed(Role::Keeper) {
+            feed.send(Down::Drain);
+        }
+        let run = self.slot(Role::Keeper).run;
+        self.later(KEEPER_END, Event::Overdue { role: Role::Keeper, run });
+        ControlFlow::Continue(())
+    }
+
+    fn reload(&mut self) {
+        if self.phase == Phase::Serving {
+            notify::reloading();
+        }
+        match config::load(self.parts.serve.config.as_deref()) {
+            Ok(loaded) => {
+                let (settings, held) = reload::merge(&self.parts.settings, loaded.settings);
+                self.parts.settings = settings;
+                for key in &held {
+                    tracing::warn!(code = "NGY0507", "{key} was changed; this needs a restart of nagaya");
+                }
+                if self.parts.serve.log.is_none() {
+                    logging::set_level(&self.parts.settings.log.level);
+                }
+                place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+                for role in Role::ALL {
+                    if let Some(feed) = self.parts.node.feed(role) {
+                        feed.send(Down::Options(self.options(role)));
+                    }
+                }
+                self.parts.node.reloaded(held);
+                tracing::info!("the configuration was read again");
+            }
+            Err(mistakes) => {
+                self.parts.node.reload_refused();
+                for mistake in &mistakes {
+                    tracing::error!(code = %mistake.code, "{mistake}");
+                }
+                tracing::error!(
+                    "the configuration stays as it was: the file has {} mistakes",
+                    mistakes.len()
+                );
+            }
+        }
+        if self.phase == Phase::Serving {
+            notify::notify("READY=1");
+        }
+    }
+
+    fn reopen_logs(&self) {
+        if let Err(error) = self.parts.sink.reopen() {
+            tracing::error!(code = "NGY0506", "the log goes on to the old file: {error}");
+        }
+        place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+        self.parts.node.send_all(&Down::ReopenLogs);
+        tracing::info!("logs were opened anew");
+    }
+}
+
+/// What a process of this role inherits, described and borrowed.
+fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherited, Vec<BorrowedFd<'a>>) {
+    let mut inherited = Inherited {
+        supervisor: i32::try_from(std::process::id()).expect("Linux pids fit 22 bits"),
+        feed: number(feed),
+        listeners: Vec::new(),
+        keeper: None,
+        identity: None,
+        log_level: parts.serve.log.clone().unwrap_or_else(|| parts.settings.log.level.clone()),
+        log_json: logging::is_json(&parts.settings.log),
+    };
+    let mut descriptors = vec![feed.as_fd()];
+    match role {
+        Role::Keeper => {
+            inherited.keeper = Some(number(&parts.keeper_socket));
+            descriptors.push(parts.keeper_socket.as_fd());
+        }
+        Role::Edge => {
+            inherited.identity = parts.edge_identity.map(|identity| (identity.uid, identity.gid));
+            for at in &parts.listening {
+                inherited.listeners.push(InheritedListener {
+                    address: at.address.to_string(),
+                    tls: at.wanted.tls,
+                    sockets: at.sockets.iter().map(number).collect(),
+                });
+                descriptors.extend(at.sockets.iter().map(|socket| socket.as_fd()));
+            }
+        }
+    }
+    (inherited, descriptors)
+}

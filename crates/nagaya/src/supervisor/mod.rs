@@ -1,0 +1,179 @@
+//! The life of a node: made in order, kept running, taken down in reverse. Start reading here for everything
+//! that is not a request.
+//!
+//! The supervisor owns the store, the listening sockets and the admin interface; it starts the keeper and the edge, feeds them,
+//! and starts them anew when they end. Not here: requests (`nagaya_edge`), tenants' processes (`nagaya_keeper`).
+
+mod backoff;
+mod child;
+mod error;
+mod exposition;
+mod feed;
+mod identity;
+mod life;
+mod node;
+mod notify;
+mod place;
+mod reload;
+mod rights;
+mod sockets;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use nagaya_cmdb::store::{RedbStore, Store};
+use nix::unistd::Uid;
+use tokio::task::LocalSet;
+
+pub use error::ServeError;
+pub use node::Node;
+pub use rights::{run_edge, run_keeper};
+
+use self::feed::Changes;
+use self::identity::{Facts, Identity};
+use self::life::{Life, Parts};
+use self::node::ListenView;
+use self::sockets::Listening;
+use crate::config::{self, Loaded, Settings};
+use crate::logging::{self, Sink};
+use crate::{admin, doctor};
+
+/// What the command line gives.
+#[derive(Debug, Clone)]
+pub struct Serve {
+    pub config: Option<PathBuf>,
+    /// Overrides the configured log level.
+    pub log: Option<String>,
+}
+
+/// `nagaya serve`: runs the node until it is told to end.
+pub fn serve(serve: Serve) -> Result<(), ServeError> {
+    let Loaded { settings, file } =
+        config::load(serve.config.as_deref()).map_err(ServeError::Configuration)?;
+    let sink = open_log(&settings)?;
+    logging::start(
+        serve.log.as_deref().unwrap_or(&settings.log.level),
+        logging::is_json(&settings.log),
+        sink.clone(),
+    );
+    match &file {
+        Some(file) => {
+            tracing::info!(config = %file.display(), version = env!("CARGO_PKG_VERSION"), "nagaya starts")
+        }
+        None => {
+            tracing::info!(version = env!("CARGO_PKG_VERSION"), "nagaya starts without a configuration file")
+        }
+    }
+
+    // Held to the end of this function: the sockets and directories go when nobody uses them any more.
+    let place = place::Place::claim(&settings)?;
+    let store: Arc<dyn Store> = Arc::new(RedbStore::open(&settings.store())?);
+    let edge_identity = identity::of_edge(&settings);
+    let protections = identity::protections(facts());
+    log_protections(&protections, edge_identity);
+    let listening = sockets::listen(&settings.listen, settings.edge_threads())?;
+    let owner = edge_identity.map(|identity| (identity.uid, identity.gid));
+    let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
+    let admin_group = admin_group(&settings);
+    let admin_socket = sockets::listen_admin(&settings.admin_socket(), admin_group)?;
+    place::prepare_access_log(&settings, edge_identity);
+
+    let listen = listening
+        .iter()
+        .map(|at| ListenView { address: at.address.to_string(), tls: at.wanted.tls })
+        .collect();
+    let node = Arc::new(Node::new(settings.node_name(), Arc::clone(&store), listen, protections));
+    log_listening(&listening);
+    let parts = Parts {
+        serve,
+        settings: settings.clone(),
+        sink,
+        listening,
+        keeper_socket,
+        edge_identity,
+        node: Arc::clone(&node),
+    };
+    let result = run(parts, admin_socket, admin_parts(&settings, node));
+    drop(place);
+    if result.is_ok() {
+        tracing::info!("nagaya has ended");
+    }
+    result
+}
+
+/// Runs the node's life and the admin interface side by side, on this thread.
+fn run(
+    parts: Parts,
+    admin_socket: std::os::unix::net::UnixListener,
+    admin_parts: admin::Parts,
+) -> Result<(), ServeError> {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ServeError::Runtime)?;
+    let result = LocalSet::new().block_on(&runtime, async {
+        let admin_socket = tokio::net::UnixListener::from_std(admin_socket).map_err(ServeError::Runtime)?;
+        let admin = tokio::task::spawn_local(admin::serve(admin_socket, admin_parts));
+        let result = Life::new(parts)?.run().await;
+        admin.abort();
+        result
+    });
+    // Store calls of the admin interface that still run must not hold up the end.
+    runtime.shutdown_background();
+    result
+}
+
+/// What the admin interface needs: a change it commits is handed to the processes by the node.
+fn admin_parts(settings: &Settings, node: Arc<Node>) -> admin::Parts {
+    let watcher = Arc::clone(&node);
+    admin::Parts {
+        store: Arc::clone(&node.store),
+        on_change: Arc::new(move |changes, revision| watcher.committed(Changes { revision, changes })),
+        node,
+        uid_base: settings.uid_base,
+    }
+}
+
+fn open_log(settings: &Settings) -> Result<Sink, ServeError> {
+    let path = settings.log.file.as_deref();
+    Sink::open(path).map_err(|error| ServeError::Log { path: path.unwrap_or("-".as_ref()).into(), error })
+}
+
+fn facts() -> Facts {
+    Facts {
+        root: Uid::effective().is_root(),
+        cgroup: Uid::effective().is_root() && doctor::cgroup_is_usable(),
+        openat2: doctor::has_openat2(),
+    }
+}
+
+/// What is off is said at start, so that nobody believes to be protected.
+fn log_protections(protections: &[identity::Protection], edge: Option<Identity>) {
+    for protection in protections.iter().filter(|protection| !protection.on) {
+        tracing::warn!(
+            code = "NGY0508",
+            "{} is off: {}; {}",
+            protection.name,
+            protection.why,
+            protection.how
+        );
+    }
+    if let Some(identity) = edge.filter(|identity| identity.fallback) {
+        tracing::warn!(
+            code = "NGY0509",
+            uid = identity.uid,
+            "there is no user 'nagaya': the edge takes a uid that nobody has; to name it: useradd --system \
+             --no-create-home --shell /usr/sbin/nologin nagaya"
+        );
+    }
+}
+
+fn log_listening(listening: &[Listening]) {
+    for at in listening {
+        tracing::info!(address = %at.address, tls = at.wanted.tls, sockets = at.sockets.len(), "listening");
+    }
+}
+
+/// The gid whose members may use the admin interface. The check of the configuration has named an unknown group.
+fn admin_group(settings: &Settings) -> Option<u32> {
+    let group = settings.admin.group.as_deref()?;
+    nix::unistd::Group::from_name(group).ok().flatten().map(|group| group.gid.as_raw())
+}

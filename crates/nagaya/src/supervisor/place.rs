@@ -1,0 +1,189 @@
+//! The directories of a node: made at start, locked against a second node, cleared at the end.
+//!
+//! Not here: the sockets in them (`sockets`), the store (`cmdb`).
+
+use std::fs::{File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+
+use super::error::ServeError;
+use super::identity::Identity;
+use crate::config::Settings;
+
+/// A claimed runtime directory. Dropping it removes what the node put there.
+#[derive(Debug)]
+pub struct Place {
+    runtime_dir: PathBuf,
+    /// This node made the runtime directory, and so it goes with it.
+    made: bool,
+    keeper_dir: PathBuf,
+    sockets: [PathBuf; 2],
+    lock_file: PathBuf,
+    _lock: File,
+}
+
+impl Place {
+    /// Makes the directories and takes the lock. Nobody else's node is touched before the lock is held.
+    pub fn claim(settings: &Settings) -> Result<Self, ServeError> {
+        let made = !settings.runtime_dir.exists();
+        // Tenants' programs reach their sockets through it.
+        make_dir(&settings.runtime_dir, 0o755)?;
+        let lock = lock(&settings.lock_file(), &settings.runtime_dir)?;
+        // Records hold settings of applications, which may be secrets.
+        make_dir(&settings.state_dir, 0o700)?;
+        let place = Self {
+            runtime_dir: settings.runtime_dir.clone(),
+            made,
+            keeper_dir: settings.keeper_dir(),
+            sockets: [settings.admin_socket(), settings.keeper_socket()],
+            lock_file: settings.lock_file(),
+            _lock: lock,
+        };
+        // A node that was killed left its sockets; nobody uses them, since the lock was free.
+        place.clear();
+        make_dir(&settings.keeper_dir(), 0o755)?;
+        Ok(place)
+    }
+
+    fn clear(&self) {
+        remove(std::fs::remove_dir_all(&self.keeper_dir), &self.keeper_dir);
+        for file in &self.sockets {
+            remove(std::fs::remove_file(file), file);
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.clear();
+        // Last, and while the lock is held: whoever opened the file before finds it locked or unlinked, and
+        // makes a new one.
+        remove(std::fs::remove_file(&self.lock_file), &self.lock_file);
+        if self.made {
+            remove(std::fs::remove_dir(&self.runtime_dir), &self.runtime_dir);
+        }
+    }
+}
+
+fn remove(result: io::Result<()>, path: &Path) {
+    if let Err(error) = result
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %path.display(), "it stays behind: {error}");
+    }
+}
+
+fn make_dir(path: &Path, mode: u32) -> Result<(), ServeError> {
+    let failed = |error| ServeError::Directory { path: path.into(), error };
+    if path.is_dir() {
+        return Ok(());
+    }
+    std::fs::DirBuilder::new().recursive(true).mode(mode).create(path).map_err(failed)?;
+    // The umask may have taken bits away that tenants' programs need.
+    std::fs::set_permissions(path, Permissions::from_mode(mode)).map_err(failed)
+}
+
+fn lock(path: &Path, runtime_dir: &Path) -> Result<File, ServeError> {
+    let failed = |error| ServeError::Directory { path: path.into(), error };
+    loop {
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(failed)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(ServeError::Running { path: runtime_dir.into() });
+            }
+            Err(error) => return Err(failed(error.into())),
+        }
+        // A node that just ended may have removed the file between the two calls; its lock then guards nothing.
+        if is_same_file(&file, path) {
+            return Ok(file);
+        }
+    }
+}
+
+fn is_same_file(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    match (file.metadata(), std::fs::metadata(path)) {
+        (Ok(ours), Ok(there)) => (ours.dev(), ours.ino()) == (there.dev(), there.ino()),
+        _ => false,
+    }
+}
+
+/// Makes the access log for an edge that could not make it with its own rights. An existing file is left as it
+/// is: giving it to the edge could give away somebody else's.
+pub fn prepare_access_log(settings: &Settings, identity: Option<Identity>) {
+    let Some(path) = &settings.edge.log.access else { return };
+    let made = settings.access_log_dir().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
+        let file = OpenOptions::new().append(true).create_new(true).mode(0o640).open(path)?;
+        match identity {
+            Some(identity) => std::os::unix::fs::fchown(&file, Some(identity.uid), Some(identity.gid)),
+            None => Ok(()),
+        }
+    });
+    match made {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            tracing::error!(code = "NGY0506", path = %path.display(), "the access log cannot be made: {error}");
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(dir: &Path) -> Settings {
+        Settings { runtime_dir: dir.join("run"), state_dir: dir.join("state"), ..Settings::default() }
+    }
+
+    #[test]
+    fn one_runtime_directory_holds_one_node_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = settings(dir.path());
+        let first = Place::claim(&settings).unwrap();
+        assert!(matches!(Place::claim(&settings), Err(ServeError::Running { .. })));
+        assert!(settings.keeper_dir().is_dir(), "the second one must not clear the first one's directory");
+        drop(first);
+        drop(Place::claim(&settings).unwrap());
+    }
+
+    #[test]
+    fn nothing_is_left_behind_and_nothing_else_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = settings(dir.path());
+        drop(Place::claim(&settings).unwrap());
+        assert!(!settings.runtime_dir.exists());
+        assert!(settings.state_dir.is_dir());
+
+        std::fs::create_dir(&settings.runtime_dir).unwrap();
+        std::fs::write(settings.runtime_dir.join("other"), "").unwrap();
+        let place = Place::claim(&settings).unwrap();
+        std::fs::write(settings.keeper_dir().join("worker.sock"), "").unwrap();
+        drop(place);
+        let left: Vec<_> =
+            std::fs::read_dir(&settings.runtime_dir).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, ["other"]);
+    }
+
+    #[test]
+    fn an_access_log_that_exists_keeps_its_owner_and_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut settings = settings(dir.path());
+        let log = dir.path().join("log/access.log");
+        settings.edge.log.access = Some(log.clone());
+        prepare_access_log(&settings, None);
+        assert_eq!(std::fs::metadata(&log).unwrap().permissions().mode() & 0o777, 0o640);
+        std::fs::write(&log, "kept").unwrap();
+        prepare_access_log(&settings, None);
+        assert_eq!(std::fs::read_to_string(&log).unwrap(), "kept");
+    }
+}

@@ -1,0 +1,64 @@
+//! What of a changed configuration can hold at once, and what only from the next start.
+//!
+//! Not here: reading the file (`config`), telling the processes (`life`).
+
+use crate::config::Settings;
+
+/// The settings that hold now: the new ones, except for those that are bound to what was made at start.
+/// Also the names of the keys that were changed in vain. Pure.
+pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>) {
+    let mut held = Vec::new();
+    let mut keep = |name: &'static str, same: bool| {
+        if !same {
+            held.push(name);
+        }
+    };
+    keep("node", running.node == new.node);
+    keep("runtime_dir", running.runtime_dir == new.runtime_dir);
+    keep("state_dir", running.state_dir == new.state_dir);
+    keep("log.file", running.log.file == new.log.file);
+    keep("log.format", running.log.format == new.log.format);
+    keep("listen", running.listen == new.listen);
+    keep("admin.socket", running.admin.socket == new.admin.socket);
+    keep("admin.group", running.admin.group == new.admin.group);
+    keep("tenants.uid_base", running.uid_base == new.uid_base);
+    keep("edge.user", running.identity.user == new.identity.user);
+    keep("edge.uid", running.identity.uid == new.identity.uid);
+    keep("edge.threads", running.edge.threads == new.edge.threads);
+    keep("keeper.fence", running.keeper.fence == new.keeper.fence);
+    let mut merged = Settings {
+        log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
+        edge: new.edge,
+        keeper: new.keeper,
+        ..running.clone()
+    };
+    merged.edge.threads = running.edge.threads;
+    merged.keeper.fence = running.keeper.fence;
+    (merged, held)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_hold_at_once_and_sockets_from_the_next_start() {
+        let running = Settings::default();
+        let mut new = Settings::default();
+        new.edge.limits.head_bytes = 2048;
+        new.edge.threads = 7;
+        new.log.level = "debug".into();
+        new.listen.clear();
+        let (merged, held) = merge(&running, new);
+        assert_eq!(held, ["listen", "edge.threads"]);
+        assert_eq!(merged.edge.limits.head_bytes, 2048);
+        assert_eq!(merged.edge.threads, running.edge.threads);
+        assert_eq!(merged.listen, running.listen);
+        assert_eq!(merged.log.level, "debug");
+    }
+
+    #[test]
+    fn an_unchanged_configuration_holds_nothing_back() {
+        assert_eq!(merge(&Settings::default(), Settings::default()).1, Vec::<&str>::new());
+    }
+}

@@ -1,0 +1,137 @@
+//! What a process of the node does before anything else: take over what it inherits, and give up what it
+//! must not have.
+//!
+//! Not here: choosing the identity (`identity`), starting the process (`child`).
+
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+
+use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
+use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use super::child::Role;
+use crate::inherit::{InheritError, Inherited, Taker, described};
+use crate::logging::{self, Sink};
+
+#[derive(Debug, thiserror::Error)]
+pub enum RightsError {
+    #[error(transparent)]
+    Inherit(#[from] InheritError),
+    #[error("{what}: {error}")]
+    System { what: &'static str, error: std::io::Error },
+    #[error("the supervisor has ended already")]
+    Orphaned,
+    #[error("the supervisor described no {0} socket")]
+    NoSocket(&'static str),
+}
+
+fn system<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> RightsError {
+    move |error| RightsError::System { what, error: error.into() }
+}
+
+/// `nagaya edge`.
+pub fn run_edge() -> ExitCode {
+    match begin(Role::Edge).and_then(|(inherited, taker)| edge_start(&inherited, taker)) {
+        Ok(start) => nagaya_edge::run(start),
+        Err(error) => refuse(Role::Edge, &error),
+    }
+}
+
+/// `nagaya keeper`.
+pub fn run_keeper() -> ExitCode {
+    match begin(Role::Keeper).and_then(|(inherited, taker)| keeper_start(&inherited, taker)) {
+        Ok(start) => nagaya_keeper::run(start),
+        Err(error) => refuse(Role::Keeper, &error),
+    }
+}
+
+fn refuse(role: Role, error: &RightsError) -> ExitCode {
+    if matches!(error, RightsError::Inherit(InheritError::NotInherited)) {
+        eprintln!("nagaya {role}: {error}");
+    } else {
+        tracing::error!(code = "NGY0504", "the {role} process does not run: {error}");
+    }
+    ExitCode::FAILURE
+}
+
+fn begin(role: Role) -> Result<(Inherited, Taker), RightsError> {
+    let inherited = described()?;
+    logging::start(&inherited.log_level, inherited.log_json, Sink::standard_error());
+    raise_open_files().map_err(system("the limit of open files cannot be raised"))?;
+    if role == Role::Edge {
+        give_up(inherited.identity)?;
+    }
+    // A change of uid clears this, so it comes after.
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(system("the process cannot be tied to its supervisor"))?;
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    if parent != Some(inherited.supervisor) {
+        return Err(RightsError::Orphaned);
+    }
+    Ok((inherited, Taker::default()))
+}
+
+/// Connections and files are descriptors; the soft limit is for programs that still use `select`.
+fn raise_open_files() -> rustix::io::Result<()> {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
+}
+
+/// From root to a user that owns nothing, for good.
+fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
+    if let Some((uid, gid)) = identity {
+        drop_bounding_set().map_err(system("the capability bounding set cannot be emptied"))?;
+        setgroups(&[]).map_err(system("supplementary groups cannot be dropped"))?;
+        let gid = Gid::from_raw(gid);
+        setresgid(gid, gid, gid).map_err(system("the group cannot be taken"))?;
+        let uid = Uid::from_raw(uid);
+        setresuid(uid, uid, uid).map_err(system("the user cannot be taken"))?;
+    }
+    rustix::thread::clear_ambient_capability_set()
+        .map_err(system("ambient capabilities cannot be dropped"))?;
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    rustix::thread::set_capabilities(None, none).map_err(system("capabilities cannot be dropped"))?;
+    rustix::thread::set_no_new_privs(true).map_err(system("no_new_privs cannot be set"))?;
+    // Nobody, not even another process of the same uid, reads keys from its memory.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(system("the process cannot be made non-dumpable"))
+}
+
+fn drop_bounding_set() -> rustix::io::Result<()> {
+    for capability in CapabilitySet::all().iter() {
+        match rustix::thread::remove_capability_from_bounding_set(capability) {
+            // A capability that this kernel does not know cannot be had either.
+            Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::Start, RightsError> {
+    let feed = UnixStream::from(taker.take(inherited.feed)?);
+    let mut listeners = Vec::with_capacity(inherited.listeners.len());
+    for listener in &inherited.listeners {
+        let mut sockets = Vec::with_capacity(listener.sockets.len());
+        for fd in &listener.sockets {
+            sockets.push(taker.take(*fd)?);
+        }
+        listeners.push(nagaya_edge::Listener {
+            address: listener.address.clone(),
+            tls: listener.tls,
+            sockets,
+        });
+    }
+    Ok(nagaya_edge::Start { listeners, feed })
+}
+
+fn keeper_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_keeper::Start, RightsError> {
+    let feed = UnixStream::from(taker.take(inherited.feed)?);
+    let listener = taker.take(inherited.keeper.ok_or(RightsError::NoSocket("keeper"))?)?;
+    Ok(nagaya_keeper::Start { listener, feed })
+}

@@ -1,0 +1,202 @@
+//! The listening sockets. The supervisor makes and keeps them, so that a process that ends takes none of
+//! them with it.
+//!
+//! Not here: accepting (`nagaya_edge`, `nagaya_keeper`, `admin`), passing them on (`child`).
+
+use std::fs::Permissions;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::error::ServeError;
+use crate::config::settings::Listen;
+
+/// Connections the kernel holds per socket until the edge accepts them; `net.core.somaxconn` may bound it
+/// further. A second's worth of new connections, while an edge is being restarted.
+const BACKLOG: i32 = 16_384;
+
+/// Connections to the keeper not yet accepted: one per edge thread, and again as many while an edge restarts.
+const KEEPER_BACKLOG: i32 = 1_024;
+
+/// One address with its sockets, one per edge thread.
+#[derive(Debug)]
+pub struct Listening {
+    /// What was configured.
+    pub wanted: Listen,
+    /// What it came to: a configured port 0 becomes the one the kernel chose.
+    pub address: SocketAddr,
+    pub sockets: Vec<OwnedFd>,
+}
+
+/// Makes the sockets of every address, `threads` for each.
+pub fn listen(wanted: &[Listen], threads: usize) -> Result<Vec<Listening>, ServeError> {
+    let mut made = Vec::with_capacity(wanted.len());
+    for listen in wanted {
+        match listen_at(listen, threads) {
+            Ok(listening) => made.push(listening),
+            Err(error) if listen.by_default && is_family_missing(&error) => {
+                tracing::info!(address = %listen.address, "not listening here: this machine has no IPv6");
+            }
+            Err(error) => {
+                return Err(ServeError::Listen {
+                    address: listen.address,
+                    hint: hint(&error, listen),
+                    error,
+                });
+            }
+        }
+    }
+    Ok(made)
+}
+
+fn listen_at(listen: &Listen, threads: usize) -> io::Result<Listening> {
+    // With SO_REUSEPORT a second node of the same user would share the address, each getting some of the
+    // connections. A socket without it is refused the address if anybody has it.
+    let probe = socket(listen.address)?;
+    probe.bind(&listen.address.into())?;
+    let address = probe.local_addr()?.as_socket().unwrap_or(listen.address);
+    drop(probe);
+    let mut sockets = Vec::with_capacity(threads);
+    for _ in 0..threads {
+        let socket = socket(address)?;
+        socket.set_reuse_port(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        sockets.push(socket.into());
+    }
+    Ok(Listening { wanted: *listen, address, sockets })
+}
+
+fn socket(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // Connections of the node before this one may still linger in TIME_WAIT.
+    socket.set_reuse_address(true)?;
+    if address.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    // Accepted connections inherit both.
+    socket.set_nonblocking(true)?;
+    socket.set_tcp_nodelay(true)?;
+    Ok(socket)
+}
+
+fn is_family_missing(error: &io::Error) -> bool {
+    let errno = rustix::io::Errno::from_io_error(error);
+    matches!(errno, Some(rustix::io::Errno::AFNOSUPPORT | rustix::io::Errno::ADDRNOTAVAIL))
+}
+
+fn hint(error: &io::Error, listen: &Listen) -> String {
+    let port = listen.address.port();
+    match error.kind() {
+        io::ErrorKind::AddrInUse => {
+            format!("another program has it: `ss -ltnp 'sport = :{port}'` shows which")
+        }
+        io::ErrorKind::PermissionDenied => {
+            format!(
+                "ports below 1024 need root or CAP_NET_BIND_SERVICE; without them use a port from 1024, not {port}"
+            )
+        }
+        io::ErrorKind::AddrNotAvailable => "no interface has this address: `ip address` lists them".into(),
+        _ => "see `nagaya doctor`".into(),
+    }
+}
+
+/// The keeper's seqpacket socket. Only `owner` (the edge's uid) and root may connect.
+pub fn listen_keeper(path: &Path, owner: Option<(u32, u32)>) -> Result<OwnedFd, ServeError> {
+    let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
+    remove_stale(path).map_err(failed)?;
+    let address = SocketAddrUnix::new(path).map_err(|error| failed(error.into()))?;
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map_err(|error| failed(error.into()))?;
+    rustix::net::bind(&socket, &address).map_err(|error| failed(error.into()))?;
+    restrict(path, 0o600, owner).map_err(failed)?;
+    rustix::net::listen(&socket, KEEPER_BACKLOG).map_err(|error| failed(error.into()))?;
+    Ok(socket)
+}
+
+/// The admin interface's socket: for its owner, and for `group` if there is one.
+pub fn listen_admin(path: &Path, group: Option<u32>) -> Result<std::os::unix::net::UnixListener, ServeError> {
+    let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(failed)?;
+    }
+    remove_stale(path).map_err(failed)?;
+    let listener = std::os::unix::net::UnixListener::bind(path).map_err(failed)?;
+    let mode = if group.is_some() { 0o660 } else { 0o600 };
+    std::os::unix::fs::chown(path, None, group).map_err(failed)?;
+    restrict(path, mode, None).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    Ok(listener)
+}
+
+/// Removes the socket a node left that was killed. Anything but a socket stays: it is not ours.
+fn remove_stale(path: &Path) -> io::Result<()> {
+    use std::os::unix::fs::FileTypeExt as _;
+    match std::fs::symlink_metadata(path) {
+        Ok(meta) if meta.file_type().is_socket() => std::fs::remove_file(path),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AlreadyExists, "something that is not a socket is there")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn restrict(path: &Path, mode: u32, owner: Option<(u32, u32)>) -> io::Result<()> {
+    if let Some((uid, gid)) = owner {
+        std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
+    }
+    std::fs::set_permissions(path, Permissions::from_mode(mode))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn anywhere() -> Listen {
+        Listen { address: ([127, 0, 0, 1], 0).into(), tls: false, by_default: false }
+    }
+
+    #[test]
+    fn all_threads_listen_on_the_one_port_the_kernel_chose() {
+        let made = listen(&[anywhere()], 3).unwrap();
+        assert_ne!(made[0].address.port(), 0);
+        assert_eq!(made[0].sockets.len(), 3);
+        for socket in &made[0].sockets {
+            let address = rustix::net::getsockname(socket).unwrap();
+            assert_eq!(SocketAddr::try_from(address).unwrap(), made[0].address);
+            assert!(rustix::net::sockopt::socket_acceptconn(socket).unwrap());
+        }
+    }
+
+    #[test]
+    fn an_address_that_another_node_has_is_refused_and_not_shared() {
+        let first = listen(&[anywhere()], 2).unwrap();
+        let again = Listen { address: first[0].address, ..anywhere() };
+        let error = listen(&[again], 2).unwrap_err();
+        assert!(error.to_string().contains("ss -ltnp"), "{error}");
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_file_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keeper.sock");
+        drop(listen_keeper(&path, None).unwrap());
+        assert!(path.exists());
+        let socket = listen_keeper(&path, None).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        drop(socket);
+        let file = dir.path().join("file");
+        std::fs::write(&file, "kept").unwrap();
+        assert!(listen_keeper(&file, None).is_err());
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept");
+    }
+}
