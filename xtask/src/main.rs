@@ -1,1 +1,45 @@
-fn main() {}
+//! What `./dev` calls: tests, lints, the demo and the experiments. `./dev` installs packages and builds this.
+//!
+//! Not here: anything that ships; nothing depends on this program.
+
+mod content;
+mod demo;
+mod experiment;
+mod facts;
+mod http;
+mod interrupt;
+mod lint;
+mod load;
+mod plot;
+mod process;
+mod report;
+mod server;
+mod test;
+mod workspace;
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("dev: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &[String]) -> Result<ExitCode> {
+    let Some((verb, rest)) = arguments.split_first() else { bail!("no verb: see ./dev") };
+    match verb.as_str() {
+        "test" => test::run(rest),
+        "lint" => lint::run(rest),
+        "docs" => lint::write_configuration_reference().map(|()| ExitCode::SUCCESS),
+        "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),
+        "experiment" => experiment::run(rest).map(|()| ExitCode::SUCCESS),
+        other => bail!("unknown verb '{other}': see ./dev"),
+    }
+}

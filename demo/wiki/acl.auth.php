@@ -1,0 +1,3 @@
+# <?php exit()?>
+# Read, edit, create and upload for everyone: this wiki lives for one demo on the loopback interface.
+*	@ALL	8

@@ -1,0 +1,177 @@
+//! The demo visited by a script: every site with curl, as a person would, the wiki with an edit.
+//!
+//! Not here: starting and stopping the demo.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::uid_of;
+use crate::interrupt;
+use crate::server::Server;
+
+/// Longest time one request may take: the first page of a wiki builds its caches.
+const REQUEST_SECONDS_MAX: &str = "60";
+
+/// Fetches and verifies everything; the first surprise is the error.
+pub fn visit(server: &Server, dir: &Path) -> Result<()> {
+    let visitor = Visitor { port: server.address.port(), jar: dir.join("cookies") };
+    let steps: [(&str, Step); 6] = [
+        ("front page", front),
+        ("manual (static)", manual),
+        ("wiki (PHP), read and edited", wiki),
+        ("git (CGI)", git),
+        ("cpu (CGI)", cpu),
+        ("an unknown host", unknown_host),
+    ];
+    for (what, step) in steps {
+        interrupt::check()?;
+        step(&visitor, dir).with_context(|| what.to_string())?;
+        println!("ok  {what}");
+    }
+    Ok(())
+}
+
+type Step = fn(&Visitor, &Path) -> Result<()>;
+
+struct Visitor {
+    port: u16,
+    /// Cookies, as a browser keeps them between two pages.
+    jar: std::path::PathBuf,
+}
+
+struct Answer {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Visitor {
+    fn get(&self, host: &str, path: &str) -> Result<Answer> {
+        self.ask(host, path, &[])
+    }
+
+    /// One request with curl, with more of curl's arguments.
+    fn ask(&self, host: &str, path: &str, more: &[&str]) -> Result<Answer> {
+        let url = format!("http://{host}:{}{path}", self.port);
+        let output = Command::new("curl")
+            .args([
+                "--silent",
+                "--show-error",
+                "--include",
+                "--max-time",
+                REQUEST_SECONDS_MAX,
+                "--noproxy",
+                "*",
+            ])
+            .args(["--connect-to", &format!("::127.0.0.1:{}", self.port)])
+            .arg("--cookie")
+            .arg(&self.jar)
+            .arg("--cookie-jar")
+            .arg(&self.jar)
+            .args(more)
+            .arg(&url)
+            .output()
+            .context("running curl")?;
+        ensure!(output.status.success(), "curl {url}: {}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let (head, body) =
+            text.split_once("\r\n\r\n").with_context(|| format!("{url}: an answer without a head"))?;
+        let status = head.split(' ').nth(1).and_then(|s| s.parse().ok());
+        let status = status.with_context(|| format!("{url}: an answer without a status"))?;
+        Ok(Answer { status, head: head.into(), body: body.into() })
+    }
+}
+
+impl Answer {
+    fn expect(&self, status: u16, text: &str) -> Result<()> {
+        let shown: String = self.body.chars().take(400).collect();
+        ensure!(self.status == status, "status {} instead of {status}: {}\n{shown}", self.status, self.head);
+        ensure!(self.body.contains(text), "'{text}' is not in the answer: {}\n{shown}", self.head);
+        Ok(())
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().skip(1).find_map(|line| {
+            let (field, value) = line.split_once(':')?;
+            field.eq_ignore_ascii_case(name).then(|| value.trim())
+        })
+    }
+}
+
+fn front(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    visitor.get("localhost", "/")?.expect(200, "wiki.localhost")
+}
+
+fn manual(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    let page = visitor.get("manual.localhost", "/en/")?;
+    page.expect(200, "Apache HTTP Server")?;
+    let tag = page.header("etag").context("the page has no ETag")?;
+    let same = format!("If-None-Match: {tag}");
+    visitor.ask("manual.localhost", "/en/", &["--header", &same])?.expect(304, "")?;
+    visitor.get("manual.localhost", "/style/css/manual.css")?.expect(200, "{")?;
+    visitor.get("manual.localhost", "/../writers/wiki/conf/local.php")?.expect(404, "")
+}
+
+/// Reads the start page, then writes a page as the browser's form does and reads it back.
+fn wiki(visitor: &Visitor, dir: &Path) -> Result<()> {
+    const HOST: &str = "wiki.localhost";
+    visitor.get(HOST, "/")?.expect(200, "A wiki on nagaya")?;
+    visitor.get(HOST, "/lib/exe/css.php?t=dokuwiki")?.expect(200, "{")?;
+    for secret in ["/data/pages/start.txt", "/conf/local.php", "/.user.ini"] {
+        let answer = visitor.get(HOST, secret)?;
+        ensure!(matches!(answer.status, 403 | 404), "{secret} is served: status {}", answer.status);
+    }
+
+    let form = visitor.get(HOST, "/doku.php?id=visit&do=edit")?;
+    form.expect(200, "name=\"sectok\"")?;
+    let text = format!("written by a visitor, process {}", std::process::id());
+    let mut more: Vec<String> = vec![
+        format!("wikitext======= Visit ======\n{text}"),
+        "id=visit".into(),
+        "do[save]=1".into(),
+        "target=section".into(),
+        "summary=visit".into(),
+    ];
+    for name in ["sectok", "date", "changecheck", "prefix", "suffix", "rev"] {
+        if let Some(value) = hidden(&form.body, name) {
+            more.push(format!("{name}={value}"));
+        }
+    }
+    let fields: Vec<&str> = more.iter().flat_map(|field| ["--data-urlencode", field]).collect();
+    let saved = visitor.ask(HOST, "/doku.php?id=visit", &fields)?;
+    if !matches!(saved.status, 200 | 302 | 303) {
+        bail!("saving was answered with {}: {}", saved.status, saved.body);
+    }
+    visitor.get(HOST, "/doku.php?id=visit")?.expect(200, &text)?;
+
+    let file = dir.join("home/writers/wiki/data/pages/visit.txt");
+    let meta = file.metadata().with_context(|| format!("looking at {}", file.display()))?;
+    ensure!(meta.uid() == uid_of("writers"), "{} belongs to uid {}", file.display(), meta.uid());
+    Ok(())
+}
+
+/// The value of a hidden field of a form.
+fn hidden<'b>(body: &'b str, name: &str) -> Option<&'b str> {
+    let mark = format!("name=\"{name}\" value=\"");
+    let begin = body.find(&mark)? + mark.len();
+    body[begin..].split('"').next()
+}
+
+fn git(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    visitor.get("git.localhost", "/")?.expect(200, "nagaya.git")?;
+    visitor.get("git.localhost", "/?p=nagaya.git;a=shortlog")?.expect(200, "shortlog")?;
+    visitor.get("git.localhost", "/static/gitweb.css")?.expect(200, "body")
+}
+
+fn cpu(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    let answer = visitor.get("cpu.localhost", "/?n=1000")?;
+    answer.expect(200, "counted to 1000 ")?;
+    answer.expect(200, &format!("uid {}", uid_of("developers")))
+}
+
+fn unknown_host(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    visitor.get("nobody.example", "/")?.expect(404, "")
+}

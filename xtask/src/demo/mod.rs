@@ -1,0 +1,247 @@
+//! `./dev demo`: real sites from Debian's packages, served by the release build until Ctrl-C, with nothing left
+//! behind.
+//!
+//! Not here: where the sites come from (`content`), the visit by a script (`check`), what may be left (`traces`).
+
+mod check;
+mod traces;
+
+use std::fs;
+use std::io::Write as _;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use rustix::fs::{Mode, chmod};
+use serde_json::json;
+
+use self::traces::Traces;
+use crate::content::{self, dokuwiki, gitweb};
+use crate::process::Process;
+use crate::server::Probe;
+use crate::server::nagaya::Node;
+use crate::{interrupt, workspace};
+
+const PORT: u16 = 8080;
+
+/// The owners of the demo's sites. The uids lie above what distributions hand out.
+const TENANTS: [(&str, u32); 3] = [("library", 310_000), ("writers", 310_001), ("developers", 310_002)];
+
+/// How long requests under way may take when the demo ends.
+const DRAIN: &str = "1s";
+
+struct Arguments {
+    port: u16,
+    check: bool,
+}
+
+pub fn run(arguments: &[String]) -> Result<()> {
+    let arguments = parse(arguments)?;
+    interrupt::install()?;
+    // Processes that lose their parent come to this one, where they can be found.
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid())).context("adopting orphans")?;
+    let listen = addresses(arguments.port)?;
+    let program = workspace::build_nagaya()?;
+    let before = Traces::take()?;
+    let dir = tempfile::Builder::new().prefix("nagaya-demo-").tempdir().context("making a directory")?;
+    chmod(dir.path(), Mode::from_raw_mode(0o755)).context("opening the directory to the tenants")?;
+
+    let outcome = serve(&program, dir.path(), &listen, arguments.check);
+    let place = dir.path().to_path_buf();
+    dir.close().with_context(|| format!("removing {}", place.display()))?;
+    let left = before.left_behind(&place)?;
+    ensure!(left.is_empty(), "the demo left something behind:\n  {}", left.join("\n  "));
+    outcome?;
+    println!("\nStopped; no process, mount, cgroup or file is left.");
+    Ok(())
+}
+
+fn parse(arguments: &[String]) -> Result<Arguments> {
+    let mut parsed = Arguments { port: PORT, check: false };
+    let mut port_given = false;
+    let mut words = arguments.iter();
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--check" => parsed.check = true,
+            "--port" => {
+                let port = words.next().context("--port needs a number")?;
+                parsed.port = port.parse().with_context(|| format!("'{port}' is not a port"))?;
+                port_given = true;
+            }
+            other => bail!("unknown argument '{other}': use --port N or --check"),
+        }
+    }
+    // A script has no favourite port, and the usual one may be in use.
+    if parsed.check && !port_given {
+        parsed.port = 0;
+    }
+    Ok(parsed)
+}
+
+/// The loopback addresses to listen on. IPv6 too where the machine has it: browsers may try `::1` first.
+fn addresses(port: u16) -> Result<Vec<SocketAddr>> {
+    let first = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).with_context(|| {
+        format!("port {port} of 127.0.0.1 is in use; choose another one: sudo ./dev demo --port 8081")
+    })?;
+    let first = first.local_addr().context("asking for the port")?;
+    let mut all = vec![first];
+    if let Ok(second) = TcpListener::bind((Ipv6Addr::LOCALHOST, first.port())) {
+        all.push(second.local_addr().context("asking for the port")?);
+    }
+    Ok(all)
+}
+
+/// Serves until the visit is over, or until somebody asks to stop. Everything started ends here.
+fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool) -> Result<()> {
+    let port = listen[0].port();
+    eprintln!("preparing the sites in {}", dir.display());
+    let node = configure(program, dir, listen)?;
+    sites(&node, dir, port)?;
+    let probe = Probe { host: "localhost".into(), path: "/".into() };
+    let mut server = node.start(&probe)?;
+    let visited = if check {
+        check::visit(&server, dir)
+    } else {
+        welcome(dir, port);
+        watch(&mut server.process)
+    };
+    let left = server.process.stop();
+    if visited.is_err() {
+        eprintln!("the node's log ends with:\n{}", server.process.log_end());
+    }
+    visited?;
+    ensure!(left.is_empty(), "processes outlived the node:\n  {}", left.join("\n  "));
+    Ok(())
+}
+
+fn configure(program: &Path, dir: &Path, listen: &[SocketAddr]) -> Result<Node> {
+    let mut config = format!(
+        "# The configuration of ./dev demo.\nnode = \"demo\"\nruntime_dir = \"{0}/run\"\nstate_dir = \"{0}/state\"\n",
+        dir.display()
+    );
+    for address in listen {
+        config.push_str(&format!("\n[[listen]]\naddress = \"{address}\"\n"));
+    }
+    config.push_str(&format!(
+        "\n[log]\naccess = \"{}/log/access.log\"\n\n[edge.limits]\ndrain_timeout = \"{DRAIN}\"\n",
+        dir.display()
+    ));
+    Node::with_config(program, dir, listen[0], &config)
+}
+
+/// Tenants by command, sites by import: both ways an operator has.
+fn sites(node: &Node, dir: &Path, port: u16) -> Result<()> {
+    for (name, uid) in TENANTS {
+        let home = dir.join("home").join(name);
+        fs::create_dir_all(&home).with_context(|| format!("creating {}", home.display()))?;
+        // Other tenants cannot even look inside; the node opens what it serves with the tenant's own rights.
+        fs::set_permissions(&home, fs::Permissions::from_mode(0o700)).context("closing a tenant's home")?;
+        let uid_text = uid.to_string();
+        let home_text = home.to_string_lossy();
+        node.run(&["tenant", "add", name, "--uid", &uid_text, "--gid", &uid_text, "--home", &home_text])?;
+        fill(name, &home, uid, port)?;
+        content::give(&home, uid)?;
+    }
+    let (path, mut writer) = node.records("sites.jsonl")?;
+    for site in records(dir) {
+        writeln!(writer, "{site}").context("writing records")?;
+    }
+    writer.flush().context("writing records")?;
+    drop(writer);
+    node.import(&path)?;
+    Ok(())
+}
+
+fn fill(tenant: &str, home: &Path, uid: u32, port: u16) -> Result<()> {
+    match tenant {
+        "library" => {
+            let packages = content::packages(&["apache2-doc".into()])?;
+            content::copy_tree(&packages.join("usr/share/doc/apache2-doc/manual"), &home.join("manual"))?;
+            let front = home.join("front");
+            fs::create_dir_all(&front).with_context(|| format!("creating {}", front.display()))?;
+            let page = fs::read_to_string(workspace::root().join("demo/front/index.html"));
+            let page = page.context("reading the front page")?.replace("@PORT@", &port.to_string());
+            fs::write(front.join("index.html"), page).context("writing the front page")
+        }
+        "writers" => dokuwiki::create(&home.join("wiki"), uid),
+        _ => {
+            gitweb::create(&home.join("git"), uid)?;
+            content::copy_tree(&workspace::root().join("demo/cpu"), &home.join("cpu"))
+        }
+    }
+}
+
+fn records(dir: &Path) -> Vec<serde_json::Value> {
+    let site = |name: &str, tenant: &str, hosts: &[&str], backend: serde_json::Value| json!({"site": {"name": name, "tenant": tenant, "hosts": hosts, "backend": backend}});
+    let gitweb_config = dir.join("home/developers/git/gitweb.conf");
+    vec![
+        site(
+            "front",
+            "library",
+            &["localhost", "127.0.0.1", "[::1]"],
+            json!({"kind": "static", "root": "front"}),
+        ),
+        site("manual", "library", &["manual.localhost"], json!({"kind": "static", "root": "manual"})),
+        site(
+            "wiki",
+            "writers",
+            &["wiki.localhost"],
+            json!({"kind": "php", "root": "wiki", "index": ["doku.php"], "deny": dokuwiki::DENIED}),
+        ),
+        site(
+            "git",
+            "developers",
+            &["git.localhost"],
+            json!({"kind": "cgi", "root": "git/www", "env": {"GITWEB_CONFIG": gitweb_config}}),
+        ),
+        site(
+            "cpu",
+            "developers",
+            &["cpu.localhost"],
+            json!({"kind": "cgi", "root": "cpu", "index": ["cpu.cgi"]}),
+        ),
+    ]
+}
+
+fn welcome(dir: &Path, port: u16) {
+    let dir = dir.display();
+    println!(
+        "
+nagaya serves
+
+  http://127.0.0.1:{port}/            an overview with links
+  http://manual.localhost:{port}/en/  static files: the Apache manual
+  http://wiki.localhost:{port}/       PHP: DokuWiki; press the pencil and edit
+  http://git.localhost:{port}/        CGI: gitweb over this repository
+  http://cpu.localhost:{port}/        CGI: burns CPU; ?n=1000000 for more
+
+Names under .localhost need no DNS: browsers and curl know them. Try
+
+  curl -i http://manual.localhost:{port}/en/
+  curl -s http://cpu.localhost:{port}/?n=500000
+  curl -i -H 'Host: nobody.example' http://127.0.0.1:{port}/
+  ps -eo user:12,pid,args | grep -E 'php-cgi|cpu.cgi'
+  tail -f {dir}/log/access.log
+  {program} --config {dir}/nagaya.toml status
+  {program} --config {dir}/nagaya.toml site list
+
+Ctrl-C ends everything and removes {dir}.",
+        program = workspace::target_dir().join("release/nagaya").display(),
+    );
+}
+
+/// Until somebody asks to stop; an error if the node ends by itself.
+fn watch(process: &mut Process) -> Result<()> {
+    const LOOK: Duration = Duration::from_millis(500);
+    while !interrupt::wait(LOOK) {
+        ensure!(process.is_alive(), "the node ended by itself");
+    }
+    Ok(())
+}
+
+/// For the check: whose processes serve the wiki.
+fn uid_of(tenant: &str) -> u32 {
+    TENANTS.iter().find(|(name, _)| *name == tenant).map_or(0, |(_, uid)| *uid)
+}

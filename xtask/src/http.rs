@@ -1,0 +1,44 @@
+//! One plain GET over TCP: enough to see that a server serves the right bytes before it is measured.
+//!
+//! Not here: load (`load` runs wrk) and anything a browser does (the demo's check uses curl).
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+
+/// Longer silence than this is a failure, not a slow server.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+
+/// Largest answer read, in bytes: above the largest file that experiments serve.
+const ANSWER_MAX: u64 = 8 << 20;
+
+/// Status and body of one GET with `Connection: close`. Chunked bodies come as they are on the wire.
+pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)> {
+    let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
+    stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").context("sending")?;
+    let mut answer = Vec::new();
+    stream.take(ANSWER_MAX).read_to_end(&mut answer).context("receiving")?;
+    let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
+    let head = String::from_utf8_lossy(&answer[..end]).into_owned();
+    let status = head.split(' ').nth(1).and_then(|s| s.parse().ok()).context("an answer without a status")?;
+    Ok((status, answer.split_off(end + 4)))
+}
+
+/// Like `get`, but anything other than 200 is an error that says what came.
+pub fn get_ok(address: SocketAddr, host: &str, path: &str) -> Result<Vec<u8>> {
+    let (status, body) =
+        get(address, host, path).with_context(|| format!("GET http://{host}{path} at {address}"))?;
+    let shown = String::from_utf8_lossy(&body[..body.len().min(300)]).into_owned();
+    ensure!(status == 200, "GET http://{host}{path} at {address}: status {status}\n{shown}");
+    Ok(body)
+}
+
+/// A loopback address that was free a moment ago. Whoever binds it next has it; the caller starts its server
+/// at once, and a server that lost the race says so in its log.
+pub fn free_address() -> Result<SocketAddr> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("looking for a free port")?;
+    listener.local_addr().context("asking for the port")
+}

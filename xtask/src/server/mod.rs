@@ -1,0 +1,77 @@
+//! Servers under measurement: nagaya and its peers, each on a port of its own, configured as who knows it well
+//! would, from files in the experiment's own directory.
+//!
+//! Not here: load (`load`), the processes themselves (`process`).
+
+pub mod apache;
+pub mod haproxy;
+pub mod nagaya;
+pub mod nginx;
+pub mod phpfpm;
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+
+use crate::process::Process;
+
+/// Longest time any server may take to start: Apache reads 100,000 virtual hosts in well under a minute.
+const START_MAX: Duration = Duration::from_secs(300);
+
+/// Connections a server must hold at once; above any load of the experiments.
+pub const CONNECTIONS_MAX: u32 = 4096;
+
+/// Descriptors each server may open: connections, their backends, and cached files.
+pub const OPEN_FILES_MAX: u32 = 65_536;
+
+/// A server that answers.
+#[derive(Debug)]
+pub struct Server {
+    pub address: SocketAddr,
+    pub process: Process,
+    /// From starting the program to its first right answer.
+    pub started_in: Duration,
+}
+
+/// Something a server must answer with 200 before it counts as started.
+#[derive(Debug, Clone)]
+pub struct Probe {
+    pub host: String,
+    pub path: String,
+}
+
+impl Server {
+    /// Starts `command` in `dir` and waits for its first right answer.
+    pub fn start(
+        what: &str,
+        command: &[String],
+        dir: &Path,
+        address: SocketAddr,
+        probe: &Probe,
+    ) -> Result<Self> {
+        let begun = std::time::Instant::now();
+        let mut process = Process::start(what, command, &dir.join("output.log"))?;
+        process.wait_until(START_MAX, || {
+            crate::http::get(address, &probe.host, &probe.path).is_ok_and(|(status, _)| status == 200)
+        })?;
+        Ok(Self { address, process, started_in: begun.elapsed() })
+    }
+}
+
+/// A directory for one server's files, which its unprivileged processes may pass.
+pub fn make_dir(parent: &Path, name: &str) -> Result<PathBuf> {
+    let dir = parent.join(name);
+    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    Ok(dir)
+}
+
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}
+
+pub fn words(command: &[&str]) -> Vec<String> {
+    command.iter().map(|word| (*word).into()).collect()
+}

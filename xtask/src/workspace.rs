@@ -1,0 +1,54 @@
+//! Where things are: the checkout, the built programs, and how cargo is called.
+//!
+//! Not here: which packages must be installed; the script `dev` sees to that before it starts this program.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+
+/// The checkout's root.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("xtask lies in a directory of the workspace")
+        .to_path_buf()
+}
+
+/// Where cargo puts what it builds.
+pub fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+}
+
+/// What demos and experiments keep between runs: unpacked packages. Ignored by git.
+pub fn cache_dir() -> PathBuf {
+    root().join(".dev")
+}
+
+/// A cargo command that runs as the caller.
+pub fn cargo() -> Command {
+    let mut command = Command::new("cargo");
+    command.current_dir(root());
+    command
+}
+
+/// A cargo command that may write to the target directory: under sudo in somebody's checkout it runs as that
+/// person, so that the files stay theirs.
+pub fn cargo_as_builder() -> Command {
+    let Some(user) = std::env::var("NAGAYA_BUILDER").ok().filter(|user| !user.is_empty()) else {
+        return cargo();
+    };
+    let mut command = Command::new("runuser");
+    command.args(["-u", &user, "--", "cargo"]).current_dir(root());
+    command
+}
+
+/// Builds the release binary and says where it is.
+pub fn build_nagaya() -> Result<PathBuf> {
+    let status = cargo_as_builder()
+        .args(["build", "--quiet", "--release", "--package", "nagaya"])
+        .status()
+        .context("running cargo build")?;
+    ensure!(status.success(), "nagaya does not build: {status}");
+    Ok(target_dir().join("release/nagaya"))
+}
