@@ -63,6 +63,7 @@ impl Fault {
         let failure = match rustix::io::Errno::from_io_error(&error) {
             Some(errno) if is_missing(errno) => Failure::NotFound,
             Some(errno) if is_forbidden(errno) => Failure::Forbidden,
+            None if error.kind() == io::ErrorKind::PermissionDenied => Failure::Forbidden,
             _ => Failure::Broken,
         };
         Self::new(failure, code, format!("{what} {}: {error}", path.display()))

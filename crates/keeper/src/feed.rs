@@ -18,8 +18,10 @@ use crate::options::Options;
 #[derive(Debug)]
 pub enum Event {
     Options(Box<Options>),
-    /// The table has changed.
-    Committed,
+    /// The table has changed. To be answered once that is acted on.
+    Committed {
+        done: oneshot::Sender<()>,
+    },
     Ask {
         question: Question,
         answer: oneshot::Sender<String>,
@@ -74,7 +76,9 @@ fn run(
                 table.set_revision(revision);
                 drop(table);
                 committed = true;
-                if events.blocking_send(Event::Committed).is_err() {
+                let (done, acted) = oneshot::channel();
+                if events.blocking_send(Event::Committed { done }).is_err() || acted.blocking_recv().is_err()
+                {
                     return Ok(());
                 }
                 feed::write(stream, &Up::Ready { revision })?;

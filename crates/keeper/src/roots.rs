@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use nagaya_cmdb::names::is_host_name;
 use nagaya_cmdb::record::Files;
 use nagaya_cmdb::{Site, Tenant};
-use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
-use crate::sys::{Identity, as_tenant};
+use crate::sys::{Identity, as_tenant, check_executable};
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -84,7 +84,7 @@ pub fn find_script(
         if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::RegularFile {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, Errno::ACCESS));
         }
-        rustix::fs::accessat(&file, "", Access::EXEC_OK, AtFlags::EACCESS | AtFlags::EMPTY_PATH)?;
+        check_executable(file.as_fd())?;
         Ok(file)
     });
     let file = found.and_then(|found| found).map_err(|error| {

@@ -124,11 +124,14 @@ async fn begin(
         match (event, &engine) {
             (Event::Options(options), None) => engine = Some(start_engine(*options, Arc::clone(&table))?),
             (Event::Options(options), Some(engine)) => engine.set_options(*options),
-            (Event::Committed, Some(_)) => return Ok(engine),
+            (Event::Committed { done }, Some(_)) => {
+                let _ = done.send(());
+                return Ok(engine);
+            }
             (Event::Ask { question, answer }, Some(engine)) => {
                 let _ = answer.send(answer_to(engine, question));
             }
-            (Event::Committed | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
+            (Event::Committed { .. } | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
             (Event::Broken(error), _) => return Err(error.into()),
         }
     }
@@ -160,7 +163,10 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
     while let Some(event) = incoming.recv().await {
         match event {
             Event::Options(options) => engine.set_options(*options),
-            Event::Committed => engine.records_changed(),
+            Event::Committed { done } => {
+                engine.records_changed();
+                let _ = done.send(());
+            }
             Event::Ask { question, answer } => {
                 // Whoever asked may have closed the feed; its end arrives next.
                 let _ = answer.send(answer_to(engine, question));

@@ -27,6 +27,9 @@ const CHILD_STACK_LEN: usize = 64 * 1024;
 /// Highest signal number on Linux.
 const SIGNAL_MAX: libc::c_int = 64;
 
+/// The kernel's `struct sigaction` of the default action: no handler, no flags, an empty mask.
+static DEFAULT: [u64; 4] = [0; 4];
+
 /// Exit status of a child that could not become its program, the shell's for "command not found".
 const EXIT_NOT_STARTED: libc::c_int = 127;
 
@@ -273,9 +276,10 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
     let image = shared.image;
     // SAFETY: plain system calls on values that outlive them; see `become_program`.
     unsafe {
+        // The kernel's own call: the C library's refuses the two signals it keeps to itself.
         for signal in 1..=SIGNAL_MAX {
-            // Some cannot be set; those have no handler either.
-            libc::signal(signal, libc::SIG_DFL);
+            // KILL and STOP cannot be set, and have no handler either.
+            libc::syscall(libc::SYS_rt_sigaction, signal, &raw const DEFAULT, ptr::null_mut::<u8>(), 8usize);
         }
         if let Entrance::Writes(tasks) = image.entrance
             && libc::write(tasks.as_raw_fd(), b"0".as_ptr().cast(), 1) != 1
@@ -468,6 +472,16 @@ pub fn forbid_dumping() -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+/// Whether this thread, with the rights it has on files now, may execute this file. The C library's and
+/// other wrappers ask for the real uid's rights where it equals the effective one, which is root's here.
+pub fn check_executable(file: BorrowedFd<'_>) -> io::Result<()> {
+    let flags = libc::AT_EACCESS | libc::AT_EMPTY_PATH;
+    // SAFETY: an open descriptor, a C text that outlives the call, and numbers.
+    let result =
+        unsafe { libc::syscall(libc::SYS_faccessat2, file.as_raw_fd(), c"".as_ptr(), libc::X_OK, flags) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Descriptors that stay open and the same for as long as the value lives.

@@ -1,0 +1,201 @@
+//! Kept applications: started once, restarted with pauses, ended with their record.
+//!
+//! Not here: HTTP to them (`edge`).
+
+use std::time::Duration;
+
+use nagaya_cmdb::Change;
+use nagaya_keeper::protocol::Failure;
+use serde_json::{Value, json};
+use tokio::io::AsyncReadExt;
+
+use crate::Fact;
+use crate::world::{ALICE, World, is_alive, read_socket, refusal, site_name, wait_dead};
+
+pub const ROOT: &[Fact] = &[
+    ("many who need an application at once start it once, under its tenant's uid", started_once),
+    ("an application may listen on a port it is given", on_a_port),
+    ("an application that ends early is reported, logged, and not restarted at once", ends_early),
+    ("an application that never listens is given up", never_listens),
+    ("an application that crashed is started again after its pause", restarted_after_crash),
+    ("an application ends when its record changes and when the keeper does", ends_with_record),
+    ("an application cannot lead the keeper to another's socket", no_foreign_socket),
+];
+
+/// Says its uid, pid and directory to everyone who connects.
+const SERVER: &str = r#"
+use Socket;
+my $name = $ENV{NAGAYA_SOCKET};
+die "no socket" unless $ARGV[0] eq $name;
+socket(S, PF_UNIX, SOCK_STREAM, 0) or die;
+bind(S, sockaddr_un($name)) or die "bind: $!";
+listen(S, 64) or die;
+# Who looks whether it listens does not stay for an answer.
+$SIG{PIPE} = 'IGNORE';
+$| = 1; print "listening\n";
+while (accept(C, S)) { syswrite(C, "$> $$ $ENV{MODE}"); close C; }
+"#;
+
+const PORT_SERVER: &str = r#"
+use Socket;
+die "no port" unless $ARGV[0] == $ENV{PORT};
+socket(S, PF_INET, SOCK_STREAM, 0) or die;
+bind(S, sockaddr_in($ENV{PORT}, INADDR_LOOPBACK)) or die "bind: $!";
+listen(S, 64) or die;
+$SIG{PIPE} = 'IGNORE';
+while (accept(C, S)) { syswrite(C, "$> port"); close C; }
+"#;
+
+fn app(mode: &str) -> Value {
+    json!({"kind": "app", "command": ["perl", "www/server.pl", "{socket}"], "directory": "", "env": {"MODE": mode}})
+}
+
+fn shell(script: &str) -> Value {
+    json!({"kind": "app", "command": ["sh", "-c", script], "directory": "www", "start_seconds": 1})
+}
+
+fn with_server() -> World {
+    let mut world = World::new();
+    world.script("server.pl", SERVER);
+    world.site("app", "alice", app("one"));
+    world
+}
+
+fn pid_of(said: &str) -> i32 {
+    said.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+fn started_once() {
+    let world = with_server().start();
+    world.run(async |keeper| {
+        let calls: Vec<_> = (0..20)
+            .map(|_| {
+                let keeper = keeper.clone();
+                tokio::task::spawn_local(async move { keeper.connect_app(&site_name("app")).await.unwrap() })
+            })
+            .collect();
+        let mut said = Vec::new();
+        for call in calls {
+            said.push(read_socket(call.await.unwrap()).await);
+        }
+        assert!(said[0].starts_with(&format!("{ALICE} ")) && said[0].ends_with(" one"), "{said:?}");
+        assert!(said.iter().all(|text| *text == said[0]), "{said:?}");
+    });
+    assert!(world.log().contains("listening"), "its output is in the log");
+}
+
+fn on_a_port() {
+    let mut world = World::new();
+    world.script("server.pl", PORT_SERVER);
+    let record = json!({"kind": "app", "command": ["/usr/bin/perl", "server.pl", "{port}"], "directory": "www", "listen": "port"});
+    world.site("app", "alice", record);
+    let world = world.start();
+    world.run(async |keeper| {
+        let socket = keeper.connect_app(&site_name("app")).await.unwrap();
+        let mut stream = tokio::net::TcpStream::from_std(std::net::TcpStream::from(socket)).unwrap();
+        let mut said = String::new();
+        stream.read_to_string(&mut said).await.unwrap();
+        assert_eq!(said, format!("{ALICE} port"));
+    });
+}
+
+fn ends_early() {
+    let mut world = World::new();
+    world.site("app", "alice", shell("echo its last words >&2; exit 4"));
+    world.site("lost", "alice", json!({"kind": "app", "command": ["no-such-program"], "directory": ""}));
+    let world = world.start();
+    world.run(async |keeper| {
+        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Broken, 310));
+        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Busy, 311));
+        assert_eq!(refusal(keeper.connect_app(&site_name("lost")).await), (Failure::Broken, 308));
+    });
+    assert!(world.log().contains("its last words"), "{}", world.log());
+}
+
+fn never_listens() {
+    let mut world = World::new();
+    world.site("app", "alice", shell("echo $$ > pid; exec sleep 1000"));
+    let world = world.start();
+    world.run(async |keeper| {
+        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Broken, 310));
+    });
+    let pid = std::fs::read_to_string(world.home("alice").join("www/pid")).unwrap();
+    wait_dead(pid.trim().parse().unwrap());
+}
+
+fn restarted_after_crash() {
+    let world = with_server().start();
+    world.run(async |keeper| {
+        let app = site_name("app");
+        let first = pid_of(&read_socket(keeper.connect_app(&app).await.unwrap()).await);
+        let pid = rustix::process::Pid::from_raw(first).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        wait_dead(first);
+        // Asking is the only way to see the pause end; each answer until then must say that it lasts.
+        let mut interval = tokio::time::interval(Duration::from_millis(50));
+        let mut paused = 0;
+        let second = loop {
+            interval.tick().await;
+            match keeper.connect_app(&app).await {
+                Ok(socket) => break pid_of(&read_socket(socket).await),
+                Err(error) => {
+                    // The keeper may notice the death a moment after this test has.
+                    let refused = refusal::<()>(Err(error));
+                    assert!([(Failure::Busy, 311), (Failure::Broken, 310)].contains(&refused), "{refused:?}");
+                    paused += usize::from(refused.1 == 311);
+                }
+            }
+        };
+        assert!(paused > 0, "it was restarted without a pause");
+        assert_ne!(first, second);
+    });
+}
+
+fn ends_with_record() {
+    let world = with_server().start();
+    let changed = |mode: &str| {
+        let record = json!({"name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": app(mode)});
+        Change::PutSite(Box::new(serde_json::from_value(record).unwrap()))
+    };
+    let last = world.run(async |keeper| {
+        let name = site_name("app");
+        let first = read_socket(keeper.connect_app(&name).await.unwrap()).await;
+        // The same record again is no change.
+        world.apply(vec![changed("one")]);
+        assert_eq!(read_socket(keeper.connect_app(&name).await.unwrap()).await, first);
+        world.apply(vec![changed("two")]);
+        wait_dead(pid_of(&first));
+        let second = loop {
+            let said = read_socket(keeper.connect_app(&name).await.unwrap()).await;
+            // A connection made before the keeper's main loop saw the change may still be the old one's.
+            if !said.is_empty() {
+                break said;
+            }
+        };
+        assert!(second.ends_with(" two"), "{second}");
+        pid_of(&second)
+    });
+    assert!(is_alive(last));
+    assert!(world.drain(), "{}", world.log());
+    assert!(!is_alive(last));
+    assert_eq!(std::fs::read_dir(world.dir.path().join("run/apps")).unwrap().count(), 0);
+}
+
+fn no_foreign_socket() {
+    let mut world = World::new();
+    // The socket of somebody who would take the keeper for root.
+    let foreign = world.dir.path().join("foreign.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&foreign).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    world.site(
+        "link",
+        "alice",
+        shell(&format!("ln -s {} $NAGAYA_SOCKET; exec sleep 1000", foreign.display())),
+    );
+    let world = world.start();
+    world.run(async |keeper| {
+        assert_eq!(refusal(keeper.connect_app(&site_name("link")).await), (Failure::Broken, 310));
+    });
+    let nobody = listener.accept().unwrap_err();
+    assert_eq!(nobody.kind(), std::io::ErrorKind::WouldBlock);
+}

@@ -1,0 +1,188 @@
+//! The keeper's own life: its peers, its end, its death, and the feed.
+//!
+//! Not here: what it starts for tenants (`programs`, `php`, `apps`).
+
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use nagaya_cmdb::feed::Question;
+use nagaya_keeper::FenceChoice;
+use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::codec;
+use nagaya_keeper::protocol::{Answer, Ask, Failure, Reply, Verb};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::Fact;
+use crate::programs::{expect_gone, sleeper};
+use crate::world::{BOB, World, is_alive, pipe, read_line, site_name};
+
+pub const ANYONE: &[Fact] = &[
+    ("a peer that sends rubbish loses its connection and nobody else does", rubbish),
+    ("verbs before the greeting are refused", greeting_first),
+    ("closing a connection ends everything leased to it", connection_closes),
+    ("draining ends everything", drain_ends_everything),
+    ("the feed answers with status and metrics", feed_answers),
+    ("without a cgroup the keeper says so and still ends process groups", process_groups),
+];
+
+pub const ROOT: &[Fact] = &[
+    ("a peer of another uid is refused", wrong_uid),
+    ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v2", || {
+        killed(FenceChoice::CgroupV2);
+    }),
+    ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v1", || {
+        killed(FenceChoice::CgroupV1);
+    }),
+];
+
+const SLEEPER: &str = "echo $$; exec sleep 1000";
+
+fn raw_connection(world: &World) -> std::os::fd::OwnedFd {
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let socket = socket.unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(world.socket()).unwrap()).unwrap();
+    socket
+}
+
+/// Blocks until there is an answer or the end.
+fn raw_answer(socket: &std::os::fd::OwnedFd) -> Result<Answer, codec::CodecError> {
+    poll(&mut [PollFd::new(socket, PollFlags::IN)], None).unwrap();
+    codec::receive::<Answer>(socket, &mut Vec::new()).map(|(answer, _)| answer)
+}
+
+fn rubbish() {
+    let world = World::new().with_cgi(SLEEPER).start();
+    world.run(async |keeper| {
+        let (pid, guard) = sleeper(&keeper).await;
+        for bytes in
+            [&b"\xff\xff\xff\xff\xff\xff"[..], b"GET / HTTP/1.1\r\n\r\n", &[7; 150_000], b"\x01\x07\x00"]
+        {
+            let socket = raw_connection(&world);
+            rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1 << 20).unwrap();
+            rustix::net::send(&socket, bytes, SendFlags::empty()).unwrap();
+            assert!(matches!(raw_answer(&socket), Err(codec::CodecError::Closed)), "{}", bytes.len());
+        }
+        assert!(is_alive(pid), "another connection's process is untouched");
+        guard.end().await.unwrap();
+    });
+}
+
+fn greeting_first() {
+    let world = World::new().start();
+    for verb in [Verb::Status, Verb::Hello { version: 999 }, Verb::OpenRoot { site: site_name("x") }] {
+        let socket = raw_connection(&world);
+        codec::send(&socket, &codec::encode(&Ask { tag: 4, verb }).unwrap(), &[]).unwrap();
+        match raw_answer(&socket).unwrap() {
+            Answer::Reply { tag: 4, reply: Reply::Failed { failure: Failure::Invalid, code: 313, .. } } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn connection_closes() {
+    let world = World::new().with_cgi(SLEEPER).start();
+    let pids = world.run(async |keeper| {
+        let other = Keeper::connect(&world.socket()).await.unwrap();
+        let (kept, kept_guard) = sleeper(&other).await;
+        let (first, guard) = sleeper(&keeper).await;
+        let (second, another) = sleeper(&keeper).await;
+        drop(keeper);
+        // Guards of a lost connection are void, and say so.
+        assert_eq!(guard.ended().await, Err(ClientError::Gone));
+        assert_eq!(another.end().await, Err(ClientError::Gone));
+        expect_gone(first);
+        expect_gone(second);
+        assert!(is_alive(kept), "another connection's process is untouched");
+        kept_guard.end().await.unwrap();
+        [first, second, kept]
+    });
+    assert!(pids.iter().all(|pid| !is_alive(*pid)));
+}
+
+fn drain_ends_everything() {
+    let world = World::new().with_cgi(SLEEPER).start();
+    let dirs = cgroups_of(&world);
+    let (pid, _guard) = world.run(async |keeper| sleeper(&keeper).await);
+    assert!(world.drain(), "{}", world.log());
+    assert!(!is_alive(pid));
+    assert!(dirs.iter().all(|dir| !dir.exists()), "{dirs:?}");
+    assert!(!world.log().contains("NGY0315"), "{}", world.log());
+}
+
+/// Directories this keeper made in cgroup hierarchies of this machine.
+fn cgroups_of(world: &World) -> Vec<PathBuf> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let points =
+        mounts.lines().filter(|line| line.contains(" - cgroup")).filter_map(|line| line.split(' ').nth(4));
+    points
+        .flat_map(|point| std::fs::read_dir(format!("{point}/nagaya")).into_iter().flatten().flatten())
+        .map(|entry| entry.path())
+        .filter(|path| path.to_string_lossy().contains(&format!("/k{}-", world.keeper_pid())))
+        .collect()
+}
+
+fn feed_answers() {
+    let world = World::new().with_cgi("exit 0").start();
+    world.run(async |keeper| {
+        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        process.guard.ended().await.unwrap();
+    });
+    let status: serde_json::Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
+    assert_eq!(status["processes"]["cgi"], serde_json::json!({"running": 0, "started": 1, "failed": 0}));
+    assert_eq!(status["revision"], 7);
+    let metrics = world.ask(Question::Metrics);
+    assert!(metrics.contains("nagaya_keeper_started_total{kind=\"cgi\"} 1"), "{metrics}");
+}
+
+fn process_groups() {
+    let world = World::new()
+        .fenced(FenceChoice::ProcessGroup)
+        .with_cgi("sleep 1000 & echo $!; exec sleep 1000")
+        .start();
+    world.run(async |keeper| {
+        assert!(keeper.status().await.unwrap().contains("\"fence\":\"process-group\""));
+        let (pid, guard) = sleeper(&keeper).await;
+        guard.end().await.unwrap();
+        expect_gone(pid);
+    });
+    assert!(world.log().contains("NGY0316"), "{}", world.log());
+}
+
+fn wrong_uid() {
+    let world = World::new().start();
+    // A whole connection as bob: it may connect, and is hung up on without an answer.
+    let script = r#"use Socket; socket(S, PF_UNIX, SOCK_SEQPACKET, 0) or die; connect(S, sockaddr_un($ARGV[0])) or die "connect: $!";
+        syswrite(S, "\x01\x00\x01"); my $n = sysread(S, my $got, 100); print defined $n ? "got $n" : "got nothing";"#;
+    let said =
+        Command::new("perl").args(["-e", script]).arg(world.socket()).uid(BOB).gid(BOB).output().unwrap();
+    let words = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(["got 0", "got nothing"].contains(&words.as_str()), "{said:?}");
+    assert!(world.log().contains("another uid"), "{}", world.log());
+    world.run(async |keeper| keeper.status().await.unwrap());
+}
+
+fn killed(fence: FenceChoice) {
+    let daemon = r"setsid sh -c 'echo $$; exec sleep 1000 >/dev/null 2>&1' & echo $$; exec sleep 1000";
+    let world = World::new().fenced(fence).with_cgi(daemon).start();
+    world.run(async |keeper| {
+        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let mut out = pipe(process.stdout);
+        let pids: [i32; 2] =
+            [read_line(&mut out).await.parse().unwrap(), read_line(&mut out).await.parse().unwrap()];
+        let dirs = cgroups_of(&world);
+        assert_eq!(dirs.len(), 1, "{dirs:?}");
+        world.kill();
+        assert_eq!(process.guard.ended().await, Err(ClientError::Gone));
+        world.restart();
+        for pid in pids {
+            expect_gone(pid);
+        }
+        assert!(!dirs[0].exists(), "{dirs:?}");
+        // The same client works on.
+        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        process.guard.end().await.unwrap();
+    });
+}

@@ -1,0 +1,307 @@
+//! A keeper's process with tenants, sites and a log, as each test needs it.
+//!
+//! Not here: what is tested. Nothing waits by sleeping: ends are seen by pidfds and closed pipes.
+
+use std::fs;
+use std::io::Read;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::rc::Rc;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
+use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::protocol::Failure;
+use nagaya_keeper::{FenceChoice, Options, Start};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::json;
+use tempfile::TempDir;
+
+/// No test takes this long unless something hangs.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+const KEEPER: &str = "NAGAYA_TEST_IS_KEEPER";
+
+/// Uids nobody has.
+pub const ALICE: u32 = 61_001;
+pub const BOB: u32 = 61_002;
+
+pub fn is_keeper() -> bool {
+    std::env::var_os(KEEPER).is_some()
+}
+
+/// The keeper's process: its listener is standard input, its feed standard output, its log standard error.
+pub fn keeper_main() -> ! {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
+    let listener = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let feed = std::io::stdout().as_fd().try_clone_to_owned().unwrap();
+    let code = nagaya_keeper::run(Start { listener, feed: UnixStream::from(feed) });
+    std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS))
+}
+
+pub struct World {
+    pub dir: TempDir,
+    options: Options,
+    listener: OwnedFd,
+    changes: Vec<Change>,
+    running: Mutex<Option<Running>>,
+}
+
+struct Running {
+    keeper: Child,
+    feed: UnixStream,
+}
+
+pub fn site_name(name: &str) -> SiteName {
+    SiteName::new(name).unwrap()
+}
+
+pub fn tenant_name(name: &str) -> TenantName {
+    TenantName::new(name).unwrap()
+}
+
+impl World {
+    /// Tenants alice and bob with homes only they may enter, and no site. Not started yet.
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        set_mode(dir.path(), 0o755);
+        let socket = SocketFlags::CLOEXEC;
+        let listener =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, socket, None).unwrap();
+        let path = dir.path().join("keeper.sock");
+        rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 64).unwrap();
+        // Wider than in use, so that the keeper's own check of its peers is what refuses.
+        set_mode(&path, 0o666);
+        let options = Options { runtime_dir: dir.path().join("run"), ..Options::default() };
+        let mut world = Self { dir, options, listener, changes: Vec::new(), running: Mutex::default() };
+        for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
+            let home = world.home(name);
+            fs::create_dir_all(home.join("www")).unwrap();
+            world.own(&home.join("www"), uid);
+            world.own(&home, uid);
+            set_mode(&home, 0o700);
+            world.tenant(json!({"name": name, "uid": uid, "gid": uid, "home": home, "php_workers": 2}));
+        }
+        world
+    }
+
+    pub fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
+        change(&mut self.options);
+        self
+    }
+
+    pub fn fenced(self, fence: FenceChoice) -> Self {
+        self.with(|options| options.fence = fence)
+    }
+
+    pub fn home(&self, tenant: &str) -> PathBuf {
+        self.dir.path().join(tenant)
+    }
+
+    /// Gives a file to a tenant. Without root it stays ours, and everything runs as us.
+    pub fn own(&self, path: &Path, uid: u32) {
+        if rustix::process::geteuid().is_root() {
+            chown(path, Some(uid), Some(uid)).unwrap();
+        }
+    }
+
+    pub fn tenant(&mut self, record: serde_json::Value) {
+        self.changes.push(Change::PutTenant(serde_json::from_value::<Tenant>(record).unwrap()));
+    }
+
+    pub fn site(&mut self, name: &str, tenant: &str, backend: serde_json::Value) {
+        let record =
+            json!({"name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend});
+        self.changes.push(Change::PutSite(Box::new(serde_json::from_value::<Site>(record).unwrap())));
+    }
+
+    /// A file of alice's in her `www`, executable.
+    pub fn script(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.home("alice").join("www").join(name);
+        fs::write(&path, text).unwrap();
+        set_mode(&path, 0o755);
+        self.own(&path, ALICE);
+        path
+    }
+
+    /// A site `cgi` of alice's with one program `x.cgi`, a shell script.
+    pub fn with_cgi(mut self, script: &str) -> Self {
+        self.script("x.cgi", &format!("#!/bin/sh\n{script}\n"));
+        self.site("cgi", "alice", json!({"kind": "cgi", "root": "www"}));
+        self
+    }
+
+    /// Starts the keeper and returns when it knows all records.
+    pub fn start(self) -> Self {
+        self.restart();
+        self
+    }
+
+    pub fn restart(&self) {
+        let log = fs::File::options().create(true).append(true).open(self.log_path()).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let keeper = Command::new(std::env::current_exe().unwrap())
+            .env(KEEPER, "1")
+            .stdin(Stdio::from(self.listener.try_clone().unwrap()))
+            .stdout(Stdio::from(OwnedFd::from(theirs)))
+            .stderr(Stdio::from(log))
+            .spawn()
+            .unwrap();
+        ours.set_read_timeout(Some(TIMEOUT)).unwrap();
+        *self.running.lock().unwrap() = Some(Running { keeper, feed: ours });
+        self.tell(&Down::Options(serde_json::to_value(&self.options).unwrap()));
+        self.apply(self.changes.clone());
+    }
+
+    /// Sends changes and waits until they hold.
+    pub fn apply(&self, changes: Vec<Change>) {
+        self.tell(&Down::Apply(changes));
+        self.tell(&Down::Commit { revision: 7 });
+        assert_eq!(self.hear(), Up::Ready { revision: 7 }, "{}", self.log());
+    }
+
+    pub fn ask(&self, question: Question) -> String {
+        self.tell(&Down::Ask { tag: 5, question });
+        match self.hear() {
+            Up::Answer { tag: 5, text } => text,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn tell(&self, frame: &Down) {
+        feed::write(&mut self.running.lock().unwrap().as_mut().unwrap().feed, frame).unwrap();
+    }
+
+    fn hear(&self) -> Up {
+        feed::read(&mut self.running.lock().unwrap().as_mut().unwrap().feed)
+            .unwrap()
+            .unwrap_or_else(|| panic!("the keeper ended:\n{}", self.log()))
+    }
+
+    /// Ends the keeper by closing its feed. Returns whether it ended well.
+    pub fn drain(&self) -> bool {
+        let mut running = self.running.lock().unwrap().take().unwrap();
+        running.feed.shutdown(Shutdown::Both).unwrap();
+        running.keeper.wait().unwrap().success()
+    }
+
+    /// `kill -9`.
+    pub fn kill(&self) -> u32 {
+        let mut running = self.running.lock().unwrap().take().unwrap();
+        running.keeper.kill().unwrap();
+        running.keeper.wait().unwrap();
+        running.keeper.id()
+    }
+
+    pub fn keeper_pid(&self) -> u32 {
+        self.running.lock().unwrap().as_ref().unwrap().keeper.id()
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.dir.path().join("log")
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.dir.path().join("keeper.sock")
+    }
+
+    /// Runs a test's body on a runtime like an edge thread's.
+    pub fn run<R>(&self, body: impl AsyncFnOnce(Rc<Keeper>) -> R) -> R {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, async {
+            let body = async { body(Keeper::connect(&self.socket()).await.unwrap()).await };
+            tokio::time::timeout(TIMEOUT, body).await.unwrap_or_else(|_| panic!("it hangs:\n{}", self.log()))
+        })
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if self.running.get_mut().unwrap().is_some() {
+            self.drain();
+        }
+        if std::thread::panicking() {
+            eprintln!("--- the keeper's log:\n{}", self.log());
+        }
+    }
+}
+
+pub fn set_mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// The failure and code of a refused call.
+#[track_caller]
+pub fn refusal<T>(result: Result<T, ClientError>) -> (Failure, u16) {
+    match result {
+        Err(ClientError::Refused { failure, code, message }) => {
+            assert!(!message.is_empty() && message.len() < 2000, "{message}");
+            (failure, code)
+        }
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("it was not refused"),
+    }
+}
+
+/// Everything until the end.
+pub async fn read_all(fd: OwnedFd) -> String {
+    use tokio::io::AsyncReadExt;
+    let mut text = String::new();
+    tokio::net::unix::pipe::Receiver::from_owned_fd(fd).unwrap().read_to_string(&mut text).await.unwrap();
+    text
+}
+
+/// The next line, without its end.
+pub async fn read_line(pipe: &mut tokio::net::unix::pipe::Receiver) -> String {
+    use tokio::io::AsyncReadExt;
+    let mut line = Vec::new();
+    loop {
+        match pipe.read_u8().await.unwrap() {
+            b'\n' => return String::from_utf8(line).unwrap(),
+            byte => line.push(byte),
+        }
+    }
+}
+
+pub fn pipe(fd: OwnedFd) -> tokio::net::unix::pipe::Receiver {
+    tokio::net::unix::pipe::Receiver::from_owned_fd(fd).unwrap()
+}
+
+/// Everything a non-blocking Unix socket gives until its end.
+pub async fn read_socket(fd: OwnedFd) -> String {
+    use tokio::io::AsyncReadExt;
+    let mut text = String::new();
+    let mut stream = tokio::net::UnixStream::from_std(UnixStream::from(fd)).unwrap();
+    stream.read_to_string(&mut text).await.unwrap();
+    text
+}
+
+/// Whether a process runs; a zombie nobody has reaped yet does not.
+pub fn is_alive(pid: i32) -> bool {
+    let mut stat = String::new();
+    let read =
+        fs::File::open(format!("/proc/{pid}/stat")).and_then(|mut file| file.read_to_string(&mut stat));
+    read.is_ok() && !stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']))
+}
+
+/// Returns once a process has ended; panics if it does not.
+pub fn wait_dead(pid: i32) {
+    // No such process: it has ended.
+    let Ok(pidfd) = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()) else { return };
+    let until = Timespec { tv_sec: 30, tv_nsec: 0 };
+    let ready = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&until)).unwrap();
+    assert_eq!(ready, 1, "process {pid} still runs");
+}
