@@ -1,0 +1,65 @@
+//! The admin interface: HTTP over a Unix socket, by which operators and the command line see and change a
+//! running node. Who may use it is decided by the socket file's owner and mode.
+//!
+//! | method and path | what |
+//! |---|---|
+//! | `GET /v1/tenants`, `GET /v1/sites` | a page: `after=NAME`, `limit=N`; sites also `tenant=`, `host=` |
+//! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME` | one record |
+//! | `POST /v1/import?mode=merge\|replace`, `GET /v1/export` | JSON lines |
+//! | `GET /metrics`, `/healthz`, `/v1/status` | the node |
+//!
+//! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
+//! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
+//! Errors are `application/problem+json` (RFC 9457) with a `code`.
+//!
+//! Not here: the records and their rules (`nagaya_cmdb`), making the socket (`supervisor`), the commands
+//! (`cli`).
+
+mod api;
+mod client;
+mod problem;
+mod server;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use nagaya_cmdb::{Change, Store};
+
+pub use api::{Api, Summary};
+pub use client::{Client, ClientError};
+pub use problem::Problem;
+pub use server::serve;
+
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Called after each transaction that changed something, in order of revision, while no other can begin.
+/// It must not block: it hands the changes on.
+pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
+
+/// What the interface needs of the node it belongs to.
+pub struct Parts {
+    pub store: Arc<dyn Store>,
+    pub node: Arc<dyn Node>,
+    pub on_change: OnChange,
+    /// Uids of tenants added without one begin here.
+    pub uid_base: u32,
+}
+
+/// The running node, as far as the interface shows it.
+pub trait Node: Send + Sync {
+    /// All processes' metrics in the Prometheus text format.
+    fn metrics(&self) -> BoxFuture<'_, String>;
+    fn health(&self) -> BoxFuture<'_, Health>;
+    fn status(&self) -> BoxFuture<'_, serde_json::Value>;
+}
+
+/// Whether the node serves; `text` says what is wrong if it does not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Health {
+    pub ok: bool,
+    pub text: String,
+}

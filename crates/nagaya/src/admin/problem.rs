@@ -1,0 +1,121 @@
+//! An error of the admin interface as a problem document (RFC 9457), for both ends of the socket.
+//!
+//! Not here: the texts of most errors; they come with the error from where it happened.
+
+use std::fmt;
+
+use http::StatusCode;
+use nagaya_base::Code;
+use nagaya_cmdb::Mistake;
+use nagaya_cmdb::store::import::{BadLine, ImportError};
+use nagaya_cmdb::store::{StoreError, TransactionError};
+use serde::{Deserialize, Serialize};
+
+pub const CONTENT_TYPE: &str = "application/problem+json";
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    pub status: u16,
+    /// `NGYnnnn`, to be looked up with `nagaya error`.
+    pub code: String,
+    pub title: String,
+    pub detail: String,
+    /// Of a refused change: each field that is wrong.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mistakes: Vec<Mistake>,
+    /// Of a refused import: the first bad lines.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lines: Vec<BadLine>,
+    /// Of a refused import: how many lines are bad in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bad_lines: Option<u64>,
+}
+
+impl Problem {
+    fn new(status: StatusCode, code: Code, title: &str, detail: impl fmt::Display) -> Box<Self> {
+        Box::new(Self {
+            status: status.as_u16(),
+            code: code.to_string(),
+            title: title.into(),
+            detail: detail.to_string(),
+            mistakes: Vec::new(),
+            lines: Vec::new(),
+            bad_lines: None,
+        })
+    }
+
+    /// The request itself cannot be understood.
+    pub fn request(status: StatusCode, detail: impl fmt::Display) -> Box<Self> {
+        Self::new(status, Code(220), "The request was not understood", detail)
+    }
+
+    pub fn not_found(kind: &str, name: &str) -> Box<Self> {
+        let detail = format!("there is no {kind} '{name}': `nagaya {kind} list` shows those there are");
+        Self::new(StatusCode::NOT_FOUND, Code(211), "No such record", detail)
+    }
+
+    pub fn exists(kind: &str, name: &str) -> Box<Self> {
+        let detail = format!("{kind} '{name}' exists already: change it with `nagaya {kind} set`");
+        Self::new(StatusCode::PRECONDITION_FAILED, Code(215), "The record exists", detail)
+    }
+
+    pub fn outdated(expected: u64, found: u64) -> Box<Self> {
+        let detail = format!(
+            "the records changed meanwhile (revision {found}, not {expected}): look again and repeat the change"
+        );
+        Self::new(StatusCode::PRECONDITION_FAILED, Code(216), "The records changed meanwhile", detail)
+    }
+
+    pub fn status(&self) -> StatusCode {
+        StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.detail)
+    }
+}
+
+impl From<StoreError> for Box<Problem> {
+    fn from(error: StoreError) -> Self {
+        let status = match error {
+            StoreError::NoUid { .. } => StatusCode::CONFLICT,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        Problem::new(status, error.code(), "The store failed", error)
+    }
+}
+
+impl From<TransactionError> for Box<Problem> {
+    fn from(error: TransactionError) -> Self {
+        let (code, detail) = (error.code(), error.to_string());
+        match error {
+            TransactionError::Store(error) => error.into(),
+            TransactionError::Refused(mistakes) => {
+                let title = "The change was refused";
+                Box::new(Problem {
+                    mistakes,
+                    ..*Problem::new(StatusCode::UNPROCESSABLE_ENTITY, code, title, detail)
+                })
+            }
+        }
+    }
+}
+
+impl From<ImportError> for Box<Problem> {
+    fn from(error: ImportError) -> Self {
+        let (code, detail) = (error.code(), error.to_string());
+        let title = "The import was refused";
+        match error {
+            ImportError::Store(error) => error.into(),
+            ImportError::Read(_) => Problem::new(StatusCode::BAD_REQUEST, code, title, detail),
+            ImportError::TooLong { .. } => Problem::new(StatusCode::PAYLOAD_TOO_LARGE, code, title, detail),
+            ImportError::Refused { named, count } => Box::new(Problem {
+                lines: named,
+                bad_lines: Some(count),
+                ..*Problem::new(StatusCode::UNPROCESSABLE_ENTITY, code, title, detail)
+            }),
+        }
+    }
+}

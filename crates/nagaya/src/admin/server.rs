@@ -1,0 +1,186 @@
+//! The admin interface's server: HTTP/1.1 connections on a Unix socket. Work on the store runs on threads
+//! that may block, so that a large import keeps nobody from looking.
+//!
+//! Not here: what is done with records (`api`), what the node tells about itself (`Node`).
+
+use std::convert::Infallible;
+use std::io::{self, BufReader};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{sleep, timeout};
+
+use super::api::{self, Api};
+use super::stream::{self, PassError};
+use super::{Node, Parts, Problem};
+
+/// Most connections at once; more wait in the socket's backlog.
+const CONNECTIONS_MAX: usize = 64;
+
+/// How long a connection may take to send a request's head, or be idle.
+const HEAD_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// How long the body of one record may take.
+const RECORD_WAIT_MAX: Duration = Duration::from_secs(30);
+
+/// Longest body that changes one record, in bytes: a record with room for white space.
+const RECORD_BODY_LEN_MAX: usize = 2 * nagaya_cmdb::store::RECORD_LEN_MAX;
+
+/// Longest body of an import, in bytes: `import::LINES_MAX` lines of a kilobyte.
+const IMPORT_BODY_LEN_MAX: u64 = 1 << 30;
+
+/// Pause after `accept` failed, as it does when file descriptors have run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
+
+struct Shared {
+    api: Api,
+    node: Arc<dyn Node>,
+}
+
+/// Serves until it is dropped, which closes all its connections.
+pub async fn serve(listener: UnixListener, parts: Parts) {
+    let Parts { store, node, on_change, uid_base } = parts;
+    let shared = Arc::new(Shared { api: Api::new(store, uid_base, on_change), node });
+    let mut connections = JoinSet::new();
+    loop {
+        while connections.len() >= CONNECTIONS_MAX {
+            connections.join_next().await;
+        }
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => drop(connections.spawn(converse(stream, shared.clone()))),
+                Err(error) => {
+                    tracing::warn!(%error, "the admin socket accepts no connection");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn converse(stream: UnixStream, shared: Arc<Shared>) {
+    let service = service_fn(move |request| {
+        let shared = shared.clone();
+        async move { Ok::<_, Infallible>(answer(shared, request).await) }
+    });
+    let mut connection = http1::Builder::new();
+    connection.timer(TokioTimer::new()).header_read_timeout(HEAD_WAIT_MAX);
+    if let Err(error) = connection.serve_connection(TokioIo::new(stream), service).await {
+        tracing::debug!(%error, "an admin connection ended early");
+    }
+}
+
+async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    match (&method, path.as_str()) {
+        (&Method::GET, "/metrics") => {
+            text(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", shared.node.metrics().await)
+        }
+        (&Method::GET, "/healthz") => {
+            let health = shared.node.health().await;
+            let status = if health.ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+            text(status, "text/plain; charset=utf-8", health.text)
+        }
+        (&Method::GET, "/v1/status") => {
+            text(StatusCode::OK, "application/json", shared.node.status().await.to_string())
+        }
+        (&Method::GET, "/v1/export") => export(shared),
+        (&Method::POST, "/v1/import") => whole(import(shared, request).await),
+        (_, "/metrics" | "/healthz" | "/v1/status" | "/v1/export") => {
+            whole(api::refuse(&api::wrong_method(&method, "GET")))
+        }
+        (_, "/v1/import") => whole(api::refuse(&api::wrong_method(&method, "POST"))),
+        _ => whole(records(shared, request).await),
+    }
+}
+
+async fn records(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {
+    let (head, body) = request.into_parts();
+    let body = timeout(RECORD_WAIT_MAX, Limited::new(body, RECORD_BODY_LEN_MAX).collect()).await;
+    let body = match body {
+        Ok(Ok(body)) => body.to_bytes(),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => {
+            let detail = format!("the body is longer than {RECORD_BODY_LEN_MAX} bytes");
+            return api::refuse(&Problem::request(StatusCode::PAYLOAD_TOO_LARGE, detail));
+        }
+        Ok(Err(error)) => return api::refuse(&Problem::request(StatusCode::BAD_REQUEST, error)),
+        Err(_) => {
+            let detail = format!("the body took longer than {} s", RECORD_WAIT_MAX.as_secs());
+            return api::refuse(&Problem::request(StatusCode::REQUEST_TIMEOUT, detail));
+        }
+    };
+    let request = Request::from_parts(head, body);
+    spawn_blocking(move || shared.api.answer(&request)).await.unwrap_or_else(|_| broken())
+}
+
+async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {
+    let mode = match api::mode(request.uri().query().unwrap_or_default()) {
+        Ok(mode) => mode,
+        Err(problem) => return api::refuse(&problem),
+    };
+    let (sender, receiver) = stream::channel();
+    let work = spawn_blocking(move || shared.api.import(BufReader::new(receiver), mode));
+    // If this future is dropped here, the reader finds the lines cut off and stores nothing.
+    let passed = sender.pass_on(request.into_body(), IMPORT_BODY_LEN_MAX).await;
+    match (passed, work.await) {
+        (Err(error @ PassError::TooLong { .. }), _) => {
+            api::refuse(&Problem::request(StatusCode::PAYLOAD_TOO_LARGE, error))
+        }
+        (Err(error), _) => api::refuse(&Problem::request(StatusCode::BAD_REQUEST, error)),
+        (Ok(()), Ok(Ok(summary))) => {
+            let body = serde_json::to_vec(&summary).expect("a summary has text keys");
+            let mut response = Response::new(body.into());
+            let json = HeaderValue::from_static("application/json");
+            response.headers_mut().insert(header::CONTENT_TYPE, json);
+            response
+        }
+        (Ok(()), Ok(Err(problem))) => api::refuse(&problem),
+        (Ok(()), Err(_)) => broken(),
+    }
+}
+
+fn export(shared: Arc<Shared>) -> Answer {
+    let (mut sender, receiver) = stream::channel();
+    spawn_blocking(move || {
+        let exported = shared.api.export(&mut sender).map_err(|error| (error.code(), error.to_string()));
+        // Without `finish` the client sees the body cut off.
+        match exported {
+            Ok(_) => drop(sender.finish()),
+            Err((code, error)) => tracing::warn!(%code, %error, "an export was not finished"),
+        }
+    });
+    let mut response = Response::new(receiver.boxed_unsync());
+    let lines = HeaderValue::from_static("application/jsonl");
+    response.headers_mut().insert(header::CONTENT_TYPE, lines);
+    response
+}
+
+fn text(status: StatusCode, content_type: &'static str, text: String) -> Answer {
+    let mut response = Response::new(Bytes::from(text));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    whole(response)
+}
+
+fn whole(response: Response<Bytes>) -> Answer {
+    response.map(|body| Full::new(body).map_err(|never| match never {}).boxed_unsync())
+}
+
+/// A task of ours panicked; the panic itself was logged where it happened.
+fn broken() -> Response<Bytes> {
+    let detail = "the request met a defect of nagaya: its log shows where; look whether the change happened";
+    api::refuse(&Problem::request(StatusCode::INTERNAL_SERVER_ERROR, detail))
+}

@@ -1,0 +1,267 @@
+//! Server and client of the admin interface over a real socket and a real store.
+//!
+//! Not here: the commands (`cli`), rules of records (`nagaya_cmdb`).
+
+use std::io::{Cursor, Read};
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header};
+use nagaya_cmdb::RedbStore;
+use nagaya_cmdb::store::Mode;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+
+use super::*;
+
+struct TestNode;
+
+impl Node for TestNode {
+    fn metrics(&self) -> BoxFuture<'_, String> {
+        Box::pin(async { "nagaya_sites 3\n".into() })
+    }
+
+    fn health(&self) -> BoxFuture<'_, Health> {
+        Box::pin(async { Health { ok: false, text: "the edge is starting".into() } })
+    }
+
+    fn status(&self) -> BoxFuture<'_, Value> {
+        Box::pin(async { json!({"edge": {"pid": 7}}) })
+    }
+}
+
+type Told = Arc<Mutex<Vec<(Vec<Change>, u64)>>>;
+
+/// A served store; it ends with this value.
+struct World {
+    client: Client,
+    told: Told,
+    socket: PathBuf,
+    stop: Option<oneshot::Sender<()>>,
+    server: Option<JoinHandle<()>>,
+    _directory: tempfile::TempDir,
+}
+
+fn world() -> World {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("admin.sock");
+    let store = Arc::new(RedbStore::open(&directory.path().join("store.redb")).unwrap());
+    let told = Told::default();
+    let hear = told.clone();
+    let on_change: OnChange = Arc::new(move |changes, revision| hear.lock().push((changes, revision)));
+    let parts = Parts { store, node: Arc::new(TestNode), on_change, uid_base: 7000 };
+    // Bound here, so that it is there before anybody connects.
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (stop, stopped) = oneshot::channel();
+    let server = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async move {
+            let listener = UnixListener::from_std(listener).unwrap();
+            tokio::select! {
+                () = serve(listener, parts) => {}
+                _ = stopped => {}
+            }
+        });
+    });
+    let client = Client::open(&socket).unwrap();
+    World { client, told, socket, stop: Some(stop), server: Some(server), _directory: directory }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        let _ = self.stop.take().map(|stop| stop.send(()));
+        let _ = self.server.take().map(JoinHandle::join);
+    }
+}
+
+impl World {
+    fn send(&self, request: http::request::Builder, body: &str) -> Response<Bytes> {
+        let request = request.header(header::HOST, "localhost");
+        self.client.call(request.body(Bytes::from(body.to_owned())).unwrap()).unwrap()
+    }
+
+    fn call(&self, method: Method, path: &str, body: &str) -> (u16, Value) {
+        let response = self.send(Request::builder().method(method).uri(path), body);
+        let value = serde_json::from_slice(response.body()).unwrap_or_default();
+        (response.status().as_u16(), value)
+    }
+
+    fn export(&self) -> String {
+        let mut bytes = Vec::new();
+        self.client.export(&mut bytes).unwrap();
+        String::from_utf8(bytes).unwrap()
+    }
+}
+
+const SITE: &str =
+    r#"{"tenant":"t","hosts":["S.test","*.s.test"],"backend":{"kind":"static","root":"/srv/s"}}"#;
+
+#[test]
+fn records_go_in_and_come_out() {
+    let world = world();
+    let (status, tenant) = world.call(Method::PUT, "/v1/tenants/t", "{}");
+    assert_eq!((status, &tenant["tenant"]), (200, &json!({"name": "t", "uid": 7000, "gid": 7000})));
+    assert_eq!(world.call(Method::PUT, "/v1/sites/s", SITE).0, 200);
+    let (status, site) = world.call(Method::GET, "/v1/sites/s", "");
+    assert_eq!((status, &site["site"]["hosts"]), (200, &json!(["s.test", "*.s.test"])));
+    for (query, expected) in [
+        ("", 1),
+        ("?tenant=t", 1),
+        ("?tenant=u", 0),
+        ("?host=%2A.s.test", 1),
+        ("?host=x", 0),
+        ("?after=s", 0),
+    ] {
+        let (status, page) = world.call(Method::GET, &format!("/v1/sites{query}"), "");
+        assert_eq!((status, page["sites"].as_array().unwrap().len()), (200, expected), "{query}");
+    }
+    assert_eq!(world.call(Method::DELETE, "/v1/tenants/t", "").0, 422);
+    assert_eq!(world.call(Method::DELETE, "/v1/sites/s", "").0, 200);
+    assert_eq!(world.call(Method::DELETE, "/v1/tenants/t", "").0, 200);
+    assert_eq!(world.call(Method::GET, "/v1/tenants", "").1["tenants"], json!([]));
+    let revisions: Vec<u64> = world.told.lock().iter().map(|(_, revision)| *revision).collect();
+    assert_eq!(revisions, [1, 2, 3, 4]);
+}
+
+#[test]
+fn errors_are_problem_documents() {
+    let world = world();
+    for (method, path, body, status, code) in [
+        (Method::GET, "/v1/sites/none", "", 404, "NGY0211"),
+        (Method::DELETE, "/v1/tenants/none", "", 404, "NGY0211"),
+        (Method::PUT, "/v1/sites/s", SITE, 422, "NGY0210"),
+        (Method::PUT, "/v1/sites/s", "{", 400, "NGY0220"),
+        (Method::PUT, "/v1/sites/s", r#"{"name":"other"}"#, 400, "NGY0220"),
+        (Method::PUT, "/v1/sites/s", r#"{"hosts":[]}"#, 422, "NGY0220"),
+        (Method::PUT, "/v1/tenants/t", r#"{"uid":0}"#, 422, "NGY0210"),
+        (Method::POST, "/v1/sites/s", "", 405, "NGY0220"),
+        (Method::DELETE, "/v1/export", "", 405, "NGY0220"),
+        (Method::GET, "/v1/sites?colour=red", "", 400, "NGY0220"),
+        (Method::GET, "/v1/sites?limit=0", "", 400, "NGY0220"),
+        (Method::POST, "/v1/import?mode=both", "", 400, "NGY0220"),
+        (Method::GET, "/", "", 404, "NGY0220"),
+        (Method::PUT, "/v1/sites/s", &" ".repeat(1 << 20), 413, "NGY0220"),
+    ] {
+        let response = world.send(Request::builder().method(method.clone()).uri(path), body);
+        let problem: Problem = serde_json::from_slice(response.body()).expect(path);
+        assert_eq!((response.status().as_u16(), problem.code.as_str()), (status, code), "{method} {path}");
+        assert_eq!(response.headers()[header::CONTENT_TYPE], "application/problem+json");
+    }
+    assert!(world.told.lock().is_empty());
+}
+
+#[test]
+fn a_condition_that_does_not_hold_changes_nothing() {
+    let world = world();
+    let put = |name, value: &str, body: &str| {
+        let request = Request::builder().method(Method::PUT).uri("/v1/tenants/t").header(name, value);
+        let response = world.send(request, body);
+        let code = serde_json::from_slice::<Problem>(response.body()).map(|problem| problem.code);
+        (response.status().as_u16(), code.unwrap_or_default())
+    };
+    assert_eq!(put(header::IF_NONE_MATCH, "*", "{}"), (200, String::new()));
+    assert_eq!(put(header::IF_NONE_MATCH, "*", "{}"), (412, "NGY0215".into()));
+    assert_eq!(put(header::IF_MATCH, "\"0\"", r#"{"max_concurrent":2}"#), (412, "NGY0216".into()));
+    let seen = world.send(Request::builder().uri("/v1/tenants/t"), "");
+    let tag = seen.headers()[header::ETAG].to_str().unwrap();
+    assert_eq!(put(header::IF_MATCH, tag, r#"{"max_concurrent":2}"#), (200, String::new()));
+    assert_eq!(world.told.lock().len(), 2);
+}
+
+fn lines(sites: usize) -> String {
+    let mut text = r#"{"tenant":{"name":"t","uid":9,"gid":9}}"#.to_owned();
+    for n in 0..sites {
+        text.push_str(&format!(
+            "\n{{\"site\":{{\"name\":\"s{n}\",\"tenant\":\"t\",\"hosts\":[\"s{n}.test\"],\"backend\":{{\"kind\":\"static\",\"root\":\"/s\"}}}}}}"
+        ));
+    }
+    text
+}
+
+#[test]
+fn an_import_arrives_whole_or_not_at_all() {
+    let world = world();
+    let summary = world.client.import(Cursor::new(lines(20_000)), Mode::Merge).unwrap();
+    assert_eq!((summary.revision, summary.tenants_put, summary.sites_put), (1, 1, 20_000));
+    assert_eq!(world.told.lock()[0].0.len(), 20_001);
+    let exported = world.export();
+    assert_eq!(exported.lines().count(), 20_001);
+
+    let bad = lines(20_000).replace("\"s19000.test\"", "\"no host\"").replace("\"/s\"", "\"/changed\"");
+    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), Mode::Merge) else {
+        panic!("a line is bad");
+    };
+    assert_eq!((problem.code.as_str(), problem.bad_lines), ("NGY0212", Some(1)));
+    assert_eq!(problem.lines[0].line, Some(19_002));
+
+    let summary = world.client.import(Cursor::new(lines(5)), Mode::Replace).unwrap();
+    assert_eq!((summary.sites_put, summary.sites_removed), (0, 19_995));
+    assert_eq!(world.export(), exported_of_five(&exported));
+    assert_eq!(world.told.lock().len(), 2);
+}
+
+fn exported_of_five(exported: &str) -> String {
+    let kept =
+        |line: &&str| line.contains("tenant\":{") || (0..5).any(|n| line.contains(&format!("\"s{n}\"")));
+    exported.lines().filter(kept).map(|line| format!("{line}\n")).collect()
+}
+
+/// Gives some lines, then fails as a disk does.
+struct Failing(Cursor<String>);
+
+impl Read for Failing {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        match self.0.read(out)? {
+            0 => Err(std::io::Error::other("the disk is gone")),
+            len => Ok(len),
+        }
+    }
+}
+
+#[test]
+fn an_import_whose_source_fails_changes_nothing() {
+    let world = world();
+    let error = world.client.import(Failing(Cursor::new(lines(5_000))), Mode::Merge).unwrap_err();
+    assert!(matches!(&error, ClientError::Source(_)), "{error}");
+    assert_eq!(world.export(), "");
+    assert!(world.told.lock().is_empty());
+}
+
+#[test]
+fn the_node_tells_about_itself() {
+    let world = world();
+    let metrics = world.send(Request::builder().uri("/metrics"), "");
+    assert_eq!(metrics.body(), "nagaya_sites 3\n");
+    assert_eq!(metrics.headers()[header::CONTENT_TYPE], "text/plain; version=0.0.4; charset=utf-8");
+    let health = world.send(Request::builder().uri("/healthz"), "");
+    assert_eq!(
+        (health.status(), &health.body()[..]),
+        (StatusCode::SERVICE_UNAVAILABLE, &b"the edge is starting"[..])
+    );
+    assert_eq!(world.call(Method::GET, "/v1/status", ""), (200, json!({"edge": {"pid": 7}})));
+}
+
+#[test]
+fn changes_of_many_writers_are_told_in_order() {
+    let world = world();
+    let socket = &world.socket;
+    std::thread::scope(|scope| {
+        for writer in 0..4 {
+            scope.spawn(move || {
+                let client = Client::open(socket).unwrap();
+                for n in 0..10 {
+                    let request =
+                        Request::put(format!("/v1/tenants/w{writer}n{n}")).header(header::HOST, "x");
+                    let response = client.call(request.body(Bytes::from_static(b"{}")).unwrap()).unwrap();
+                    assert_eq!(response.status(), StatusCode::OK);
+                }
+            });
+        }
+    });
+    let told = world.told.lock();
+    assert!(told.iter().map(|(_, revision)| *revision).eq(1..=40), "{told:?}");
+}

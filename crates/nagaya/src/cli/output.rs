@@ -1,0 +1,369 @@
+//! What the commands about records share: where they work (a running node, or the store's file where none
+//! runs), how they fail, and how they print.
+//!
+//! Not here: the commands themselves (`site`, `tenant`, `transfer`).
+
+use std::io::{self, IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header};
+use nagaya_base::Code;
+use nagaya_cmdb::{RedbStore, StoreError};
+use serde_json::Value;
+
+use crate::admin::{Api, Client, ClientError, Problem};
+
+/// Records asked for at once when a listing is printed.
+const PAGE_LEN: usize = nagaya_cmdb::store::PAGE_LEN_MAX;
+
+/// Widest column of a table, in characters; longer texts are cut, `--json` shows them whole.
+const COLUMN_WIDTH_MAX: usize = 48;
+
+/// Where the commands find the records.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub admin_socket: PathBuf,
+    pub store: PathBuf,
+    /// Uids of tenants added without one begin here, where no node runs.
+    pub uid_base: u32,
+}
+
+#[derive(Debug, clap::Args, Clone, Copy)]
+pub struct Format {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    #[error("{0}")]
+    Refused(Box<Problem>),
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    #[error("{}: a process has the store open, but no node answers at {}: wait for the other command, or look whether the node hangs", store.display(), socket.display())]
+    LockedWithoutNode { store: PathBuf, socket: PathBuf },
+    #[error("there is no store at {} and no node at {}: start one with `nagaya serve`, or add a tenant", store.display(), socket.display())]
+    NoStore { store: PathBuf, socket: PathBuf },
+    #[error("{0}: as root, or as a member of the socket's group?")]
+    Client(ClientError),
+    #[error("{}: {error}", path.display())]
+    Io { path: PathBuf, error: io::Error },
+    #[error("writing the output: {0}")]
+    Output(io::Error),
+    #[error("{0}")]
+    Usage(String),
+    #[error("tenant '{tenant}' is stored, but its home {} was not made: {error}", home.display())]
+    Home { tenant: String, home: PathBuf, error: io::Error },
+}
+
+impl CliError {
+    /// None where the message is about the command line itself.
+    pub fn code(&self) -> Option<String> {
+        match self {
+            Self::Refused(problem) => Some(problem.code.clone()),
+            Self::Store(error) => Some(error.code().to_string()),
+            Self::LockedWithoutNode { .. } => Some(Code(202).to_string()),
+            Self::NoStore { .. } | Self::Client(_) => Some(Code(221).to_string()),
+            Self::Home { .. } => Some(Code(222).to_string()),
+            Self::Io { .. } | Self::Output(_) | Self::Usage(_) => None,
+        }
+    }
+
+    /// 1: refused or failed. 2: the command line was wrong.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(if matches!(self, Self::Usage(_)) { 2 } else { 1 })
+    }
+
+    /// A reader that closed its end, as `head` does, has had enough; that is no failure.
+    fn is_closed_pipe(&self) -> bool {
+        match self {
+            Self::Output(error) | Self::Client(ClientError::Write(error)) => {
+                error.kind() == io::ErrorKind::BrokenPipe
+            }
+            Self::Store(StoreError::Visitor(error)) => error.kind() == io::ErrorKind::BrokenPipe,
+            _ => false,
+        }
+    }
+}
+
+impl From<ClientError> for CliError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused(problem) => Self::Refused(problem),
+            other => Self::Client(other),
+        }
+    }
+}
+
+/// Turns a command's end into an exit code. With `--json` an error is a JSON object on standard error;
+/// otherwise it is left to the caller to print.
+pub fn end(result: Result<(), CliError>, format: Format) -> Result<ExitCode, CliError> {
+    match result {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error) if error.is_closed_pipe() => Ok(ExitCode::SUCCESS),
+        Err(error) if format.json => {
+            let report = match &error {
+                CliError::Refused(problem) => serde_json::to_value(problem).unwrap_or_default(),
+                other => serde_json::json!({ "code": other.code(), "detail": other.to_string() }),
+            };
+            // Nothing is left to tell if standard error is closed too.
+            let _ = writeln!(io::stderr(), "{report}");
+            Ok(error.exit_code())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+// === Access ===
+
+/// A node over its socket, or the store's own file. Both answer the same requests.
+pub enum Access {
+    Node(Client),
+    File(Api),
+}
+
+/// Whether a command may make the store where there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Intent {
+    Look,
+    Change,
+}
+
+impl Access {
+    pub fn open(place: &Place, intent: Intent) -> Result<Self, CliError> {
+        match Client::open(&place.admin_socket) {
+            Ok(client) => return Ok(Self::Node(client)),
+            // No socket, or one that a node left behind when it was killed.
+            Err(ClientError::Connect { error, .. })
+                if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let (store, socket) = (place.store.clone(), place.admin_socket.clone());
+        let exists = store.try_exists().map_err(|error| CliError::Io { path: store.clone(), error })?;
+        if !exists && intent == Intent::Look {
+            return Err(CliError::NoStore { store, socket });
+        }
+        match RedbStore::open(&store) {
+            // Where no node runs nobody needs to hear of changes: a node reads the store when it starts.
+            Ok(opened) => Ok(Self::File(Api::new(Arc::new(opened), place.uid_base, Arc::new(|_, _| {})))),
+            Err(StoreError::Locked { .. }) => Err(CliError::LockedWithoutNode { store, socket }),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub fn get(&self, path: &str) -> Result<Reply, CliError> {
+        self.call(Method::GET, path, None, None)
+    }
+
+    /// Refused if there is a record already.
+    pub fn add(&self, path: &str, record: &Value) -> Result<Reply, CliError> {
+        self.call(Method::PUT, path, Some((header::IF_NONE_MATCH, "*")), Some(record))
+    }
+
+    /// Refused if anything changed since `seen`.
+    pub fn replace(&self, path: &str, record: &Value, seen: &Reply) -> Result<Reply, CliError> {
+        let tag = seen.0["revision"].to_string();
+        self.call(Method::PUT, path, Some((header::IF_MATCH, &tag)), Some(record))
+    }
+
+    pub fn remove(&self, path: &str) -> Result<Reply, CliError> {
+        self.call(Method::DELETE, path, None, None)
+    }
+
+    /// Every record of a listing, page by page. `path` has the conditions, if any, after a `?`.
+    pub fn each(
+        &self,
+        path: &str,
+        key: &str,
+        mut print: impl FnMut(&Value) -> Result<(), CliError>,
+    ) -> Result<(), CliError> {
+        let joint = if path.contains('?') { '&' } else { '?' };
+        let mut after = String::new();
+        loop {
+            let page = self.get(&format!("{path}{joint}limit={PAGE_LEN}{after}"))?;
+            let records = page.0[key].as_array().map_or(&[][..], Vec::as_slice);
+            records.iter().try_for_each(&mut print)?;
+            match page.0["next"].as_str() {
+                Some(last) if records.len() == PAGE_LEN => after = format!("&after={last}"),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    fn call(
+        &self,
+        method: Method,
+        path: &str,
+        condition: Option<(header::HeaderName, &str)>,
+        record: Option<&Value>,
+    ) -> Result<Reply, CliError> {
+        let mut request = Request::builder().method(method).uri(path).header(header::HOST, "localhost");
+        if let Some((name, value)) = condition {
+            request = request.header(name, value);
+        }
+        let body = record.map_or_else(Bytes::new, |record| record.to_string().into());
+        // A name that no record can have need not be asked for.
+        let request = request.body(body).map_err(|error| CliError::Usage(format!("{path}: {error}")))?;
+        let response = match self {
+            Self::Node(client) => client.call(request)?,
+            Self::File(api) => api.answer(&request),
+        };
+        Reply::read(&response)
+    }
+}
+
+/// The JSON of an answer that is not an error.
+#[derive(Debug)]
+pub struct Reply(pub Value);
+
+impl Reply {
+    fn read(response: &Response<Bytes>) -> Result<Self, CliError> {
+        let broken = |detail: String| {
+            let status = StatusCode::BAD_GATEWAY;
+            CliError::Refused(Problem::request(status, format!("the node answered {detail}")))
+        };
+        if response.status().is_success() {
+            return serde_json::from_slice(response.body())
+                .map(Self)
+                .map_err(|error| broken(error.to_string()));
+        }
+        match serde_json::from_slice(response.body()) {
+            Ok(problem) => Err(CliError::Refused(problem)),
+            Err(_) => Err(broken(response.status().to_string())),
+        }
+    }
+}
+
+/// A name as part of a request's path.
+pub fn escape(name: &str) -> impl std::fmt::Display + '_ {
+    percent_encoding::utf8_percent_encode(name, percent_encoding::NON_ALPHANUMERIC)
+}
+
+// === Printing ===
+
+pub fn print(text: &str) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{text}").map_err(CliError::Output)
+}
+
+/// One JSON value, in lines where a person looks at it.
+pub fn print_json(value: &Value) -> Result<(), CliError> {
+    match io::stdout().is_terminal() {
+        true => print(&format!("{value:#}")),
+        false => print(&value.to_string()),
+    }
+}
+
+/// All records as one JSON array, written as they come.
+pub fn print_json_list(access: &Access, path: &str, key: &str) -> Result<(), CliError> {
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let mut before = "[\n";
+    access.each(path, key, |record| {
+        let done = write!(out, "{before}{record}").map_err(CliError::Output);
+        before = ",\n";
+        done
+    })?;
+    let end = if before == "[\n" { "[]" } else { "\n]" };
+    writeln!(out, "{end}").and_then(|()| out.flush()).map_err(CliError::Output)
+}
+
+/// Rows in columns as wide as their longest text. A listing is held whole, for the widths.
+#[derive(Debug)]
+pub struct Columns {
+    rows: Vec<Vec<String>>,
+}
+
+impl Columns {
+    pub fn new(head: &[&str]) -> Self {
+        Self { rows: vec![head.iter().map(ToString::to_string).collect()] }
+    }
+
+    pub fn add(&mut self, row: impl IntoIterator<Item = String>) {
+        self.rows.push(row.into_iter().map(|text| shorten(&text)).collect());
+    }
+
+    pub fn print(&self) -> Result<(), CliError> {
+        let mut out = io::BufWriter::new(io::stdout().lock());
+        self.write(&mut out).and_then(|()| out.flush()).map_err(CliError::Output)
+    }
+
+    fn write(&self, out: &mut impl Write) -> io::Result<()> {
+        let columns = self.rows[0].len();
+        let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max();
+        let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (text, width) in row.iter().zip(&widths) {
+                line.push_str(&format!("{text:width$}  "));
+            }
+            writeln!(out, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+fn shorten(text: &str) -> String {
+    match text.char_indices().nth(COLUMN_WIDTH_MAX) {
+        None => text.to_owned(),
+        Some(_) => text.chars().take(COLUMN_WIDTH_MAX - 1).chain(['…']).collect(),
+    }
+}
+
+/// A record as `key  value` lines; what lies deeper is named `backend.root`.
+pub fn print_fields(record: &Value) -> Result<(), CliError> {
+    let mut columns = Vec::new();
+    flatten("", record, &mut columns);
+    let width = columns.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+    for (key, value) in columns {
+        print(format!("{key:width$}  {value}").trim_end())?;
+    }
+    Ok(())
+}
+
+fn flatten(prefix: &str, value: &Value, to: &mut Vec<(String, String)>) {
+    match value {
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                let name = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+                flatten(&name, value, to);
+            }
+        }
+        Value::Array(items) => {
+            to.push((prefix.into(), items.iter().map(plain).collect::<Vec<_>>().join(" ")))
+        }
+        other => to.push((prefix.into(), plain(other))),
+    }
+}
+
+/// A text without its quotes.
+pub fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up_and_long_texts_are_cut() {
+        let mut columns = Columns::new(&["NAME", "HOSTS"]);
+        columns.add(["a".into(), "x".repeat(100)]);
+        columns.add(["longer".into(), "y".into()]);
+        let mut out = Vec::new();
+        columns.write(&mut out).unwrap();
+        let cut = "x".repeat(COLUMN_WIDTH_MAX - 1);
+        let expected = format!("NAME    HOSTS\na       {cut}…\nlonger  y\n");
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
+    }
+
+    #[test]
+    fn nested_fields_get_dotted_names() {
+        let mut fields = Vec::new();
+        flatten("", &serde_json::json!({"a": {"b": ["x", 1]}, "c": "t"}), &mut fields);
+        assert_eq!(fields, [("a.b".into(), "x 1".into()), ("c".into(), "t".into())]);
+    }
+}

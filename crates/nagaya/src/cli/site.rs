@@ -1,0 +1,365 @@
+//! `nagaya site`: host names and how they are served.
+//!
+//! Not here: what a site must be (`nagaya_cmdb::check`), where commands work (`output`).
+
+use std::process::ExitCode;
+
+use serde_json::{Map, Value, json};
+
+use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::transfer;
+
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Add a site
+    Add(Add),
+    /// Change a site; only what is given changes, a list is replaced as a whole
+    Set(Set),
+    /// Show one site
+    Show {
+        name: String,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// List sites
+    List {
+        /// Only this tenant's
+        #[arg(long)]
+        tenant: Option<String>,
+        /// Only those with exactly this host pattern
+        #[arg(long)]
+        host: Option<String>,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Remove a site; its files stay
+    Remove {
+        name: String,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Add or replace tenants and sites from JSON lines, all or none
+    Import(transfer::Import),
+    /// Write all tenants and sites as JSON lines
+    Export(transfer::Export),
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Add {
+    pub name: String,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Set {
+    pub name: String,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
+    /// Take a field out, so that its default holds again: any option above without its dashes
+    #[arg(long, value_name = "FIELD")]
+    pub unset: Vec<String>,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Kind {
+    /// Files
+    Static,
+    /// Files, of which some are programs run once per request
+    Cgi,
+    /// Files, of which *.php run in workers
+    Php,
+    /// A server that already runs at --address
+    Http,
+    /// A server that nagaya starts with --command
+    App,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Listen {
+    /// A Unix socket: {socket} in the command, $NAGAYA_SOCKET
+    Socket,
+    /// A loopback port: {port} in the command, $PORT
+    Port,
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub struct Fields {
+    /// The tenant it belongs to
+    #[arg(long)]
+    pub tenant: Option<String>,
+    /// Host it answers to: name, *.name, or * for the default site; repeat for more
+    #[arg(long = "host", value_name = "HOST")]
+    pub hosts: Vec<String>,
+    /// Only requests at or below this path are its
+    #[arg(long)]
+    pub path: Option<String>,
+    /// How it is served
+    #[arg(long, value_enum)]
+    pub backend: Option<Kind>,
+    /// Requests that may run at once
+    #[arg(long, value_name = "N")]
+    pub max_concurrent: Option<u32>,
+    #[command(flatten)]
+    pub files: FileFields,
+    #[command(flatten)]
+    pub server: ServerFields,
+    /// Variable for its programs (cgi, php, app); repeat for more
+    #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
+    pub env: Vec<(String, String)>,
+    /// Longest run of a program or wait for a server, in seconds
+    #[arg(long, value_name = "N")]
+    pub timeout_seconds: Option<u32>,
+}
+
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Files (static, cgi, php)")]
+pub struct FileFields {
+    /// Document root, beneath the tenant's home if relative
+    #[arg(long, value_name = "DIR")]
+    pub root: Option<String>,
+    /// File tried for a directory; repeat for more
+    #[arg(long, value_name = "FILE")]
+    pub index: Vec<String>,
+    /// List directories without an index
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub listing: Option<bool>,
+    /// File for an error status, like 404=404.html; repeat for more
+    #[arg(long = "error-document", value_name = "STATUS=FILE", value_parser = pair)]
+    pub error_documents: Vec<(String, String)>,
+    /// Cache-Control of files
+    #[arg(long, value_name = "VALUE")]
+    pub cache_control: Option<String>,
+    /// Path below the root that is never served, like /data; repeat for more
+    #[arg(long, value_name = "PATH")]
+    pub deny: Vec<String>,
+    /// Program that also gets every path without a file, like index.php
+    #[arg(long, value_name = "FILE")]
+    pub front_controller: Option<String>,
+    /// File name ending of programs (cgi), like .cgi; repeat for more
+    #[arg(long = "extension", value_name = "ENDING")]
+    pub extensions: Vec<String>,
+}
+
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Servers (http, app)")]
+pub struct ServerFields {
+    /// Where it runs (http): host:port, [v6]:port or unix:/path
+    #[arg(long)]
+    pub address: Option<String>,
+    /// Host it is sent instead of the client's (http)
+    #[arg(long, value_name = "HOST")]
+    pub host_header: Option<String>,
+    /// Program or argument (app); repeat for each word
+    #[arg(long = "command", value_name = "WORD", allow_hyphen_values = true)]
+    pub command: Vec<String>,
+    /// Working directory (app), beneath the tenant's home if relative
+    #[arg(long, value_name = "DIR")]
+    pub directory: Option<String>,
+    /// What it listens on (app)
+    #[arg(long, value_enum)]
+    pub listen: Option<Listen>,
+    /// How long it may take until it listens (app), in seconds
+    #[arg(long, value_name = "N")]
+    pub start_seconds: Option<u32>,
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("it has no '='")?;
+    Ok((key.into(), value.into()))
+}
+
+pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
+    let (result, format) = match &command {
+        Command::Add(add) => (self::add(add, place), add.format),
+        Command::Set(set) => (self::set(set, place), set.format),
+        Command::Show { name, format } => (show(name, *format, place), *format),
+        Command::List { tenant, host, format } => {
+            (list(tenant.as_deref(), host.as_deref(), *format, place), *format)
+        }
+        Command::Remove { name, format } => (remove(name, *format, place), *format),
+        Command::Import(import) => (transfer::import(import, place), import.format),
+        Command::Export(export) => (transfer::export(export, place), export.format),
+    };
+    output::end(result, format)
+}
+
+fn path(name: &str) -> String {
+    format!("/v1/sites/{}", escape(name))
+}
+
+fn add(command: &Add, place: &Place) -> Result<(), CliError> {
+    let mut record = Map::new();
+    command.fields.apply(&mut record);
+    for (key, option) in [("tenant", "--tenant"), ("hosts", "--host"), ("backend", "--backend")] {
+        let missing = match key {
+            "backend" => record[key].get("kind").is_none(),
+            _ => !record.contains_key(key),
+        };
+        if missing {
+            return Err(CliError::Usage(format!("a site needs {option}: see `nagaya site add --help`")));
+        }
+    }
+    let reply = Access::open(place, Intent::Change)?.add(&path(&command.name), &Value::Object(record))?;
+    match command.format.json {
+        true => output::print_json(&reply.0["site"]),
+        false => output::print(&format!("site '{}' was added", command.name)),
+    }
+}
+
+fn set(command: &Set, place: &Place) -> Result<(), CliError> {
+    let access = Access::open(place, Intent::Change)?;
+    let seen = access.get(&path(&command.name))?;
+    let mut record = seen.0["site"].as_object().cloned().unwrap_or_default();
+    for field in &command.unset {
+        unset(field, &mut record)?;
+    }
+    command.fields.apply(&mut record);
+    let reply = access.replace(&path(&command.name), &Value::Object(record), &seen)?;
+    if command.format.json {
+        return output::print_json(&reply.0["site"]);
+    }
+    let what = if reply.0["changed"] == json!(true) { "was changed" } else { "is as it was" };
+    output::print(&format!("site '{}' {what}", command.name))
+}
+
+/// Takes an option's field out of the record, or out of its backend.
+fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> {
+    let field = match option {
+        "error-document" => "error_documents".into(),
+        "extension" => "extensions".into(),
+        "tenant" | "host" | "backend" => {
+            return Err(CliError::Usage(format!("a site cannot be without {option}")));
+        }
+        other => other.replace('-', "_"),
+    };
+    let backend = record.get_mut("backend").and_then(Value::as_object_mut);
+    let removed = backend.and_then(|backend| backend.remove(&field)).or_else(|| record.remove(&field));
+    match removed {
+        Some(_) => Ok(()),
+        None => Err(CliError::Usage(format!("the site has no {option} to unset"))),
+    }
+}
+
+impl Fields {
+    /// Puts what was given into the record. Fields that do not go with its kind are left for the store's
+    /// checks to name.
+    fn apply(&self, record: &mut Map<String, Value>) {
+        put(record, "tenant", self.tenant.as_ref());
+        put_list(record, "hosts", &self.hosts);
+        put(record, "path", self.path.as_ref());
+        put(record, "max_concurrent", self.max_concurrent);
+        let old = record.remove("backend");
+        let mut backend = old.as_ref().and_then(Value::as_object).cloned().unwrap_or_default();
+        if let Some(kind) = self.backend {
+            backend = for_kind(backend, kind);
+        }
+        self.files.apply(&mut backend);
+        self.server.apply(&mut backend);
+        put_map(&mut backend, "env", &self.env);
+        put(&mut backend, "timeout_seconds", self.timeout_seconds);
+        record.insert("backend".into(), Value::Object(backend));
+    }
+}
+
+impl FileFields {
+    fn apply(&self, backend: &mut Map<String, Value>) {
+        put(backend, "root", self.root.as_ref());
+        put_list(backend, "index", &self.index);
+        put(backend, "listing", self.listing);
+        put_map(backend, "error_documents", &self.error_documents);
+        put(backend, "cache_control", self.cache_control.as_ref());
+        put_list(backend, "deny", &self.deny);
+        put(backend, "front_controller", self.front_controller.as_ref());
+        put_list(backend, "extensions", &self.extensions);
+    }
+}
+
+impl ServerFields {
+    fn apply(&self, backend: &mut Map<String, Value>) {
+        put(backend, "address", self.address.as_ref());
+        put(backend, "host_header", self.host_header.as_ref());
+        put_list(backend, "command", &self.command);
+        put(backend, "directory", self.directory.as_ref());
+        put(backend, "listen", self.listen.map(|listen| word(&listen)));
+        put(backend, "start_seconds", self.start_seconds);
+    }
+}
+
+/// The kinds with files share their fields; between others nothing is kept.
+fn for_kind(old: Map<String, Value>, kind: Kind) -> Map<String, Value> {
+    let had_files = matches!(old.get("kind").and_then(Value::as_str), Some("static" | "cgi" | "php"));
+    let same = old.get("kind").and_then(Value::as_str) == Some(word(&kind).as_str());
+    let has_files = matches!(kind, Kind::Static | Kind::Cgi | Kind::Php);
+    let mut backend = if same || (had_files && has_files) { old } else { Map::new() };
+    backend.insert("kind".into(), word(&kind).into());
+    backend
+}
+
+/// The word an option's value has on the command line, which is the record's word too.
+fn word(value: &impl clap::ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+fn put(to: &mut Map<String, Value>, key: &str, value: Option<impl serde::Serialize>) {
+    if let Some(value) = value {
+        to.insert(key.into(), json!(value));
+    }
+}
+
+fn put_list(to: &mut Map<String, Value>, key: &str, values: &[String]) {
+    put(to, key, (!values.is_empty()).then_some(values));
+}
+
+fn put_map(to: &mut Map<String, Value>, key: &str, pairs: &[(String, String)]) {
+    let map = || pairs.iter().map(|(key, value)| (key.clone(), json!(value))).collect::<Map<_, _>>();
+    put(to, key, (!pairs.is_empty()).then(map));
+}
+
+fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+    let reply = Access::open(place, Intent::Look)?.get(&path(name))?;
+    match format.json {
+        true => output::print_json(&reply.0["site"]),
+        false => output::print_fields(&reply.0["site"]),
+    }
+}
+
+fn list(tenant: Option<&str>, host: Option<&str>, format: Format, place: &Place) -> Result<(), CliError> {
+    let access = Access::open(place, Intent::Look)?;
+    let conditions: Vec<String> = [("tenant", tenant), ("host", host)]
+        .into_iter()
+        .filter_map(|(key, value)| value.map(|value| format!("{key}={}", escape(value))))
+        .collect();
+    let path = match conditions.is_empty() {
+        true => "/v1/sites".to_owned(),
+        false => format!("/v1/sites?{}", conditions.join("&")),
+    };
+    if format.json {
+        return output::print_json_list(&access, &path, "sites");
+    }
+    let mut columns = Columns::new(&["NAME", "TENANT", "BACKEND", "PATH", "HOSTS"]);
+    access.each(&path, "sites", |site| {
+        let hosts = site["hosts"].as_array().map_or(&[][..], Vec::as_slice);
+        let hosts: Vec<String> = hosts.iter().map(plain).collect();
+        let path = site["path"].as_str().unwrap_or("/").to_owned();
+        let (name, tenant) = (plain(&site["name"]), plain(&site["tenant"]));
+        columns.add([name, tenant, plain(&site["backend"]["kind"]), path, hosts.join(" ")]);
+        Ok(())
+    })?;
+    columns.print()
+}
+
+fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+    let reply = Access::open(place, Intent::Look)?.remove(&path(name))?;
+    match format.json {
+        true => output::print_json(&reply.0),
+        false => output::print(&format!("site '{name}' was removed")),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,163 @@
+//! The commands as an operator types them, on a store's file where no node runs.
+//!
+//! Not here: the same through a node (`admin::tests`, and the end-to-end tests of the built binary).
+
+use clap::Parser;
+use nagaya_cmdb::{RedbStore, Store};
+
+use super::super::tenant;
+use super::*;
+
+#[derive(clap::Parser)]
+#[command(no_binary_name = true)]
+enum Line {
+    #[command(subcommand)]
+    Site(Command),
+    #[command(subcommand)]
+    Tenant(tenant::Command),
+}
+
+struct World {
+    place: Place,
+    _directory: tempfile::TempDir,
+}
+
+fn world() -> World {
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place {
+        admin_socket: directory.path().join("admin.sock"),
+        store: directory.path().join("store.redb"),
+        uid_base: 7000,
+    };
+    World { place, _directory: directory }
+}
+
+impl World {
+    fn run(&self, line: &str) -> Result<ExitCode, CliError> {
+        match Line::try_parse_from(line.split_whitespace()).expect(line) {
+            Line::Site(command) => run(command, &self.place),
+            Line::Tenant(command) => tenant::run(command, &self.place),
+        }
+    }
+
+    fn ok(&self, line: &str) {
+        self.run(line).expect(line);
+    }
+
+    fn refused(&self, line: &str) -> String {
+        let error = self.run(line).expect_err(line);
+        format!("{}: {error}", error.code().unwrap_or_default())
+    }
+
+    fn site(&self, name: &str) -> Value {
+        json!(RedbStore::open(&self.place.store).unwrap().site(name).unwrap())
+    }
+}
+
+#[test]
+fn options_become_the_record_and_set_changes_only_what_it_names() {
+    let world = world();
+    world.ok("tenant add t --max-concurrent 4");
+    world.ok(
+        "site add wiki --tenant t --host wiki.test --host *.wiki.test --backend php --root /srv/wiki --index doku.php \
+         --deny /data --deny /conf --env A=b=c --error-document 404=e.html --listing --max-concurrent 9 --path /w",
+    );
+    let mut expected = json!({
+        "name": "wiki", "tenant": "t", "hosts": ["wiki.test", "*.wiki.test"], "path": "/w", "max_concurrent": 9,
+        "backend": {
+            "kind": "php", "root": "/srv/wiki", "index": ["doku.php"], "listing": true,
+            "error_documents": {"404": "e.html"}, "deny": ["/data", "/conf"], "env": {"A": "b=c"},
+        },
+    });
+    assert_eq!(world.site("wiki"), expected);
+    world.ok(
+        "site set wiki --deny /x --unset index --unset env --unset path --backend static --listing false",
+    );
+    let backend = expected["backend"].as_object_mut().unwrap();
+    for key in ["index", "env", "listing"] {
+        backend.remove(key);
+    }
+    backend.insert("kind".into(), "static".into());
+    backend.insert("deny".into(), json!(["/x"]));
+    expected.as_object_mut().unwrap().remove("path");
+    assert_eq!(world.site("wiki"), expected);
+    world.ok("site set wiki --backend app --command puma --command -C --command x.rb --directory /srv --listen port");
+    let backend =
+        json!({"kind": "app", "command": ["puma", "-C", "x.rb"], "directory": "/srv", "listen": "port"});
+    assert_eq!(world.site("wiki")["backend"], backend);
+    world.ok("site remove wiki");
+    assert_eq!(world.site("wiki"), Value::Null);
+}
+
+#[test]
+fn a_tenant_gets_the_next_uid_unless_one_is_given() {
+    let world = world();
+    world.ok("tenant add a");
+    world.ok("tenant add b --uid 7001 --gid 50");
+    world.ok("tenant add c");
+    let store = RedbStore::open(&world.place.store).unwrap();
+    let ids: Vec<_> = store.tenants(None, 0).unwrap().iter().map(|tenant| (tenant.uid, tenant.gid)).collect();
+    assert_eq!(ids, [(7000, 7000), (7001, 50), (7002, 7002)]);
+}
+
+#[test]
+fn refusals_have_a_code_and_say_what_to_do() {
+    let world = world();
+    assert!(world.refused("site list").starts_with("NGY0221: there is no store"));
+    world.ok("tenant add t");
+    for (line, expected) in [
+        ("tenant add t", "NGY0215: tenant 't' exists already"),
+        ("tenant add z --uid 0", "NGY0210: tenant 'z': uid: '0' is root's"),
+        ("tenant show nobody", "NGY0211: there is no tenant 'nobody'"),
+        ("tenant set nobody --uid 4", "NGY0211: there is no tenant 'nobody'"),
+        ("site remove nothing", "NGY0211: there is no site 'nothing'"),
+        (
+            "site add s --tenant u --host s --backend static --root /s",
+            "NGY0210: site 's': tenant: 'u' does not",
+        ),
+        ("site add s --tenant t --host s --backend static --root s", "NGY0210: site 's': root: is relative"),
+        (
+            "site add s --tenant t --host a_b! --backend static --root /s",
+            "NGY0220: 'a_b!' is not a host name",
+        ),
+        ("site add s --tenant t --host s --backend http --root /s", "NGY0220: unknown field `root`"),
+        ("site add ../s --tenant t --host s --backend static --root /s", "NGY0220: '../s' is not a name"),
+        ("site add s --tenant t --backend static --root /s", ": a site needs --host"),
+    ] {
+        let told = world.refused(line);
+        assert!(told.starts_with(expected), "{line}: {told}");
+    }
+}
+
+#[test]
+fn an_export_can_be_imported_elsewhere() {
+    let (world, other) = (world(), world());
+    world.ok("tenant add t");
+    world.ok("site add s --tenant t --host s.test --backend static --root /s");
+    let file = world.place.store.with_extension("jsonl");
+    world.ok(&format!("site export -o {}", file.display()));
+    other.ok("tenant add gone");
+    other.ok(&format!("tenant import {} --replace", file.display()));
+    assert_eq!(other.site("s"), world.site("s"));
+    assert_eq!(RedbStore::open(&other.place.store).unwrap().tenant("gone").unwrap(), None);
+    std::fs::write(&file, "{}\n").unwrap();
+    assert!(
+        other.refused(&format!("site import {}", file.display())).starts_with("NGY0212: nothing was changed")
+    );
+}
+
+#[test]
+fn a_store_that_is_open_elsewhere_is_said_to_be() {
+    let world = world();
+    let _open = RedbStore::open(&world.place.store).unwrap();
+    let told = world.refused("site list");
+    assert!(told.starts_with("NGY0202:") && told.contains("no node answers"), "{told}");
+}
+
+#[test]
+fn with_json_an_error_is_reported_and_the_exit_code_stays() {
+    let world = world();
+    world.ok("tenant add t");
+    assert_eq!(world.run("tenant show nobody --json").unwrap(), ExitCode::from(1));
+    assert_eq!(world.run("site add s --json").unwrap(), ExitCode::from(2));
+}

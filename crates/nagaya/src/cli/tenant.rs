@@ -1,0 +1,238 @@
+//! `nagaya tenant`: the owners of sites.
+//!
+//! Not here: what a tenant must be (`nagaya_cmdb::check`), where commands work (`output`).
+
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, lchown};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use nix::unistd::{Uid, User};
+use serde_json::{Map, Value, json};
+
+use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::transfer;
+
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Add a tenant
+    Add(Add),
+    /// Change a tenant; only what is given changes
+    Set(Set),
+    /// Show one tenant
+    Show {
+        name: String,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// List all tenants
+    List {
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Remove a tenant that has no sites; its files stay
+    Remove {
+        name: String,
+        #[command(flatten)]
+        format: Format,
+    },
+    /// Add or replace tenants and sites from JSON lines, all or none
+    Import(transfer::Import),
+    /// Write all tenants and sites as JSON lines
+    Export(transfer::Export),
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Add {
+    pub name: String,
+    #[command(flatten)]
+    pub fields: Fields,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Set {
+    pub name: String,
+    #[command(flatten)]
+    pub fields: Fields,
+    /// Take a field out: home, max-concurrent or php-workers
+    #[arg(long, value_name = "FIELD", value_parser = ["home", "max-concurrent", "php-workers"])]
+    pub unset: Vec<String>,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub struct Fields {
+    /// Its processes run under this uid; without it the next free one is taken
+    #[arg(long, conflicts_with = "user")]
+    pub uid: Option<u32>,
+    /// Take uid, gid and home from this user of the system
+    #[arg(long)]
+    pub user: Option<String>,
+    /// Without it the same number as the uid
+    #[arg(long)]
+    pub gid: Option<u32>,
+    /// Relative roots of its sites lie beneath this directory. Root makes it if it is missing, for the
+    /// tenant alone (mode 0700)
+    #[arg(long, value_name = "DIR")]
+    pub home: Option<String>,
+    /// Requests of all its sites that may run at once
+    #[arg(long, value_name = "N")]
+    pub max_concurrent: Option<u32>,
+    /// PHP workers it may have at once
+    #[arg(long, value_name = "N")]
+    pub php_workers: Option<u32>,
+}
+
+pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
+    let (result, format) = match &command {
+        Command::Add(add) => (self::add(add, place), add.format),
+        Command::Set(set) => (self::set(set, place), set.format),
+        Command::Show { name, format } => (show(name, *format, place), *format),
+        Command::List { format } => (list(*format, place), *format),
+        Command::Remove { name, format } => (remove(name, *format, place), *format),
+        Command::Import(import) => (transfer::import(import, place), import.format),
+        Command::Export(export) => (transfer::export(export, place), export.format),
+    };
+    output::end(result, format)
+}
+
+fn path(name: &str) -> String {
+    format!("/v1/tenants/{}", escape(name))
+}
+
+fn add(command: &Add, place: &Place) -> Result<(), CliError> {
+    let mut record = Map::new();
+    apply(&command.fields, &mut record)?;
+    let access = Access::open(place, Intent::Change)?;
+    let reply = access.add(&path(&command.name), &Value::Object(record))?;
+    let tenant = &reply.0["tenant"];
+    make_home(tenant)?;
+    if command.format.json {
+        return output::print_json(tenant);
+    }
+    let uid = &tenant["uid"];
+    output::print(&format!("tenant '{}' was added with uid {uid}", command.name))
+}
+
+fn set(command: &Set, place: &Place) -> Result<(), CliError> {
+    let access = Access::open(place, Intent::Change)?;
+    let seen = access.get(&path(&command.name))?;
+    let mut record = seen.0["tenant"].as_object().cloned().unwrap_or_default();
+    for field in &command.unset {
+        record.remove(&field.replace('-', "_"));
+    }
+    apply(&command.fields, &mut record)?;
+    let reply = access.replace(&path(&command.name), &Value::Object(record), &seen)?;
+    make_home(&reply.0["tenant"])?;
+    if command.format.json {
+        return output::print_json(&reply.0["tenant"]);
+    }
+    let what = if reply.0["changed"] == json!(true) { "was changed" } else { "is as it was" };
+    output::print(&format!("tenant '{}' {what}", command.name))
+}
+
+fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliError> {
+    let Fields { uid, user, gid, home, max_concurrent, php_workers } = fields;
+    if let Some(name) = user {
+        let user = User::from_name(name)
+            .map_err(|error| CliError::Usage(format!("user '{name}' cannot be looked up: {error}")))?
+            .ok_or_else(|| CliError::Usage(format!("there is no user '{name}' on this system")))?;
+        record.insert("uid".into(), user.uid.as_raw().into());
+        record.insert("gid".into(), user.gid.as_raw().into());
+        let home = user.dir.to_str().ok_or_else(|| {
+            CliError::Usage(format!("the home {} of user '{name}' is not UTF-8", user.dir.display()))
+        })?;
+        record.insert("home".into(), home.into());
+    }
+    if let Some(home) = home {
+        record.insert("home".into(), home.as_str().into());
+    }
+    let numbers =
+        [("uid", uid), ("gid", gid), ("max_concurrent", max_concurrent), ("php_workers", php_workers)];
+    for (key, value) in numbers {
+        if let Some(value) = value {
+            record.insert(key.into(), (*value).into());
+        }
+    }
+    Ok(())
+}
+
+/// Other tenants must not even traverse it; the keeper opens it with the tenant's own ids.
+fn make_home(tenant: &Value) -> Result<(), CliError> {
+    let Some(home) = tenant["home"].as_str().map(PathBuf::from) else { return Ok(()) };
+    if !Uid::effective().is_root() {
+        return Ok(());
+    }
+    let id = |key: &str| tenant[key].as_u64().and_then(|id| u32::try_from(id).ok());
+    create_owned(&home, id("uid"), id("gid")).map_err(|error| CliError::Home {
+        tenant: plain(&tenant["name"]),
+        home,
+        error,
+    })
+}
+
+fn create_owned(home: &Path, uid: Option<u32>, gid: Option<u32>) -> io::Result<()> {
+    if let Some(parent) = home.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(home) {
+        Ok(()) => lchown(home, uid, gid),
+        // What is there already stays as somebody made it.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+    let reply = Access::open(place, Intent::Look)?.get(&path(name))?;
+    match format.json {
+        true => output::print_json(&reply.0["tenant"]),
+        false => output::print_fields(&reply.0["tenant"]),
+    }
+}
+
+fn list(format: Format, place: &Place) -> Result<(), CliError> {
+    let access = Access::open(place, Intent::Look)?;
+    if format.json {
+        return output::print_json_list(&access, "/v1/tenants", "tenants");
+    }
+    let mut columns = Columns::new(&["NAME", "UID", "GID", "HOME"]);
+    access.each("/v1/tenants", "tenants", |tenant| {
+        let home = tenant["home"].as_str().unwrap_or("-").to_owned();
+        columns.add([plain(&tenant["name"]), plain(&tenant["uid"]), plain(&tenant["gid"]), home]);
+        Ok(())
+    })?;
+    columns.print()
+}
+
+fn remove(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
+    let reply = Access::open(place, Intent::Look)?.remove(&path(name))?;
+    match format.json {
+        true => output::print_json(&reply.0),
+        false => output::print(&format!("tenant '{name}' was removed")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn a_home_is_made_for_its_owner_alone_and_an_old_one_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let home = directory.path().join("homes/t");
+        let (uid, gid) = (Uid::effective().as_raw(), nix::unistd::Gid::effective().as_raw());
+        create_owned(&home, Some(uid), Some(gid)).unwrap();
+        let made = std::fs::metadata(&home).unwrap();
+        assert_eq!((made.mode() & 0o7777, made.uid(), made.gid()), (0o700, uid, gid));
+        std::fs::set_permissions(&home, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        create_owned(&home, Some(uid), Some(gid)).unwrap();
+        assert_eq!(std::fs::metadata(&home).unwrap().mode() & 0o7777, 0o755);
+    }
+}
