@@ -15,9 +15,13 @@ mod pool;
 mod response;
 mod spool;
 
+#[cfg(test)]
+mod testing;
+
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nagaya_cmdb::record::Files;
 use nagaya_cmdb::{Site, Tenant};
@@ -35,6 +39,11 @@ use crate::message::{Request, Response};
 use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
 use crate::refusal::Refusal;
+
+/// First pause before a busy keeper is asked again. Each is twice as long as the one before and the last is shorter than
+/// `BUSY_PAUSE_MAX`, half a second in all.
+const BUSY_PAUSE: Duration = Duration::from_millis(1);
+const BUSY_PAUSE_MAX: Duration = Duration::from_millis(256);
 
 /// A program that was found for a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,7 +104,11 @@ impl Programs {
             env.push((name.to_owned(), String::from_utf8_lossy(value).into_owned()));
         })?;
         let patience = Patience::of(files, &self.limits.borrow());
-        let started = self.keeper.spawn_cgi(&site.name, &script.file, env).await.map_err(not_started)?;
+        let started = self
+            .keeper
+            .spawn_cgi(&site.name, &script.file, env)
+            .await
+            .map_err(|error| not_started(&format!("{} of site {}", script.file, site.name), error))?;
         let running = Running::begin(&self.metrics);
         let run = cgi::Run::new(started.stdin, started.stdout, (started.guard, running), body)
             .map_err(|error| Refusal::BackendUnreachable(format!("{}: its pipes: {error}", script.file)))?;
@@ -142,7 +155,20 @@ impl Programs {
     }
 
     async fn start_php(&self, tenant: &Tenant) -> Result<Worker, Refusal> {
-        let started = self.keeper.spawn_php(&tenant.name).await.map_err(not_started)?;
+        let mut pause = BUSY_PAUSE;
+        let started = loop {
+            match self.keeper.spawn_php(&tenant.name).await {
+                // The keeper counts a worker until nothing of it is left, which is a little longer than it is used.
+                Err(ClientError::Refused { failure: KeeperFailure::Busy, .. }) if pause < BUSY_PAUSE_MAX => {
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                result => {
+                    let what = || format!("a PHP worker of tenant {}", tenant.name);
+                    break result.map_err(|error| not_started(&what(), error))?;
+                }
+            }
+        };
         Worker::new(started.socket, started.guard)
             .map_err(|error| Refusal::BackendUnreachable(format!("the connection to a PHP worker: {error}")))
     }
@@ -180,18 +206,18 @@ fn opening(facts: &Facts<'_>) -> Result<Vec<u8>, Refusal> {
     if fits { Ok(opening.finish()) } else { Err(Refusal::HeadTooLarge) }
 }
 
-fn not_started(error: ClientError) -> Refusal {
-    match error {
-        ClientError::Refused { failure: KeeperFailure::NotFound, .. } => Refusal::NotFound,
-        ClientError::Refused { failure: KeeperFailure::Forbidden, .. } => {
-            Refusal::Forbidden("the program may not be run")
-        }
-        ClientError::Refused { failure: KeeperFailure::Busy, .. } => {
-            Refusal::Overloaded("too many programs run")
-        }
-        ClientError::Refused { failure: KeeperFailure::Invalid, .. } => {
-            Refusal::SiteBroken(error.to_string())
-        }
-        error => Refusal::BackendUnreachable(error.to_string()),
-    }
+/// What the client sees of it is little; the operator finds the reason in the log.
+fn not_started(what: &str, error: ClientError) -> Refusal {
+    let ClientError::Refused { failure, .. } = &error else {
+        return Refusal::BackendUnreachable(format!("{what}: {error}"));
+    };
+    let refusal = match failure {
+        KeeperFailure::NotFound => return Refusal::NotFound,
+        KeeperFailure::Forbidden => Refusal::Forbidden("the program may not be run"),
+        KeeperFailure::Busy => Refusal::Overloaded("too many programs run"),
+        KeeperFailure::Invalid => Refusal::SiteBroken(format!("{what}: {error}")),
+        KeeperFailure::Broken => Refusal::BackendUnreachable(format!("{what}: {error}")),
+    };
+    tracing::warn!("{what} is not started: {error}");
+    refusal
 }

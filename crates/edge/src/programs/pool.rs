@@ -13,13 +13,13 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use nagaya_cmdb::{Tenant, TenantName};
 use parking_lot::{Mutex, RwLock};
 use tokio::net::UnixStream;
+use tokio::runtime::{self, Handle};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 use crate::metrics::Metrics;
@@ -42,8 +42,8 @@ pub(super) struct Worker {
     pub stream: UnixStream,
     /// Room for what it sends; kept for the next request.
     pub buffer: BytesMut,
-    /// The thread whose reactor watches the stream.
-    thread: ThreadId,
+    /// The runtime whose reactor watches the stream: that of one edge thread.
+    runtime: runtime::Id,
     served: u32,
     idle_since: Instant,
     _process: Box<dyn Send>,
@@ -57,7 +57,7 @@ impl Worker {
         Ok(Self {
             stream: UnixStream::from_std(stream)?,
             buffer: BytesMut::new(),
-            thread: std::thread::current().id(),
+            runtime: Handle::current().id(),
             served: 0,
             idle_since: Instant::now(),
             _process: Box::new(process),
@@ -72,10 +72,10 @@ impl Worker {
 
     /// Has this thread's reactor watch the stream.
     fn moved_here(mut self) -> io::Result<Self> {
-        let here = std::thread::current().id();
-        if self.thread != here {
+        let here = Handle::current().id();
+        if self.runtime != here {
             self.stream = UnixStream::from_std(self.stream.into_std()?)?;
-            self.thread = here;
+            self.runtime = here;
         }
         Ok(self)
     }
@@ -345,11 +345,11 @@ impl Pool {
 
     /// The best idle worker that still lives.
     fn take_idle(&self, pools: &PhpPools) -> Option<Worker> {
-        let here = std::thread::current().id();
+        let here = Handle::current().id();
         loop {
             let worker = {
                 let idle = &mut self.state.lock().idle;
-                let at = idle.iter().rposition(|worker| worker.thread == here);
+                let at = idle.iter().rposition(|worker| worker.runtime == here);
                 at.or(idle.len().checked_sub(1)).map(|at| idle.remove(at))?
             };
             if worker.is_quiet() {

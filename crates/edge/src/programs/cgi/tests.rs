@@ -1,1 +1,228 @@
+//! Facts about CGI programs, run by a real keeper.
 
+use http::Method;
+
+use crate::message::{BodyError, RequestBody, ResponseBody};
+use crate::options::{Limits, Options};
+use crate::programs::Outcome;
+use crate::programs::testing::{World, arriving, get, piece, post, read, request, text, until};
+use crate::refusal::Refusal;
+
+fn world() -> World {
+    World::new("cgi", "", Options::default())
+}
+
+/// A node that waits for programs this long, milliseconds.
+fn impatient(backend_ms: u64) -> World {
+    let limits = Limits { backend_ms, ..Limits::default() };
+    World::new("cgi", "", Options { limits, ..Options::default() })
+}
+
+#[test]
+fn a_program_is_told_about_its_request() {
+    let world = world();
+    let script = "#!/bin/sh\nprintf 'Content-Type: text/plain\\nStatus: 201\\n\\n'\n\
+                  echo \"$REQUEST_METHOD $SCRIPT_NAME $PATH_INFO $HTTP_HOST $UNIQUE_ID\"\n";
+    world.file("env.cgi", script);
+    world.run(async |thread| {
+        let response = thread.response("env.cgi//a b/c", get()).await;
+        assert_eq!(response.status, 201);
+        assert_eq!(response.headers["content-type"], "text/plain");
+        assert_eq!(text(response).await, format!("GET /env.cgi /a b/c demo {:032x}\n", 1));
+    });
+}
+
+#[test]
+fn output_may_trickle() {
+    let world = world();
+    let pieces = ["Conte", "nt-Type: a/b\\r", "\\n\\r", "\\nhel", "lo"];
+    let script: String = pieces.map(|piece| format!("printf '{piece}'; sleep 0.02\n")).concat();
+    world.file("slow.cgi", &format!("#!/bin/sh\n{script}"));
+    world.run(async |thread| assert_eq!(thread.get("slow.cgi").await, "hello"));
+}
+
+#[test]
+fn output_that_is_no_answer_is_refused() {
+    let world = world();
+    world.file("nothing.cgi", "#!/bin/sh\n");
+    world.file("body.cgi", "#!/bin/sh\necho hello\necho\n");
+    world.file("half.cgi", "#!/bin/sh\necho 'X-A: 1'\n");
+    world.file(
+        "huge.cgi",
+        "#!/bin/sh\nwhile :; do echo \"X-A: 0123456789012345678901234567890123456789\"; done\n",
+    );
+    world.file("nph.cgi", "#!/bin/sh\nprintf 'HTTP/1.1 200 OK\\r\\n\\r\\nhi'\n");
+    world.run(async |thread| {
+        for (file, why) in [
+            ("nothing.cgi", "printed nothing"),
+            ("body.cgi", "malformed"),
+            ("half.cgi", "ended within its header"),
+            ("huge.cgi", "larger than"),
+            ("nph.cgi", "malformed"),
+        ] {
+            match thread.refusal(file, get()).await {
+                Refusal::BackendInvalid(text) => assert!(text.contains(why), "{file}: {text}"),
+                other => panic!("{file}: {other}"),
+            }
+        }
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn a_body_never_has_another_length_than_declared() {
+    let world = world();
+    world.file("exact.cgi", "#!/bin/sh\nprintf 'Content-Length: 5\\n\\nhello'\n");
+    world.file("more.cgi", "#!/bin/sh\nprintf 'Content-Length: 5\\n\\nhello HTTP/1.1 200 OK'\n");
+    world.file(
+        "late.cgi",
+        "#!/bin/sh\nprintf 'Content-Length: 5\\n\\nhel'; sleep 0.02; printf 'lo and more'\n",
+    );
+    world.file("less.cgi", "#!/bin/sh\nprintf 'Content-Length: 50\\n\\nhello'\n");
+    world.run(async |thread| {
+        for file in ["exact.cgi", "more.cgi", "late.cgi"] {
+            let mut response = thread.response(file, get()).await;
+            assert_eq!(response.body.len(), Some(5), "{file}");
+            assert_eq!(read(&mut response).await.unwrap(), b"hello", "{file}");
+        }
+        let mut response = thread.response("less.cgi", get()).await;
+        assert_eq!(response.body.len(), Some(50));
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Backend(_)))));
+    });
+}
+
+#[test]
+fn a_program_that_does_not_end_is_ended_with_its_tree() {
+    let world = impatient(500);
+    world.file("silent.cgi", "#!/bin/sh\nsleep 1000 &\nsleep 1000\n");
+    world.file("stuck.cgi", "#!/bin/sh\nprintf 'X-A: 1\\n\\nhello'\nsleep 1000\n");
+    world.run(async |thread| {
+        assert_eq!(thread.refusal("silent.cgi", get()).await, Refusal::BackendTimeout);
+        let mut response = thread.response("stuck.cgi", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Backend(_)))));
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn the_sites_time_bounds_the_whole_run() {
+    let world = World::new("cgi", r#","timeout_seconds":1"#, Options::default());
+    world.file("chatty.cgi", "#!/bin/sh\necho 'X-A: 1'\necho\nwhile :; do echo tick; sleep 0.05; done\n");
+    world.run(async |thread| {
+        let mut response = thread.response("chatty.cgi", get()).await;
+        assert!(matches!(read(&mut response).await, Err(BodyError::Backend(_))));
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn a_client_that_leaves_takes_the_program_along() {
+    let world = world();
+    world.file("endless.cgi", "#!/bin/sh\necho 'X-A: 1'\necho\nsleep 1000 &\nexec cat /dev/zero\n");
+    world.file("silent.cgi", "#!/bin/sh\necho started > ../notes/started\nsleep 1000\n");
+    let started = world.note("started");
+    world.run(async |thread| {
+        let mut response = thread.response("endless.cgi", get()).await;
+        assert!(piece(&mut response).await.unwrap().is_ok());
+        assert_eq!(thread.running("cgi").await, 1);
+        drop(response);
+        thread.until_none_runs("cgi").await;
+        tokio::select! {
+            _ = thread.ask("silent.cgi", get()) => panic!("it never answers"),
+            () = until("the program starts", || started.exists()) => {}
+        }
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn input_is_given_while_output_is_taken() {
+    let world = world();
+    world.file("echo.cgi", "#!/bin/sh\necho 'X-A: 1'\necho\nexec cat\n");
+    let sent: Vec<u8> = (0..4_000_000u32).map(|n| n as u8).collect();
+    world.run(async |thread| {
+        // Far more than the pipes hold: it passes only if both directions move.
+        let mut response = thread.response("echo.cgi", post(sent.clone())).await;
+        assert!(read(&mut response).await.unwrap() == sent);
+
+        let (sender, body) = arriving(None);
+        let mut response = thread.response("echo.cgi", request(Method::POST, body)).await;
+        for text in ["first", "second"] {
+            sender.send(Ok(text.into())).await.unwrap();
+            assert_eq!(piece(&mut response).await.unwrap().unwrap(), text);
+        }
+        drop(sender);
+        assert!(piece(&mut response).await.is_none(), "the end of the body is the end of the input");
+    });
+}
+
+#[test]
+fn input_need_not_be_read() {
+    let world = world();
+    world.file("deaf.cgi", "#!/bin/sh\nexec <&-\necho 'X-A: 1'\necho\necho done\n");
+    world.run(async |thread| {
+        let response = thread.response("deaf.cgi", post(vec![b'x'; 4_000_000])).await;
+        assert_eq!(text(response).await, "done\n");
+    });
+}
+
+#[test]
+fn a_body_that_breaks_off_ends_the_request() {
+    let world = world();
+    world.file("echo.cgi", "#!/bin/sh\necho 'X-A: 1'\necho\nexec cat\n");
+    world.file("wait.cgi", "#!/bin/sh\ncat > /dev/null\necho 'X-A: 1'\necho\n");
+    world.run(async |thread| {
+        let (sender, body) = arriving(Some(10));
+        sender.send(Err(BodyError::ClientGone)).await.unwrap();
+        assert_eq!(thread.refusal("wait.cgi", request(Method::POST, body)).await, Refusal::ClientGone);
+
+        let (sender, body) = arriving(None);
+        let mut response = thread.response("echo.cgi", request(Method::POST, body)).await;
+        sender.send(Err(BodyError::Malformed("a chunk"))).await.unwrap();
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Malformed(_)))));
+        drop(response);
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn answers_without_a_body_have_none() {
+    let world = world();
+    world.file("hello.cgi", "#!/bin/sh\nprintf 'Content-Length: 5\\n\\nhello'\necho done > ../notes/done\n");
+    world.file("none.cgi", "#!/bin/sh\nprintf 'Status: 204\\n\\nhello'\n");
+    let done = world.note("done");
+    world.run(async |thread| {
+        let mut response = thread.response("hello.cgi", request(Method::HEAD, RequestBody::empty())).await;
+        assert_eq!(response.body.len(), Some(5), "the length of the body that GET would have");
+        assert!(piece(&mut response).await.is_none());
+        assert!(done.exists(), "the program was not stopped in the middle");
+        let response = thread.response("none.cgi", get()).await;
+        assert!(matches!(response.body, ResponseBody::Empty));
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
+fn a_local_redirect_is_handed_back() {
+    let world = world();
+    world.file("go.cgi", "#!/bin/sh\nprintf 'Location: /there?x=1\\n\\n'\n");
+    world.run(async |thread| match thread.ask("go.cgi", get()).await {
+        Ok(Outcome::LocalRedirect { path, query }) => {
+            assert_eq!((path.as_str(), query.as_deref()), ("/there", Some("x=1")));
+        }
+        _ => panic!("not a local redirect"),
+    });
+}
+
+#[test]
+fn what_cannot_be_started_is_refused() {
+    let world = world();
+    world.file("broken.cgi", "#!/nonexistent/interpreter\n");
+    world.run(async |thread| {
+        assert_eq!(thread.refusal("absent.cgi", get()).await, Refusal::NotFound);
+        let refusal = thread.refusal("broken.cgi", get()).await;
+        assert!(refusal.row().status.is_server_error(), "{refusal}");
+    });
+}

@@ -1,1 +1,394 @@
+//! Facts about PHP scripts, run by real `php-cgi` workers of a real keeper.
 
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::Method;
+
+use crate::message::{BodyError, RequestBody};
+use crate::options::{Limits, Options};
+use crate::programs::testing::{
+    Thread, World, arriving, get, known, piece, post, read, request, text, until,
+};
+use crate::refusal::Refusal;
+
+const PID: &str = "<?php echo getmypid();";
+
+/// With this many workers per tenant. One shows best whether a worker is used again.
+fn world(workers: u32) -> World {
+    world_with(workers, Options::default())
+}
+
+fn world_with(workers: u32, options: Options) -> World {
+    let mut world = World::new("php", "", options);
+    world.change_tenant(|tenant| tenant.php_workers = Some(workers));
+    world.file("pid.php", PID);
+    world
+}
+
+async fn pid(thread: &Thread) -> u32 {
+    thread.get("pid.php").await.parse().expect("a pid")
+}
+
+fn signal(pid: u32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
+}
+
+fn is_running(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(" Z"))
+}
+
+#[test]
+fn a_script_is_told_about_its_request() {
+    let world = world(1);
+    world.file(
+        "env.php",
+        "<?php http_response_code(201); header('X-A: b'); setcookie('a', '1'); setcookie('b', '2');
+        foreach (['REQUEST_METHOD', 'SCRIPT_NAME', 'PATH_INFO', 'PHP_SELF', 'HTTP_HOST'] as $name)
+            echo $_SERVER[$name], ' ';
+        echo $_SERVER['SCRIPT_FILENAME'] === __FILE__ && $_SERVER['DOCUMENT_ROOT'] === __DIR__ ? 'ok' : 'no';",
+    );
+    world.run(async |thread| {
+        let response = thread.response("env.php//a b/c", get()).await;
+        assert_eq!(response.status, 201);
+        assert_eq!(response.headers["x-a"], "b");
+        assert_eq!(response.headers.get_all("set-cookie").iter().count(), 2);
+        assert_eq!(response.body.len(), Some(text_len("GET /env.php /a b/c /env.php/a b/c demo ok")));
+        assert_eq!(text(response).await, "GET /env.php /a b/c /env.php/a b/c demo ok");
+    });
+}
+
+fn text_len(text: &str) -> u64 {
+    text.len() as u64
+}
+
+#[test]
+fn a_worker_serves_one_request_after_the_other() {
+    let world = world(1);
+    world
+        .file("noisy.php", "<?php for ($i = 0; $i < 200; $i++) error_log(\"line $i\\e[31m\"); echo 'quiet';");
+    world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
+    world.file("moved.php", "<?php header('Location: /there');");
+    world.file("fails.php", "<?php no_such_function();");
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        assert_eq!(thread.get("noisy.php").await, "quiet");
+        assert_eq!(text(thread.response("length.php", post("hello")).await).await, "5");
+        assert_eq!(text(thread.response("length.php", post(vec![b'x'; 300_000])).await).await, "300000");
+        let response = thread.response("moved.php", get()).await;
+        assert_eq!(
+            (response.status.as_u16(), &response.headers["location"]),
+            (302, &"/there".parse().unwrap())
+        );
+        assert_eq!(thread.response("fails.php", get()).await.status, 500);
+        assert_eq!(thread.response("absent.php", get()).await.status, 404);
+        let head = thread.response("length.php", request(Method::HEAD, RequestBody::empty())).await;
+        assert!(head.body.len().is_none(), "its length is not known");
+        assert_eq!(pid(&thread).await, first);
+        assert_eq!(thread.running("php").await, 1);
+    });
+}
+
+#[test]
+fn a_worker_is_replaced_after_so_many_requests() {
+    let world = world_with(1, Options { php_requests: 2, ..Options::default() });
+    world.run(async |thread| {
+        let pids = [pid(&thread).await, pid(&thread).await, pid(&thread).await, pid(&thread).await];
+        assert_eq!(pids[0], pids[1]);
+        assert_eq!(pids[2], pids[3]);
+        assert_ne!(pids[1], pids[2]);
+    });
+}
+
+#[test]
+fn output_streams() {
+    let world = world(1);
+    world.file(
+        "stream.php",
+        "<?php ob_end_flush(); echo 'first'; flush(); while (!file_exists('../notes/go')) { usleep(1000); clearstatcache(); }
+        for ($i = 0; $i < 300; $i++) echo str_repeat(chr(65 + $i % 26), 10000);",
+    );
+    let go = world.note("go");
+    world.run(async |thread| {
+        let mut response = thread.response("stream.php", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "first");
+        std::fs::write(go, "").unwrap();
+        let rest = read(&mut response).await.unwrap();
+        assert_eq!(rest.len(), 3_000_000);
+        assert!(
+            rest.chunks(10_000).enumerate().all(|(i, part)| part.iter().all(|&b| b == b'A' + (i % 26) as u8))
+        );
+        pid(&thread).await;
+        assert_eq!(thread.running("php").await, 1);
+    });
+}
+
+#[test]
+fn a_large_body_is_echoed() {
+    let world = world(1);
+    world.file("echo.php", "<?php ini_set('memory_limit', -1); fpassthru(fopen('php://input', 'r'));");
+    let sent: Vec<u8> = (0..5_000_000u32).map(|n| (n >> 3) as u8).collect();
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        for method in [Method::POST, Method::PUT] {
+            // A `PUT` is read only as the script reads it, so that both directions move at once.
+            let mut response = thread.response("echo.php", request(method, known(sent.clone()))).await;
+            assert!(read(&mut response).await.unwrap() == sent);
+        }
+        assert_eq!(pid(&thread).await, first);
+    });
+}
+
+#[test]
+fn a_body_of_unknown_length_gets_one() {
+    let world = world(1);
+    world.file("echo.php", "<?php echo $_SERVER['CONTENT_LENGTH'], ' ', file_get_contents('php://input');");
+    world.run(async |thread| {
+        let (sender, body) = arriving(None);
+        let ask = thread.response("echo.php", request(Method::POST, body));
+        let send = async move {
+            sender.send(Ok("hello ".into())).await.unwrap();
+            sender.send(Ok("world".into())).await.unwrap();
+        };
+        let (response, ()) = tokio::join!(ask, send);
+        assert_eq!(text(response).await, "11 hello world");
+    });
+}
+
+/// A request as FastCGI records, which a visitor could send as the body of a `PUT`.
+fn smuggled(file: &str) -> Vec<u8> {
+    let mut opening = crate::programs::fastcgi::Opening::new();
+    for (name, value) in [("SCRIPT_FILENAME", file), ("REQUEST_METHOD", "GET"), ("SCRIPT_NAME", "/x")] {
+        opening.put(name.as_bytes(), value.as_bytes()).unwrap();
+    }
+    opening.finish()
+}
+
+#[test]
+fn a_body_that_a_script_leaves_unread_is_never_a_request() {
+    let world = world(1);
+    world.file(
+        "lazy.php",
+        "<?php $f = fopen('php://input', 'r'); stream_set_read_buffer($f, 0); echo strlen(fread($f, 10));",
+    );
+    world.file("deaf.php", "<?php echo 'deaf';");
+    world.file("victim.php", "<?php file_put_contents('../notes/smuggled', 'x'); echo 'smuggled';");
+    let victim = world.note("../web/victim.php").to_str().unwrap().to_owned();
+    let note = world.note("smuggled");
+    world.run(async |thread| {
+        for file in ["lazy.php", "deaf.php"] {
+            for prefix in ["", "0123456789"] {
+                let body = [prefix.as_bytes(), &smuggled(&victim)].concat();
+                let first = pid(&thread).await;
+                read(&mut thread.response(file, request(Method::PUT, known(body))).await).await.unwrap();
+                let second = pid(&thread).await;
+                // PHP itself reads what `deaf.php` leaves; then the worker is clean.
+                assert!(second != first || file == "deaf.php", "{file} after {prefix:?}");
+            }
+        }
+        assert!(!note.exists());
+    });
+}
+
+#[test]
+fn a_body_too_large_for_php_spoils_nothing() {
+    let world = world(1);
+    world.file("post.php", "<?php echo count($_POST);");
+    world.run(async |thread| {
+        // Above `post_max_size` PHP throws the body away.
+        let response = thread.response("post.php", post(vec![b'x'; 9 << 20])).await;
+        assert!(text(response).await.ends_with('0'));
+        pid(&thread).await;
+    });
+}
+
+#[test]
+fn a_worker_that_dies_breaks_its_answer_off_and_is_replaced() {
+    let world = world(1);
+    world.file(
+        "dies.php",
+        "<?php ob_end_flush(); echo 'begun'; flush(); exec('kill -9 ' . getmypid()); sleep(60);",
+    );
+    let early = "<?php file_put_contents('../notes/runs', 'x', FILE_APPEND); exec('kill -9 ' . getmypid()); sleep(60);";
+    world.file("early.php", early);
+    let runs = world.note("runs");
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        let mut response = thread.response("dies.php", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "begun");
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Backend(_)))));
+        let second = pid(&thread).await;
+        assert_ne!(first, second);
+
+        let refusal = thread.refusal("early.php", get()).await;
+        assert!(matches!(refusal, Refusal::BackendInvalid(_)), "{refusal}");
+        assert_eq!(std::fs::read(&runs).unwrap().len(), 1, "a script that has begun is not run again");
+        assert_ne!(pid(&thread).await, second);
+    });
+}
+
+#[test]
+fn an_idle_worker_that_died_is_replaced_unnoticed() {
+    let world = world(1);
+    world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        signal(first, rustix::process::Signal::KILL);
+        until("the worker is gone", || !is_running(first)).await;
+        assert_eq!(text(thread.response("length.php", post("hello")).await).await, "5");
+        let second = pid(&thread).await;
+
+        // Dead only after the request was sent, and before it was read.
+        signal(second, rustix::process::Signal::STOP);
+        let kill = async { signal(second, rustix::process::Signal::KILL) };
+        let (third, ()) = tokio::join!(biased; thread.get("pid.php"), kill);
+        assert_ne!(third, second.to_string());
+    });
+}
+
+#[test]
+fn a_body_never_has_another_length_than_declared() {
+    let world = world(1);
+    world.file("less.php", "<?php header('Content-Length: 50'); echo 'hello';");
+    world.file("more.php", "<?php header('Content-Length: 5'); echo 'hello and more';");
+    world.file(
+        "lots.php",
+        "<?php header('Content-Length: 5'); for ($i = 0; $i < 100; $i++) echo str_repeat('hello', 1000);",
+    );
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        let mut response = thread.response("less.php", get()).await;
+        assert_eq!(response.body.len(), Some(50));
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Backend(_)))));
+        for file in ["more.php", "lots.php"] {
+            let mut response = thread.response(file, get()).await;
+            assert_eq!(response.body.len(), Some(5));
+            assert_eq!(read(&mut response).await.unwrap(), b"hello", "{file}");
+        }
+        assert_eq!(pid(&thread).await, first, "the connection to the worker is clean each time");
+    });
+}
+
+#[test]
+fn a_script_may_go_on_after_its_declared_answer() {
+    let world = world(1);
+    world.file(
+        "later.php",
+        "<?php ob_end_flush(); header('Content-Length: 5'); echo 'hello'; flush();
+        while (!file_exists('../notes/go')) { usleep(1000); clearstatcache(); }
+        file_put_contents('../notes/done', getmypid());",
+    );
+    let (go, done) = (world.note("go"), world.note("done"));
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        let mut response = thread.response("later.php", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
+        drop(response);
+        std::fs::write(go, "").unwrap();
+        assert_eq!(pid(&thread).await, first, "it served the next request once it was done");
+        assert_eq!(std::fs::read_to_string(done).unwrap(), first.to_string());
+    });
+}
+
+#[test]
+fn a_client_that_leaves_ends_the_worker() {
+    let world = world(1);
+    world.file("endless.php", "<?php while (true) { echo str_repeat('x', 10000); flush(); }");
+    world.file("silent.php", "<?php file_put_contents('../notes/started', ''); sleep(1000);");
+    let started = world.note("started");
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        let mut response = thread.response("endless.php", get()).await;
+        assert!(piece(&mut response).await.unwrap().is_ok());
+        drop(response);
+        until("the worker ends", || !is_running(first)).await;
+        tokio::select! {
+            _ = thread.ask("silent.php", get()) => panic!("it never answers"),
+            () = until("the script starts", || started.exists()) => {}
+        }
+        thread.until_none_runs("php").await;
+        pid(&thread).await;
+    });
+}
+
+#[test]
+fn a_script_that_takes_too_long_is_ended() {
+    let limits = Limits { backend_ms: 500, ..Limits::default() };
+    let world = world_with(1, Options { limits, ..Options::default() });
+    world.file("silent.php", "<?php sleep(1000);");
+    world.file("stuck.php", "<?php ob_end_flush(); echo 'hello'; flush(); sleep(1000);");
+    world.run(async |thread| {
+        assert_eq!(thread.refusal("silent.php", get()).await, Refusal::BackendTimeout);
+        let mut response = thread.response("stuck.php", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
+        assert!(matches!(piece(&mut response).await, Some(Err(BodyError::Backend(_)))));
+        thread.until_none_runs("php").await;
+    });
+}
+
+#[test]
+fn an_upload_that_goes_on_is_no_silence() {
+    let limits = Limits { backend_ms: 1000, ..Limits::default() };
+    let world = world_with(1, Options { limits, ..Options::default() });
+    world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
+    world.run(async |thread| {
+        let (sender, body) = arriving(Some(10));
+        let send = async move {
+            for _ in 0..10 {
+                tokio::time::sleep(Duration::from_millis(150)).await;
+                sender.send(Ok(Bytes::from_static(b"x"))).await.unwrap();
+            }
+        };
+        let (response, ()) = tokio::join!(thread.response("length.php", request(Method::POST, body)), send);
+        assert_eq!(text(response).await, "10");
+    });
+}
+
+#[test]
+fn a_body_of_another_length_than_announced_ends_the_worker() {
+    let world = world(1);
+    world.run(async |thread| {
+        for (announced, sent) in [(10, "hello"), (3, "hello")] {
+            let first = pid(&thread).await;
+            let (sender, body) = arriving(Some(announced));
+            sender.send(Ok(sent.into())).await.unwrap();
+            drop(sender);
+            let refusal = thread.refusal("pid.php", request(Method::POST, body)).await;
+            assert!(matches!(refusal, Refusal::BadRequest(_)), "{refusal}");
+            assert_ne!(pid(&thread).await, first);
+        }
+    });
+}
+
+#[test]
+fn requests_share_the_workers_there_may_be() {
+    let world = world(2);
+    world.file("slow.php", "<?php usleep(20000); echo getmypid();");
+    world.run(async |thread| {
+        let ask = || thread.get("slow.php");
+        let (a, b, c, d, e) = tokio::join!(ask(), ask(), ask(), ask(), ask());
+        let pids = std::collections::BTreeSet::from([a, b, c, d, e]);
+        assert_eq!(pids.len(), 2, "{pids:?}");
+        assert_eq!(thread.running("php").await, 2);
+    });
+}
+
+#[test]
+fn a_worker_moves_to_another_thread() {
+    let world = world(1);
+    let first = world.run(async |thread| pid(&thread).await);
+    // The first thread and its runtime are gone, and with its connection to the keeper its worker.
+    let second = world.run(async |thread| pid(&thread).await);
+    assert_ne!(first, second);
+    world.run(async |thread| {
+        let here = pid(&thread).await;
+        std::thread::scope(|scope| {
+            let elsewhere = scope.spawn(|| world.run(async |thread| pid(&thread).await));
+            assert_eq!(elsewhere.join().unwrap(), here);
+        });
+        assert_eq!(pid(&thread).await, here, "and back, though that runtime is gone");
+    });
+}

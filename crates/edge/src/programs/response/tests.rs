@@ -101,7 +101,8 @@ fn unacceptable_heads_are_refused() {
     let fields = "X-A: 1\n".repeat(HEAD_FIELDS_MAX + 1) + "\n";
     let malformed = |error: &HeadError| matches!(error, HeadError::Malformed(_));
     let is = |expected: HeadError| move |error: &HeadError| *error == expected;
-    let cases: Vec<(&str, Box<dyn Fn(&HeadError) -> bool>)> = vec![
+    type Fits = Box<dyn Fn(&HeadError) -> bool>;
+    let cases: Vec<(&str, Fits)> = vec![
         ("", Box::new(is(HeadError::Nothing))),
         ("X-A: 1\n", Box::new(is(HeadError::Incomplete))),
         ("\nhello", Box::new(is(HeadError::Missing))),
