@@ -17,7 +17,7 @@ const STATUS_CLASSES: Dimension = Dimension { label: "status", values: &["1xx", 
 const BACKENDS: Dimension =
     Dimension { label: "backend", values: &["static", "cgi", "php", "http", "app", "none"] };
 
-/// The `reason` of each row of the table in `refusal`.
+/// The `reason` of each row of the table in `refusal`, and of an answer that did not reach its end.
 const REASONS: Dimension = Dimension {
     label: "reason",
     values: &[
@@ -43,6 +43,7 @@ const REASONS: Dimension = Dimension {
         "site_broken",
         "loop",
         "client_gone",
+        "broken_off",
         "other",
     ],
 };

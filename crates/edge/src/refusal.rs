@@ -110,7 +110,7 @@ impl Refusal {
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site, false),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site, false),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site, false),
-            Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 422, "loop", Site, false),
+            Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site, false),
             // 499 is never sent: it is what the access log says of a client that left.
             Self::ClientGone => {
                 row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client, true)

@@ -27,6 +27,11 @@ impl Counter {
         self.0.add(0, n);
     }
 
+    #[inline]
+    pub fn inc(&self) {
+        self.add(1);
+    }
+
     pub fn get(&self) -> u64 {
         self.0.sum(0)
     }
@@ -107,6 +112,14 @@ impl<const D: usize> EncodeMetric for Counters<D> {
 pub struct Gauge(Arc<AtomicI64>);
 
 impl Gauge {
+    pub fn inc(&self) {
+        self.add(1);
+    }
+
+    pub fn dec(&self) {
+        self.add(-1);
+    }
+
     pub fn add(&self, n: i64) {
         self.0.fetch_add(n, Ordering::Relaxed);
     }

@@ -26,7 +26,10 @@ fn block_on<F: Future>(future: F) -> F::Output {
         .block_on(future)
 }
 
-struct Noted(Rc<RefCell<Vec<(u64, bool)>>>);
+/// What receipts were told.
+type Notes = Rc<RefCell<Vec<(u64, bool)>>>;
+
+struct Noted(Notes);
 
 impl Receipt for Noted {
     fn sent(&mut self, bytes: u64, complete: bool) {
@@ -35,8 +38,8 @@ impl Receipt for Noted {
 }
 
 /// A response with this body, and where its receipt is noted.
-fn response(body: ResponseBody) -> (Response, Rc<RefCell<Vec<(u64, bool)>>>) {
-    let noted = Rc::default();
+fn response(body: ResponseBody) -> (Response, Notes) {
+    let noted = Notes::default();
     let mut response = Response::new(StatusCode::OK).with_body(body);
     response.receipt = Some(Box::new(Noted(Rc::clone(&noted))));
     (response, noted)

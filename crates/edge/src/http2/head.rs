@@ -109,6 +109,10 @@ mod tests {
     use super::*;
 
     fn check(method: &str, uri: &str, fields: &[(&str, &str)]) -> Result<Head, Refusal> {
+        check_uri(method, uri.parse().unwrap(), fields)
+    }
+
+    fn check_uri(method: &str, uri: http::Uri, fields: &[(&str, &str)]) -> Result<Head, Refusal> {
         let mut request = http::Request::builder().method(method).uri(uri);
         for (name, value) in fields {
             request = request.header(*name, *value);
@@ -142,10 +146,10 @@ mod tests {
     fn a_star_is_a_target_of_options_only() {
         let star = || {
             let star = http::Uri::builder().scheme("https").authority("a").path_and_query("*");
-            star.build().unwrap().to_string()
+            star.build().unwrap()
         };
-        assert_eq!(check("OPTIONS", &star(), &[]).map(|head| head.path), Ok("*".into()));
-        assert_eq!(check("GET", &star(), &[]).unwrap_err().row().reason, "bad_request");
+        assert_eq!(check_uri("OPTIONS", star(), &[]).map(|head| head.path), Ok("*".into()));
+        assert_eq!(check_uri("GET", star(), &[]).unwrap_err().row().reason, "bad_request");
     }
 
     #[test]

@@ -1,0 +1,248 @@
+//! Tests of forwarding: what a client may claim, what an application gets, where circles end.
+
+use std::rc::Rc;
+
+use bytes::Bytes;
+use http::{Method, StatusCode};
+use nagaya_base::RequestId;
+use proptest::prelude::*;
+
+use super::*;
+use crate::message::{ConnInfo, TlsInfo};
+
+fn forwarding(trusted: &[&str]) -> Forwarding {
+    let trusted_proxies = trusted.iter().map(ToString::to_string).collect();
+    Forwarding::new(&Options { node: "node 1".into(), trusted_proxies, ..Options::default() })
+}
+
+fn head(peer: &str, is_tls: bool, fields: &[(&'static str, &str)]) -> Head {
+    let tls = is_tls.then(|| TlsInfo {
+        server_name: None,
+        protocol: "TLSv1.3",
+        cipher: "",
+        certificate_names: Rc::from([]),
+    });
+    let mut headers = HeaderMap::new();
+    for (name, value) in fields {
+        headers.append(*name, value.parse().unwrap());
+    }
+    Head {
+        id: RequestId(0x0102_0304_0506_0708_090a_0b0c_0d0e_0f10),
+        method: Method::GET,
+        path: "/".into(),
+        query: None,
+        host: "www.example.org".into(),
+        port: None,
+        version: Version::HTTP_11,
+        headers,
+        upgrade: None,
+        conn: Rc::new(ConnInfo {
+            peer: std::net::SocketAddr::new(peer.parse().unwrap(), 5000),
+            local: "192.0.2.1:80".parse().unwrap(),
+            tls,
+        }),
+    }
+}
+
+/// The fields of the request as the application gets them, by name.
+fn sent(forwarding: &Forwarding, head: &Head) -> Vec<(String, String)> {
+    let headers = forwarding.request(head).unwrap().headers;
+    let mut fields: Vec<_> =
+        headers.iter().map(|(n, v)| (n.to_string(), v.to_str().unwrap().to_owned())).collect();
+    fields.sort();
+    fields
+}
+
+fn field<'a>(fields: &'a [(String, String)], name: &str) -> &'a str {
+    fields.iter().find(|(n, _)| n == name).map_or("", |(_, v)| v)
+}
+
+#[test]
+fn an_application_learns_who_asks_and_by_what_way() {
+    let got = sent(&forwarding(&[]), &head("2001:db8::7", true, &[("x", "y")]));
+    let expected = [
+        ("forwarded", r#"for="[2001:db8::7]";host="www.example.org";proto=https"#),
+        ("traceparent", "00-0102030405060708090a0b0c0d0e0f10-090a0b0c0d0e0f10-01"),
+        ("via", "1.1 node-1"),
+        ("x", "y"),
+        ("x-forwarded-for", "2001:db8::7"),
+        ("x-forwarded-host", "www.example.org"),
+        ("x-forwarded-port", "443"),
+        ("x-forwarded-proto", "https"),
+        ("x-request-id", "0102030405060708090a0b0c0d0e0f10"),
+    ];
+    assert_eq!(got, expected.map(|(n, v)| (n.to_owned(), v.to_owned())));
+
+    let mut with_port = head("::ffff:192.0.2.7", false, &[]);
+    (with_port.port, with_port.version) = (Some(8080), Version::HTTP_2);
+    let proxied = forwarding(&[]).request(&with_port).unwrap();
+    assert_eq!(proxied.host, "www.example.org:8080");
+    assert_eq!(proxied.headers["x-forwarded-port"], "8080");
+    assert_eq!(proxied.headers["forwarded"], r#"for=192.0.2.7;host="www.example.org:8080";proto=http"#);
+    assert_eq!(proxied.headers["via"], "2.0 node-1");
+}
+
+#[test]
+fn claims_are_believed_only_from_trusted_proxies() {
+    let claims = [
+        ("forwarded", "for=203.0.113.9"),
+        ("x-forwarded-for", "203.0.113.9"),
+        ("x-forwarded-proto", "https"),
+        ("x-forwarded-host", "admin"),
+        ("x-forwarded-prefix", "/admin"),
+        ("x-real-ip", "203.0.113.9"),
+    ];
+    let trusting = forwarding(&["10.0.0.0/8", "2001:db8::/32", "not a network", "192.0.2.9"]);
+    let stranger = head("192.0.2.7", false, &claims);
+    let got = sent(&trusting, &stranger);
+    assert_eq!(field(&got, "x-forwarded-for"), "192.0.2.7");
+    assert_eq!(field(&got, "x-forwarded-proto"), "http");
+    assert_eq!(field(&got, "x-forwarded-host"), "www.example.org");
+    assert_eq!(field(&got, "x-real-ip"), "");
+    assert_eq!(field(&got, "x-forwarded-prefix"), "");
+    assert!(!field(&got, "forwarded").contains("203.0.113.9"));
+    assert_eq!(trusting.client(&stranger).to_string(), "192.0.2.7");
+
+    for peer in ["10.1.2.3", "2001:db8:1::1", "192.0.2.9", "::ffff:10.0.0.1"] {
+        let proxy = head(peer, false, &claims);
+        let got = sent(&trusting, &proxy);
+        assert!(field(&got, "x-forwarded-for").starts_with("203.0.113.9, "), "{peer}");
+        assert!(field(&got, "forwarded").starts_with("for=203.0.113.9, for="), "{peer}");
+        assert_eq!(field(&got, "x-forwarded-proto"), "https");
+        assert_eq!(field(&got, "x-forwarded-prefix"), "/admin");
+        assert_eq!(trusting.client(&proxy).to_string(), "203.0.113.9");
+    }
+}
+
+#[test]
+fn the_client_is_the_nearest_address_nobody_vouches_for() {
+    let trusting = forwarding(&["10.0.0.0/8"]);
+    for (field, chain, client) in [
+        ("x-forwarded-for", "1.1.1.1, 203.0.113.9, 10.0.0.2", "203.0.113.9"),
+        ("x-forwarded-for", "203.0.113.9:4711, 10.0.0.2", "203.0.113.9"),
+        ("x-forwarded-for", "203.0.113.9, gibberish, 10.0.0.2", "10.0.0.2"),
+        ("x-forwarded-for", "10.0.0.3, 10.0.0.2", "10.0.0.3"),
+        ("x-forwarded-for", "", "10.0.0.1"),
+        ("forwarded", "for=1.1.1.1, For=\"[2001:db8::9]:80\";proto=http, for=10.0.0.2", "2001:db8::9"),
+        ("forwarded", "proto=http", "10.0.0.1"),
+    ] {
+        let head = head("10.0.0.1", false, &[(field, chain)]);
+        assert_eq!(trusting.client(&head).to_string(), client, "{field}: {chain}");
+    }
+}
+
+#[test]
+fn settings_are_taken_while_running() {
+    let forwarding = forwarding(&[]);
+    let head = head("10.0.0.1", false, &[("x-forwarded-for", "203.0.113.9")]);
+    assert_eq!(forwarding.client(&head).to_string(), "10.0.0.1");
+    forwarding.set_options(&Options { trusted_proxies: vec!["10.0.0.1".into()], ..Options::default() });
+    assert_eq!(forwarding.client(&head).to_string(), "203.0.113.9");
+}
+
+#[test]
+fn what_is_for_one_connection_ends_there() {
+    let fields = [
+        ("connection", "close, X-Drop, Authorization, cookie, bad name"),
+        ("connection", "keep-alive, x-forwarded-for"),
+        ("keep-alive", "timeout=5"),
+        ("te", "trailers"),
+        ("transfer-encoding", "chunked"),
+        ("proxy-connection", "keep-alive"),
+        ("proxy-authorization", "Basic x"),
+        ("proxy", "http://evil"),
+        ("expect", "100-continue"),
+        ("x-drop", "1"),
+        ("x_forwarded_for", "1.1.1.1"),
+        ("authorization", "Basic y"),
+        ("cookie", "a=b"),
+    ];
+    let got = sent(&forwarding(&[]), &head("192.0.2.7", false, &fields));
+    let added = ["forwarded", "traceparent", "via", "x-request-id"];
+    let kept: Vec<&str> = got
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .filter(|name| !added.contains(name) && !name.starts_with("x-forwarded-"))
+        .collect();
+    assert_eq!(kept, ["authorization", "cookie"]);
+    assert_eq!(field(&got, "x-forwarded-for"), "192.0.2.7");
+
+    let mut response = Response::new(StatusCode::OK).with_body(ResponseBody::Bytes(Bytes::new()));
+    response.headers.insert(CONNECTION, HeaderValue::from_static("x-hop"));
+    response.headers.insert("x-hop", HeaderValue::from_static("1"));
+    response.headers.insert(VIA, HeaderValue::from_static("1.0 cache"));
+    forwarding(&[]).response(&mut response);
+    assert_eq!(response.headers.len(), 1);
+    assert_eq!(response.headers[VIA], "1.0 cache, 1.1 node-1");
+}
+
+#[test]
+fn a_circle_ends() {
+    let forwarding = forwarding(&[]);
+    let mut next = head("192.0.2.7", false, &[("via", "1.1 other, 1.1 node-10")]);
+    for _ in 0..HOPS_MAX {
+        let proxied = forwarding.request(&next).unwrap();
+        next.headers = proxied.headers;
+    }
+    assert_eq!(forwarding.request(&next).unwrap_err(), Refusal::LoopDetected);
+    let mut odd = head("192.0.2.7", false, &[]);
+    for _ in 0..HOPS_MAX {
+        odd.headers.append(VIA, HeaderValue::from_static("HTTP/1.1  NODE-1 (a comment)"));
+    }
+    assert_eq!(forwarding.request(&odd).unwrap_err(), Refusal::LoopDetected);
+}
+
+#[test]
+fn a_sound_trace_is_continued_and_any_other_begun() {
+    let trace = "0af7651916cd43dd8448eb211c80319c";
+    let ours = "090a0b0c0d0e0f10";
+    for (given, expected) in [
+        (format!("00-{trace}-b7ad6b7169203331-00"), format!("00-{trace}-{ours}-00")),
+        (format!("cc-{trace}-b7ad6b7169203331-01-more"), format!("00-{trace}-{ours}-01")),
+        (format!("00-{trace}-b7ad6b7169203331-00-more"), String::new()),
+        (format!("ff-{trace}-b7ad6b7169203331-00"), String::new()),
+        (format!("00-{}-b7ad6b7169203331-00", "0".repeat(32)), String::new()),
+        (format!("00-{trace}-0000000000000000-00"), String::new()),
+        (format!("00-{}-b7ad6b7169203331-00", trace.to_uppercase()), String::new()),
+        (format!("00-{trace}"), String::new()),
+    ] {
+        let head = head("192.0.2.7", false, &[("traceparent", &given), ("tracestate", "a=b")]);
+        let got = sent(&forwarding(&[]), &head);
+        let state = field(&got, "tracestate");
+        if expected.is_empty() {
+            assert_eq!(field(&got, "traceparent"), format!("00-0102030405060708{ours}-{ours}-01"), "{given}");
+            assert_eq!(state, "");
+        } else {
+            assert_eq!((field(&got, "traceparent"), state), (expected.as_str(), "a=b"), "{given}");
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_stranger_can_choose_what_an_application_believes(
+        fields in prop::collection::vec(
+            ("(x[-_])?forwarded([-_](for|proto|host|port))?|x-real-ip|connection|via|traceparent", "[ -~]{0,40}"), 0..8),
+    ) {
+        let mut head = head("192.0.2.7", false, &[]);
+        for (name, value) in &fields {
+            head.headers.append(HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
+        }
+        let forwarding = forwarding(&["10.0.0.0/8"]);
+        prop_assert_eq!(forwarding.client(&head).to_string(), "192.0.2.7");
+        if let Ok(proxied) = forwarding.request(&head) {
+            for (name, value) in [
+                ("x-forwarded-for", "192.0.2.7"),
+                ("x-forwarded-proto", "http"),
+                ("x-forwarded-host", "www.example.org"),
+                ("x-forwarded-port", "80"),
+                ("forwarded", "for=192.0.2.7;host=\"www.example.org\";proto=http"),
+            ] {
+                let all: Vec<_> = proxied.headers.get_all(name).iter().collect();
+                prop_assert_eq!(all, [value]);
+            }
+            prop_assert!(proxied.headers.keys().all(|name| !name.as_str().contains('_')));
+            prop_assert_eq!(proxied.headers.get_all("traceparent").iter().count(), 1);
+        }
+    }
+}
