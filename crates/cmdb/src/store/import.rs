@@ -82,20 +82,36 @@ enum Line {
 
 /// Stores all lines, or none and says what is wrong with which. Blank lines are passed over.
 pub fn import(store: &dyn Store, lines: impl BufRead, mode: Mode) -> Result<Committed, ImportError> {
-    let batch = read_lines(lines)?;
-    if batch.bad.count > 0 {
-        return Err(batch.bad.into_error());
-    }
-    let line_of = batch.lines;
-    match store.transaction(batch.changes, mode) {
-        Ok(committed) => Ok(committed),
-        Err(TransactionError::Store(error)) => Err(error.into()),
-        Err(TransactionError::Refused(mistakes)) => {
-            let mut bad = BadLines::default();
-            for mistake in mistakes {
-                bad.add(mistake.index.map(|index| line_of[index]), mistake.to_string());
+    read(lines)?.store(store, mode)
+}
+
+/// Reads all lines and checks each for itself; what depends on other records is checked by `Batch::store`.
+/// Apart, so that whoever serializes changes need not wait for a slow source.
+pub fn read(lines: impl BufRead) -> Result<Batch, ImportError> {
+    let (batch, bad) = read_lines(lines)?;
+    if bad.count > 0 { Err(bad.into_error()) } else { Ok(batch) }
+}
+
+/// The records of an import, each right in itself.
+#[derive(Debug, Default)]
+pub struct Batch {
+    changes: Vec<Change>,
+    /// The line of each change.
+    lines: Vec<u64>,
+}
+
+impl Batch {
+    pub fn store(self, store: &dyn Store, mode: Mode) -> Result<Committed, ImportError> {
+        match store.transaction(self.changes, mode) {
+            Ok(committed) => Ok(committed),
+            Err(TransactionError::Store(error)) => Err(error.into()),
+            Err(TransactionError::Refused(mistakes)) => {
+                let mut bad = BadLines::default();
+                for mistake in mistakes {
+                    bad.add(mistake.index.map(|index| self.lines[index]), mistake.to_string());
+                }
+                Err(bad.into_error())
             }
-            Err(bad.into_error())
         }
     }
 }
@@ -109,14 +125,6 @@ pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> 
         };
         writeln!(to, "{{\"{key}\":{json}}}")
     })
-}
-
-#[derive(Debug, Default)]
-struct Batch {
-    changes: Vec<Change>,
-    /// The line of each change.
-    lines: Vec<u64>,
-    bad: BadLines,
 }
 
 #[derive(Debug, Default)]
@@ -138,8 +146,8 @@ impl BadLines {
     }
 }
 
-fn read_lines(mut from: impl BufRead) -> Result<Batch, ImportError> {
-    let mut batch = Batch::default();
+fn read_lines(mut from: impl BufRead) -> Result<(Batch, BadLines), ImportError> {
+    let (mut batch, mut bad) = (Batch::default(), BadLines::default());
     // Where each name was first seen, so that a second record of one name is not silently the winner.
     let mut seen: HashMap<(bool, String), u64> = HashMap::new();
     let mut text = Vec::new();
@@ -154,7 +162,7 @@ fn read_lines(mut from: impl BufRead) -> Result<Batch, ImportError> {
             break;
         }
         if len > LINE_LEN_MAX {
-            batch.bad.add(Some(line), format!("is longer than {LINE_LEN_MAX} bytes"));
+            bad.add(Some(line), format!("is longer than {LINE_LEN_MAX} bytes"));
             skip_line(&mut from, &text).map_err(ImportError::Read)?;
             continue;
         }
@@ -165,14 +173,20 @@ fn read_lines(mut from: impl BufRead) -> Result<Batch, ImportError> {
             return Err(ImportError::TooLong { line });
         }
         match serde_json::from_slice(&text) {
-            Ok(record) => take(record, line, &mut batch, &mut seen),
-            Err(error) => batch.bad.add(Some(line), what_is_wrong(&error)),
+            Ok(record) => take(record, line, &mut batch, &mut bad, &mut seen),
+            Err(error) => bad.add(Some(line), what_is_wrong(&error)),
         }
     }
-    Ok(batch)
+    Ok((batch, bad))
 }
 
-fn take(record: Line, line: u64, batch: &mut Batch, seen: &mut HashMap<(bool, String), u64>) {
+fn take(
+    record: Line,
+    line: u64,
+    batch: &mut Batch,
+    bad: &mut BadLines,
+    seen: &mut HashMap<(bool, String), u64>,
+) {
     let (key, to, change) = match record {
         Line::Tenant(tenant) => {
             let mut to = Findings::of_tenant(&tenant.name, None);
@@ -186,12 +200,12 @@ fn take(record: Line, line: u64, batch: &mut Batch, seen: &mut HashMap<(bool, St
         }
     };
     for mistake in to.mistakes {
-        batch.bad.add(Some(line), mistake.to_string());
+        bad.add(Some(line), mistake.to_string());
     }
     let kind = if key.0 { "site" } else { "tenant" };
     let first = *seen.entry(key.clone()).or_insert(line);
     if first != line {
-        batch.bad.add(Some(line), format!("{kind} '{}' already stands in line {first}", key.1));
+        bad.add(Some(line), format!("{kind} '{}' already stands in line {first}", key.1));
     }
     batch.changes.push(change);
     batch.lines.push(line);

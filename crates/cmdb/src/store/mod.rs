@@ -8,8 +8,6 @@ mod guard;
 pub mod import;
 mod plan;
 pub mod redb;
-#[cfg(test)]
-mod suite;
 
 use std::io;
 use std::path::PathBuf;
@@ -193,3 +191,6 @@ fn close_frame(frame: &mut Vec<u8>, send: &mut dyn FnMut(&[u8]) -> io::Result<()
     frame.clear();
     Ok(())
 }
+
+#[cfg(test)]
+mod suite;
