@@ -1,0 +1,12 @@
+//! nagaya from outside: the built program, real clients, real programs behind it.
+//!
+//! One module for each topic, each with a node that its tests share. Run one test by a part of its name:
+//! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
+
+mod static_files;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    nagaya_tests::suite::run(vec![static_files::SUITE])
+}
