@@ -6,13 +6,15 @@
 //! The process tree is ended when this is dropped: after the answer, or because the client left, or because it took
 //! too long. A program that does not read its input is as good as one that does.
 
+use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::Body;
+use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::time::Instant;
 
@@ -78,16 +80,9 @@ impl<G> Run<G> {
 impl<G: Unpin + 'static> Output for Run<G> {
     fn poll_output(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
         self.feed(cx)?;
-        loop {
-            ready!(self.stdout.poll_read_ready(cx))?;
-            self.buffer.reserve(READ_LEN);
-            match self.stdout.try_read_buf(&mut self.buffer) {
-                Ok(0) => return Poll::Ready(Ok(None)),
-                Ok(_) => return Poll::Ready(Ok(Some(self.buffer.split().freeze()))),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Poll::Ready(Err(error.into())),
-            }
-        }
+        self.buffer.reserve(READ_LEN);
+        let read = ready!(pin!(self.stdout.read_buf(&mut self.buffer)).poll(cx))?;
+        Poll::Ready(Ok((read > 0).then(|| self.buffer.split().freeze())))
     }
 
     fn fed(&self) -> u64 {

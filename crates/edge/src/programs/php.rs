@@ -7,15 +7,16 @@
 //! script left unread (a `PUT` handler that reads only the beginning), and would take the rest of the body, which a
 //! visitor chose, for the next FastCGI request.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::io::{self, IoSlice};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes};
 use http_body::Body;
 use nagaya_base::RequestId;
 use nagaya_cmdb::SiteName;
+use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
@@ -288,14 +289,9 @@ impl Receiving {
 
 fn poll_read(lease: &mut Lease, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
     let Worker { stream, buffer, .. } = lease.worker();
-    loop {
-        ready!(stream.poll_read_ready(cx))?;
-        buffer.reserve(READ_LEN);
-        match stream.try_read_buf(buffer) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            result => return Poll::Ready(result),
-        }
-    }
+    buffer.reserve(READ_LEN);
+    // Unlike `try_read_buf` this notes when a read took all there was, which saves the next one.
+    pin!(stream.read_buf(buffer)).poll(cx)
 }
 
 // === Error output ===

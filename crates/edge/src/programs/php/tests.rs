@@ -392,3 +392,16 @@ fn a_worker_moves_to_another_thread() {
         assert_eq!(pid(&thread).await, here, "and back, though that runtime is gone");
     });
 }
+
+#[test]
+fn error_output_is_bounded_whatever_its_lines() {
+    let mut errors =
+        super::ErrorLines::new(nagaya_cmdb::SiteName::new("demo").unwrap(), nagaya_base::RequestId(1));
+    errors.take(&vec![b'x'; 3 * super::ERROR_LINE_LEN_MAX]);
+    assert_eq!(errors.line.len(), super::ERROR_LINE_LEN_MAX);
+    assert_eq!(errors.lines, 0, "a line is logged when it ends");
+    errors.take(b"y\n\nsecond\nthird");
+    assert_eq!((errors.lines, errors.line.as_slice()), (2, &b"third"[..]));
+    errors.end();
+    assert_eq!((errors.lines, errors.line.len()), (3, 0));
+}
