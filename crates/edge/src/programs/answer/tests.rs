@@ -178,7 +178,7 @@ proptest! {
         });
         prop_assert_eq!(got.0, Some(length));
         match got.1 {
-            Ok(body) => prop_assert_eq!(body, output[..usize::try_from(length).unwrap()].as_bytes()),
+            Ok(body) => prop_assert_eq!(body, &output.as_bytes()[..usize::try_from(length).unwrap()]),
             Err(_) => prop_assert!((output.len() as u64) < length),
         }
     }
