@@ -11,7 +11,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use nagaya_cmdb::store::{Committed, Mode, Select, import};
-use nagaya_cmdb::{Change, Site, SiteName, Store, StoreError, Tenant, TenantName};
+use nagaya_cmdb::{Change, Site, Store, StoreError, Tenant};
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
