@@ -15,11 +15,11 @@ use tokio::sync::oneshot;
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 
-/// Threads. A program's start blocks one for about half a millisecond; a file system that does not answer
+/// Threads. A program's start blocks one for less than a millisecond; a file system that does not answer
 /// blocks one until it does, and so many of them before the keeper says that it is busy.
 const WORKERS: usize = 8;
 
-/// Jobs that may wait. At half a millisecond each on `WORKERS` threads, the last one waits 0.3 s.
+/// Jobs that may wait. At a millisecond each on `WORKERS` threads, the last one waits half a second.
 const JOBS_MAX: usize = 4096;
 
 type Job = Box<dyn FnOnce() + Send>;
