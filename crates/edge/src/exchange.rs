@@ -64,8 +64,8 @@ async fn from_files(
         };
         let mut again = request.head.clone();
         let outcome = match programs {
-            Programs::Php => node.programs().php(&route.site, &route.tenant, script, request).await?,
-            _ => node.programs().cgi(&route.site, &route.tenant, script, request).await?,
+            Programs::Php => node.programs.php(&route.site, &route.tenant, script, request).await?,
+            _ => node.programs.cgi(&route.site, &route.tenant, script, request).await?,
         };
         match outcome {
             Outcome::Response(response) => return Ok(response),

@@ -47,15 +47,23 @@ pub struct Orders {
     pub drain: bool,
 }
 
+/// What one thread is given.
+pub struct Thread {
+    pub sockets: Vec<Socket>,
+    pub orders: watch::Receiver<Orders>,
+    /// One thread of the process also tends what all share.
+    pub tends_shared: bool,
+}
+
 /// Runs one thread until it has drained.
-pub fn run(shared: Arc<Shared>, sockets: Vec<Socket>, orders: watch::Receiver<Orders>) -> io::Result<()> {
+pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     LocalSet::new().block_on(&runtime, async move {
         let keeper = Keeper::later(&shared.options().keeper);
         let node = Rc::new(Node::new(Arc::clone(&shared), Rc::clone(&keeper)));
         let tls = Rc::new(Tls::new(keeper, Arc::clone(&shared.metrics)));
-        let mut acceptors = Vec::with_capacity(sockets.len());
-        for socket in sockets {
+        let mut acceptors = Vec::with_capacity(thread.sockets.len());
+        for socket in thread.sockets {
             let listener = std::net::TcpListener::from(socket.fd);
             listener.set_nonblocking(true)?;
             let listener = TcpListener::from_std(listener)?;
@@ -63,7 +71,10 @@ pub fn run(shared: Arc<Shared>, sockets: Vec<Socket>, orders: watch::Receiver<Or
             acceptors.push(tokio::task::spawn_local(accept(listener, tls, Rc::clone(&node))));
         }
         let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
-        follow(&node, orders).await;
+        if thread.tends_shared {
+            tokio::task::spawn_local(Arc::clone(&shared.php).tend());
+        }
+        follow(&node, thread.orders).await;
         // Draining: no new connections, and those at work end with their answer.
         acceptors.iter().for_each(tokio::task::JoinHandle::abort);
         node.connections.drain();

@@ -35,7 +35,7 @@ pub struct Node {
     pub shared: Arc<Shared>,
     pub router: Router,
     pub files: FileServer,
-    programs: RefCell<Rc<Programs>>,
+    pub programs: Programs,
     pub upstream: Rc<Pool>,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
@@ -52,7 +52,12 @@ impl Node {
         Self {
             router: Router::new(Arc::clone(&shared)),
             files: FileServer::new(options.limits.file_cache_bytes),
-            programs: RefCell::new(programs(&shared, &keeper, &options)),
+            programs: Programs::new(
+                Rc::clone(&keeper),
+                Arc::clone(&shared.php),
+                &options,
+                Arc::clone(&shared.metrics),
+            ),
             upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
@@ -71,16 +76,12 @@ impl Node {
         *self.limits.borrow_mut() = Rc::new(options.limits.clone());
         self.patience.set(patience(&options));
         self.forwarding.set_options(&options);
-        *self.programs.borrow_mut() = programs(&self.shared, &self.keeper, &options);
+        self.programs.set_options(&options);
         *self.log.borrow_mut() = self.shared.log().map(|log| log.for_thread());
     }
 
     pub fn limits(&self) -> Rc<Limits> {
         Rc::clone(&self.limits.borrow())
-    }
-
-    pub fn programs(&self) -> Rc<Programs> {
-        Rc::clone(&self.programs.borrow())
     }
 
     pub fn patience(&self) -> Patience {
@@ -112,11 +113,6 @@ impl Node {
         let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
         app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
-}
-
-fn programs(shared: &Shared, keeper: &Rc<Keeper>, options: &Options) -> Rc<Programs> {
-    let metrics = Arc::clone(&shared.metrics);
-    Rc::new(Programs::new(Rc::clone(keeper), Arc::clone(&shared.php), options, metrics))
 }
 
 fn patience(options: &Options) -> Patience {

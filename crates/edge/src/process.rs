@@ -14,7 +14,7 @@ use nagaya_cmdb::record::Change;
 use tokio::sync::watch;
 
 use crate::access_log::AccessLog;
-use crate::listen::{self, Orders, Socket};
+use crate::listen::{self, Orders, Socket, Thread};
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::shared::Shared;
@@ -137,9 +137,10 @@ impl Process {
             }
         }
         for (n, sockets) in of_thread.into_iter().enumerate() {
-            let (shared, orders) = (Arc::clone(&self.shared), self.orders.subscribe());
-            let thread = std::thread::Builder::new().name(format!("edge-{n}"));
-            self.threads.push(thread.spawn(move || listen::run(shared, sockets, orders))?);
+            let thread = Thread { sockets, orders: self.orders.subscribe(), tends_shared: n == 0 };
+            let shared = Arc::clone(&self.shared);
+            let named = std::thread::Builder::new().name(format!("edge-{n}"));
+            self.threads.push(named.spawn(move || listen::run(shared, thread))?);
         }
         Ok(())
     }

@@ -44,6 +44,10 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
         }
     }
     account.belongs_to(&route);
+    // A body announced as too long is refused before the client sends it; others when they have become so.
+    if request.body.len().is_some_and(|len| len > node.limits().body_bytes) {
+        return Err(Refusal::BodyTooLarge);
+    }
     account.count_body(&mut request);
 
     // May it run now? Waits its turn in its site's and its tenant's line, no longer than is allowed.

@@ -72,6 +72,7 @@ impl Shared {
     }
 
     pub fn set_options(&self, options: Options) {
+        self.php.set_options(&options);
         *self.options.write() = Arc::new(options);
         self.generation.fetch_add(1, Ordering::Release);
     }

@@ -21,8 +21,8 @@ use crate::metrics::Metrics;
 /// Buffers on their way to the writer. With 64 KiB each, at most 4 MiB of lines wait for a slow disk.
 const CHUNKS_WAITING_MAX: usize = 64;
 
-/// At shutdown: how long a thread tries to hand over its last lines, and how often.
-const LAST_CHUNK_PATIENCE: Duration = Duration::from_secs(1);
+/// When a thread ends or its log is replaced: how long it tries to hand over its last lines, and how often.
+const LAST_CHUNK_PATIENCE: Duration = Duration::from_millis(200);
 const LAST_CHUNK_STEP: Duration = Duration::from_millis(5);
 
 /// A broken log is reported this often, not once per line.
@@ -92,7 +92,7 @@ impl Writer {
         })
     }
 
-    /// For shutdown only: tries again for a short while.
+    /// For the end of a thread only: tries again for a short while, and blocks meanwhile.
     pub(super) fn offer_patiently(&self, mut chunk: Chunk) -> Result<(), Chunk> {
         let deadline = Instant::now() + LAST_CHUNK_PATIENCE;
         loop {

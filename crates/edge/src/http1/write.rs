@@ -11,7 +11,7 @@ use std::pin::Pin;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, HeaderMap};
+use http::header::{CONTENT_LENGTH, DATE, HeaderMap, SERVER};
 use http::{StatusCode, Version};
 use http_body::Body;
 
@@ -97,8 +97,13 @@ fn encode_head(out: &mut Vec<u8>, asked: Asked, response: &Response, ending: End
     out.extend_from_slice(response.status.as_str().as_bytes());
     out.push(b' ');
     out.extend_from_slice(response.status.canonical_reason().unwrap_or("").as_bytes());
-    out.extend_from_slice(b"\r\nserver: nagaya\r\ndate: ");
-    date::with_now(|date| out.extend_from_slice(date));
+    // An application's own Server and Date are the origin's, and stay (RFC 9110 sections 6.6.1 and 10.2.4).
+    if !response.headers.contains_key(SERVER) {
+        field(out, b"server", b"nagaya");
+    }
+    if !response.headers.contains_key(DATE) {
+        date::with_now(|date| field(out, b"date", date));
+    }
     for (name, value) in &response.headers {
         if *name != CONTENT_LENGTH {
             field(out, name.as_str().as_bytes(), value.as_bytes());
@@ -146,7 +151,7 @@ fn number_field(out: &mut Vec<u8>, name: &[u8], number: u64) {
 /// The head of a `101`, after which the connection belongs to another protocol.
 pub fn encode_switch(response: &Response) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
-    out.extend_from_slice(b"HTTP/1.1 101 Switching Protocols\r\nserver: nagaya\r\nconnection: upgrade");
+    out.extend_from_slice(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade");
     for (name, value) in &response.headers {
         field(&mut out, name.as_str().as_bytes(), value.as_bytes());
     }
