@@ -72,6 +72,12 @@ impl Connection {
         self.stream.write_all(bytes.as_ref())
     }
 
+    /// For a thread that sends while this one reads.
+    #[track_caller]
+    pub fn clone_stream(&self) -> TcpStream {
+        self.stream.try_clone().expect("an open connection")
+    }
+
     /// Says that no more will be sent.
     pub fn finish(&mut self) -> &mut Self {
         self.stream.shutdown(Shutdown::Write).expect("the connection is open");
@@ -100,6 +106,17 @@ impl Connection {
     /// True once the other side has closed and nothing was left to read.
     pub fn is_closed(&mut self) -> bool {
         self.input.is_empty() && matches!(self.fill(), Ok(0) | Err(_))
+    }
+
+    /// How the connection ends, if not by a proper close.
+    pub fn next_error(&mut self) -> Option<io::Error> {
+        loop {
+            match self.fill() {
+                Ok(0) => return None,
+                Ok(_) => {}
+                Err(error) => return Some(error),
+            }
+        }
     }
 
     /// Bytes from an upgraded connection, or of half a response.

@@ -15,6 +15,7 @@ use std::sync::Mutex;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::backend::Backend;
 use crate::client::{self, Response};
 use crate::{machine, wait};
 
@@ -43,6 +44,8 @@ pub struct World {
     before: Vec<String>,
     tenants: Vec<&'static str>,
     node: Mutex<Option<Child>>,
+    /// Servers that must live as long as the node.
+    kept: Mutex<Vec<Backend>>,
 }
 
 impl Builder {
@@ -60,6 +63,12 @@ impl Builder {
         fs::create_dir(&dir).expect("our own directory");
         self.listen.push_str("[[listen]]\naddress = \"127.0.0.1:0\"\ntls = true\n");
         self.set("tls", &format!("certificates = {dir:?}"))
+    }
+
+    /// Listens on this address too.
+    pub fn listen(mut self, address: &str) -> Self {
+        self.listen.push_str(&format!("[[listen]]\naddress = \"{address}\"\n"));
+        self
     }
 
     /// A tenant with a home that nobody else can look into. Its uid is its own.
@@ -150,6 +159,7 @@ impl Builder {
             before: self.before,
             tenants: self.tenants,
             node: Mutex::new(None),
+            kept: Mutex::default(),
         }
     }
 }
@@ -276,6 +286,11 @@ impl World {
         machine::wait_until_gone(&dir.path().to_string_lossy());
         assert!(!dir.path().join("run").exists(), "the runtime directory is left");
         dir.close().expect("nothing holds the directory");
+    }
+
+    /// Keeps a server behind the node running until the node is stopped.
+    pub fn keep(&self, backend: Backend) {
+        self.kept.lock().expect("no holder panics").push(backend);
     }
 
     // === Its files ===
@@ -424,21 +439,23 @@ impl World {
     /// Where it listens without TLS.
     #[track_caller]
     pub fn http(&self) -> SocketAddr {
-        self.listening(false)
+        self.address("127.0.0.1", false)
     }
 
     /// Where it listens with TLS.
     #[track_caller]
     pub fn https(&self) -> SocketAddr {
-        self.listening(true)
+        self.address("127.0.0.1", true)
     }
 
+    /// Where it listens on this IP address.
     #[track_caller]
-    fn listening(&self, tls: bool) -> SocketAddr {
+    pub fn address(&self, ip: &str, tls: bool) -> SocketAddr {
         let status = self.status();
         let rows = status["listen"].as_array().expect("a list of addresses");
-        let row = rows.iter().find(|row| row["tls"] == tls).expect("it listens there");
-        row["address"].as_str().and_then(|text| text.parse().ok()).expect("an address")
+        let texts = rows.iter().filter(|row| row["tls"] == tls).filter_map(|row| row["address"].as_str());
+        let found = texts.filter(|text| text.starts_with(ip)).find_map(|text| text.parse().ok());
+        found.unwrap_or_else(|| panic!("it does not listen on {ip}: {rows:?}"))
     }
 
     /// A GET on a connection of its own.

@@ -3,10 +3,13 @@
 //! One module for each topic, each with a node that its tests share. Run one test by a part of its name:
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
+mod http1;
+mod proxy;
+mod slow_clients;
 mod static_files;
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    nagaya_tests::suite::run(vec![static_files::SUITE])
+    nagaya_tests::suite::run(vec![static_files::SUITE, http1::SUITE, proxy::SUITE, slow_clients::SUITE])
 }
