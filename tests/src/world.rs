@@ -293,6 +293,12 @@ impl World {
         self.kept.lock().expect("no holder panics").push(backend);
     }
 
+    /// Looks at the `at`th server that was kept.
+    #[track_caller]
+    pub fn with_kept<T>(&self, at: usize, look: impl FnOnce(&Backend) -> T) -> T {
+        look(&self.kept.lock().expect("no holder panics")[at])
+    }
+
     // === Its files ===
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -468,9 +474,11 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         let Some(mut node) = self.node.lock().ok().and_then(|mut node| node.take()) else { return };
-        let Ok(id) = i32::try_from(node.id()) else { return };
+        if std::thread::panicking() {
+            self.show_logs("a test that failed");
+        }
         // The test has failed already; what matters now is that nothing stays behind.
-        let _ = Command::new("kill").arg(id.to_string()).status();
+        let _ = Command::new("kill").arg(node.id().to_string()).status();
         let ended = wait::within(wait::SOON, || node.try_wait().ok().flatten()).is_some();
         if !ended {
             let _ = node.kill();

@@ -6,10 +6,17 @@
 mod http1;
 mod proxy;
 mod slow_clients;
+mod smuggling;
 mod static_files;
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    nagaya_tests::suite::run(vec![static_files::SUITE, http1::SUITE, proxy::SUITE, slow_clients::SUITE])
+    nagaya_tests::suite::run(vec![
+        static_files::SUITE,
+        http1::SUITE,
+        proxy::SUITE,
+        slow_clients::SUITE,
+        smuggling::SUITE,
+    ])
 }
