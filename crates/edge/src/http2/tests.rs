@@ -380,6 +380,23 @@ fn a_request_that_is_not_clear_gets_400_and_never_reaches_a_site() {
 }
 
 #[test]
+fn an_applications_server_and_date_stay_its_own() {
+    run(async {
+        let world = world(|_| async {
+            let then = HeaderValue::from_static("Sun, 06 Nov 1994 08:49:37 GMT");
+            bytes("")
+                .with_header(SERVER, HeaderValue::from_static("app"))
+                .with_header(http::header::DATE, then)
+        });
+        let (io, _server) = listen(&world);
+        let (mut client, _connection) = connect(io).await;
+        let response = client.send_request(get("/"), true).unwrap().0.await.unwrap();
+        assert_eq!(response.headers()["server"], "app");
+        assert_eq!(response.headers()["date"], "Sun, 06 Nov 1994 08:49:37 GMT");
+    });
+}
+
+#[test]
 fn a_tunnel_cannot_be_had() {
     run(async {
         let world = world(|_| async { Response::new(StatusCode::SWITCHING_PROTOCOLS) });
