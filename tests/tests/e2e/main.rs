@@ -3,7 +3,10 @@
 //! One module for each topic, each with a node that its tests share. Run one test by a part of its name:
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
+mod app;
+mod cgi;
 mod http1;
+mod php;
 mod proxy;
 mod slow_clients;
 mod smuggling;
@@ -18,5 +21,8 @@ fn main() -> ExitCode {
         proxy::SUITE,
         slow_clients::SUITE,
         smuggling::SUITE,
+        cgi::SUITE,
+        php::SUITE,
+        app::SUITE,
     ])
 }

@@ -48,9 +48,11 @@ use strict;
 use warnings;
 use Socket;
 use IO::Socket::UNIX;
+$SIG{PIPE} = 'IGNORE';
 my $server = IO::Socket::UNIX->new(Type => SOCK_STREAM, Local => $ENV{NAGAYA_SOCKET}, Listen => 64) or die "listen: $!";
 while (my $client = $server->accept) {
-    sysread($client, my $bytes, 65536);
+    # The keeper looks whether somebody listens, and says nothing.
+    sysread($client, my $bytes, 65536) or next;
     open(my $log, '>>', 'requests.log') or die "log: $!";
     print $log $bytes;
     close $log;
@@ -65,16 +67,22 @@ fn world() -> World {
     let world = World::builder()
         .tenant("alice")
         .site(site("http", json!({ "kind": "http", "address": backend.address.to_string() })))
-        .site(site("cgi", json!({ "kind": "cgi", "root": "cgi", "index": ["index.cgi"] })))
-        .site(site("php", json!({ "kind": "php", "root": "php" })))
+        .site(site("cgi", json!({ "kind": "cgi", "root": "cgi", "front_controller": "index.cgi" })))
+        .site(site("php", json!({ "kind": "php", "root": "php", "front_controller": "index.php" })))
         .site(site("app", json!({ "kind": "app", "directory": "app", "command": ["./app.pl"] })))
         .start();
     world.write_program("alice", "cgi/index.cgi", CGI);
     world.write("alice", "php/index.php", PHP);
     world.write_program("alice", "app/app.pl", APP);
     for host in HOSTS {
-        assert_eq!(world.get(host, "/").expect(200).text(), "ok", "{host} works");
+        assert_eq!(world.get(host, "/any/path").expect(200).text(), "ok", "{host} takes every path");
     }
+    assert_eq!(
+        asked(&world).matches("REQUEST_URI=/any/path").count(),
+        1,
+        "the CGI program logs what it is asked"
+    );
+    assert!(asked(&world).matches("/any/path").count() >= 3, "so do the PHP script and the application");
     world.keep(backend);
     world
 }
