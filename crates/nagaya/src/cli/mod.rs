@@ -119,7 +119,8 @@ pub fn run() -> ExitCode {
         Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
         Command::Version(format) => version(format),
     };
-    result.unwrap_or_else(|error| {
+    // A reader of the output that has had enough is no error.
+    result.or_else(|error| output::end(Err(error), Format { json: false })).unwrap_or_else(|error| {
         match error.code() {
             Some(code) => eprintln!("nagaya: {error} [{code}]"),
             None => eprintln!("nagaya: {error}"),

@@ -136,7 +136,7 @@ mod tests {
             "node": "n1", "version": "0.1.0", "healthy": false, "reason": "the edge process is being started",
             "uptime_seconds": 93_784, "tenants": 2, "sites": 3, "revision": 9,
             "listen": [{"address": "127.0.0.1:8080", "tls": false}],
-            "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (KILL)"}],
+            "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (SIGKILL)"}],
             "protections": [{"name": "tenant-uids", "on": false, "why": "one uid for all", "how": "start as root"}],
             "needs_restart": ["listen"], "edge": null, "keeper": {"fence": "cgroup-v1"},
         }));

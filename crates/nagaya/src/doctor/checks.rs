@@ -13,6 +13,9 @@ const PIDS_WANTED: u64 = 131_072;
 /// Connections the kernel holds while the edge restarts.
 const SOMAXCONN_WANTED: u64 = 4_096;
 
+/// What limits and accounting need in cgroup v2.
+const V2_CONTROLLERS: [&str; 4] = ["cpu", "io", "memory", "pids"];
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
@@ -227,16 +230,18 @@ fn kernel_version(release: &str) -> Option<(u32, u32)> {
 
 fn cgroup_v2(facts: &Facts) -> (State, String) {
     let cgroups = &facts.cgroups;
-    let missing: Vec<_> = ["cpu", "io", "memory", "pids"]
-        .into_iter()
-        .filter(|name| !cgroups.v2_controllers.iter().any(|c| c == name))
-        .collect();
+    let missing: Vec<_> =
+        V2_CONTROLLERS.into_iter().filter(|name| !cgroups.v2_controllers.iter().any(|c| c == name)).collect();
     match &cgroups.v2_mount {
         None => (State::Off, "not mounted".into()),
         Some(mount) if cgroups.v2_controllers.is_empty() => {
             (State::Off, format!("{}: no controllers", mount.display()))
         }
         Some(mount) if !cgroups.v2_writable => (State::Off, format!("{}: not writable", mount.display())),
+        Some(_) if missing.len() == V2_CONTROLLERS.len() => (
+            State::Off,
+            format!("none of {}; they are in use by v1, or not delegated", V2_CONTROLLERS.join(" ")),
+        ),
         Some(_) if missing.is_empty() => (State::Ok, cgroups.v2_controllers.join(" ")),
         Some(_) => (State::Warn, format!("without {}", missing.join(" "))),
     }

@@ -299,14 +299,14 @@ impl Life {
         ControlFlow::Continue(())
     }
 
-    /// The first time: let what runs finish. The second time: at once.
+    /// The first time: let what runs finish. The second time: at once. The keeper still ends what it started, which
+    /// is quick and leaves nothing behind; only if that hangs too, a further signal cuts it off.
     fn end(&mut self) -> ControlFlow<Result<(), ServeError>> {
         if self.phase >= Phase::Draining {
-            tracing::warn!("told to end a second time: what still runs is cut off");
-            for role in Role::ALL {
-                if let Some(child) = &self.slot(role).child {
-                    child.signal(Signal::KILL);
-                }
+            let role = if self.phase == Phase::Draining { Role::Edge } else { Role::Keeper };
+            tracing::warn!("told to end again: the {role} process is cut off");
+            if let Some(child) = &self.slot(role).child {
+                child.signal(Signal::KILL);
             }
             return ControlFlow::Continue(());
         }
@@ -322,6 +322,8 @@ impl Life {
         if let Some(feed) = self.parts.node.feed(Role::Edge) {
             feed.send(Down::Drain);
         }
+        // Otherwise new connections would be taken by the kernel and never answered.
+        self.parts.listening.clear();
         self.later(drain + DRAIN_MARGIN, Event::Overdue { role: Role::Edge, run });
         ControlFlow::Continue(())
     }

@@ -206,8 +206,8 @@ impl Node {
             "Whether the node serves.",
             &one(u64::from(state.ready && !state.draining)),
         );
-        page.family("nagaya_tenants", "gauge", "Tenants in the store.", &one(counts.tenants));
-        page.family("nagaya_sites", "gauge", "Sites in the store.", &one(counts.sites));
+        page.family("nagaya_store_tenants", "gauge", "Tenants in the store.", &one(counts.tenants));
+        page.family("nagaya_store_sites", "gauge", "Sites in the store.", &one(counts.sites));
         page.family("nagaya_store_revision", "gauge", "Revision of the store.", &one(revision));
         let fed = each(|process| process.revision);
         page.family("nagaya_process_revision", "gauge", "Revision each process serves.", &fed);
