@@ -156,7 +156,9 @@ impl Reader<'_> {
     fn cross_check(&mut self) {
         let listen = self.settings.listen.clone();
         for (at, (entry, place)) in listen.iter().zip(self.places.listen.clone()).enumerate() {
-            if let Some(before) = listen[..at].iter().position(|other| other.address == entry.address) {
+            // For port 0 the kernel chooses, each time another one.
+            let is_same = |other: &Listen| other.address == entry.address && entry.address.port() != 0;
+            if let Some(before) = listen[..at].iter().position(is_same) {
                 let line =
                     Mistake::at(self.file, self.text, self.places.listen[before].start, conflict("", ""))
                         .line;
