@@ -41,7 +41,7 @@ const CODE_CANNOT_OPEN: Code = Code(441);
 #[derive(Debug, Clone)]
 pub struct AccessRecord {
     pub id: RequestId,
-    /// When the first byte of the request came.
+    /// When the request came; set when the account is closed, as the end less `took`.
     pub started: SystemTime,
     /// The client: the peer of the connection, or whom a trusted proxy says it speaks for.
     pub client: IpAddr,
@@ -74,7 +74,7 @@ pub struct AccessRecord {
 }
 
 impl AccessRecord {
-    pub fn begin(head: &Head, started: SystemTime, client: IpAddr) -> Self {
+    pub fn begin(head: &Head, client: IpAddr) -> Self {
         let query = head.query.as_deref();
         let len = head.host.len() + head.path.len() + query.map_or(0, |q| 1 + q.len());
         let mut text = String::with_capacity(len);
@@ -92,15 +92,15 @@ impl AccessRecord {
             referer: head.headers.get(REFERER).cloned(),
             user_agent: head.headers.get(USER_AGENT).cloned(),
             client,
-            ..Self::without_head(head.id, &head.conn, started)
+            ..Self::without_head(head.id, &head.conn)
         }
     }
 
     /// For a request that ended before its head was understood.
-    pub fn without_head(id: RequestId, conn: &ConnInfo, started: SystemTime) -> Self {
+    pub fn without_head(id: RequestId, conn: &ConnInfo) -> Self {
         Self {
             id,
-            started,
+            started: SystemTime::UNIX_EPOCH,
             client: conn.peer.ip(),
             port: conn.peer.port(),
             method: None,

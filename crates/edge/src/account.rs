@@ -14,6 +14,7 @@ use http_body::{Body, Frame, SizeHint};
 use nagaya_base::RequestId;
 
 use crate::access_log::{AccessRecord, ThreadLog};
+use crate::gate::Permits;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
 use crate::node::Node;
@@ -25,34 +26,38 @@ pub struct Account {
     record: AccessRecord,
     started: Instant,
     route: Option<Rc<Route>>,
+    /// The right to run, given back when the response's body has ended.
+    permits: Option<Permits>,
     received: Option<Rc<Cell<u64>>>,
     log: Option<Rc<ThreadLog>>,
     metrics: Arc<Metrics>,
 }
 
 impl Account {
-    pub fn open(node: &Node, request: &Request) -> Self {
+    /// Boxed from the start: it is large, and goes with the response in the end.
+    pub fn open(node: &Node, request: &Request) -> Box<Self> {
         let client = node.forwarding.client(&request.head);
-        Self::new(node, AccessRecord::begin(&request.head, SystemTime::now(), client))
+        Self::new(node, AccessRecord::begin(&request.head, client))
     }
 
     /// Of something that was no request.
-    pub fn without_request(node: &Node, id: RequestId, conn: &ConnInfo) -> Self {
-        Self::new(node, AccessRecord::without_head(id, conn, SystemTime::now()))
+    pub fn without_request(node: &Node, id: RequestId, conn: &ConnInfo) -> Box<Self> {
+        Self::new(node, AccessRecord::without_head(id, conn))
     }
 
-    fn new(node: &Node, mut record: AccessRecord) -> Self {
+    fn new(node: &Node, mut record: AccessRecord) -> Box<Self> {
         let gone = Refusal::ClientGone.row();
         record.status = gone.status;
         record.refusal = Some(gone.reason);
-        Self {
+        Box::new(Self {
             record,
             started: Instant::now(),
             route: None,
+            permits: None,
             received: None,
             log: node.log(),
             metrics: Arc::clone(&node.shared.metrics),
-        }
+        })
     }
 
     pub fn id(&self) -> RequestId {
@@ -79,9 +84,12 @@ impl Account {
         self.received = Some(received);
     }
 
-    /// It has left the line.
-    pub fn admitted(&mut self) {
-        self.record.queued = self.started.elapsed();
+    /// It may run, until this account is closed.
+    pub fn admitted(&mut self, permits: Permits) {
+        if permits.waited {
+            self.record.queued = self.started.elapsed();
+        }
+        self.permits = Some(permits);
     }
 
     /// The backend has begun to answer.
@@ -98,12 +106,12 @@ impl Account {
     }
 
     /// Goes with the response from here on.
-    pub fn answer(mut self, mut response: Response) -> Response {
+    pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
         self.record.status = response.status;
         if self.record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
             self.record.refusal = None;
         }
-        response.receipt = Some(Box::new(self));
+        response.receipt = Some(self);
         response
     }
 }
@@ -125,6 +133,7 @@ impl Drop for Account {
         }
         self.metrics.request(&self.record);
         if let Some(log) = &self.log {
+            self.record.started = SystemTime::now() - self.record.took;
             log.write(&self.record);
         }
     }

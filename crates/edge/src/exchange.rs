@@ -12,7 +12,7 @@ use nagaya_cmdb::record::{App, Files, Http, Listen};
 use crate::account::Account;
 use crate::files::{Ctx, Programs};
 use crate::forward::Proxied;
-use crate::message::{Request, RequestBody, Response};
+use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::path::SitePath;
 use crate::programs::{Outcome, Script};
@@ -30,14 +30,25 @@ pub async fn run(
     account: &mut Account,
 ) -> Result<Response, Refusal> {
     let response = match &route.site.backend {
-        Backend::Static(files) | Backend::Cgi(files) | Backend::Php(files) => {
-            from_files(node, route, files, request).await
+        // The edge itself answers: there is no backend to time.
+        Backend::Static(files) => return from_static(node, route, files, &request.head).await,
+        Backend::Cgi(files) | Backend::Php(files) => {
+            // Boxed, or the state of the largest exchange would be part of every request's, a file's too.
+            Box::pin(from_files(node, route, files, request)).await
         }
-        Backend::Http(http) => from_server(node, http, request).await,
-        Backend::App(app) => from_app(node, route, app, request).await,
+        Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
+        Backend::App(app) => Box::pin(from_app(node, route, app, request)).await,
     }?;
     account.backend_answered();
     Ok(response)
+}
+
+/// A file.
+async fn from_static(node: &Node, route: &Route, files: &Files, head: &Head) -> Result<Response, Refusal> {
+    let path = SitePath::parse(&head.path)?;
+    let rel = path.below(&route.site.path)?.ok_or(Refusal::NotFound)?;
+    let root = node.root(&route.site).await?;
+    node.files.serve(&Ctx { head, files, programs: Programs::None, root: &root, path: &path, rel })
 }
 
 /// A file, or the answer of a program among the files.

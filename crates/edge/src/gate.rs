@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use nagaya_cmdb::{Site, Tenant};
+use nagaya_telemetry::Gauge;
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use crate::refusal::Refusal;
@@ -28,6 +29,8 @@ pub struct Gate {
     permits: Arc<Semaphore>,
     limit: Mutex<u32>,
     waiting: AtomicU32,
+    /// Waiting at any gate.
+    all_waiting: Gauge,
 }
 
 /// The right to run. Giving it back is dropping it.
@@ -41,8 +44,9 @@ pub struct Patience {
 }
 
 impl Gate {
-    fn new(limit: u32) -> Self {
+    fn new(limit: u32, all_waiting: Gauge) -> Self {
         Self {
+            all_waiting,
             permits: Arc::new(Semaphore::new(limit as usize)),
             limit: Mutex::new(limit),
             waiting: AtomicU32::new(0),
@@ -73,12 +77,10 @@ impl Gate {
 
     /// Runs now if there is room, else waits in line.
     pub async fn admit(&self, patience: Patience) -> Result<Permit, Refusal> {
-        match Arc::clone(&self.permits).try_acquire_owned() {
-            Ok(permit) => return Ok(permit),
-            Err(TryAcquireError::Closed) => unreachable!("gates are never closed"),
-            Err(TryAcquireError::NoPermits) => {}
+        if let Some(permit) = self.try_admit() {
+            return Ok(permit);
         }
-        let Some(_place) = Place::take(&self.waiting, patience.waiting_max) else {
+        let Some(_place) = Place::take(&self.waiting, &self.all_waiting, patience.waiting_max) else {
             return Err(Refusal::QueueFull { retry_after_seconds: RETRY_AFTER_SECONDS });
         };
         match timeout(patience.wait, Arc::clone(&self.permits).acquire_owned()).await {
@@ -88,26 +90,36 @@ impl Gate {
         }
     }
 
+    /// A permit if one is free; those who wait come first, for theirs are never free.
+    fn try_admit(&self) -> Option<Permit> {
+        Arc::clone(&self.permits).try_acquire_owned().ok()
+    }
+
     pub fn waiting(&self) -> u32 {
         self.waiting.load(Ordering::Relaxed)
     }
 }
 
 /// A place in the line, left when dropped: also when the client goes.
-struct Place<'a>(&'a AtomicU32);
+struct Place<'a> {
+    waiting: &'a AtomicU32,
+    all_waiting: &'a Gauge,
+}
 
 impl<'a> Place<'a> {
-    fn take(waiting: &'a AtomicU32, max: u32) -> Option<Self> {
+    fn take(waiting: &'a AtomicU32, all_waiting: &'a Gauge, max: u32) -> Option<Self> {
         waiting
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| (now < max).then_some(now + 1))
             .ok()?;
-        Some(Self(waiting))
+        all_waiting.inc();
+        Some(Self { waiting, all_waiting })
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.all_waiting.dec();
     }
 }
 
@@ -120,6 +132,8 @@ pub struct Gates {
 
 /// What passing them gave.
 pub struct Permits {
+    /// There was a line.
+    pub waited: bool,
     _site: Option<Permit>,
     _tenant: Permit,
 }
@@ -127,21 +141,38 @@ pub struct Permits {
 impl Gates {
     /// The site's line first: who waits for one slow site does not hold its tenant's permits meanwhile.
     pub async fn admit(&self, patience: Patience) -> Result<Permits, Refusal> {
+        if let Some(permits) = self.admit_now() {
+            return Ok(permits);
+        }
         let site = match &self.site {
             Some(gate) => Some(gate.admit(patience).await?),
             None => None,
         };
-        Ok(Permits { _site: site, _tenant: self.tenant.admit(patience).await? })
+        Ok(Permits { waited: true, _site: site, _tenant: self.tenant.admit(patience).await? })
+    }
+
+    fn admit_now(&self) -> Option<Permits> {
+        let site = match &self.site {
+            Some(gate) => Some(gate.try_admit()?),
+            None => None,
+        };
+        Some(Permits { waited: false, _site: site, _tenant: self.tenant.try_admit()? })
     }
 }
 
 /// All gates of this edge, by name.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct GateTable {
     gates: Mutex<HashMap<String, Arc<Gate>>>,
+    waiting: Gauge,
 }
 
 impl GateTable {
+    /// `waiting` is kept at the number of requests that wait.
+    pub fn new(waiting: Gauge) -> Self {
+        Self { gates: Mutex::default(), waiting }
+    }
+
     /// The gates of a site as its records have them now.
     pub fn of(&self, site: &Site, tenant: &Tenant, tenant_default: u32) -> Gates {
         let tenant_limit = tenant.max_concurrent.unwrap_or(tenant_default);
@@ -160,7 +191,7 @@ impl GateTable {
         if gates.len() >= GATES_MAX {
             gates.retain(|_, gate| Arc::strong_count(gate) > 1);
         }
-        let gate = Arc::new(Gate::new(limit));
+        let gate = Arc::new(Gate::new(limit, self.waiting.clone()));
         gates.insert(key.into(), Arc::clone(&gate));
         gate
     }
@@ -170,6 +201,10 @@ impl GateTable {
 mod tests {
     use super::*;
 
+    fn gate(limit: u32) -> Gate {
+        Gate::new(limit, Gauge::default())
+    }
+
     const PATIENT: Patience = Patience { waiting_max: 2, wait: Duration::from_secs(3600) };
 
     fn full(result: &Result<Permit, Refusal>) -> bool {
@@ -178,7 +213,7 @@ mod tests {
 
     #[tokio::test]
     async fn never_more_run_than_the_limit_and_the_line_is_bounded() {
-        let gate = Arc::new(Gate::new(1));
+        let gate = Arc::new(gate(1));
         let running = gate.admit(PATIENT).await.unwrap();
         let line: Vec<_> = (0..2)
             .map(|_| {
@@ -199,7 +234,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_waiter_that_leaves_frees_its_place() {
-        let gate = Arc::new(Gate::new(1));
+        let gate = Arc::new(gate(1));
         let _running = gate.admit(PATIENT).await.unwrap();
         let leaving = tokio::spawn({
             let gate = Arc::clone(&gate);
@@ -215,7 +250,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_limit_changes_while_requests_run() {
-        let gate = Gate::new(2);
+        let gate = gate(2);
         let hasty = Patience { waiting_max: 0, wait: Duration::ZERO };
         let (one, two) = (gate.admit(hasty).await.unwrap(), gate.admit(hasty).await.unwrap());
         gate.set_limit(1);
@@ -234,7 +269,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn nobody_waits_longer_than_allowed() {
-        let gate = Gate::new(1);
+        let gate = gate(1);
         let _running = gate.admit(PATIENT).await.unwrap();
         let refused = gate.admit(Patience { waiting_max: 1, wait: Duration::from_secs(5) }).await;
         assert!(matches!(refused, Err(Refusal::QueueTimeout { .. })));

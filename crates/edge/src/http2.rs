@@ -179,7 +179,7 @@ async fn exchange<H: Host>(
             } else {
                 RequestBody::new(Arriving::new(body, &limits))
             };
-            host.serve(Request { head, body }).await
+            host.serve(Request { head: Box::new(head), body }).await
         }
     };
     let impossible = response.status.is_informational() || matches!(response.body, ResponseBody::Tunnel(_));

@@ -17,7 +17,8 @@ use nagaya_base::RequestId;
 
 /// One request: its head, already checked, and its body, still arriving.
 pub struct Request {
-    pub head: Head,
+    /// Boxed, because a request is handed from step to step and its head is large.
+    pub head: Box<Head>,
     pub body: RequestBody,
 }
 

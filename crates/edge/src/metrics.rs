@@ -220,8 +220,9 @@ impl Metrics {
         self.certificates.add([from as usize], 1);
     }
 
-    pub fn file_cache(&self, hit: bool) {
-        self.file_cache.add([usize::from(!hit)], 1);
+    pub fn file_cache(&self, hits: u64, misses: u64) {
+        self.file_cache.add([0], hits);
+        self.file_cache.add([1], misses);
     }
 
     pub fn upstream_connection(&self, how: UpstreamConnection) {

@@ -43,6 +43,8 @@ pub struct Node {
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
     log: RefCell<Option<Rc<ThreadLog>>>,
+    /// What this thread last added to the gauge of all.
+    cached_bytes: Cell<i64>,
     ids: Ids,
 }
 
@@ -65,6 +67,7 @@ impl Node {
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),
             log: RefCell::new(shared.log().map(|log| log.for_thread())),
+            cached_bytes: Cell::new(0),
             ids: Ids::new(),
             shared,
         }
@@ -102,6 +105,11 @@ impl Node {
 
     /// What is done now and then: idle things closed, lines of the log written.
     pub fn tend(&self) {
+        let (hits, misses, bytes) = self.files.take_counts();
+        let metrics = &self.shared.metrics;
+        metrics.file_cache(hits, misses);
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        metrics.file_cache_bytes.add(bytes - self.cached_bytes.replace(bytes));
         self.upstream.sweep();
         self.files.drop_idle(std::time::Instant::now());
         if let Some(log) = self.log() {
@@ -183,8 +191,8 @@ impl Host for Node {
         self.ids.next()
     }
 
-    async fn serve(&self, request: Request) -> Response {
-        request::serve(self, request).await
+    fn serve(&self, request: Request) -> impl Future<Output = Response> {
+        request::serve(self, request)
     }
 
     fn refuse(&self, conn: &ConnInfo, refusal: Refusal, id: RequestId) -> Response {

@@ -51,14 +51,11 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     account.count_body(&mut request);
 
     // May it run now? Waits its turn in its site's and its tenant's line, no longer than is allowed.
-    let permits = route.gates.admit(node.patience()).await?;
-    account.admitted();
+    // The account holds the right to run until the body ends, not just until its head is sent.
+    account.admitted(route.gates.admit(node.patience()).await?);
 
     // Bring up what answers this site, and let it answer.
-    let response = exchange::run(node, &route, request, account).await?;
-
-    // The right to run is given back when the body ends, not when its head is sent.
-    Ok(response.holding(permits))
+    exchange::run(node, &route, request, account).await
 }
 
 /// What some backend of this node may answer to.

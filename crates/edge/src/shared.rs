@@ -34,7 +34,7 @@ impl Shared {
             php: PhpPools::new(&options, Arc::clone(&metrics)),
             options: RwLock::new(Arc::new(options)),
             log: RwLock::new(log),
-            gates: GateTable::default(),
+            gates: GateTable::new(metrics.waiting.clone()),
             metrics,
         }
     }

@@ -19,13 +19,14 @@ pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
     let started = SystemTime::UNIX_EPOCH + Duration::from_millis(971_186_136_042);
     let host = "www.example.org";
     AccessRecord {
+        started,
         method: Some(Method::GET),
         text: format!("{host}{target}").into(),
         target_at: host.len(),
         user_agent: agent.map(|a| HeaderValue::from_bytes(a).unwrap()),
         bytes_out: 2326,
         took: Duration::from_micros(1500),
-        ..AccessRecord::without_head(RequestId(0xabc), &conn, started)
+        ..AccessRecord::without_head(RequestId(0xabc), &conn)
     }
 }
 

@@ -109,7 +109,6 @@ impl Cache {
         self.entries.len()
     }
 
-    #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -22,7 +22,7 @@ mod script;
 #[cfg(test)]
 mod tests;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -84,6 +84,8 @@ pub struct FileServer {
     /// Where paths of index files are put together, so that a request for a directory allocates nothing.
     scratch: RefCell<String>,
     clock: Rc<dyn Clock>,
+    hits: Cell<u64>,
+    misses: Cell<u64>,
 }
 
 /// What a request for a file is answered from.
@@ -125,6 +127,8 @@ impl FileServer {
             roots: Roots::new(),
             cache: RefCell::new(Cache::new(cache_bytes)),
             scratch: RefCell::new(String::new()),
+            hits: Cell::new(0),
+            misses: Cell::new(0),
             clock,
         }
     }
@@ -143,6 +147,11 @@ impl FileServer {
     pub fn drop_idle(&self, now: Instant) {
         self.cache.borrow_mut().drop_idle(now, IDLE_MAX);
         self.roots.close_idle(now, IDLE_MAX);
+    }
+
+    /// Answers from memory and from disk since the last call, and the bytes kept in memory now.
+    pub fn take_counts(&self) -> (u64, u64, usize) {
+        (self.hits.take(), self.misses.take(), self.cache.borrow().bytes())
     }
 
     /// What is at `rel`, whoever may read it. Refuses what the site does not serve.
@@ -240,10 +249,12 @@ impl FileServer {
         if let Some(entry) = kept {
             let chosen = entry.choose(headers);
             if entry.is_current(root, chosen, cache_control, now) {
+                self.hits.set(self.hits.get() + 1);
                 return Ok(Fetched::File(entry, chosen));
             }
             self.cache.borrow_mut().remove(root.id(), path);
         }
+        self.misses.set(self.misses.get() + 1);
         // Read before the first look at the file, so that a change after that look is younger than this.
         let wall = self.clock.wall();
         match load::load(root, path, cache_control, now, wall) {

@@ -4,7 +4,7 @@
 //! Not here: what the head may look like (`head`), what happens to a request (`request`).
 
 use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::{Method, Version};
 use http_body::Body;
 use nagaya_base::RequestId;
-use tokio::time::timeout;
+use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use crate::drain::Entered;
 use crate::http1::framing::Framing;
@@ -47,10 +47,11 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
     let entered = host.enter();
     let limits = host.limits();
     let mut wire = Rc::new(Wire::new(stream, input, Duration::from_millis(limits.idle_body_ms)));
+    let mut silence = Silence::new(Duration::from_millis(limits.head_ms));
     let mut served = 0;
     loop {
         let limits = host.limits();
-        let head = match read_head(&wire, &entered, &limits, served == 0).await {
+        let head = match read_head(&wire, &entered, &mut silence, &limits, served == 0).await {
             Ok(Some(head)) => head,
             Ok(None) => return,
             Err(refusal) => {
@@ -72,7 +73,8 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
         // The client left: dropping the unfinished future gives everything back.
-        let Some(response) = until_gone(&wire, host.serve(request)).await else { return };
+        let serving = pin!(host.serve(request));
+        let Some(response) = until_gone(&wire, serving).await else { return };
         if matches!(response.body, ResponseBody::Tunnel(_)) {
             return tunnel::run(wire, response).await;
         }
@@ -95,15 +97,13 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
 async fn read_head<S: Stream>(
     wire: &Wire<S>,
     entered: &Entered,
+    silence: &mut Silence,
     limits: &Limits,
     first: bool,
 ) -> Result<Option<RequestHead>, Refusal> {
-    let idle = Duration::from_millis(if first { limits.head_ms } else { limits.keep_alive_ms });
-    match timeout(idle, until_input(wire, entered)).await {
-        Ok(true) => {}
-        Ok(false) => return Ok(None),
-        Err(_) if first => return Err(Refusal::RequestTimeout),
-        Err(_) => return Ok(None),
+    silence.begin(Duration::from_millis(if first { limits.head_ms } else { limits.keep_alive_ms }));
+    if !until_input(wire, entered, silence).await {
+        return Ok(None);
     }
     let bounds = HeadLimits { bytes: limits.head_bytes, fields: limits.header_fields };
     let mut scanned = 0;
@@ -126,7 +126,7 @@ async fn read_head<S: Stream>(
 }
 
 /// Waits until there is something to parse. False: the connection ends here.
-async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered) -> bool {
+async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered, silence: &mut Silence) -> bool {
     if wire.with_input(|input| !input.is_empty()) {
         return true;
     }
@@ -140,11 +140,39 @@ async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered) -> bool {
             Poll::Ready(Ok(_)) => Poll::Ready(true),
             Poll::Pending => {
                 entered.wake_on_drain(cx.waker());
-                Poll::Pending
+                // Who says nothing is not answered: there was no request.
+                silence.poll_over(cx).map(|()| false)
             }
         }
     })
     .await
+}
+
+/// The time between two requests of a connection. One timer serves them all: it is set anew only when it goes
+/// off too early, since setting it for each request would cost more than parsing one.
+struct Silence {
+    timer: Pin<Box<Sleep>>,
+    until: Instant,
+}
+
+impl Silence {
+    fn new(patience: Duration) -> Self {
+        Self { timer: Box::pin(sleep(patience)), until: Instant::now() }
+    }
+
+    fn begin(&mut self, patience: Duration) {
+        self.until = Instant::now() + patience;
+    }
+
+    fn poll_over(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while self.timer.as_mut().poll(cx).is_ready() {
+            if self.until <= Instant::now() {
+                return Poll::Ready(());
+            }
+            self.timer.as_mut().reset(self.until);
+        }
+        Poll::Pending
+    }
 }
 
 fn take_head<S: Stream>(
@@ -166,7 +194,7 @@ fn take_head<S: Stream>(
 
 fn request<S: Stream>(head: RequestHead, body: Incoming<S>, conn: Rc<ConnInfo>, id: RequestId) -> Request {
     let body = if head.framing == Framing::None { RequestBody::empty() } else { RequestBody::new(body) };
-    let head = Head {
+    let head = Box::new(Head {
         id,
         method: head.method,
         path: head.path,
@@ -177,13 +205,12 @@ fn request<S: Stream>(head: RequestHead, body: Incoming<S>, conn: Rc<ConnInfo>, 
         headers: head.headers,
         upgrade: head.upgrade,
         conn,
-    };
+    });
     Request { head, body }
 }
 
 /// Runs `work` unless the client leaves first.
-async fn until_gone<S: Stream, T>(wire: &Wire<S>, work: impl Future<Output = T>) -> Option<T> {
-    let mut work = pin!(work);
+async fn until_gone<S: Stream, T>(wire: &Wire<S>, mut work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     poll_fn(|cx| {
         loop {
             if let Poll::Ready(done) = work.as_mut().poll(cx) {

@@ -49,7 +49,7 @@ fn each_label_value_stands_where_its_position_says() {
     metrics.handshake(Handshake::BrokenCertificate);
     metrics.certificate(CertificateLookup::Absent);
     metrics.upstream_connection(UpstreamConnection::Reused);
-    metrics.file_cache(false);
+    metrics.file_cache(0, 1);
     let text = metrics.encode();
     for line in [
         r#"nagaya_tls_handshakes_total{result="broken_certificate"} 1"#,

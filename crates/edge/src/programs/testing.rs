@@ -230,7 +230,7 @@ pub(super) fn request(method: Method, body: RequestBody) -> Request {
         upgrade: None,
         conn: Rc::new(ConnInfo { peer: address, local: address, tls: None }),
     };
-    Request { head, body }
+    Request { head: Box::new(head), body }
 }
 
 /// A body that is there and has a length.
