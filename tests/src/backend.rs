@@ -2,7 +2,7 @@
 //!
 //! Not here: programs that nagaya starts itself; those are files the tests write.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -179,7 +179,12 @@ impl Peer {
 
     fn fill(&mut self) -> Option<()> {
         let mut buffer = [0; 64 << 10];
-        let read = self.stream.read(&mut buffer).ok().filter(|read| *read > 0)?;
+        let read = loop {
+            match self.stream.read(&mut buffer) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                other => break other.ok().filter(|read| *read > 0)?,
+            }
+        };
         self.input.extend_from_slice(&buffer[..read]);
         self.shared.received.lock().ok()?.extend_from_slice(&buffer[..read]);
         Some(())

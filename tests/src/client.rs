@@ -140,6 +140,13 @@ impl Connection {
         self.input.drain(..count).collect()
     }
 
+    /// Everything until the other side closes.
+    #[track_caller]
+    pub fn until_end(&mut self) -> Vec<u8> {
+        while self.fill().unwrap_or_else(|error| panic!("{error} after {:?}", self.so_far())) > 0 {}
+        std::mem::take(&mut self.input)
+    }
+
     /// The head of the next response with status and fields; the body stays on the connection.
     #[track_caller]
     pub fn head(&mut self) -> Response {
@@ -152,7 +159,13 @@ impl Connection {
 
     fn fill(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 64 << 10];
-        let read = self.stream.read(&mut buffer)?;
+        let read = loop {
+            match self.stream.read(&mut buffer) {
+                // A read with a timeout is not resumed after the process was stopped for a moment.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        };
         self.input.extend_from_slice(&buffer[..read]);
         Ok(read)
     }

@@ -18,11 +18,17 @@ const THREADS: usize = 6;
 /// Tests of one topic.
 pub struct Suite {
     pub name: &'static str,
-    /// Starts the node they share.
-    pub world: fn() -> World,
     /// Without root there are no tenants' uids, and nothing of it can be shown.
     pub needs_root: bool,
-    pub tests: &'static [(&'static str, fn(&World))],
+    pub tests: Tests,
+}
+
+/// Functions with their names; the macro `tests!` writes the list.
+pub enum Tests {
+    /// They share the node that the first function starts.
+    Sharing(fn() -> World, &'static [(&'static str, fn(&World))]),
+    /// Each starts the nodes it needs.
+    Alone(&'static [(&'static str, fn())]),
 }
 
 /// `[("name", name), ...]` of functions.
@@ -31,19 +37,18 @@ macro_rules! tests {
     ($($test:ident),* $(,)?) => { &[$((stringify!($test), $test)),*] };
 }
 
+/// The node of a suite, started by the first test that needs it.
 struct Shared {
-    suite: Suite,
+    name: &'static str,
+    start: fn() -> World,
     world: OnceLock<Result<World, String>>,
 }
 
 impl Shared {
     /// A node that does not start fails every test of its topic, each at once.
     fn world(&self) -> &World {
-        let started =
-            self.world.get_or_init(|| catch_unwind(self.suite.world).map_err(|panic| text_of(&*panic)));
-        started
-            .as_ref()
-            .unwrap_or_else(|error| panic!("the node of '{}' did not start: {error}", self.suite.name))
+        let started = self.world.get_or_init(|| catch_unwind(self.start).map_err(|panic| text_of(&*panic)));
+        started.as_ref().unwrap_or_else(|error| panic!("the node of '{}' did not start: {error}", self.name))
     }
 }
 
@@ -56,14 +61,25 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> String {
 pub fn run(suites: Vec<Suite>) -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(THREADS);
-    let shared: Vec<_> =
-        suites.into_iter().map(|suite| Arc::new(Shared { suite, world: OnceLock::new() })).collect();
-    let trials = shared.iter().flat_map(trials).collect();
+    let (mut trials, mut nodes) = (Vec::new(), Vec::new());
+    for suite in suites {
+        match suite.tests {
+            Tests::Alone(tests) => trials.extend(tests.iter().map(|(name, test)| trial(&suite, name, *test))),
+            Tests::Sharing(start, tests) => {
+                let node = Arc::new(Shared { name: suite.name, start, world: OnceLock::new() });
+                trials.extend(tests.iter().map(|(name, test)| {
+                    let (node, test) = (Arc::clone(&node), *test);
+                    trial(&suite, name, move || in_shared(&node, test))
+                }));
+                nodes.push(node);
+            }
+        }
+    }
     let conclusion = libtest_mimic::run(&arguments, trials);
     let mut stopped = true;
-    for shared in shared {
-        let name = shared.suite.name;
-        let Some(Ok(world)) = Arc::into_inner(shared).and_then(|shared| shared.world.into_inner()) else {
+    for node in nodes {
+        let name = node.name;
+        let Some(Ok(world)) = Arc::into_inner(node).and_then(|node| node.world.into_inner()) else {
             continue;
         };
         if catch_unwind(AssertUnwindSafe(|| world.stop())).is_err() {
@@ -74,23 +90,25 @@ pub fn run(suites: Vec<Suite>) -> ExitCode {
     if stopped && !conclusion.has_failed() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn trials(shared: &Arc<Shared>) -> Vec<Trial> {
-    let trial = |(name, test): &(&'static str, fn(&World))| {
-        let (shared, name, test) = (Arc::clone(shared), format!("{}::{name}", shared.suite.name), *test);
-        Trial::test(name.clone(), move || {
-            if shared.suite.needs_root && !machine::is_root() {
-                skip(&name, "needs root");
-                return Ok(());
-            }
-            let world = shared.world();
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(world))) {
-                world.show_logs(&name);
-                resume_unwind(panic);
-            }
-            Ok(())
-        })
-    };
-    shared.suite.tests.iter().map(trial).collect()
+fn in_shared(node: &Shared, test: fn(&World)) {
+    let world = node.world();
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(world))) {
+        world.show_logs(node.name);
+        resume_unwind(panic);
+    }
+}
+
+fn trial(suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) -> Trial {
+    let name = format!("{}::{name}", suite.name);
+    let needs_root = suite.needs_root;
+    Trial::test(name.clone(), move || {
+        if needs_root && !machine::is_root() {
+            skip(&name, "needs root");
+        } else {
+            test();
+        }
+        Ok(())
+    })
 }
 
 /// Says that a test did not run. `./dev test` counts these lines.

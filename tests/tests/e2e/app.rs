@@ -4,55 +4,34 @@
 
 use std::sync::mpsc;
 
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
 use serde_json::json;
 
+use crate::programs;
+
 pub const SUITE: Suite = Suite {
     name: "app",
-    world,
     needs_root: true,
-    tests: nagaya_tests::tests![
-        an_application_is_started_by_its_first_request,
-        many_first_requests_start_one_application,
-        an_application_that_ended_is_started_anew,
-        an_application_that_never_listens_is_refused_in_time,
-        an_application_that_ends_at_once_is_refused,
-        an_application_may_listen_on_a_port,
-        an_application_ends_with_its_site,
-        what_an_application_writes_is_logged,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            an_application_is_started_by_its_first_request,
+            many_first_requests_start_one_application,
+            an_application_that_ended_is_started_anew,
+            an_application_that_never_listens_is_refused_in_time,
+            an_application_that_ends_at_once_is_refused,
+            an_application_may_listen_on_a_port,
+            an_application_ends_with_its_site,
+            what_an_application_writes_is_logged,
+        ],
+    ),
 };
-
-/// Answers one request of each connection with what is asked for.
-const APP: &str = r#"#!/usr/bin/perl
-use strict;
-use warnings;
-use Socket;
-use IO::Socket::UNIX;
-use IO::Socket::INET;
-$SIG{PIPE} = 'IGNORE';
-my $server = $ENV{NAGAYA_SOCKET}
-    ? IO::Socket::UNIX->new(Type => SOCK_STREAM, Local => $ENV{NAGAYA_SOCKET}, Listen => 64)
-    : IO::Socket::INET->new(LocalAddr => '127.0.0.1', LocalPort => $ENV{PORT}, Listen => 64);
-die "listen: $!" unless $server;
-print STDERR "the application listens\n";
-while (my $client = $server->accept) {
-    # The keeper looks whether somebody listens, and says nothing.
-    my $line = <$client> or next;
-    while (my $field = <$client>) { last if $field eq "\r\n"; }
-    exit 3 if $line =~ m{ /exit };
-    kill 'KILL', $$ if $line =~ m{ /crash };
-    my $body = "pid $$ uid $<";
-    print $client "HTTP/1.1 200 OK\r\nContent-Length: " . length($body) . "\r\nConnection: close\r\n\r\n$body";
-    close $client;
-}
-"#;
 
 fn world() -> World {
     let world = World::builder().tenant("alice").start();
-    world.write_program("alice", "app/app.pl", APP);
+    world.write_program("alice", "app/app.pl", programs::ONE_ANSWER_PER_CONNECTION);
     world
 }
 

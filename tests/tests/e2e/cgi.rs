@@ -3,31 +3,33 @@
 //! Not here: PHP (`php`), ambiguous requests (`smuggling`).
 
 use nagaya_tests::client::{self, Connection};
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "cgi",
-    world,
     needs_root: true,
-    tests: nagaya_tests::tests![
-        a_program_is_told_the_request,
-        a_program_runs_as_its_tenant_and_nobody_else,
-        status_location_and_fields_are_the_programs,
-        a_local_redirect_is_followed_inside,
-        a_body_arrives_on_standard_input,
-        a_long_answer_arrives_whole,
-        a_program_that_ignores_its_input_still_answers,
-        bad_output_is_502_with_the_requests_id,
-        a_program_that_never_ends_is_504_and_its_tree_is_gone,
-        a_daemon_does_not_outlive_its_request,
-        a_client_that_leaves_ends_the_program,
-        a_program_that_breaks_off_breaks_the_answer_off,
-        what_a_program_complains_about_is_logged,
-        programs_are_never_sent_as_files,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            a_program_is_told_the_request,
+            a_program_runs_as_its_tenant_and_nobody_else,
+            status_location_and_fields_are_the_programs,
+            a_local_redirect_is_followed_inside,
+            a_body_arrives_on_standard_input,
+            a_long_answer_arrives_whole,
+            a_program_that_ignores_its_input_still_answers,
+            bad_output_is_502_with_the_requests_id,
+            a_program_that_never_ends_is_504_and_its_tree_is_gone,
+            a_daemon_does_not_outlive_its_request,
+            a_client_that_leaves_ends_the_program,
+            a_program_that_breaks_off_breaks_the_answer_off,
+            what_a_program_complains_about_is_logged,
+            programs_are_never_sent_as_files,
+        ],
+    ),
 };
 
 fn world() -> World {

@@ -4,27 +4,29 @@
 
 use nagaya_tests::backend::Backend;
 use nagaya_tests::client::{Connection, Response};
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "http1",
-    world,
     needs_root: false,
-    tests: nagaya_tests::tests![
-        pipelined_requests_are_answered_in_order,
-        chunked_bodies_arrive_whole_and_so_do_trailers,
-        a_client_that_expects_100_is_told_to_go_on,
-        a_refused_upload_is_not_asked_for,
-        the_target_decides_over_the_host_field,
-        connections_stay_open_as_long_as_both_sides_want,
-        a_connection_ends_after_its_number_of_requests,
-        oversized_heads_are_refused,
-        an_oversized_body_is_refused,
-        a_client_may_close_its_half_after_the_request,
-        both_address_families_are_served,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            pipelined_requests_are_answered_in_order,
+            chunked_bodies_arrive_whole_and_so_do_trailers,
+            a_client_that_expects_100_is_told_to_go_on,
+            a_refused_upload_is_not_asked_for,
+            the_target_decides_over_the_host_field,
+            connections_stay_open_as_long_as_both_sides_want,
+            a_connection_ends_after_its_number_of_requests,
+            oversized_heads_are_refused,
+            an_oversized_body_is_refused,
+            a_client_may_close_its_half_after_the_request,
+            both_address_families_are_served,
+        ],
+    ),
 };
 
 const KEEP_ALIVE_REQUESTS: usize = 6;

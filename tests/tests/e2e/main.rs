@@ -5,12 +5,19 @@
 
 mod app;
 mod cgi;
+mod failures;
 mod http1;
+mod http2;
+mod limits;
 mod php;
+mod programs;
 mod proxy;
+mod sites;
 mod slow_clients;
 mod smuggling;
 mod static_files;
+mod tenants;
+mod tls;
 
 use std::process::ExitCode;
 
@@ -18,11 +25,17 @@ fn main() -> ExitCode {
     nagaya_tests::suite::run(vec![
         static_files::SUITE,
         http1::SUITE,
+        http2::SUITE,
+        tls::SUITE,
         proxy::SUITE,
         slow_clients::SUITE,
         smuggling::SUITE,
         cgi::SUITE,
         php::SUITE,
         app::SUITE,
+        tenants::SUITE,
+        sites::SUITE,
+        limits::SUITE,
+        failures::SUITE,
     ])
 }

@@ -5,29 +5,31 @@
 use std::path::Path;
 
 use nagaya_tests::client::{self, Connection};
-use nagaya_tests::suite::{self, Suite};
+use nagaya_tests::suite::{self, Suite, Tests};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "php",
-    world,
     needs_root: true,
-    tests: nagaya_tests::tests![
-        a_script_is_told_the_request,
-        a_worker_runs_as_its_tenant,
-        a_worker_serves_many_requests,
-        forms_and_uploads_arrive,
-        a_front_controller_gets_what_is_no_file,
-        a_worker_that_dies_breaks_the_answer_off_and_is_replaced,
-        a_worker_that_dies_silently_is_502_and_replaced,
-        a_script_that_never_ends_is_504_and_its_worker_replaced,
-        a_client_that_leaves_frees_the_worker,
-        idle_workers_end,
-        a_fatal_error_is_told_and_logged,
-        dokuwiki_runs_unmodified,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            a_script_is_told_the_request,
+            a_worker_runs_as_its_tenant,
+            a_worker_serves_many_requests,
+            forms_and_uploads_arrive,
+            a_front_controller_gets_what_is_no_file,
+            a_worker_that_dies_breaks_the_answer_off_and_is_replaced,
+            a_worker_that_dies_silently_is_502_and_replaced,
+            a_script_that_never_ends_is_504_and_its_worker_replaced,
+            a_client_that_leaves_frees_the_worker,
+            idle_workers_end,
+            a_fatal_error_is_told_and_logged,
+            dokuwiki_runs_unmodified,
+        ],
+    ),
 };
 
 fn world() -> World {

@@ -7,33 +7,35 @@ use std::time::Duration;
 
 use nagaya_tests::backend::{Backend, Peer, Request};
 use nagaya_tests::client::{self, Connection};
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use nagaya_tests::world::World;
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "proxy",
-    world,
     needs_root: false,
-    tests: nagaya_tests::tests![
-        the_application_is_told_who_asks,
-        what_a_client_claims_is_not_passed_on,
-        a_backend_that_answers_nothing_is_502,
-        invalid_answers_are_502,
-        a_backend_that_is_not_there_is_502,
-        a_backend_that_stays_silent_is_504,
-        an_answer_that_breaks_off_is_broken_off,
-        a_trickling_answer_arrives_whole,
-        an_answer_before_the_end_of_the_request_is_passed_on,
-        an_aged_connection_is_replaced_only_where_that_is_safe,
-        bytes_stream_both_ways_at_once,
-        an_upgraded_connection_carries_anything,
-        a_refused_upgrade_is_an_ordinary_answer,
-        connections_to_a_backend_are_reused,
-        a_client_that_leaves_frees_the_backend,
-        unix_sockets_are_addresses_too,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            the_application_is_told_who_asks,
+            what_a_client_claims_is_not_passed_on,
+            a_backend_that_answers_nothing_is_502,
+            invalid_answers_are_502,
+            a_backend_that_is_not_there_is_502,
+            a_backend_that_stays_silent_is_504,
+            an_answer_that_breaks_off_is_broken_off,
+            a_trickling_answer_arrives_whole,
+            an_answer_before_the_end_of_the_request_is_passed_on,
+            an_aged_connection_is_replaced_only_where_that_is_safe,
+            bytes_stream_both_ways_at_once,
+            an_upgraded_connection_carries_anything,
+            a_refused_upgrade_is_an_ordinary_answer,
+            connections_to_a_backend_are_reused,
+            a_client_that_leaves_frees_the_backend,
+            unix_sockets_are_addresses_too,
+        ],
+    ),
 };
 
 fn world() -> World {

@@ -4,23 +4,25 @@
 
 use nagaya_tests::backend::Backend;
 use nagaya_tests::client::Connection;
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use nagaya_tests::world::World;
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "slow_clients",
-    world,
     needs_root: false,
-    tests: nagaya_tests::tests![
-        a_head_that_does_not_end_is_408,
-        a_head_that_trickles_is_408,
-        a_body_that_stops_is_408,
-        an_idle_connection_is_closed_without_a_word,
-        a_client_that_does_not_read_is_let_go,
-        a_slow_but_steady_body_is_taken,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            a_head_that_does_not_end_is_408,
+            a_head_that_trickles_is_408,
+            a_body_that_stops_is_408,
+            an_idle_connection_is_closed_without_a_word,
+            a_client_that_does_not_read_is_let_go,
+            a_slow_but_steady_body_is_taken,
+        ],
+    ),
 };
 
 fn world() -> World {

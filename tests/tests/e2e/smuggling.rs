@@ -9,25 +9,27 @@ use std::path::PathBuf;
 
 use nagaya_tests::backend::Backend;
 use nagaya_tests::client::{self, Connection};
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use nagaya_tests::world::World;
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "smuggling",
-    world,
     needs_root: false,
-    tests: nagaya_tests::tests![
-        nothing_ambiguous_reaches_any_backend,
-        both_lengths_at_once_are_refused,
-        no_second_request_hides_in_a_body,
-        a_body_that_a_backend_leaves_unread_poisons_nobody,
-        bad_chunks_end_the_connection,
-        encoded_line_breaks_make_no_header,
-        a_backend_cannot_smuggle_through_its_answer,
-        trailers_do_not_become_headers,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            nothing_ambiguous_reaches_any_backend,
+            both_lengths_at_once_are_refused,
+            no_second_request_hides_in_a_body,
+            a_body_that_a_backend_leaves_unread_poisons_nobody,
+            bad_chunks_end_the_connection,
+            encoded_line_breaks_make_no_header,
+            a_backend_cannot_smuggle_through_its_answer,
+            trailers_do_not_become_headers,
+        ],
+    ),
 };
 
 /// Stands in every message, so that it is found wherever something of it arrives.

@@ -7,33 +7,35 @@ use std::os::unix::fs::symlink;
 
 use nagaya_tests::client::{self, Connection, Response};
 use nagaya_tests::machine;
-use nagaya_tests::suite::Suite;
+use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use serde_json::json;
 
 pub const SUITE: Suite = Suite {
     name: "static_files",
-    world,
     needs_root: false,
-    tests: nagaya_tests::tests![
-        an_index_answers_for_its_directory,
-        a_directory_without_its_slash_is_redirected,
-        ranges_are_exact,
-        several_ranges_come_as_parts,
-        conditional_requests_save_the_body,
-        a_changed_file_is_served_at_once,
-        precompressed_files_are_chosen_by_what_the_client_takes,
-        a_link_out_of_the_root_leads_nowhere,
-        dots_in_a_path_lead_nowhere,
-        a_directory_is_listed_only_where_asked_for,
-        error_documents_are_the_sites_own,
-        a_big_file_arrives_byte_for_byte,
-        head_has_the_fields_of_get_and_no_body,
-        other_methods_are_refused_with_those_allowed,
-        an_unknown_host_is_404,
-        wildcards_and_paths_choose_the_nearest_site,
-        denied_paths_and_hidden_files_are_not_served,
-    ],
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            an_index_answers_for_its_directory,
+            a_directory_without_its_slash_is_redirected,
+            ranges_are_exact,
+            several_ranges_come_as_parts,
+            conditional_requests_save_the_body,
+            a_changed_file_is_served_at_once,
+            precompressed_files_are_chosen_by_what_the_client_takes,
+            a_link_out_of_the_root_leads_nowhere,
+            dots_in_a_path_lead_nowhere,
+            a_directory_is_listed_only_where_asked_for,
+            error_documents_are_the_sites_own,
+            a_big_file_arrives_byte_for_byte,
+            head_has_the_fields_of_get_and_no_body,
+            other_methods_are_refused_with_those_allowed,
+            an_unknown_host_is_404,
+            wildcards_and_paths_choose_the_nearest_site,
+            denied_paths_and_hidden_files_are_not_served,
+        ],
+    ),
 };
 
 const PAGE: &str = "<!doctype html><title>hello</title><p>0123456789</p>\n";
