@@ -16,6 +16,9 @@ use serde_json::Value;
 
 use crate::admin::{Api, Client, ClientError, Problem};
 
+/// How often a change that others overtake is made anew. Each time somebody else's has succeeded.
+const UPDATE_TRIES_MAX: u32 = 20;
+
 /// Records asked for at once when a listing is printed.
 const PAGE_LEN: usize = nagaya_cmdb::store::PAGE_LEN_MAX;
 
@@ -164,8 +167,27 @@ impl Access {
         self.call(Method::PUT, path, Some((header::IF_NONE_MATCH, "*")), Some(record))
     }
 
+    /// Changes a record as it is now. Who was faster is not overwritten: then the change is made anew, on what
+    /// they left.
+    pub fn update(
+        &self,
+        path: &str,
+        mut change: impl FnMut(&Value) -> Result<Value, CliError>,
+    ) -> Result<Reply, CliError> {
+        let outdated = Code(216).to_string();
+        let mut tries = 0;
+        loop {
+            let seen = self.get(path)?;
+            tries += 1;
+            match self.replace(path, &change(&seen.0)?, &seen) {
+                Err(CliError::Refused(problem)) if problem.code == outdated && tries < UPDATE_TRIES_MAX => {}
+                done => return done,
+            }
+        }
+    }
+
     /// Refused if anything changed since `seen`.
-    pub fn replace(&self, path: &str, record: &Value, seen: &Reply) -> Result<Reply, CliError> {
+    fn replace(&self, path: &str, record: &Value, seen: &Reply) -> Result<Reply, CliError> {
         let tag = seen.0["revision"].to_string();
         self.call(Method::PUT, path, Some((header::IF_MATCH, &tag)), Some(record))
     }

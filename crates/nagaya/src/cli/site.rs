@@ -213,13 +213,14 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
 
 fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     let access = Access::open(place, Intent::Change)?;
-    let seen = access.get(&path(&command.name))?;
-    let mut record = seen.0["site"].as_object().cloned().unwrap_or_default();
-    for field in &command.unset {
-        unset(field, &mut record)?;
-    }
-    command.fields.apply(&mut record);
-    let reply = access.replace(&path(&command.name), &Value::Object(record), &seen)?;
+    let reply = access.update(&path(&command.name), |seen| {
+        let mut record = seen["site"].as_object().cloned().unwrap_or_default();
+        for field in &command.unset {
+            unset(field, &mut record)?;
+        }
+        command.fields.apply(&mut record);
+        Ok(Value::Object(record))
+    })?;
     if command.format.json {
         return output::print_json(&reply.0["site"]);
     }

@@ -120,13 +120,14 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
 
 fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     let access = Access::open(place, Intent::Change)?;
-    let seen = access.get(&path(&command.name))?;
-    let mut record = seen.0["tenant"].as_object().cloned().unwrap_or_default();
-    for field in &command.unset {
-        record.remove(&field.replace('-', "_"));
-    }
-    apply(&command.fields, &mut record)?;
-    let reply = access.replace(&path(&command.name), &Value::Object(record), &seen)?;
+    let reply = access.update(&path(&command.name), |seen| {
+        let mut record = seen["tenant"].as_object().cloned().unwrap_or_default();
+        for field in &command.unset {
+            record.remove(&field.replace('-', "_"));
+        }
+        apply(&command.fields, &mut record)?;
+        Ok(Value::Object(record))
+    })?;
     make_home(&reply.0["tenant"])?;
     if command.format.json {
         return output::print_json(&reply.0["tenant"]);
