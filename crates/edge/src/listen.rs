@@ -4,7 +4,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +29,10 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// When no descriptor is left, accepting pauses this long; the clients wait in the kernel's queue meanwhile.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// One in so many descriptors is left to those who are connected: for their files, backends and programs. New
+/// clients wait in the kernel's queue meanwhile, too.
+const RESERVE: u64 = 4;
 
 /// How often idle things are looked through.
 const TEND_EVERY: Duration = Duration::from_secs(1);
@@ -116,9 +120,15 @@ async fn tend(node: Rc<Node>) {
 }
 
 async fn accept(listener: TcpListener, tls: Option<Rc<Tls>>, node: Rc<Node>) {
+    let reserved = first_reserved();
+    let mut newest = 0;
     loop {
+        if newest >= reserved {
+            wait_for_room(&listener, reserved).await;
+        }
         match listener.accept().await {
             Ok((stream, peer)) => {
+                newest = stream.as_raw_fd();
                 if node.connections.len() >= node.limits().connections {
                     // Closing at once tells a balancer to go elsewhere; a response would cost what is short.
                     node.shared.metrics.connections_refused.inc();
@@ -133,6 +143,24 @@ async fn accept(listener: TcpListener, tls: Option<Rc<Tls>>, node: Rc<Node>) {
                 sleep(ACCEPT_PAUSE).await;
             }
         }
+    }
+}
+
+/// The kernel gives out the lowest free number, so numbers from this one on mean that the reserve is in use.
+fn first_reserved() -> RawFd {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.and_then(|max| RawFd::try_from(max - max / RESERVE).ok()).unwrap_or(RawFd::MAX)
+}
+
+async fn wait_for_room(listener: &TcpListener, reserved: RawFd) {
+    let lowest_free = || rustix::io::fcntl_dupfd_cloexec(listener, 0).map(|fd| fd.as_raw_fd());
+    let mut said = false;
+    while lowest_free().map_or(true, |fd| fd >= reserved) {
+        if !said {
+            tracing::warn!(code = "NGY0422", "accepting pauses: nearly all descriptors are in use");
+            said = true;
+        }
+        sleep(ACCEPT_PAUSE).await;
     }
 }
 

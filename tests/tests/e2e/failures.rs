@@ -189,12 +189,17 @@ fn a_full_disk_stops_the_log_and_no_request() {
 fn running_out_of_descriptors_passes() {
     let world = builder().before(&["prlimit", "--nofile=64:64"]).start();
     fill(&world);
+    let mut running = Connection::open(world.http());
+    running.send("GET /gated.cgi HTTP/1.1\r\nHost: cgi.test\r\nConnection: close\r\n\r\n");
     // More clients than it has room for; the kernel takes them in.
     let mut crowd: Vec<_> = (0..100).map(|_| Connection::open(world.http())).collect();
     for connection in &mut crowd {
         connection.send("GET /a.txt HTTP/1.1\r\nHost: www.test\r\n\r\n");
     }
     wait::until("it says so", || world.log().contains("NGY0422"));
+    // Who is in is served to the end.
+    world.write("alice", "cgi/gate", "open");
+    assert_eq!(running.response().expect(200).text(), "begun\nfinished\n");
     // Those that wait get their turn when others leave.
     let mut last = crowd.pop().expect("a hundred");
     drop(crowd);
