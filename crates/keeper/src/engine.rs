@@ -136,7 +136,10 @@ impl Engine {
             );
             return Err(Fault::new(Failure::Forbidden, fault::TENANT_UID, message));
         }
-        Ok(Runner { identity: self.is_root.then_some(identity), open_files_max: options.open_files_max })
+        // Raising a hard limit is a right of its own, which a container's root may lack.
+        let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+        let open_files_max = options.open_files_max.min(hard.unwrap_or(u64::MAX));
+        Ok(Runner { identity: self.is_root.then_some(identity), open_files_max })
     }
 
     pub async fn open_root(&self, name: &SiteName) -> Result<OwnedFd, Fault> {
