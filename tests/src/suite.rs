@@ -23,12 +23,14 @@ pub struct Suite {
     pub tests: Tests,
 }
 
-/// Functions with their names; the macro `tests!` writes the list.
+/// Functions with their names; the macro `tests!` writes it.
+type List<F> = &'static [(&'static str, F)];
+
 pub enum Tests {
     /// They share the node that the first function starts.
-    Sharing(fn() -> World, &'static [(&'static str, fn(&World))]),
+    Sharing(fn() -> World, List<fn(&World)>),
     /// Each starts the nodes it needs.
-    Alone(&'static [(&'static str, fn())]),
+    Alone(List<fn()>),
 }
 
 /// `[("name", name), ...]` of functions.

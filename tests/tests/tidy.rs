@@ -405,7 +405,7 @@ fn functions(text: &str) -> Vec<(String, usize)> {
             let rest = line.get(indent.len()..).unwrap_or_default();
             same_indent(line) && rest.ends_with(['}', ';'])
         };
-        let length = lines[at..].iter().position(|line| is_end(line)).map_or(1, |end| end + 1);
+        let length = lines[at..].iter().position(is_end).map_or(1, |end| end + 1);
         found.push((name.to_owned(), length));
     }
     found

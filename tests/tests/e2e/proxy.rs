@@ -62,7 +62,7 @@ fn misbehave(peer: &mut Peer, request: &Request) -> bool {
     match request.target() {
         "/told" => peer.answer("200 OK", &request.head),
         "/nothing" => false,
-        "/garbage" => peer.send("SSH-2.0-OpenSSH_9.2\r\n\r\n") && false,
+        "/garbage" => only(peer, "SSH-2.0-OpenSSH_9.2\r\n\r\n"),
         "/two-lengths" => peer.send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nabc"),
         "/length-and-chunked" => {
             peer.send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
@@ -78,9 +78,9 @@ fn misbehave(peer: &mut Peer, request: &Request) -> bool {
             peer.wait_for_end();
             false
         }
-        "/short" => peer.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nonly this") && false,
-        "/short-chunked" => peer.send(format!("{chunked}5\r\nhello\r\n")) && false,
-        "/bad-chunk" => peer.send(format!("{chunked}5\r\nhello\r\nzz\r\n")) && false,
+        "/short" => only(peer, "HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nonly this"),
+        "/short-chunked" => only(peer, format!("{chunked}5\r\nhello\r\n")),
+        "/bad-chunk" => only(peer, format!("{chunked}5\r\nhello\r\nzz\r\n")),
         "/trickle" => {
             peer.send("HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n")
                 && peer.trickle(&[b't'; 30], Duration::from_millis(10))
@@ -88,6 +88,12 @@ fn misbehave(peer: &mut Peer, request: &Request) -> bool {
         "/upgrade" if request.field("upgrade").is_some() => upgrade(peer),
         _ => peer.answer("200 OK", &String::from_utf8_lossy(&request.body)),
     }
+}
+
+/// Sends this and ends the connection.
+fn only(peer: &mut Peer, bytes: impl AsRef<[u8]>) -> bool {
+    peer.send(bytes);
+    false
 }
 
 fn upgrade(peer: &mut Peer) -> bool {

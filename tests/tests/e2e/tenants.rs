@@ -49,7 +49,9 @@ fn world() -> World {
     world.write("alice", "www/secret.html", SECRET);
     world.write("alice", "www/pid.php", "<?php echo getmypid();");
     world.write_program("alice", "app/app.pl", programs::ONE_ANSWER_PER_CONNECTION);
-    world.write("bob", "www/index.html", "bob");
+    for root in ["www", "cgi", "php"] {
+        world.write("bob", &format!("{root}/index.html"), "bob");
+    }
     world
 }
 
