@@ -11,4 +11,4 @@ done
 ended=$(date +%s%N)
 printf 'Content-Type: text/plain\r\n\r\n'
 printf 'counted to %s in %s ms\n' "$i" "$(((ended - begun) / 1000000))"
-printf 'uid %s, pid %s, host %s, request %s\n' "$(id -u)" "$$" "$SERVER_NAME" "${HTTP_X_REQUEST_ID:-unknown}"
+printf 'uid %s, pid %s, host %s\n' "$(id -u)" "$$" "$SERVER_NAME"

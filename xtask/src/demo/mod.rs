@@ -44,14 +44,14 @@ pub fn run(arguments: &[String]) -> Result<()> {
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).context("adopting orphans")?;
     let listen = addresses(arguments.port)?;
     let program = workspace::build_nagaya()?;
-    let before = Traces::take()?;
     let dir = tempfile::Builder::new().prefix("nagaya-demo-").tempdir().context("making a directory")?;
     chmod(dir.path(), Mode::from_raw_mode(0o755)).context("opening the directory to the tenants")?;
+    let mut traces = Traces::before(dir.path());
 
-    let outcome = serve(&program, dir.path(), &listen, arguments.check);
+    let outcome = serve(&program, dir.path(), &listen, arguments.check, &mut traces);
     let place = dir.path().to_path_buf();
     dir.close().with_context(|| format!("removing {}", place.display()))?;
-    let left = before.left_behind(&place)?;
+    let left = traces.left_behind()?;
     ensure!(left.is_empty(), "the demo left something behind:\n  {}", left.join("\n  "));
     outcome?;
     println!("\nStopped; no process, mount, cgroup or file is left.");
@@ -94,7 +94,7 @@ fn addresses(port: u16) -> Result<Vec<SocketAddr>> {
 }
 
 /// Serves until the visit is over, or until somebody asks to stop. Everything started ends here.
-fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool) -> Result<()> {
+fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces: &mut Traces) -> Result<()> {
     let port = listen[0].port();
     eprintln!("preparing the sites in {}", dir.display());
     let node = configure(program, dir, listen)?;
@@ -107,6 +107,7 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool) -> Resu
         welcome(dir, port);
         watch(&mut server.process)
     };
+    traces.node(server.process.pid());
     let left = server.process.stop();
     if visited.is_err() {
         eprintln!("the node's log ends with:\n{}", server.process.log_end());
@@ -220,7 +221,7 @@ nagaya serves
 Names under .localhost need no DNS: browsers and curl know them. Try
 
   curl -i http://manual.localhost:{port}/en/
-  curl -s http://cpu.localhost:{port}/?n=500000
+  curl -s 'http://cpu.localhost:{port}/?n=500000'
   curl -i -H 'Host: nobody.example' http://127.0.0.1:{port}/
   ps -eo user:12,pid,args | grep -E 'php-cgi|cpu.cgi'
   tail -f {dir}/log/access.log

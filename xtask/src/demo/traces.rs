@@ -1,10 +1,11 @@
-//! What a run may leave on a machine: processes, mounts, cgroups and files, compared before and after.
+//! What a demo may leave on a machine: processes, mounts, cgroups and files.
 //!
-//! Not here: ending them (`process`).
+//! Not here: ending them (`process`). Other nodes may run on the same machine, come and go: only what can be
+//! told to be the demo's own counts.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -17,68 +18,86 @@ const CGROUP_DEPTH_MAX: usize = 8;
 /// The kernel removes what a dying process held a moment after it is gone.
 const SETTLE_MAX: Duration = Duration::from_secs(3);
 
-/// What is there.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Traces(BTreeSet<String>);
+/// Where a node without settings of its own would put its files; the demo's node must not.
+const DEFAULT_PLACES: [&str; 3] = ["/run/nagaya", "/var/lib/nagaya", "/etc/nagaya"];
+
+/// What to look for once the demo is over.
+#[derive(Debug, Clone)]
+pub struct Traces {
+    /// Everything the demo writes lies in it.
+    dir: PathBuf,
+    /// Those of the default places that were there before.
+    places: BTreeSet<PathBuf>,
+    /// All processes of the node while it ran: keepers name their cgroups after themselves.
+    pids: BTreeSet<u32>,
+}
 
 impl Traces {
-    pub fn take() -> Result<Self> {
-        let mut found = BTreeSet::new();
-        let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
-        found.extend(mounts.lines().map(|line| format!("mount: {line}")));
-        cgroups(Path::new("/sys/fs/cgroup"), CGROUP_DEPTH_MAX, &mut found);
-        for dir in [std::env::temp_dir().as_path(), Path::new("/run"), Path::new("/var/lib")] {
-            files(dir, &mut found);
-        }
-        Ok(Self(found))
+    /// Before the demo starts.
+    pub fn before(dir: &Path) -> Self {
+        let places = DEFAULT_PLACES.iter().map(PathBuf::from).filter(|place| place.exists()).collect();
+        Self { dir: dir.into(), places, pids: BTreeSet::new() }
     }
 
-    /// What is there now and was not, without `gone`, which may be named in old mounts of others. Also children of
-    /// this process: it adopts orphans.
-    pub fn left_behind(&self, gone: &Path) -> Result<Vec<String>> {
+    /// While the node runs.
+    pub fn node(&mut self, pid: u32) {
+        self.pids.extend(tree(pid));
+    }
+
+    /// After everything was ended and the directory removed: what is still there.
+    pub fn left_behind(&self) -> Result<Vec<String>> {
         let begun = Instant::now();
         loop {
-            let mut left: Vec<String> = Self::take()?.0.difference(&self.0).cloned().collect();
-            let own = std::process::id();
-            for pid in tree(own).into_iter().filter(|pid| *pid != own) {
-                let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                // A zombie has no command line, and ends with this process.
-                if !command.is_empty() {
-                    left.push(format!("process: {pid} {}", command.replace('\0', " ")));
-                }
-            }
-            if gone.exists() {
-                left.push(format!("directory: {}", gone.display()));
-            }
+            let left = self.look()?;
             if left.is_empty() || begun.elapsed() > SETTLE_MAX {
                 return Ok(left);
             }
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+
+    fn look(&self) -> Result<Vec<String>> {
+        let mut left = Vec::new();
+        // Orphans of the node were adopted by this process.
+        let own = std::process::id();
+        for pid in tree(own).into_iter().filter(|pid| *pid != own) {
+            let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            // A zombie has no command line, and goes with this process.
+            if !command.is_empty() {
+                left.push(format!("process {pid}: {}", command.replace('\0', " ")));
+            }
+        }
+        let dir = self.dir.to_string_lossy();
+        let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
+        left.extend(mounts.lines().filter(|line| line.contains(&*dir)).map(|line| format!("mount {line}")));
+        cgroups(Path::new("/sys/fs/cgroup"), CGROUP_DEPTH_MAX, &self.pids, &mut left);
+        if self.dir.exists() {
+            left.push(format!("directory {dir}"));
+        }
+        let places = DEFAULT_PLACES.iter().map(PathBuf::from);
+        let new = places.filter(|place| place.exists() && !self.places.contains(place));
+        left.extend(new.map(|place| format!("directory {}", place.display())));
+        Ok(left)
+    }
 }
 
-/// cgroups with our name; others come and go by themselves.
-fn cgroups(dir: &Path, depth: usize, found: &mut BTreeSet<String>) {
+/// cgroups beneath a `nagaya` directory of keepers among `pids`.
+fn cgroups(dir: &Path, depth: usize, pids: &BTreeSet<u32>, found: &mut Vec<String>) {
     if depth == 0 {
         return;
     }
+    let ours = dir.file_name().is_some_and(|name| name == "nagaya");
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            let path = entry.path();
-            if path.to_string_lossy().contains("nagaya") {
-                found.insert(format!("cgroup: {}", path.display()));
-            }
-            cgroups(&path, depth - 1, found);
+        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            continue;
         }
-    }
-}
-
-/// Files with our name in directories that everybody uses.
-fn files(dir: &Path, found: &mut BTreeSet<String>) {
-    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().contains("nagaya") {
-            found.insert(format!("file: {}", entry.path().display()));
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // `k<pid>-<start time>-...`
+        let number =
+            name.strip_prefix('k').and_then(|rest| rest.split('-').next()).and_then(|pid| pid.parse().ok());
+        if ours && number.is_some_and(|pid| pids.contains(&pid)) {
+            found.push(format!("cgroup {}", entry.path().display()));
         }
+        cgroups(&entry.path(), depth - 1, pids, found);
     }
 }

@@ -56,10 +56,11 @@ pub fn run(setting: &Setting) -> Result<()> {
 
     let servers = vec![(VARIANTS[0], &nagaya), (VARIANTS[1], &nginx)];
     let target = |path: &str, body_bytes| Target { hosts: vec![HOST.into()], path: path.into(), body_bytes };
-    let hello = HELLO.len() as u64;
+    // Both answer in chunks, whose sizes stand between the bytes.
+    let hello = HELLO.len() as u64..=HELLO.len() as u64 + 16;
     let cases = vec![
         Case { name: "page", target: target(PAGE, PAGE_BYTES), servers: servers.clone() },
-        Case { name: "trivial", target: target("/hello.php", hello..=hello), servers },
+        Case { name: "trivial", target: target("/hello.php", hello), servers },
     ];
     let load = Load { connections: CONNECTIONS, ..setting.load() };
     interleave(&mut report, setting, &load, &cases)?;

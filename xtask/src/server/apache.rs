@@ -78,13 +78,14 @@ fn common(dir: &Path, mpm: Mpm, address: std::net::SocketAddr, population: &Popu
                 SERVERS * 2
             ),
         ),
+        // A child whose threads are all busy closes idle keep-alive connections: each child alone has enough.
         Mpm::Event => (
             "mpm_event",
             format!(
-                "StartServers 2\nThreadsPerChild {}\nThreadLimit {SERVERS}\nMinSpareThreads {SERVERS}\n\
-                 MaxSpareThreads {}\nMaxRequestWorkers {SERVERS}\n",
-                SERVERS / 2,
-                SERVERS * 2
+                "StartServers 2\nServerLimit 4\nThreadsPerChild {SERVERS}\nThreadLimit {SERVERS}\n\
+                 MinSpareThreads {SERVERS}\nMaxSpareThreads {}\nMaxRequestWorkers {}\n",
+                SERVERS * 4,
+                SERVERS * 4
             ),
         ),
     };
