@@ -80,11 +80,10 @@ impl Process {
                 Some(Down::Apply(changes)) if self.threads.is_empty() => self.apply(changes)?,
                 Some(Down::Apply(changes)) => self.pending.extend(changes),
                 Some(Down::Commit { revision }) => self.commit(revision)?,
-                Some(Down::ReopenLogs) => {
-                    if let Some(log) = self.shared.log() {
-                        log.reopen();
-                    }
-                }
+                Some(Down::ReopenLogs) => match self.shared.log() {
+                    Some(log) => log.reopen(),
+                    None => self.open_log(),
+                },
                 Some(Down::Ask { tag, question }) => self.answer(tag, question)?,
                 Some(Down::Drain) => return self.drain(),
                 None => {
@@ -97,10 +96,17 @@ impl Process {
 
     fn options(&mut self, options: Options) {
         let before = self.shared.options();
-        if before.log != options.log {
-            self.shared.set_log(open_log(&options, &self.shared.metrics));
-        }
+        let is_other_log = before.log != options.log;
         self.shared.set_options(options);
+        if is_other_log || self.shared.log().is_none() {
+            self.open_log();
+        }
+        self.orders.send_modify(|orders| orders.settings += 1);
+    }
+
+    /// Opens the log that the settings name, for all threads. Also anew, after somebody has removed what was in the way.
+    fn open_log(&mut self) {
+        self.shared.set_log(open_log(&self.shared.options(), &self.shared.metrics));
         self.orders.send_modify(|orders| orders.settings += 1);
     }
 

@@ -28,6 +28,7 @@ pub const SUITE: Suite = Suite {
         a_reload_takes_new_settings,
         a_reload_with_mistakes_keeps_the_old_settings,
         logs_are_opened_anew_on_a_signal,
+        a_log_that_could_not_be_opened_is_opened_on_a_signal,
         without_root_it_serves_and_says_what_is_off,
     ]),
 };
@@ -289,6 +290,25 @@ fn logs_are_opened_anew_on_a_signal() {
         world.access_log().iter().any(|line| line["target"] == "/a.txt?after")
     });
     assert!(fs::read_to_string(world.path("log/access.log.1")).expect("the old file").contains("?before"));
+    world.stop();
+}
+
+fn a_log_that_could_not_be_opened_is_opened_on_a_signal() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let builder = builder();
+    let log = builder.path("log/access.log");
+    machine::write(&log, "somebody else's\n");
+    fs::set_permissions(&log, fs::Permissions::from_mode(0o600)).expect("our own file");
+    let world = builder.start();
+    fill(&world);
+    world.get("www.test", "/a.txt").expect(200);
+    assert!(world.log().contains("NGY0424"), "requests are not logged, and nobody is told");
+    fs::remove_file(&log).expect("our own file");
+    machine::signal(world.pid(), "USR1");
+    wait::until("requests are logged", || {
+        world.get("www.test", "/a.txt").expect(200);
+        !world.access_log().is_empty()
+    });
     world.stop();
 }
 
