@@ -35,6 +35,8 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
 const SLEEPING_TESTS: &[(&str, &str)] = &[
     ("tests/src/wait.rs", "polls a condition of another process until its deadline"),
     ("tests/src/backend.rs", "plays a server that is slow on purpose"),
+    ("crates/edge/src/programs/testing.rs", "polls a condition of a process until its deadline"),
+    ("crates/edge/src/programs/php/tests.rs", "plays a client that sends slowly on purpose"),
 ];
 
 // === The rules ===
@@ -83,8 +85,7 @@ fn input_cannot_panic_the_program() {
     let production =
         sources().into_iter().filter(|file| file.path.starts_with("crates/") && !is_test(&file.path));
     check(production, "return an error, or say with `expect(\"...\")` why it cannot happen", |file| {
-        let end = file.text.find("#[cfg(test)]\nmod ").unwrap_or(file.text.len());
-        let production = File { path: file.path.clone(), text: file.text[..end].to_owned() };
+        let production = File { path: file.path.clone(), text: production_part(&file.text).to_owned() };
         lines_with(&production, |line| code_of(line).contains(concat!(".unwrap", "()")))
     });
 }
@@ -123,16 +124,9 @@ fn tests_wait_for_conditions_not_for_time() {
             if simulated || SLEEPING_TESTS.iter().any(|(path, _)| *path == file.path) {
                 return Vec::new();
             }
-            let begin = if is_test(&file.path) {
-                0
-            } else {
-                file.text.find("#[cfg(test)]\nmod ").unwrap_or(usize::MAX)
-            };
-            let skipped = file.text.get(..begin).map_or(usize::MAX, |before| before.lines().count());
-            lines_with(file, |line| code_of(line).contains(concat!("sleep", "(")))
-                .into_iter()
-                .filter(|found| line_number(found) > skipped)
-                .collect()
+            let production = if is_test(&file.path) { "" } else { production_part(&file.text) };
+            let skipped = production.lines().count();
+            lines_with(file, sleeps).into_iter().filter(|found| line_number(found) > skipped).collect()
         },
     );
 }
@@ -357,8 +351,22 @@ fn is_test(path: &str) -> bool {
         || path.contains("/fuzz/")
         || path.contains("/benches/")
         || name == "tests"
+        || name == "testing"
         || name == "suite"
         || name.ends_with("_tests")
+}
+
+/// The text without the tests at its end.
+fn production_part(text: &str) -> &str {
+    &text[..text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len())]
+}
+
+/// Whether the line sleeps itself; programs that tests write may do as they like.
+fn sleeps(line: &str) -> bool {
+    let line = code_of(line);
+    let call = concat!("sleep", "(");
+    line.match_indices(call)
+        .any(|(at, _)| line[..at].ends_with("::") && line[..at].matches('"').count() % 2 == 0)
 }
 
 /// The line without its comment.
@@ -469,8 +477,7 @@ fn error_codes() -> BTreeMap<String, String> {
         {
             continue;
         }
-        let end = file.text.find("#[cfg(test)]\nmod ").unwrap_or(file.text.len());
-        let text = &file.text[..end];
+        let text = production_part(&file.text);
         let mut marks = vec!["Code(", "\"NGY"];
         if file.path == "crates/edge/src/refusal.rs" {
             marks.extend([", ", "valid status code\"), "]);
@@ -511,6 +518,14 @@ fn marks_are_found_as_words_only() {
     assert!(!has_word(&format!("let {mark}S = 1;"), mark));
     assert!(has_word("call(\"/opt/x\")", "/opt/"));
     assert!(!has_word("\"/srv/opt/x\"", "/opt/"));
+}
+
+#[test]
+fn only_sleeps_of_the_test_itself_are_found() {
+    let call = concat!("sleep", "(1)");
+    assert!(sleeps(&format!("    std::thread::{call};")));
+    assert!(!sleeps(&format!("    file(\"<?php {call}; thread::{call};\");")));
+    assert!(!sleeps(&format!("    u{call};")));
 }
 
 #[test]
