@@ -2,7 +2,6 @@
 //!
 //! Not here: how each kind works (`files`, `programs`, `upstream`), the order of a request's steps (`request`).
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use http::Method;
@@ -11,7 +10,6 @@ use nagaya_cmdb::record::{App, Files, Http, Listen};
 
 use crate::account::Account;
 use crate::files::{Ctx, Programs};
-use crate::forward::Proxied;
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::path::SitePath;
@@ -19,6 +17,9 @@ use crate::programs::{Outcome, Script};
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::upstream::{self, Address, Bounds, Outgoing};
+
+/// What the fields of a request to an application mostly take, in bytes.
+const FIELDS_LEN: usize = 1024;
 
 /// A program may answer "serve that path instead" (RFC 3875 section 6.2.2) this often for one request.
 const LOCAL_REDIRECTS_MAX: u32 = 10;
@@ -36,8 +37,8 @@ pub async fn run(
             // Boxed, or the state of the largest exchange would be part of every request's, a file's too.
             Box::pin(from_files(node, route, files, request)).await
         }
-        Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
-        Backend::App(app) => Box::pin(from_app(node, route, app, request)).await,
+        Backend::Http(http) => from_server(node, http, request).await,
+        Backend::App(app) => from_app(node, route, app, request).await,
     }?;
     account.backend_answered();
     Ok(response)
@@ -98,8 +99,7 @@ async fn from_files(
 /// A server that already runs somewhere.
 async fn from_server(node: &Node, http: &Http, request: Request) -> Result<Response, Refusal> {
     let address = Address::parse(&http.address);
-    let host = http.host_header.as_deref().map(Cow::Borrowed);
-    proxy(node, &address, host, http.timeout_seconds, request).await
+    proxy(node, &address, http.host_header.as_deref(), http.timeout_seconds, request).await
 }
 
 /// A server that the keeper starts when it is needed; the connection comes from there.
@@ -111,7 +111,7 @@ async fn from_app(node: &Node, route: &Route, app: &App, request: Request) -> Re
 async fn proxy(
     node: &Node,
     address: &Address,
-    host: Option<Cow<'_, str>>,
+    host: Option<&str>,
     timeout_seconds: Option<u32>,
     request: Request,
 ) -> Result<Response, Refusal> {
@@ -124,8 +124,9 @@ async fn proxy(
         head_bytes: limits.head_bytes,
     };
     let Request { head, body } = request;
-    let Proxied { headers, host: asked } = node.forwarding.request(&head)?;
-    let outgoing = Outgoing { head: &head, headers: &headers, host: host.as_deref().unwrap_or(&asked) };
+    let mut fields = Vec::with_capacity(FIELDS_LEN);
+    node.forwarding.request(&head, host, &mut fields)?;
+    let outgoing = Outgoing { head: &head, fields: &fields };
     let mut response = upstream::exchange(&node.upstream, address, node, outgoing, body, bounds).await?;
     node.forwarding.response(&mut response);
     Ok(response)

@@ -1,9 +1,10 @@
 //! Header fields between the client and an application behind us: what must not be passed on, and what a
-//! proxy adds.
+//! proxy adds. They are written as they go out; no second map of them is made.
 //!
 //! What a client says about who it is (`Forwarded`, `X-Forwarded-*`) is believed and continued only if it
-//! comes from a trusted proxy; from anybody else it is thrown away. Not here: CGI variables (`programs`), the
-//! connection to the application (`upstream`).
+//! comes from a trusted proxy; from anybody else it is thrown away. Hop-by-hop fields never get here: `http1::head`
+//! takes them out of both directions, and HTTP/2 refuses them. Not here: CGI variables (`programs`), the connection to the
+//! application (`upstream`).
 
 mod addresses;
 mod trace;
@@ -11,15 +12,12 @@ mod trace;
 use std::cell::RefCell;
 use std::net::IpAddr;
 
-use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, FORWARDED, HeaderMap, HeaderName, PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE, VIA,
-};
+use http::header::{FORWARDED, HeaderMap, HeaderName, VIA};
 use http::{HeaderValue, Version};
 use ipnet::IpNet;
 use nagaya_base::Code;
 
-use crate::message::{Head, Response, ResponseBody};
+use crate::message::{Head, Response};
 use crate::options::Options;
 use crate::refusal::Refusal;
 
@@ -27,38 +25,6 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_FORWARDED_PORT: HeaderName = HeaderName::from_static("x-forwarded-port");
-const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
-/// Fields that say who the client is, besides `Forwarded` and `X-Forwarded-*`.
-const CLIENT_CLAIMS: [&str; 3] = ["x-real-ip", "x-client-ip", "true-client-ip"];
-
-/// Hop-by-hop fields that need not be listed in Connection (RFC 9110 section 7.6.1), and `Proxy`, which is no field
-/// of HTTP but becomes the variable `HTTP_PROXY` in programs that talk CGI (CVE-2016-5385).
-const HOP_BY_HOP: [HeaderName; 10] = [
-    CONNECTION,
-    HeaderName::from_static("keep-alive"),
-    HeaderName::from_static("proxy-connection"),
-    HeaderName::from_static("http2-settings"),
-    HeaderName::from_static("proxy"),
-    PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION,
-    TE,
-    TRANSFER_ENCODING,
-    UPGRADE,
-];
-
-/// Fields that Connection cannot declare hop-by-hop: without them the message means something else, or who
-/// sent it is forgotten.
-const ESSENTIAL: [HeaderName; 8] = [
-    CONTENT_LENGTH,
-    CONTENT_TYPE,
-    http::header::HOST,
-    http::header::AUTHORIZATION,
-    http::header::COOKIE,
-    FORWARDED,
-    X_FORWARDED_FOR,
-    VIA,
-];
 
 /// How often a request may pass through this node. Twice has its uses (a cache between two sites); beyond
 /// this it goes in circles.
@@ -66,22 +32,15 @@ const HOPS_MAX: usize = 4;
 
 const CODE_BAD_PROXY: Code = Code(432);
 
-/// A request as the application shall see it.
-#[derive(Debug)]
-pub struct Proxied {
-    pub headers: HeaderMap,
-    /// For the Host field: what the client asked for, with the port it gave.
-    pub host: String,
-}
-
 /// One thread's rules of forwarding.
 #[derive(Debug)]
 pub struct Forwarding(RefCell<Settings>);
 
 #[derive(Debug)]
 struct Settings {
-    /// This node in Via.
+    /// This node in Via, and what it adds there to an answer.
     name: Box<str>,
+    via: HeaderValue,
     trusted: Vec<IpNet>,
 }
 
@@ -104,40 +63,99 @@ impl Forwarding {
         addresses::client(&head.headers, peer, |address| settings.trusts(address))
     }
 
-    /// The head for the application.
+    /// Writes the header section for the application, Host first, each field as `name: value` between line ends;
+    /// the first line end is written, the last is not. `host` is sent in place of what the client asked for.
     ///
     /// # Errors
     /// If the request has been here too often already.
-    pub fn request(&self, head: &Head) -> Result<Proxied, Refusal> {
+    pub fn request(&self, head: &Head, host: Option<&str>, out: &mut Vec<u8>) -> Result<(), Refusal> {
         let settings = self.0.borrow();
-        if settings.passes(&head.headers) >= HOPS_MAX {
+        let trusted = settings.trusts(head.conn.peer.ip().to_canonical());
+        let mut seen = Seen::default();
+        field(out, b"host");
+        match host {
+            Some(host) => out.extend_from_slice(host.as_bytes()),
+            None => write_host(out, head),
+        }
+        for (name, value) in &head.headers {
+            match fate(name.as_str(), trusted) {
+                Fate::Pass => {
+                    field(out, name.as_str().as_bytes());
+                    out.extend_from_slice(value.as_bytes());
+                }
+                Fate::Rewrite => seen.note(name.as_str()),
+                Fate::Drop => {}
+            }
+        }
+        if seen.via && settings.passes(&head.headers) >= HOPS_MAX {
             return Err(Refusal::LoopDetected);
         }
-        let mut headers = head.headers.clone();
-        strip_hop_by_hop(&mut headers);
-        headers.remove(EXPECT);
-        remove_ambiguous_names(&mut headers);
-        if !settings.trusts(head.conn.peer.ip().to_canonical()) {
-            remove_claims(&mut headers);
+        let before = if trusted { &head.headers } else { &HeaderMap::new() };
+        write_forwarding(out, head, before);
+        trace::write(out, &head.headers, seen.trace, head.id);
+        field(out, b"x-request-id");
+        push_hex(out, head.id.0, 32);
+        field(out, b"via");
+        if seen.via {
+            write_list(out, &head.headers, &VIA);
         }
-        let host = match head.port {
-            Some(port) => format!("{}:{port}", head.host),
-            None => head.host.to_string(),
-        };
-        add_forwarding(&mut headers, head, &host);
-        trace::continue_or_begin(&mut headers, head.id);
-        headers.insert(X_REQUEST_ID, value(head.id.to_string()));
-        append(&mut headers, VIA, &settings.via(head.version));
-        Ok(Proxied { headers, host })
+        out.extend_from_slice(version(head.version).as_bytes());
+        out.push(b' ');
+        out.extend_from_slice(settings.name.as_bytes());
+        Ok(())
     }
 
     /// The application's answer, for the client.
     pub fn response(&self, response: &mut Response) {
-        // The fields of a protocol change belong to the two connections that become one.
-        if !matches!(response.body, ResponseBody::Tunnel(_)) {
-            strip_hop_by_hop(&mut response.headers);
+        let settings = self.0.borrow();
+        if response.headers.contains_key(VIA) {
+            let mut list = Vec::new();
+            write_list(&mut list, &response.headers, &VIA);
+            list.extend_from_slice(settings.via.as_bytes());
+            let joined = HeaderValue::from_bytes(&list).expect("valid values, joined by valid bytes");
+            response.headers.insert(VIA, joined);
+        } else {
+            response.headers.insert(VIA, settings.via.clone());
         }
-        append(&mut response.headers, VIA, &self.0.borrow().via(Version::HTTP_11));
+    }
+}
+
+/// What becomes of a field of the request.
+enum Fate {
+    Pass,
+    Drop,
+    /// It is written anew, from what the client said or without it.
+    Rewrite,
+}
+
+fn fate(name: &str, trusted: bool) -> Fate {
+    match name {
+        "via" | "traceparent" | "tracestate" | "forwarded" | "x-request-id" => Fate::Rewrite,
+        "x-forwarded-for" | "x-forwarded-proto" | "x-forwarded-host" | "x-forwarded-port" => Fate::Rewrite,
+        // The framing is ours, and `100 Continue` was settled with the client.
+        "content-length" | "expect" | "http2-settings" => Fate::Drop,
+        // No field of HTTP, but it becomes the variable `HTTP_PROXY` in programs that talk CGI (CVE-2016-5385).
+        "proxy" => Fate::Drop,
+        "x-real-ip" | "x-client-ip" | "true-client-ip" if !trusted => Fate::Drop,
+        _ if !trusted && name.starts_with("x-forwarded-") => Fate::Drop,
+        // `X_Forwarded_For` and `X-Forwarded-For` are one variable to a program that talks CGI or WSGI: a client
+        // could say what a proxy says. Nobody else uses such names.
+        _ if name.contains('_') => Fate::Drop,
+        _ => Fate::Pass,
+    }
+}
+
+/// Fields that are rare and cost a look-up only where they came.
+#[derive(Default)]
+struct Seen {
+    via: bool,
+    trace: bool,
+}
+
+impl Seen {
+    fn note(&mut self, name: &str) {
+        self.via |= name == "via";
+        self.trace |= name == "traceparent";
     }
 }
 
@@ -152,21 +170,13 @@ impl Settings {
                 None
             }
         });
-        Self { name: token(&options.node), trusted: trusted.collect() }
+        let name = token(&options.node);
+        let via = HeaderValue::try_from(format!("1.1 {name}")).expect("a token and a version");
+        Self { name, via, trusted: trusted.collect() }
     }
 
     fn trusts(&self, address: IpAddr) -> bool {
         self.trusted.iter().any(|network| network.contains(&address))
-    }
-
-    /// `1.1 node`: the protocol the message came by, and who received it (RFC 9110 section 7.6.3).
-    fn via(&self, received: Version) -> String {
-        let version = match received {
-            Version::HTTP_10 => "1.0",
-            Version::HTTP_2 => "2.0",
-            _ => "1.1",
-        };
-        format!("{version} {}", self.name)
     }
 
     /// How often Via says that this node has passed the request on.
@@ -191,69 +201,93 @@ fn token(name: &str) -> Box<str> {
     if token.is_empty() { "nagaya".into() } else { token.into() }
 }
 
-/// Takes out what concerns only the connection the message came by, also what its Connection field names.
-pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
-    let listed: Vec<HeaderName> = headers
-        .get_all(CONNECTION)
-        .iter()
-        .filter_map(|field| field.to_str().ok())
-        .flat_map(|field| field.split(','))
-        .filter_map(|name| HeaderName::from_bytes(name.trim().as_bytes()).ok())
-        .filter(|name| !ESSENTIAL.contains(name))
-        .collect();
-    for name in listed.iter().chain(&HOP_BY_HOP) {
-        headers.remove(name);
+/// The protocol the message came by (RFC 9110 section 7.6.3).
+fn version(received: Version) -> &'static str {
+    match received {
+        Version::HTTP_10 => "1.0",
+        Version::HTTP_2 => "2.0",
+        _ => "1.1",
     }
 }
 
-/// `X_Forwarded_For` and `X-Forwarded-For` are one variable to a program that talks CGI or WSGI: a client could
-/// say what a proxy says. Nobody else uses such names.
-fn remove_ambiguous_names(headers: &mut HeaderMap) {
-    let ambiguous: Vec<HeaderName> = headers.keys().filter(|n| n.as_str().contains('_')).cloned().collect();
-    for name in ambiguous {
-        headers.remove(name);
+/// What the client asked for, with the port it gave.
+fn write_host(out: &mut Vec<u8>, head: &Head) {
+    out.extend_from_slice(head.host.as_bytes());
+    if let Some(port) = head.port {
+        out.push(b':');
+        push_number(out, port);
     }
 }
 
-fn remove_claims(headers: &mut HeaderMap) {
-    let is_claim = |name: &HeaderName| {
-        *name == FORWARDED
-            || name.as_str().starts_with("x-forwarded-")
-            || CLIENT_CLAIMS.contains(&name.as_str())
-    };
-    let claims: Vec<HeaderName> = headers.keys().filter(|name| is_claim(name)).cloned().collect();
-    for name in claims {
-        headers.remove(name);
-    }
-}
-
-/// Says who the client is, in the standard's way (RFC 7239) and in the usual one.
-fn add_forwarding(headers: &mut HeaderMap, head: &Head, host: &str) {
+/// Says who the client is, in the standard's way (RFC 7239) and in the usual one. `before` is what trusted
+/// proxies said.
+fn write_forwarding(out: &mut Vec<u8>, head: &Head, before: &HeaderMap) {
     let peer = head.conn.peer.ip().to_canonical();
     let scheme = head.conn.scheme();
-    let node = if peer.is_ipv6() { format!("\"[{peer}]\"") } else { peer.to_string() };
-    append(headers, FORWARDED, &format!("for={node};host=\"{host}\";proto={scheme}"));
-    append(headers, X_FORWARDED_FOR, &peer.to_string());
+    field(out, b"forwarded");
+    write_list(out, before, &FORWARDED);
+    out.extend_from_slice(if peer.is_ipv6() { b"for=\"[" } else { b"for=" });
+    push_address(out, peer);
+    out.extend_from_slice(if peer.is_ipv6() { b"]\";host=\"" } else { b";host=\"" });
+    write_host(out, head);
+    out.extend_from_slice(b"\";proto=");
+    out.extend_from_slice(scheme.as_bytes());
+    field(out, b"x-forwarded-for");
+    write_list(out, before, &X_FORWARDED_FOR);
+    push_address(out, peer);
     // A trusted proxy in front has seen the client's own connection; its word stays.
-    let port = head.port.unwrap_or(if scheme == "https" { 443 } else { 80 });
-    headers.entry(X_FORWARDED_PROTO).or_insert(HeaderValue::from_static(scheme));
-    headers.entry(X_FORWARDED_HOST).or_insert_with(|| value(host.to_owned()));
-    headers.entry(X_FORWARDED_PORT).or_insert(HeaderValue::from(port));
+    or_else(out, before, &X_FORWARDED_PROTO, |out| out.extend_from_slice(scheme.as_bytes()));
+    or_else(out, before, &X_FORWARDED_HOST, |out| write_host(out, head));
+    or_else(out, before, &X_FORWARDED_PORT, |out| {
+        push_number(out, head.port.unwrap_or(if scheme == "https" { 443 } else { 80 }));
+    });
 }
 
-/// Adds to a list field, keeping it on one line: some applications read only the first.
-fn append(headers: &mut HeaderMap, name: HeaderName, element: &str) {
-    let mut list = Vec::new();
-    for field in headers.get_all(&name) {
-        list.extend_from_slice(field.as_bytes());
-        list.extend_from_slice(b", ");
+fn or_else(out: &mut Vec<u8>, before: &HeaderMap, name: &HeaderName, write: impl FnOnce(&mut Vec<u8>)) {
+    field(out, name.as_str().as_bytes());
+    match before.get(name) {
+        Some(value) => out.extend_from_slice(value.as_bytes()),
+        None => write(out),
     }
-    list.extend_from_slice(element.as_bytes());
-    headers.insert(name, HeaderValue::from_bytes(&list).expect("joined of valid values by valid bytes"));
 }
 
-fn value(text: String) -> HeaderValue {
-    HeaderValue::try_from(text).expect("made of host names, addresses and numbers only")
+/// The elements so far, on one line, ready for one more: some applications read only the first line.
+fn write_list(out: &mut Vec<u8>, headers: &HeaderMap, name: &HeaderName) {
+    for value in headers.get_all(name) {
+        out.extend_from_slice(value.as_bytes());
+        out.extend_from_slice(b", ");
+    }
+}
+
+fn field(out: &mut Vec<u8>, name: &[u8]) {
+    out.extend_from_slice(b"\r\n");
+    out.extend_from_slice(name);
+    out.extend_from_slice(b": ");
+}
+
+fn push_number(out: &mut Vec<u8>, number: u16) {
+    out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+}
+
+/// Nearly every address is IPv4, and `fmt` takes longer for its four numbers than for the rest of the head.
+fn push_address(out: &mut Vec<u8>, address: IpAddr) {
+    match address {
+        IpAddr::V4(address) => {
+            for (place, octet) in address.octets().into_iter().enumerate() {
+                if place > 0 {
+                    out.push(b'.');
+                }
+                push_number(out, octet.into());
+            }
+        }
+        IpAddr::V6(address) => out.extend_from_slice(address.to_string().as_bytes()),
+    }
+}
+
+/// The lowest `digits` hexadecimal digits of `number`.
+fn push_hex(out: &mut Vec<u8>, number: u128, digits: u32) {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    out.extend((0..digits).rev().map(|place| DIGITS[(number >> (place * 4)) as usize & 15]));
 }
 
 #[cfg(test)]

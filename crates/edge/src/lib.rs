@@ -21,6 +21,7 @@ pub mod authority;
 pub mod body;
 pub mod date;
 pub mod drain;
+pub mod silence;
 pub mod forward;
 pub mod path;
 

@@ -2,7 +2,7 @@
 //!
 //! Not here: spans and their export; a request's id is its trace id, which joins our log with the application's traces.
 
-use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::header::{HeaderMap, HeaderName};
 use nagaya_base::RequestId;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -11,24 +11,32 @@ const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 /// `00-` trace id `-` parent id `-` flags.
 const LENGTH: usize = 55;
 
-/// Our span becomes the parent of the application's. Its id is the lower half of the request's.
-pub(super) fn continue_or_begin(headers: &mut HeaderMap, id: RequestId) {
+/// Writes the fields. Our span becomes the parent of the application's; its id is the lower half of the request's.
+/// `given` says that the client sent a `traceparent`.
+pub(super) fn write(out: &mut Vec<u8>, headers: &HeaderMap, given: bool, id: RequestId) {
     // All zeroes would be invalid in both places.
-    let (trace, span) = (id.0.max(1), (id.0 as u64).max(1));
+    let trace = id.0.max(1);
     let mut fields = headers.get_all(TRACEPARENT).iter();
-    let only = match (fields.next(), fields.next()) {
-        (Some(field), None) => field.to_str().ok().and_then(sound),
+    let only = match (given, fields.next(), fields.next()) {
+        (true, Some(field), None) => field.to_str().ok().and_then(sound),
         _ => None,
     };
-    let parent = if let Some((trace, flags)) = only {
-        format!("00-{trace}-{span:016x}-{flags}")
-    } else {
-        // The state belongs to the trace that is not continued. The flag says that the caller may have
-        // recorded the request, which the access log does.
-        headers.remove(TRACESTATE);
-        format!("00-{trace:032x}-{span:016x}-01")
-    };
-    headers.insert(TRACEPARENT, HeaderValue::try_from(parent).expect("hexadecimal digits and dashes"));
+    super::field(out, b"traceparent");
+    out.extend_from_slice(b"00-");
+    match only {
+        Some((trace, _)) => out.extend_from_slice(trace.as_bytes()),
+        None => super::push_hex(out, trace, 32),
+    }
+    out.push(b'-');
+    super::push_hex(out, if trace << 64 == 0 { 1 } else { trace }, 16);
+    out.push(b'-');
+    // A new trace is flagged: the caller may have recorded the request, which the access log does.
+    out.extend_from_slice(only.map_or("01", |(_, flags)| flags).as_bytes());
+    // The state belongs to the trace: it goes on only with it.
+    for value in headers.get_all(TRACESTATE).iter().filter(|_| only.is_some()) {
+        super::field(out, b"tracestate");
+        out.extend_from_slice(value.as_bytes());
+    }
 }
 
 /// Trace id and flags of a valid value. A later version may be longer, and is read as this one (section 4.3).

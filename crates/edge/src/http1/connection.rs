@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::{Method, Version};
 use http_body::Body;
 use nagaya_base::RequestId;
-use tokio::time::{Instant, Sleep, sleep, timeout};
+use tokio::time::timeout;
 
 use crate::drain::Entered;
 use crate::http1::framing::Framing;
@@ -24,6 +24,7 @@ use crate::http1::write::{self, Asked};
 use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
 use crate::refusal::Refusal;
+use crate::silence::Silence;
 
 /// After an answer that ends the connection the client may still be sending: so long and so much is read
 /// over, or the reset would destroy the answer on its way (RFC 9112 section 9.6).
@@ -146,33 +147,6 @@ async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered, silence: &mut
         }
     })
     .await
-}
-
-/// The time between two requests of a connection. One timer serves them all: it is set anew only when it goes
-/// off too early, since setting it for each request would cost more than parsing one.
-struct Silence {
-    timer: Pin<Box<Sleep>>,
-    until: Instant,
-}
-
-impl Silence {
-    fn new(patience: Duration) -> Self {
-        Self { timer: Box::pin(sleep(patience)), until: Instant::now() }
-    }
-
-    fn begin(&mut self, patience: Duration) {
-        self.until = Instant::now() + patience;
-    }
-
-    fn poll_over(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.timer.as_mut().poll(cx).is_ready() {
-            if self.until <= Instant::now() {
-                return Poll::Ready(());
-            }
-            self.timer.as_mut().reset(self.until);
-        }
-        Poll::Pending
-    }
 }
 
 fn take_head<S: Stream>(

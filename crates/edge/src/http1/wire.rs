@@ -33,6 +33,13 @@ const SENDFILE_MAX: usize = 1 << 20;
 /// Rest of a body that nobody wanted, read over so that the connection can be used again.
 const SKIP_MAX: u64 = 64 << 10;
 
+/// Empty buffers kept for the next connection that has something to read, per thread.
+const SPARE_MAX: usize = 64;
+
+thread_local! {
+    static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
+}
+
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// A client's byte stream: plain TCP, or TLS over it.
@@ -104,6 +111,9 @@ impl<S: Stream> Wire<S> {
             // An idle connection holds no buffer: take one only when there is something to put in it.
             ready!(tcp.poll_read_ready(cx))?;
         }
+        if input.capacity() == 0 {
+            *input = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        }
         input.reserve(reserve);
         pin!(stream.read_buf(&mut *input)).poll(cx)
     }
@@ -112,11 +122,16 @@ impl<S: Stream> Wire<S> {
         self.poll_fill(cx, HEAD_READ)
     }
 
-    /// Gives the buffer of a connection that has nothing to say back to the allocator.
+    /// Gives up the buffer of a connection that has nothing to say, for the next one that has.
     pub fn release_idle(&self) {
         let mut input = self.input.borrow_mut();
         if input.is_empty() {
-            *input = BytesMut::new();
+            SPARE.with_borrow_mut(|spare| {
+                let buffer = std::mem::take(&mut *input);
+                if spare.len() < SPARE_MAX {
+                    spare.push(buffer);
+                }
+            });
         }
     }
 

@@ -9,10 +9,9 @@ mod transfer;
 use std::rc::Rc;
 use std::time::Duration;
 
-use http::header::{CONTENT_LENGTH, HOST, HeaderMap, HeaderValue};
+use bytes::BytesMut;
+use http::header::{CONTENT_LENGTH, HeaderValue};
 use http::{Method, StatusCode, Version};
-use nagaya_base::limits::HOST_LEN_MAX;
-use tokio::time::timeout;
 
 pub use pool::{Address, Connector, Pool, Socket, dial};
 use transfer::{Broken, Transfer};
@@ -27,6 +26,9 @@ const RETRIES_MAX: u32 = 1;
 
 /// Interim responses (RFC 9110 section 15.2) read over before the final one.
 const INTERIM_MAX: u32 = 8;
+
+/// Room for what is neither path nor fields: method, version, framing.
+const ENCODED_LEN: usize = 96;
 
 /// Bounds of one exchange.
 #[derive(Debug, Clone, Copy)]
@@ -44,9 +46,8 @@ pub struct Bounds {
 pub struct Outgoing<'a> {
     /// Method, target and upgrade are the client's own.
     pub head: &'a Head,
-    /// The client's fields and those that forwarding adds.
-    pub headers: &'a HeaderMap,
-    pub host: &'a str,
+    /// The header section, as `Forwarding::request` writes it.
+    pub fields: &'a [u8],
 }
 
 /// Sends the request on and gives its answer back, streaming both ways.
@@ -59,18 +60,17 @@ pub async fn exchange(
     bounds: Bounds,
 ) -> Result<Response, Refusal> {
     let head = outgoing.head;
-    let bytes = encode(&outgoing, &body);
     let framing = framing_of(&body);
     let mut body = Some(body);
     let mut tries = 0;
     loop {
         let (connection, reused) = pool.checkout(address, connector, bounds.connect, tries > 0).await?;
-        let mut transfer =
-            Transfer::new(connection, bytes.clone(), body.take().unwrap_or_else(RequestBody::empty), framing);
-        match timeout(bounds.head, answer(&mut transfer, head, bounds)).await {
-            Err(_) => return Err(Refusal::BackendTimeout),
-            Ok(Ok(answer)) => return Ok(respond(pool, address, transfer, answer, bounds)),
-            Ok(Err(broken)) => {
+        let body_now = body.take().unwrap_or_else(RequestBody::empty);
+        let encode = |out: &mut BytesMut| encode(&outgoing, framing, out);
+        let mut transfer = Transfer::new(connection, encode, body_now, framing);
+        match answer(&mut transfer, head, bounds).await {
+            Ok(answer) => return Ok(respond(pool, address, transfer, answer, bounds)),
+            Err(broken) => {
                 // Safe to say again only what has no effect of its own (RFC 9110 section 9.2.2), of which no
                 // byte of body is gone, to which no byte of answer came, on a connection that had aged.
                 let safe = reused && head.method.is_idempotent() && transfer.is_untouched();
@@ -88,7 +88,7 @@ pub async fn exchange(
 /// The final head; interim ones are read over.
 async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<ResponseHead, Broken> {
     for _ in 0..=INTERIM_MAX {
-        let answer = transfer.head(head.method == Method::HEAD, bounds.head_bytes).await?;
+        let answer = transfer.head(head.method == Method::HEAD, bounds.head_bytes, bounds.head).await?;
         match answer.status {
             StatusCode::SWITCHING_PROTOCOLS if head.upgrade.is_some() && answer.upgrade.is_some() => {
                 return Ok(answer);
@@ -142,28 +142,23 @@ fn framing_of(body: &RequestBody) -> Framing {
     }
 }
 
-fn encode(outgoing: &Outgoing<'_>, body: &RequestBody) -> Vec<u8> {
-    let Outgoing { head, headers, host } = *outgoing;
-    let mut out = Vec::with_capacity(512 + HOST_LEN_MAX);
+fn encode(outgoing: &Outgoing<'_>, framing: Framing, out: &mut BytesMut) {
+    let Outgoing { head, fields } = *outgoing;
+    out.reserve(ENCODED_LEN + head.path.len() + fields.len());
     let mut put = |parts: &[&[u8]]| parts.iter().for_each(|part| out.extend_from_slice(part));
     put(&[head.method.as_str().as_bytes(), b" ", head.path.as_bytes()]);
     if let Some(query) = &head.query {
         put(&[b"?", query.as_bytes()]);
     }
-    put(&[b" HTTP/1.1\r\nhost: ", host.as_bytes()]);
-    for (name, value) in headers {
-        if *name != HOST && *name != CONTENT_LENGTH {
-            put(&[b"\r\n", name.as_str().as_bytes(), b": ", value.as_bytes()]);
-        }
-    }
-    match framing_of(body) {
+    put(&[b" HTTP/1.1", fields]);
+    match framing {
         Framing::Length(length) => {
-            put(&[b"\r\ncontent-length: ", itoa::Buffer::new().format(length).as_bytes()])
+            put(&[b"\r\ncontent-length: ", itoa::Buffer::new().format(length).as_bytes()]);
         }
         Framing::Chunked => put(&[b"\r\ntransfer-encoding: chunked"]),
         // RFC 9110 section 8.6: a method that usually has a body says that there is none.
         _ if matches!(head.method, Method::POST | Method::PUT | Method::PATCH) => {
-            put(&[b"\r\ncontent-length: 0"])
+            put(&[b"\r\ncontent-length: 0"]);
         }
         _ => {}
     }
@@ -174,7 +169,6 @@ fn encode(outgoing: &Outgoing<'_>, body: &RequestBody) -> Vec<u8> {
         _ => {}
     }
     put(&[b"\r\n\r\n"]);
-    out
 }
 
 impl From<Broken> for Refusal {
@@ -183,6 +177,7 @@ impl From<Broken> for Refusal {
             Broken::Connection(error) => Self::BackendUnreachable(error.to_string()),
             Broken::Invalid(what) => Self::BackendInvalid(what.into()),
             Broken::Request(error) => error.into(),
+            Broken::TimedOut => Self::BackendTimeout,
         }
     }
 }

@@ -20,6 +20,7 @@ use tokio::time::{Instant, timeout};
 use super::transfer::Transfer;
 use crate::metrics::{Metrics, UpstreamConnection};
 use crate::refusal::Refusal;
+use crate::silence::Silence;
 
 /// Idle connections kept per address, and in all. Beyond it a finished connection is closed.
 const IDLE_PER_ADDRESS_MAX: usize = 128;
@@ -75,10 +76,14 @@ pub enum Socket {
     Unix(UnixStream),
 }
 
-/// A connection and what was read of it beyond the last answer.
+/// A connection, and what it keeps from one exchange to the next so that none needs to make it.
 pub struct Connection {
     pub socket: Socket,
+    /// Read and not yet used.
     pub input: BytesMut,
+    /// Encoded and not yet taken by the application.
+    pub output: BytesMut,
+    pub silence: Silence,
 }
 
 impl Connection {
@@ -130,7 +135,13 @@ impl Pool {
         });
         let how = if connected.is_ok() { UpstreamConnection::Opened } else { UpstreamConnection::Failed };
         self.metrics.upstream_connection(how);
-        Ok((Connection { socket: connected?, input: BytesMut::new() }, false))
+        let connection = Connection {
+            socket: connected?,
+            input: BytesMut::new(),
+            output: BytesMut::new(),
+            silence: Silence::new(limit),
+        };
+        Ok((connection, false))
     }
 
     fn take_idle(&self, address: &Address) -> Option<Connection> {

@@ -14,7 +14,6 @@ use bytes::{Buf, Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
-use tokio::time::Sleep;
 
 use super::pool::{Address, Connection, Pool};
 use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
@@ -35,12 +34,11 @@ pub enum Broken {
     Invalid(&'static str),
     /// The client's part of it.
     Request(BodyError),
+    TimedOut,
 }
 
 pub struct Transfer {
     connection: Connection,
-    /// Encoded request bytes on their way out.
-    pending: BytesMut,
     body: RequestBody,
     framing: Framing,
     body_left: bool,
@@ -54,10 +52,16 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    pub fn new(connection: Connection, head: Vec<u8>, body: RequestBody, framing: Framing) -> Self {
+    /// `encode` writes the request's head.
+    pub fn new(
+        mut connection: Connection,
+        encode: impl FnOnce(&mut BytesMut),
+        body: RequestBody,
+        framing: Framing,
+    ) -> Self {
+        encode(&mut connection.output);
         Self {
             connection,
-            pending: BytesMut::from(Bytes::from(head)),
             body,
             framing,
             body_left: framing != Framing::None,
@@ -82,7 +86,7 @@ impl Transfer {
     /// Moves the request on as far as the application takes it. `Err` is the client's fault.
     fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BodyError>> {
         loop {
-            while self.body_left && self.pending.len() < PENDING_MAX {
+            while self.body_left && self.connection.output.len() < PENDING_MAX {
                 self.body_touched = true;
                 match Pin::new(&mut self.body).poll_frame(cx) {
                     Poll::Pending => break,
@@ -90,23 +94,23 @@ impl Transfer {
                     Poll::Ready(None) => {
                         self.body_left = false;
                         if self.framing == Framing::Chunked {
-                            self.pending.extend_from_slice(b"0\r\n\r\n");
+                            self.connection.output.extend_from_slice(b"0\r\n\r\n");
                         }
                     }
                 }
             }
             if self.write_failed {
-                self.pending.clear();
+                self.connection.output.clear();
             }
-            if self.pending.is_empty() {
+            if self.connection.output.is_empty() {
                 return if self.body_left && !self.write_failed {
                     Poll::Pending
                 } else {
                     Poll::Ready(Ok(()))
                 };
             }
-            match ready!(Pin::new(&mut self.connection.socket).poll_write(cx, &self.pending)) {
-                Ok(wrote) if wrote > 0 => self.pending.advance(wrote),
+            match ready!(Pin::new(&mut self.connection.socket).poll_write(cx, &self.connection.output)) {
+                Ok(wrote) if wrote > 0 => self.connection.output.advance(wrote),
                 // It may have answered and closed: reading will tell.
                 _ => self.write_failed = true,
             }
@@ -121,11 +125,11 @@ impl Transfer {
                 let mut rest = size.as_mut_slice();
                 write!(rest, "{:x}\r\n", data.len()).expect("a size in hexadecimal and CR LF fit 20 bytes");
                 let used = 20 - rest.len();
-                self.pending.extend_from_slice(&size[..used]);
-                self.pending.extend_from_slice(&data);
-                self.pending.extend_from_slice(b"\r\n");
+                self.connection.output.extend_from_slice(&size[..used]);
+                self.connection.output.extend_from_slice(&data);
+                self.connection.output.extend_from_slice(b"\r\n");
             }
-            Ok(data) => self.pending.extend_from_slice(&data),
+            Ok(data) => self.connection.output.extend_from_slice(&data),
             Err(frame) => {
                 if let (Framing::Chunked, Ok(trailers)) = (self.framing, frame.into_trailers()) {
                     self.encode_trailers(&trailers);
@@ -136,14 +140,14 @@ impl Transfer {
     }
 
     fn encode_trailers(&mut self, trailers: &HeaderMap) {
-        self.pending.extend_from_slice(b"0\r\n");
+        self.connection.output.extend_from_slice(b"0\r\n");
         for (name, value) in trailers.iter().filter(|(name, _)| !is_forbidden_trailer(name)) {
-            self.pending.extend_from_slice(name.as_str().as_bytes());
-            self.pending.extend_from_slice(b": ");
-            self.pending.extend_from_slice(value.as_bytes());
-            self.pending.extend_from_slice(b"\r\n");
+            self.connection.output.extend_from_slice(name.as_str().as_bytes());
+            self.connection.output.extend_from_slice(b": ");
+            self.connection.output.extend_from_slice(value.as_bytes());
+            self.connection.output.extend_from_slice(b"\r\n");
         }
-        self.pending.extend_from_slice(b"\r\n");
+        self.connection.output.extend_from_slice(b"\r\n");
     }
 
     fn poll_fill(&mut self, cx: &mut Context<'_>, reserve: usize) -> Poll<io::Result<usize>> {
@@ -156,7 +160,13 @@ impl Transfer {
     }
 
     /// Sends the request and reads the next head of its answer.
-    pub async fn head(&mut self, to_head: bool, bytes_max: usize) -> Result<ResponseHead, Broken> {
+    pub async fn head(
+        &mut self,
+        to_head: bool,
+        bytes_max: usize,
+        patience: Duration,
+    ) -> Result<ResponseHead, Broken> {
+        self.connection.silence.begin(patience);
         let limits = HeadLimits { bytes: bytes_max, fields: FIELDS_MAX };
         poll_fn(|cx| {
             loop {
@@ -174,7 +184,10 @@ impl Transfer {
                     Ok(None) => {}
                     Err(_) => return Poll::Ready(Err(Broken::Invalid("its head is too large or not HTTP"))),
                 }
-                match ready!(self.poll_fill(cx, HEAD_READ)) {
+                let Poll::Ready(read) = self.poll_fill(cx, HEAD_READ) else {
+                    return self.connection.silence.poll_over(cx).map(|()| Err(Broken::TimedOut));
+                };
+                match read {
                     Ok(0) if self.answer_seen => {
                         return Poll::Ready(Err(Broken::Invalid("it closed in the middle of its head")));
                     }
@@ -199,7 +212,7 @@ impl Transfer {
     /// The answer's body, if all of it has arrived and all of the request has gone.
     pub fn take_whole(&mut self) -> Option<Bytes> {
         let left = self.decoder.remaining()?;
-        if left > self.connection.input.len() as u64 || self.body_left || !self.pending.is_empty() {
+        if left > self.connection.input.len() as u64 || self.body_left || !self.connection.output.is_empty() {
             return None;
         }
         match self.decoder.decode(&mut self.connection.input) {
@@ -215,7 +228,7 @@ impl Transfer {
             && self.decoder.is_end()
             && !self.body_left
             && !self.write_failed
-            && self.pending.is_empty()
+            && self.connection.output.is_empty()
             && self.connection.input.is_empty();
         clean.then_some(self.connection)
     }
@@ -231,12 +244,12 @@ pub struct AnswerBody {
     pool: Rc<Pool>,
     address: Address,
     idle: Duration,
-    timer: Option<Pin<Box<Sleep>>>,
+    waiting: bool,
 }
 
 impl AnswerBody {
     pub fn new(transfer: Transfer, pool: Rc<Pool>, address: Address, idle: Duration) -> Self {
-        Self { transfer: Some(transfer), pool, address, idle, timer: None }
+        Self { transfer: Some(transfer), pool, address, idle, waiting: false }
     }
 
     fn finish(&mut self) {
@@ -291,12 +304,13 @@ impl Body for AnswerBody {
                 Poll::Ready(Ok(0)) => {
                     return this.fail(BodyError::Backend("it closed before the end".into()));
                 }
-                Poll::Ready(Ok(_)) => this.timer = None,
+                Poll::Ready(Ok(_)) => this.waiting = false,
                 Poll::Ready(Err(error)) => return this.fail(BodyError::Backend(error.to_string())),
                 Poll::Pending => {
-                    let idle = this.idle;
-                    let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(idle)));
-                    ready!(timer.as_mut().poll(cx));
+                    if !std::mem::replace(&mut this.waiting, true) {
+                        transfer.connection.silence.begin(this.idle);
+                    }
+                    ready!(transfer.connection.silence.poll_over(cx));
                     return this.fail(BodyError::Backend("it stopped in the middle".into()));
                 }
             }
