@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::{Arguments, Completion, Trial};
 
 use crate::machine;
 use crate::world::World;
@@ -95,26 +95,33 @@ pub fn run(suites: Vec<Suite>) -> ExitCode {
 fn in_shared(node: &Shared, test: fn(&World)) {
     let world = node.world();
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(world))) {
-        world.show_logs(node.name);
+        if !panic.is::<Skipped>() {
+            world.show_logs(node.name);
+        }
         resume_unwind(panic);
     }
 }
 
 fn trial(suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) -> Trial {
-    let name = format!("{}::{name}", suite.name);
     let needs_root = suite.needs_root;
-    Trial::test(name.clone(), move || {
+    Trial::ignorable_test(format!("{}::{name}", suite.name), move || {
         if needs_root && !machine::is_root() {
-            skip(&name, "needs root");
-        } else {
-            test();
+            return Ok(Completion::ignored_with("needs root"));
         }
-        Ok(())
+        match catch_unwind(AssertUnwindSafe(test)) {
+            Ok(()) => Ok(Completion::Completed),
+            Err(panic) => match panic.downcast::<Skipped>() {
+                Ok(skipped) => Ok(Completion::ignored_with(skipped.0)),
+                Err(panic) => Err(text_of(&*panic).into()),
+            },
+        }
     })
 }
 
-/// Says that a test did not run. `./dev test` counts these lines.
-pub fn skip(name: &str, reason: &str) {
-    // Not `println`: what a test prints may be held back, and this must be seen.
-    let _ = writeln!(std::io::stderr(), "SKIPPED {name}: {reason}");
+/// Why a test ended before it had shown anything.
+struct Skipped(&'static str);
+
+/// Ends the test because this machine lacks something. It is counted and named, and fails nothing.
+pub fn skip(reason: &'static str) -> ! {
+    resume_unwind(Box::new(Skipped(reason)))
 }

@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::Mutex;
 
@@ -512,12 +512,12 @@ pub fn program() -> PathBuf {
     if let Some(path) = std::env::var_os("NAGAYA_BIN") {
         return path.into();
     }
-    // This test is TARGET/PROFILE/deps/e2e-HASH.
+    // This test is TARGET/PROFILE/deps/e2e-HASH. Of the programs there, the newest is the one that was just built.
     let own = std::env::current_exe().expect("a running program has a file");
-    let profile = own.parent().and_then(Path::parent).expect("cargo's layout of directories");
-    let target = profile.parent().expect("cargo's layout of directories");
-    let places = [profile.join("nagaya"), target.join("release/nagaya"), target.join("debug/nagaya")];
-    let found = places.into_iter().find(|path| path.is_file());
+    let target = own.ancestors().nth(3).expect("cargo's layout of directories");
+    let places = ["release", "debug"].map(|profile| target.join(profile).join("nagaya"));
+    let age = |path: &PathBuf| fs::metadata(path).and_then(|file| file.modified()).ok();
+    let found = places.into_iter().filter(|path| path.is_file()).max_by_key(age);
     found.unwrap_or_else(|| {
         panic!(
             "no nagaya in {}: build it with `cargo build -p nagaya`, or name it in NAGAYA_BIN",

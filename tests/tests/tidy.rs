@@ -246,6 +246,21 @@ fn files_named_in_the_architecture_exist() {
 }
 
 #[test]
+fn tests_named_in_the_threat_model_exist() {
+    let text = read(&root().join("docs/threat-model.md"));
+    let named = text.split('`').skip(1).step_by(2).filter_map(|name| name.split_once("::"));
+    let wrong: Vec<_> = named
+        .filter(|(module, test)| {
+            let path = root().join(format!("tests/tests/e2e/{module}.rs"));
+            let source = fs::read_to_string(path).unwrap_or_default();
+            source.is_empty() || !(test.is_empty() || source.contains(&format!("fn {test}(")))
+        })
+        .map(|(module, test)| format!("{module}::{test}"))
+        .collect();
+    fail_if(&wrong, "docs/threat-model.md promises a test; name the one that shows it now");
+}
+
+#[test]
 fn the_changelog_is_open_for_the_next_change() {
     let text = read(&root().join("CHANGELOG.md"));
     let open = text.lines().any(|line| line.starts_with("## ") && line.contains("Unreleased"));
@@ -366,7 +381,7 @@ fn sleeps(line: &str) -> bool {
     let line = code_of(line);
     let call = concat!("sleep", "(");
     line.match_indices(call)
-        .any(|(at, _)| line[..at].ends_with("::") && line[..at].matches('"').count() % 2 == 0)
+        .any(|(at, _)| line[..at].ends_with("::") && line[..at].matches('"').count().is_multiple_of(2))
 }
 
 /// The line without its comment.

@@ -23,7 +23,6 @@ pub const SUITE: Suite = Suite {
             a_connection_ends_after_its_number_of_requests,
             oversized_heads_are_refused,
             an_oversized_body_is_refused,
-            a_client_may_close_its_half_after_the_request,
             both_address_families_are_served,
         ],
     ),
@@ -184,12 +183,6 @@ fn an_oversized_body_is_refused(world: &World) {
     let chunk = format!("{:x}\r\n{}\r\n", 65_536, "x".repeat(65_536));
     while connection.try_send(&chunk).is_ok() {}
     assert!(connection.try_response().map_or(true, |answer| answer.status == 413));
-}
-
-fn a_client_may_close_its_half_after_the_request(world: &World) {
-    let mut connection = open(world);
-    connection.send("GET /a.txt HTTP/1.1\r\nHost: www.test\r\n\r\n").finish();
-    assert_eq!(connection.response().expect(200).text(), "alpha");
 }
 
 fn both_address_families_are_served(world: &World) {

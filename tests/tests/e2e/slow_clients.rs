@@ -28,10 +28,7 @@ pub const SUITE: Suite = Suite {
 fn world() -> World {
     let backend = Backend::answering(|peer, request| peer.answer("200 OK", &request.body.len().to_string()));
     let world = World::builder()
-        .set(
-            "edge.limits",
-            "head_timeout = \"600ms\"\nidle_body_timeout = \"600ms\"\nkeep_alive_timeout = \"600ms\"",
-        )
+        .set("edge.limits", "head_timeout = \"1s\"\nidle_body_timeout = \"2s\"\nkeep_alive_timeout = \"1s\"")
         .tenant("alice")
         .site(json!({ "name": "www", "tenant": "alice", "hosts": ["www.test"],
             "backend": { "kind": "static", "root": "www" } }))
@@ -91,13 +88,13 @@ fn a_client_that_does_not_read_is_let_go(world: &World) {
 
 fn a_slow_but_steady_body_is_taken(world: &World) {
     let mut connection = Connection::open(world.http());
-    connection.send("POST / HTTP/1.1\r\nHost: echo.test\r\nContent-Length: 300\r\n\r\n");
+    connection.send("POST / HTTP/1.1\r\nHost: echo.test\r\nContent-Length: 500\r\n\r\n");
     // Longer than any of the limits in sum, and never silent for as long as one.
     let mut sent = 0;
     wait::until("the body is sent", || {
         connection.send("x");
         sent += 1;
-        sent == 300
+        sent == 500
     });
-    assert_eq!(connection.response().expect(200).text(), "300");
+    assert_eq!(connection.response().expect(200).text(), "500");
 }
