@@ -99,10 +99,12 @@ impl Sum {
             }
         } else if let Some(test) = line.strip_prefix("test ") {
             if let Some((name, rest)) = test.split_once(" ... ignored") {
-                let reason = rest.strip_prefix(", ").unwrap_or("no reason given");
-                self.reasons.push(format!("{name}: {reason}"));
+                // libtest writes ", reason", the runner of the end-to-end tests " (reason)".
+                let reason = rest.trim_start_matches([',', ' ', '(']).trim_end_matches(')');
+                let reason = if reason.is_empty() { "no reason given" } else { reason };
+                self.reasons.push(format!("{}: {reason}", name.trim_end()));
             } else if let Some(name) = test.strip_suffix(" ... FAILED") {
-                self.failures.push(name.into());
+                self.failures.push(name.trim_end().into());
             }
         }
     }
@@ -120,13 +122,14 @@ mod tests {
             "test a::b ... ok",
             "test a::c ... ignored, needs a second disk",
             "test a::d ... FAILED",
+            "test e::f    ... ignored (needs root)",
             "test result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s",
             "test result: ok. 41 passed; 0 failed; 0 ignored; 0 measured; 2 filtered out; finished in 1.20s",
         ] {
             sum.read(line);
         }
         assert_eq!((sum.passed, sum.failed, sum.skipped), (42, 1, 1));
-        assert_eq!(sum.reasons, ["a::c: needs a second disk"]);
+        assert_eq!(sum.reasons, ["a::c: needs a second disk", "e::f: needs root"]);
         assert_eq!(sum.failures, ["a::d"]);
     }
 }
