@@ -17,7 +17,7 @@ use crate::interrupt;
 const STOP_MAX: Duration = Duration::from_secs(20);
 
 /// How often a condition that nothing announces is looked at again.
-const POLL: Duration = Duration::from_millis(20);
+const POLL: Duration = Duration::from_millis(5);
 
 /// One server: its first process and whatever that started. Ends with this value.
 #[derive(Debug)]
