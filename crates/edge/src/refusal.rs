@@ -65,8 +65,6 @@ pub struct Row {
     /// Label of the `reason` in metrics and the access log.
     pub reason: &'static str,
     pub blame: Blame,
-    /// The connection cannot be trusted afterwards.
-    pub close: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,40 +78,34 @@ impl Refusal {
     /// The table.
     pub fn row(&self) -> Row {
         use Blame::{Client, Node, Site};
-        let row = |status, code, reason, blame, close| Row { status, code: Code(code), reason, blame, close };
+        let row = |status, code, reason, blame| Row { status, code: Code(code), reason, blame };
         match self {
-            Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client, true),
-            Self::UnknownHost => row(StatusCode::NOT_FOUND, 402, "unknown_host", Client, false),
-            Self::Misdirected => row(StatusCode::MISDIRECTED_REQUEST, 403, "misdirected", Client, false),
-            Self::NotFound => row(StatusCode::NOT_FOUND, 404, "not_found", Client, false),
-            Self::Forbidden(_) => row(StatusCode::FORBIDDEN, 405, "forbidden", Client, false),
-            Self::MethodNotAllowed(_) => row(StatusCode::METHOD_NOT_ALLOWED, 406, "method", Client, false),
+            Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client),
+            Self::UnknownHost => row(StatusCode::NOT_FOUND, 402, "unknown_host", Client),
+            Self::Misdirected => row(StatusCode::MISDIRECTED_REQUEST, 403, "misdirected", Client),
+            Self::NotFound => row(StatusCode::NOT_FOUND, 404, "not_found", Client),
+            Self::Forbidden(_) => row(StatusCode::FORBIDDEN, 405, "forbidden", Client),
+            Self::MethodNotAllowed(_) => row(StatusCode::METHOD_NOT_ALLOWED, 406, "method", Client),
             Self::HeadTooLarge => {
-                row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, 407, "head_too_large", Client, true)
+                row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, 407, "head_too_large", Client)
             }
-            Self::TargetTooLong => row(StatusCode::URI_TOO_LONG, 408, "target_too_long", Client, true),
-            Self::BodyTooLarge => row(StatusCode::PAYLOAD_TOO_LARGE, 409, "body_too_large", Client, true),
-            Self::RequestTimeout => row(StatusCode::REQUEST_TIMEOUT, 410, "request_timeout", Client, true),
-            Self::ExpectationFailed => row(StatusCode::EXPECTATION_FAILED, 411, "expectation", Client, true),
-            Self::VersionNotSupported => {
-                row(StatusCode::HTTP_VERSION_NOT_SUPPORTED, 412, "version", Client, true)
-            }
-            Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site, false),
-            Self::QueueTimeout { .. } => {
-                row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site, false)
-            }
-            Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node, false),
-            Self::Draining => row(StatusCode::SERVICE_UNAVAILABLE, 416, "draining", Node, true),
-            Self::BackendUnreachable(_) => {
-                row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site, false)
-            }
-            Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site, false),
-            Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site, false),
-            Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site, false),
-            Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site, false),
+            Self::TargetTooLong => row(StatusCode::URI_TOO_LONG, 408, "target_too_long", Client),
+            Self::BodyTooLarge => row(StatusCode::PAYLOAD_TOO_LARGE, 409, "body_too_large", Client),
+            Self::RequestTimeout => row(StatusCode::REQUEST_TIMEOUT, 410, "request_timeout", Client),
+            Self::ExpectationFailed => row(StatusCode::EXPECTATION_FAILED, 411, "expectation", Client),
+            Self::VersionNotSupported => row(StatusCode::HTTP_VERSION_NOT_SUPPORTED, 412, "version", Client),
+            Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site),
+            Self::QueueTimeout { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site),
+            Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
+            Self::Draining => row(StatusCode::SERVICE_UNAVAILABLE, 416, "draining", Node),
+            Self::BackendUnreachable(_) => row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site),
+            Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
+            Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
+            Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
+            Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
             // 499 is never sent: it is what the access log says of a client that left.
             Self::ClientGone => {
-                row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client, true)
+                row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client)
             }
         }
     }
