@@ -290,6 +290,8 @@ impl World {
         for id in processes {
             wait::until(&format!("process {id} is gone"), || !machine::is_running(id));
         }
+        let groups = cgroups_of(processes[2]);
+        assert!(groups.is_empty(), "control groups are left: {groups:?}");
         let dir = self.dir.take().expect("stopped only once");
         machine::wait_until_gone(&dir.path().to_string_lossy());
         // A runtime directory that was there before stays, empty.
@@ -505,6 +507,17 @@ fn mode(bits: u32) -> fs::Permissions {
 fn uid_of(tenants: &[&str], name: &str) -> u32 {
     let at = tenants.iter().position(|known| *known == name).unwrap_or_else(|| panic!("no tenant '{name}'"));
     UID_BASE + u32::try_from(at).expect("a few tenants")
+}
+
+/// Control groups that this keeper made, in whichever hierarchy.
+fn cgroups_of(keeper: i32) -> Vec<PathBuf> {
+    let below = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let trees = below("/sys/fs/cgroup".into()).map(|hierarchy| hierarchy.join("nagaya"));
+    let groups = trees.chain(["/sys/fs/cgroup/nagaya".into()]).flat_map(below);
+    let own = format!("k{keeper}-");
+    groups
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&own)))
+        .collect()
 }
 
 /// The built `nagaya`.
