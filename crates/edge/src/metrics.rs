@@ -36,7 +36,6 @@ const REASONS: Dimension = Dimension {
         "queue_full",
         "queue_timeout",
         "overloaded",
-        "draining",
         "backend_unreachable",
         "backend_invalid",
         "backend_timeout",

@@ -42,8 +42,6 @@ pub enum Refusal {
     QueueTimeout { retry_after_seconds: u32 },
     #[error("the node cannot take this request now: {0}")]
     Overloaded(&'static str),
-    #[error("the node is shutting down")]
-    Draining,
     #[error("the backend cannot be reached: {0}")]
     BackendUnreachable(String),
     #[error("the backend's answer is not acceptable: {0}")]
@@ -97,7 +95,6 @@ impl Refusal {
             Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site),
             Self::QueueTimeout { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site),
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
-            Self::Draining => row(StatusCode::SERVICE_UNAVAILABLE, 416, "draining", Node),
             Self::BackendUnreachable(_) => row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site),
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
@@ -136,7 +133,7 @@ impl Refusal {
             Self::QueueFull { retry_after_seconds } | Self::QueueTimeout { retry_after_seconds } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
-            Self::Overloaded(_) | Self::Draining => {
+            Self::Overloaded(_) => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
             }
             Self::MethodNotAllowed(allowed) => {

@@ -79,7 +79,6 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::QueueFull { retry_after_seconds: 1 },
         Refusal::QueueTimeout { retry_after_seconds: 1 },
         Refusal::Overloaded(""),
-        Refusal::Draining,
         Refusal::BackendUnreachable(String::new()),
         Refusal::BackendInvalid(String::new()),
         Refusal::BackendTimeout,
