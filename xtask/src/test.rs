@@ -53,14 +53,8 @@ fn unit(sum: &mut Sum) -> Result<bool> {
 
 /// The built server, visited from outside.
 fn end_to_end(sum: &mut Sum) -> Result<bool> {
-    let status = workspace::cargo_as_builder()
-        .args(["build", "--release", "--package", "nagaya"])
-        .status()
-        .context("running cargo build")?;
-    if !status.success() {
-        bail!("nagaya does not build: {status}");
-    }
-    cargo_test(&["test", "--no-fail-fast", "--package", "nagaya-tests", "--tests"], sum)
+    workspace::build_nagaya()?;
+    cargo_test(&["test", "--no-fail-fast", "--package", "nagaya-tests", "--test", "e2e"], sum)
 }
 
 /// Builds as the checkout's owner, then runs as the caller while reading along.

@@ -43,6 +43,11 @@ pub fn cargo_as_builder() -> Command {
     command
 }
 
+/// The release binary, built or not.
+pub fn nagaya() -> PathBuf {
+    target_dir().join("release/nagaya")
+}
+
 /// Builds the release binary and says where it is.
 pub fn build_nagaya() -> Result<PathBuf> {
     let status = cargo_as_builder()
@@ -50,5 +55,5 @@ pub fn build_nagaya() -> Result<PathBuf> {
         .status()
         .context("running cargo build")?;
     ensure!(status.success(), "nagaya does not build: {status}");
-    Ok(target_dir().join("release/nagaya"))
+    Ok(nagaya())
 }

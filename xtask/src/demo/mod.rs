@@ -229,7 +229,7 @@ Names under .localhost need no DNS: browsers and curl know them. Try
   {program} --config {dir}/nagaya.toml site list
 
 Ctrl-C ends everything and removes {dir}.",
-        program = workspace::target_dir().join("release/nagaya").display(),
+        program = workspace::nagaya().display(),
     );
 }
 
