@@ -30,7 +30,7 @@ pub struct Account {
     permits: Option<Permits>,
     received: Option<Rc<Cell<u64>>>,
     log: Option<Rc<ThreadLog>>,
-    metrics: Arc<Metrics>,
+    metrics: Rc<Arc<Metrics>>,
 }
 
 impl Account {
@@ -56,7 +56,7 @@ impl Account {
             permits: None,
             received: None,
             log: node.log(),
-            metrics: Arc::clone(&node.shared.metrics),
+            metrics: Rc::clone(&node.metrics),
         })
     }
 

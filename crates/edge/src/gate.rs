@@ -1,9 +1,11 @@
 //! How many requests of a tenant and of a site run at once, and who waits: first come, first served.
 //!
-//! Shared by all threads of the edge, so a limit is one limit. A permit is given back when the response's body
-//! ends. Not here: what a predicted wait or a promised time would be; this bound knows only counts.
+//! Shared by all threads of the edge, so a limit is one limit. Passing a gate nobody waits at is one atomic
+//! operation, and leaving it another: it stands on the way of every request, a file's too. Not here: what a
+//! predicted wait or a promised time would be; this bound knows only counts.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,10 +13,11 @@ use std::time::Duration;
 use nagaya_cmdb::{Site, Tenant};
 use nagaya_telemetry::Gauge;
 use parking_lot::Mutex;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use crate::refusal::Refusal;
+use crate::route::Route;
 
 /// Gates remembered although nobody runs or waits there. Beyond it they are forgotten, which costs the next
 /// request of such a site one allocation.
@@ -23,19 +26,6 @@ const GATES_MAX: usize = 16_384;
 /// What a refused client is told: the shortest wait that is worth a new attempt.
 const RETRY_AFTER_SECONDS: u32 = 1;
 
-/// The bound of one tenant or one site.
-#[derive(Debug)]
-pub struct Gate {
-    permits: Arc<Semaphore>,
-    limit: Mutex<u32>,
-    waiting: AtomicU32,
-    /// Waiting at any gate.
-    all_waiting: Gauge,
-}
-
-/// The right to run. Giving it back is dropping it.
-pub type Permit = OwnedSemaphorePermit;
-
 /// How many may wait, and how long.
 #[derive(Debug, Clone, Copy)]
 pub struct Patience {
@@ -43,56 +33,106 @@ pub struct Patience {
     pub wait: Duration,
 }
 
+/// The bound of one tenant or one site.
+///
+/// A slot is counted in `running` from `enter` to `leave`. Who finds none waits in `line`; who leaves looks
+/// whether somebody waits, after giving back its slot, and who waits looks whether there is a slot, after having
+/// got in line. Both in this order (`SeqCst`), so one of the two always sees the other.
+#[derive(Debug)]
+pub struct Gate {
+    running: AtomicU32,
+    limit: AtomicU32,
+    /// Length of `line`, to be read without its lock.
+    waiting: AtomicU32,
+    line: Mutex<Line>,
+    /// Waiting at any gate.
+    all_waiting: Gauge,
+}
+
+/// Who waits, in order of arrival. Told through the channel that a slot is theirs.
+#[derive(Debug, Default)]
+struct Line {
+    next: u64,
+    places: BTreeMap<u64, oneshot::Sender<()>>,
+}
+
 impl Gate {
     fn new(limit: u32, all_waiting: Gauge) -> Self {
         Self {
-            all_waiting,
-            permits: Arc::new(Semaphore::new(limit as usize)),
-            limit: Mutex::new(limit),
+            running: AtomicU32::new(0),
+            limit: AtomicU32::new(limit),
             waiting: AtomicU32::new(0),
+            line: Mutex::default(),
+            all_waiting,
         }
     }
 
     /// Makes `limit` hold from now on. What runs beyond a lowered limit ends by itself.
     fn set_limit(&self, limit: u32) {
-        let mut current = self.limit.lock();
-        if limit > *current {
-            self.permits.add_permits((limit - *current) as usize);
-        } else if limit < *current {
-            let surplus = (*current - limit) as usize;
-            let free = self.permits.forget_permits(surplus);
-            let in_use = u32::try_from(surplus - free).expect("a part of a difference of two u32");
-            if in_use > 0 {
-                // The first to come back are not given out again: this waits in the queue like a request.
-                let permits = Arc::clone(&self.permits);
-                tokio::spawn(async move {
-                    if let Ok(surplus) = permits.acquire_many_owned(in_use).await {
-                        surplus.forget();
-                    }
-                });
-            }
+        if self.limit.swap(limit, Ordering::SeqCst) < limit {
+            self.call();
         }
-        *current = limit;
     }
 
-    /// Runs now if there is room, else waits in line.
-    pub async fn admit(&self, patience: Patience) -> Result<Permit, Refusal> {
-        if let Some(permit) = self.try_admit() {
-            return Ok(permit);
+    /// A slot, if one is free and nobody waits for it.
+    fn enter_now(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst) == 0 && self.take_slot()
+    }
+
+    fn take_slot(&self) -> bool {
+        let limit = self.limit.load(Ordering::SeqCst);
+        let take = |running| (running < limit).then_some(running + 1);
+        self.running.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok()
+    }
+
+    /// A slot, after waiting in line for it.
+    async fn enter(&self, patience: Patience) -> Result<(), Refusal> {
+        if self.enter_now() {
+            return Ok(());
         }
-        let Some(_place) = Place::take(&self.waiting, &self.all_waiting, patience.waiting_max) else {
+        let Some(mut place) = self.line_up(patience.waiting_max) else {
             return Err(Refusal::QueueFull { retry_after_seconds: RETRY_AFTER_SECONDS });
         };
-        match timeout(patience.wait, Arc::clone(&self.permits).acquire_owned()).await {
-            Ok(Ok(permit)) => Ok(permit),
-            Ok(Err(_)) => unreachable!("gates are never closed"),
-            Err(_) => Err(Refusal::QueueTimeout { retry_after_seconds: RETRY_AFTER_SECONDS }),
+        self.call();
+        // The sender is dropped only with the place or after it has spoken.
+        if timeout(patience.wait, &mut place.called).await.is_err() {
+            return Err(Refusal::QueueTimeout { retry_after_seconds: RETRY_AFTER_SECONDS });
+        }
+        place.taken = true;
+        Ok(())
+    }
+
+    fn line_up(&self, max: u32) -> Option<Place<'_>> {
+        let mut line = self.line.lock();
+        if line.places.len() >= max as usize {
+            return None;
+        }
+        let ticket = line.next;
+        line.next += 1;
+        let (call, called) = oneshot::channel();
+        line.places.insert(ticket, call);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        self.all_waiting.inc();
+        Some(Place { gate: self, ticket, called, taken: false })
+    }
+
+    fn leave(&self) {
+        self.running.fetch_sub(1, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.call();
         }
     }
 
-    /// A permit if one is free; those who wait come first, for theirs are never free.
-    fn try_admit(&self) -> Option<Permit> {
-        Arc::clone(&self.permits).try_acquire_owned().ok()
+    /// Gives free slots to the first in line.
+    fn call(&self) {
+        let mut line = self.line.lock();
+        while !line.places.is_empty() && self.take_slot() {
+            let Some((_, call)) = line.places.pop_first() else { break };
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+            self.all_waiting.dec();
+            // A place that is being given up has not been told yet that it was called; it hands the slot on.
+            let _ = call.send(());
+        }
     }
 
     pub fn waiting(&self) -> u32 {
@@ -100,26 +140,26 @@ impl Gate {
     }
 }
 
-/// A place in the line, left when dropped: also when the client goes.
+/// A place in line, given up when dropped: also when the client leaves.
 struct Place<'a> {
-    waiting: &'a AtomicU32,
-    all_waiting: &'a Gauge,
-}
-
-impl<'a> Place<'a> {
-    fn take(waiting: &'a AtomicU32, all_waiting: &'a Gauge, max: u32) -> Option<Self> {
-        waiting
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| (now < max).then_some(now + 1))
-            .ok()?;
-        all_waiting.inc();
-        Some(Self { waiting, all_waiting })
-    }
+    gate: &'a Gate,
+    ticket: u64,
+    called: oneshot::Receiver<()>,
+    taken: bool,
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.all_waiting.dec();
+        if self.taken {
+            return;
+        }
+        if self.gate.line.lock().places.remove(&self.ticket).is_some() {
+            self.gate.waiting.fetch_sub(1, Ordering::SeqCst);
+            self.gate.all_waiting.dec();
+        } else {
+            // It was called and did not come.
+            self.gate.leave();
+        }
     }
 }
 
@@ -130,33 +170,52 @@ pub struct Gates {
     pub tenant: Arc<Gate>,
 }
 
-/// What passing them gave.
+/// The right to run at a site, given back when dropped.
 pub struct Permits {
     /// There was a line.
     pub waited: bool,
-    _site: Option<Permit>,
-    _tenant: Permit,
+    route: Rc<Route>,
 }
 
-impl Gates {
-    /// The site's line first: who waits for one slow site does not hold its tenant's permits meanwhile.
-    pub async fn admit(&self, patience: Patience) -> Result<Permits, Refusal> {
-        if let Some(permits) = self.admit_now() {
-            return Ok(permits);
+impl Drop for Permits {
+    fn drop(&mut self) {
+        let Gates { site, tenant } = &self.route.gates;
+        tenant.leave();
+        if let Some(site) = site {
+            site.leave();
         }
-        let site = match &self.site {
-            Some(gate) => Some(gate.admit(patience).await?),
-            None => None,
-        };
-        Ok(Permits { waited: true, _site: site, _tenant: self.tenant.admit(patience).await? })
     }
+}
 
-    fn admit_now(&self) -> Option<Permits> {
-        let site = match &self.site {
-            Some(gate) => Some(gate.try_admit()?),
-            None => None,
-        };
-        Some(Permits { waited: false, _site: site, _tenant: self.tenant.try_admit()? })
+/// Passes the gates of `route`. The site's line comes first: who waits for one slow site does not hold its tenant's
+/// slots meanwhile.
+pub async fn admit(route: &Rc<Route>, patience: Patience) -> Result<Permits, Refusal> {
+    let Gates { site, tenant } = &route.gates;
+    let mut waited = false;
+    if let Some(site) = site {
+        if !site.enter_now() {
+            waited = true;
+            site.enter(patience).await?;
+        }
+    }
+    if !tenant.enter_now() {
+        waited = true;
+        // The site's slot is given back if the client leaves now, or the tenant's line is too long.
+        let held = Held(site.as_deref());
+        tenant.enter(patience).await?;
+        std::mem::forget(held);
+    }
+    Ok(Permits { waited, route: Rc::clone(route) })
+}
+
+/// A slot that is given back unless the next one is got too.
+struct Held<'a>(Option<&'a Gate>);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if let Some(gate) = self.0 {
+            gate.leave();
+        }
     }
 }
 
@@ -201,77 +260,126 @@ impl GateTable {
 mod tests {
     use super::*;
 
-    fn gate(limit: u32) -> Gate {
-        Gate::new(limit, Gauge::default())
+    const PATIENT: Patience = Patience { waiting_max: 2, wait: Duration::from_secs(3600) };
+    const HASTY: Patience = Patience { waiting_max: 0, wait: Duration::ZERO };
+
+    fn gate(limit: u32) -> Arc<Gate> {
+        Arc::new(Gate::new(limit, Gauge::default()))
     }
 
-    const PATIENT: Patience = Patience { waiting_max: 2, wait: Duration::from_secs(3600) };
-
-    fn full(result: &Result<Permit, Refusal>) -> bool {
+    fn full(result: &Result<(), Refusal>) -> bool {
         matches!(result, Err(Refusal::QueueFull { .. }))
+    }
+
+    fn wait_at(gate: &Arc<Gate>, patience: Patience) -> tokio::task::JoinHandle<Result<(), Refusal>> {
+        let gate = Arc::clone(gate);
+        tokio::spawn(async move { gate.enter(patience).await })
+    }
+
+    async fn until_waiting(gate: &Gate, count: u32) {
+        while gate.waiting() < count {
+            tokio::task::yield_now().await;
+        }
     }
 
     #[tokio::test]
     async fn never_more_run_than_the_limit_and_the_line_is_bounded() {
-        let gate = Arc::new(gate(1));
-        let running = gate.admit(PATIENT).await.unwrap();
-        let line: Vec<_> = (0..2)
-            .map(|_| {
-                let gate = Arc::clone(&gate);
-                tokio::spawn(async move { gate.admit(PATIENT).await })
-            })
-            .collect();
-        while gate.waiting() < 2 {
-            tokio::task::yield_now().await;
-        }
-        assert!(full(&gate.admit(PATIENT).await));
-        drop(running);
+        let gate = gate(1);
+        gate.enter(PATIENT).await.unwrap();
+        let line = [wait_at(&gate, PATIENT), wait_at(&gate, PATIENT)];
+        until_waiting(&gate, 2).await;
+        assert!(full(&gate.enter(PATIENT).await));
         for waiter in line {
-            drop(waiter.await.unwrap().unwrap());
+            gate.leave();
+            waiter.await.unwrap().unwrap();
         }
-        assert_eq!(gate.waiting(), 0);
+        assert_eq!((gate.waiting(), gate.running.load(Ordering::SeqCst)), (0, 1));
     }
 
     #[tokio::test]
-    async fn a_waiter_that_leaves_frees_its_place() {
-        let gate = Arc::new(gate(1));
-        let _running = gate.admit(PATIENT).await.unwrap();
-        let leaving = tokio::spawn({
-            let gate = Arc::clone(&gate);
-            async move { gate.admit(PATIENT).await.map(drop) }
-        });
-        while gate.waiting() < 1 {
-            tokio::task::yield_now().await;
-        }
+    async fn a_waiter_that_leaves_frees_its_place_and_hands_a_slot_on() {
+        let gate = gate(1);
+        gate.enter(PATIENT).await.unwrap();
+        let leaving = wait_at(&gate, PATIENT);
+        until_waiting(&gate, 1).await;
         leaving.abort();
         assert!(leaving.await.is_err());
         assert_eq!(gate.waiting(), 0);
+        // Called, and gone before it came.
+        let called = wait_at(&gate, PATIENT);
+        until_waiting(&gate, 1).await;
+        gate.leave();
+        called.abort();
+        let _ = called.await;
+        let left = gate.running.load(Ordering::SeqCst);
+        assert!(left == 0 || (left == 1 && gate.waiting() == 0), "the slot is nobody's or was taken: {left}");
     }
 
     #[tokio::test]
     async fn a_limit_changes_while_requests_run() {
         let gate = gate(2);
-        let hasty = Patience { waiting_max: 0, wait: Duration::ZERO };
-        let (one, two) = (gate.admit(hasty).await.unwrap(), gate.admit(hasty).await.unwrap());
+        gate.enter(HASTY).await.unwrap();
+        gate.enter(HASTY).await.unwrap();
         gate.set_limit(1);
-        tokio::task::yield_now().await;
-        drop(one);
-        tokio::task::yield_now().await;
-        assert!(full(&gate.admit(hasty).await), "the lowered limit holds once one has ended");
-        drop(two);
-        tokio::task::yield_now().await;
-        let only = gate.admit(hasty).await.unwrap();
-        assert!(full(&gate.admit(hasty).await));
+        gate.leave();
+        assert!(full(&gate.enter(HASTY).await), "the lowered limit holds once one has ended");
+        gate.leave();
+        gate.enter(HASTY).await.unwrap();
+        let waiter = wait_at(&gate, PATIENT);
+        until_waiting(&gate, 1).await;
         gate.set_limit(2);
-        assert!(gate.admit(hasty).await.is_ok());
-        drop(only);
+        waiter.await.unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]
     async fn nobody_waits_longer_than_allowed() {
         let gate = gate(1);
-        let _running = gate.admit(PATIENT).await.unwrap();
-        let refused = gate.admit(Patience { waiting_max: 1, wait: Duration::from_secs(5) }).await;
+        gate.enter(PATIENT).await.unwrap();
+        let refused = gate.enter(Patience { waiting_max: 1, wait: Duration::from_secs(5) }).await;
         assert!(matches!(refused, Err(Refusal::QueueTimeout { .. })));
+        assert_eq!(gate.waiting(), 0);
+    }
+
+    /// Threads that enter, sometimes give up, and leave: the limit holds at every moment, nobody is forgotten in
+    /// line, and all slots come back.
+    #[test]
+    fn slots_are_neither_lost_nor_given_twice_between_threads() {
+        const LIMIT: u32 = 3;
+        let gate = gate(LIMIT);
+        let inside = Arc::new(AtomicU32::new(0));
+        let run = |seed: u64| {
+            let (gate, inside) = (Arc::clone(&gate), Arc::clone(&inside));
+            move || {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+                let patience = Patience { waiting_max: 100, wait: Duration::from_secs(60) };
+                let mut random = seed;
+                for _ in 0..3000 {
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    let gives_up = random >> 61 == 0;
+                    runtime.block_on(async {
+                        let mut entering = std::pin::pin!(gate.enter(patience));
+                        if gives_up {
+                            // Polled once and dropped, wherever it is.
+                            let once =
+                                std::future::poll_fn(|cx| std::task::Poll::Ready(entering.as_mut().poll(cx)));
+                            if once.await.is_ready() {
+                                gate.leave();
+                            }
+                            return;
+                        }
+                        entering.await.unwrap();
+                        assert!(inside.fetch_add(1, Ordering::SeqCst) < LIMIT);
+                        tokio::task::yield_now().await;
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                        gate.leave();
+                    });
+                }
+            }
+        };
+        let threads: Vec<_> = (1..=8).map(|seed| std::thread::spawn(run(seed))).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!((gate.running.load(Ordering::SeqCst), gate.waiting()), (0, 0));
     }
 }

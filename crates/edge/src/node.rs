@@ -23,6 +23,7 @@ use crate::forward::Forwarding;
 use crate::gate::Patience;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, Response};
+use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
 use crate::programs::Programs;
 use crate::refusal::Refusal;
@@ -39,6 +40,8 @@ pub struct Node {
     pub upstream: Rc<Pool>,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
+    /// The shared counters, to be cloned per request without touching what other threads count by.
+    pub metrics: Rc<Arc<Metrics>>,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
@@ -63,6 +66,7 @@ impl Node {
             upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
+            metrics: Rc::new(Arc::clone(&shared.metrics)),
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),

@@ -15,6 +15,7 @@ use http::{HeaderValue, Method, StatusCode};
 use crate::account::Account;
 use crate::exchange;
 use crate::files::ErrorDocument;
+use crate::gate;
 use crate::message::{Request, Response};
 use crate::node::Node;
 use crate::refusal::Refusal;
@@ -52,7 +53,7 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
 
     // May it run now? Waits its turn in its site's and its tenant's line, no longer than is allowed.
     // The account holds the right to run until the body ends, not just until its head is sent.
-    account.admitted(route.gates.admit(node.patience()).await?);
+    account.admitted(gate::admit(&route, node.patience()).await?);
 
     // Bring up what answers this site, and let it answer.
     exchange::run(node, &route, request, account).await
