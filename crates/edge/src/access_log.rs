@@ -74,7 +74,17 @@ pub struct AccessRecord {
 }
 
 impl AccessRecord {
-    pub fn begin(head: &Head, client: IpAddr) -> Self {
+    /// `in_full`: with what only a line of the log says. A node without a log does not pay for it.
+    pub fn begin(head: &Head, client: IpAddr, in_full: bool) -> Self {
+        let brief = Self {
+            method: Some(head.method.clone()),
+            version: head.version,
+            client,
+            ..Self::without_head(head.id, &head.conn)
+        };
+        if !in_full {
+            return brief;
+        }
         let query = head.query.as_deref();
         let len = head.host.len() + head.path.len() + query.map_or(0, |q| 1 + q.len());
         let mut text = String::with_capacity(len);
@@ -85,14 +95,11 @@ impl AccessRecord {
             text.push_str(query);
         }
         Self {
-            method: Some(head.method.clone()),
-            version: head.version,
             text: text.into_boxed_str(),
             target_at: head.host.len(),
             referer: head.headers.get(REFERER).cloned(),
             user_agent: head.headers.get(USER_AGENT).cloned(),
-            client,
-            ..Self::without_head(head.id, &head.conn)
+            ..brief
         }
     }
 

@@ -37,7 +37,7 @@ impl Account {
     /// Boxed from the start: it is large, and goes with the response in the end.
     pub fn open(node: &Node, request: &Request) -> Box<Self> {
         let client = node.forwarding.client(&request.head);
-        Self::new(node, AccessRecord::begin(&request.head, client))
+        Self::new(node, AccessRecord::begin(&request.head, client, node.log().is_some()))
     }
 
     /// Of something that was no request.

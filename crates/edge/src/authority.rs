@@ -26,16 +26,14 @@ pub fn parse(text: &str) -> Result<Authority, NotAnAuthority> {
             (&text[..address.len() + 2], port)
         }
         None => {
-            let (host, port) = text.split_once(':').unwrap_or((text, ""));
-            let host = host.strip_suffix('.').unwrap_or(host);
-            let ok = (1..=HOST_LEN_MAX).contains(&host.len())
-                && host.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'))
-                && !host.starts_with('.')
-                && !host.contains("..");
-            if !ok {
-                return Err(NotAnAuthority);
-            }
-            (host, port)
+            let end = name_len(text.as_bytes()).ok_or(NotAnAuthority)?;
+            let host = &text[..end];
+            let port = match text.as_bytes().get(end) {
+                None => "",
+                Some(b':') => &text[end + 1..],
+                Some(_) => return Err(NotAnAuthority),
+            };
+            (host.strip_suffix('.').unwrap_or(host), port)
         }
     };
     let port = match port {
@@ -48,6 +46,23 @@ pub fn parse(text: &str) -> Result<Authority, NotAnAuthority> {
     let mut host: Box<str> = host.into();
     host.make_ascii_lowercase();
     Ok(Authority { host, port })
+}
+
+/// How many bytes in front are a host name; `None` if none are, or too many, or a label is empty.
+fn name_len(text: &[u8]) -> Option<usize> {
+    let mut last = b'.';
+    let mut len = 0;
+    for &byte in text {
+        match byte {
+            b'.' if last == b'.' => return None,
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => {}
+            _ => break,
+        }
+        last = byte;
+        len += 1;
+    }
+    // The dot of the root may follow the longest name.
+    (1..=HOST_LEN_MAX + usize::from(last == b'.')).contains(&len).then_some(len)
 }
 
 #[cfg(test)]

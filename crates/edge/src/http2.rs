@@ -196,7 +196,7 @@ fn into_wire(mut response: Response, is_head: bool, pace: Rc<Pace>) -> http::Res
     let bodiless = is_head || matches!(response.status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
     let length = response.body.len();
     let body = Outgoing::take(&mut response, !bodiless).paced(pace);
-    let mut headers = response.headers;
+    let mut headers = response.headers.into_map();
     // An application's own Server stays, as its Date does.
     headers.entry(SERVER).or_insert(HeaderValue::from_static("nagaya"));
     // RFC 9110 section 8.6: HEAD and 304 may say how long the body would be; 204 must not.

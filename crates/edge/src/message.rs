@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -141,12 +142,58 @@ pub enum BodyError {
 pub struct Response {
     pub status: StatusCode,
     /// Without `Date`, `Server`, `Connection`, `Content-Length` and `Transfer-Encoding`: the wire adds those.
-    pub headers: HeaderMap,
+    pub headers: Headers,
     pub body: ResponseBody,
     /// Guards (permit, process, worker) that live until the body ends.
     pub hold: Vec<Box<dyn Hold>>,
     /// Is told how much was sent; writes the request's account when it is dropped.
     pub receipt: Option<Box<dyn Receipt>>,
+}
+
+/// Header fields of a response: its own, or those that every answer from a kept file has. Shared ones are copied
+/// only if somebody changes them.
+#[derive(Debug, Clone)]
+pub enum Headers {
+    Own(HeaderMap),
+    Shared(Rc<HeaderMap>),
+}
+
+impl Headers {
+    pub fn into_map(self) -> HeaderMap {
+        match self {
+            Self::Own(map) => map,
+            Self::Shared(map) => Rc::unwrap_or_clone(map),
+        }
+    }
+}
+
+impl From<HeaderMap> for Headers {
+    fn from(map: HeaderMap) -> Self {
+        Self::Own(map)
+    }
+}
+
+impl Deref for Headers {
+    type Target = HeaderMap;
+
+    fn deref(&self) -> &HeaderMap {
+        match self {
+            Self::Own(map) => map,
+            Self::Shared(map) => map,
+        }
+    }
+}
+
+impl DerefMut for Headers {
+    fn deref_mut(&mut self) -> &mut HeaderMap {
+        if let Self::Shared(map) = self {
+            *self = Self::Own(HeaderMap::clone(map));
+        }
+        match self {
+            Self::Own(map) => map,
+            Self::Shared(_) => unreachable!("made its own above"),
+        }
+    }
 }
 
 /// The account of one request. Dropped without a word from the wire, it counts as broken off.
@@ -222,7 +269,13 @@ impl ResponseBody {
 
 impl Response {
     pub fn new(status: StatusCode) -> Self {
-        Self { status, headers: HeaderMap::new(), body: ResponseBody::Empty, hold: Vec::new(), receipt: None }
+        Self {
+            status,
+            headers: Headers::Own(HeaderMap::new()),
+            body: ResponseBody::Empty,
+            hold: Vec::new(),
+            receipt: None,
+        }
     }
 
     pub fn with_body(mut self, body: ResponseBody) -> Self {

@@ -6,7 +6,7 @@ pub mod dokuwiki;
 pub mod gitweb;
 
 use std::fs;
-use std::os::unix::fs::chown;
+use std::os::unix::fs::{MetadataExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -21,13 +21,16 @@ pub fn packages(names: &[String]) -> Result<PathBuf> {
     for dir in [&tree, &done] {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     }
-    for name in names {
-        let mark = done.join(name);
-        if mark.exists() {
-            continue;
-        }
+    let missing: Vec<&String> = names.iter().filter(|name| !done.join(name).exists()).collect();
+    for name in &missing {
         unpack(name, &tree).with_context(|| format!("unpacking Debian's package {name}"))?;
+        let mark = done.join(name);
         fs::write(&mark, "").with_context(|| format!("creating {}", mark.display()))?;
+    }
+    if !missing.is_empty() {
+        // Whoever owns the checkout must be able to remove this without root.
+        let owner = fs::metadata(workspace::root()).context("looking at the checkout")?;
+        give(&workspace::cache_dir(), owner.uid())?;
     }
     Ok(tree)
 }

@@ -75,7 +75,7 @@ pub(super) struct Representation {
     stamp: Stamp,
     pub(super) content: Content,
     /// The header fields of a 200, complete.
-    pub(super) headers: HeaderMap,
+    pub(super) headers: Rc<HeaderMap>,
     modified: Option<u64>,
 }
 
@@ -285,7 +285,7 @@ impl Source {
             let date = httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_secs(seconds));
             fields.insert(LAST_MODIFIED, HeaderValue::try_from(date).expect("a date is printable ASCII"));
         }
-        Representation { stamp: self.stamp, content: self.content, headers: fields, modified }
+        Representation { stamp: self.stamp, content: self.content, headers: Rc::new(fields), modified }
     }
 }
 

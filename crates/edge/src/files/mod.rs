@@ -48,7 +48,7 @@ use self::conditional::Outcome;
 use self::load::{Entry, Loaded, Representation};
 use self::range::Wanted;
 use self::root::Roots;
-use crate::message::{Head, Response, ResponseBody};
+use crate::message::{Head, Headers, Response, ResponseBody};
 use crate::path::{RelPath, SitePath, matches_prefix};
 use crate::refusal::Refusal;
 
@@ -295,12 +295,12 @@ fn respond(head: &Head, found: &Representation) -> Response {
         match range::wanted(&head.method, &head.headers, found.content.len()) {
             Wanted::Whole => {}
             Wanted::Spans(spans) => {
-                return range::partial(found.headers.clone(), &found.content, &spans, random);
+                return range::partial(HeaderMap::clone(&found.headers), &found.content, &spans, random);
             }
             Wanted::Nothing => return range::unsatisfiable(found.content.len()),
         }
     }
-    Response { headers: found.headers.clone(), ..Response::new(StatusCode::OK) }
+    Response { headers: Headers::Shared(Rc::clone(&found.headers)), ..Response::new(StatusCode::OK) }
         .with_body(range::whole(&found.content))
 }
 

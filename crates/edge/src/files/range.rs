@@ -137,7 +137,7 @@ pub(super) fn partial(
             ResponseBody::Parts(parts(content, spans, &boundary, part_type.as_ref()))
         }
     };
-    Response { headers, ..Response::new(StatusCode::PARTIAL_CONTENT) }.with_body(body)
+    Response { headers: headers.into(), ..Response::new(StatusCode::PARTIAL_CONTENT) }.with_body(body)
 }
 
 fn parts(content: &Content, spans: &[Span], boundary: &str, part_type: Option<&HeaderValue>) -> Vec<Part> {

@@ -127,7 +127,7 @@ impl World {
         let length = response.body.len().expect("known before sending");
         let body = collect(response.body);
         assert_eq!(body.len() as u64, length);
-        Ok(Answer { status: response.status.as_u16(), headers: response.headers, body })
+        Ok(Answer { status: response.status.as_u16(), headers: response.headers.into_map(), body })
     }
 
     fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> Answer {

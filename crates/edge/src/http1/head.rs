@@ -2,12 +2,15 @@
 //!
 //! Not here: bodies (`framing`), reading from a socket (`connection`, `upstream`).
 
+use std::sync::LazyLock;
+
 use bytes::{Bytes, BytesMut};
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
-    UPGRADE,
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::{HeaderMap, Method, StatusCode, Version};
+use memchr::memmem::Finder;
 
 use crate::authority::{self, Authority};
 use crate::http1::framing::Framing;
@@ -53,10 +56,13 @@ pub struct ResponseHead {
     pub upgrade: Option<HeaderValue>,
 }
 
+/// Finding it is prepared once: that takes longer than looking through an ordinary head.
+static END: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\r\n\r\n"));
+
 /// Where the head in `buffer` ends, or why it never will. `scanned` remembers what was looked at before.
 pub fn find_end(buffer: &[u8], scanned: &mut usize, limits: HeadLimits) -> Result<Option<usize>, Refusal> {
     let from = scanned.saturating_sub(3);
-    if let Some(at) = memchr::memmem::find(&buffer[from..], b"\r\n\r\n") {
+    if let Some(at) = END.find(&buffer[from..]) {
         let end = from + at + 4;
         return if end > limits.bytes { Err(Refusal::HeadTooLarge) } else { Ok(Some(end)) };
     }
@@ -116,9 +122,9 @@ pub fn parse_request(buffer: &mut BytesMut, end: usize, limits: HeadLimits) -> R
     let target = Target::parse(parsed.path.unwrap_or_default(), &method)?;
     let authority = authority(&target, fields.host.take(), version)?;
     let framing = fields.request_framing(version).map_err(Refusal::BadRequest)?;
-    let expect_continue = match fields.headers.remove(EXPECT) {
+    let expect_continue = match &fields.expect {
         None => false,
-        Some(value) if value.as_bytes().eq_ignore_ascii_case(b"100-continue") => version == Version::HTTP_11,
+        Some(value) if value.eq_ignore_ascii_case(b"100-continue") => version == Version::HTTP_11,
         Some(_) => return Err(Refusal::ExpectationFailed),
     };
     fields.strip_hop_by_hop();
@@ -198,13 +204,14 @@ struct Fields {
     wants_upgrade: bool,
     upgrade: Option<HeaderValue>,
     te_trailers: bool,
+    expect: Option<Bytes>,
     /// Names that Connection listed: they end here.
     listed: Vec<HeaderName>,
 }
 
 impl Fields {
     fn collect(bytes: &Bytes, parsed: &[httparse::Header<'_>]) -> Result<Self, &'static str> {
-        let mut fields = Self { headers: HeaderMap::with_capacity(parsed.len()), ..Self::default() };
+        let mut fields = Self::default();
         for field in parsed {
             let name =
                 HeaderName::from_bytes(field.name.as_bytes()).map_err(|_| "a header name is not a token")?;
@@ -234,6 +241,13 @@ impl Fields {
                 self.transfer_encoding = true;
             }
             CONNECTION => self.connection(&value)?,
+            // These end here whether Connection lists them or not.
+            TRAILER | PROXY_AUTHENTICATE | PROXY_AUTHORIZATION => {}
+            _ if matches!(name.as_str(), "keep-alive" | "proxy-connection") => {}
+            EXPECT => match self.expect {
+                None => self.expect = Some(value),
+                Some(_) => return Err("more than one Expect"),
+            },
             UPGRADE => self.upgrade = Some(header_value(value)?),
             TE => self.te_trailers |= value.eq_ignore_ascii_case(b"trailers"),
             _ => {
@@ -287,10 +301,6 @@ impl Fields {
     /// RFC 9110 section 7.6.1. What Connection lists goes too, except fields that mean something beyond
     /// this connection: a client could otherwise delete, say, Authorization on the way to a backend.
     fn strip_hop_by_hop(&mut self) {
-        for name in ["keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"] {
-            self.headers.remove(name);
-        }
-        self.headers.remove(TRAILER);
         for name in std::mem::take(&mut self.listed) {
             if !is_end_to_end(&name) {
                 self.headers.remove(name);

@@ -104,7 +104,7 @@ fn encode_head(out: &mut Vec<u8>, asked: Asked, response: &Response, ending: End
     if !response.headers.contains_key(DATE) {
         date::with_now(|date| field(out, b"date", date));
     }
-    for (name, value) in &response.headers {
+    for (name, value) in response.headers.iter() {
         if *name != CONTENT_LENGTH {
             field(out, name.as_str().as_bytes(), value.as_bytes());
         }
@@ -152,7 +152,7 @@ fn number_field(out: &mut Vec<u8>, name: &[u8], number: u64) {
 pub fn encode_switch(response: &Response) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
     out.extend_from_slice(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade");
-    for (name, value) in &response.headers {
+    for (name, value) in response.headers.iter() {
         field(&mut out, name.as_str().as_bytes(), value.as_bytes());
     }
     out.extend_from_slice(b"\r\n\r\n");

@@ -217,7 +217,7 @@ impl<O: Output> Timed<O> {
             ScriptHead::Document { status, headers, length } => (status, headers, length),
         };
         let mut response = Response::new(status);
-        response.headers = headers;
+        response.headers = headers.into();
         let never_has_body =
             matches!(status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED);
         if never_has_body || method == Method::HEAD {

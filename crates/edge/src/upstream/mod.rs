@@ -111,7 +111,7 @@ fn respond(
     bounds: Bounds,
 ) -> Response {
     let mut response = Response::new(answer.status);
-    response.headers = answer.headers;
+    response.headers = answer.headers.into();
     if answer.status == StatusCode::SWITCHING_PROTOCOLS {
         if let Some(protocol) = answer.upgrade {
             response.headers.insert(http::header::UPGRADE, protocol);
