@@ -36,7 +36,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 /// `1536` as `1.5KiB`: the shortest exact form, so that a printed value can be read back.
 pub fn format_bytes(bytes: u64) -> String {
     for (factor, unit) in [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")] {
-        if bytes >= factor && bytes % factor == 0 {
+        if bytes >= factor && bytes.is_multiple_of(factor) {
             return format!("{}{unit}", bytes / factor);
         }
     }
@@ -47,7 +47,7 @@ pub fn format_bytes(bytes: u64) -> String {
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
     for (factor, unit) in [(86_400_000u128, "d"), (3_600_000, "h"), (60_000, "m"), (1_000, "s")] {
-        if ms >= factor && ms % factor == 0 {
+        if ms >= factor && ms.is_multiple_of(factor) {
             return format!("{}{unit}", ms / factor);
         }
     }

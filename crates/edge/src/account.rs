@@ -29,15 +29,20 @@ pub struct Account {
     /// The right to run, given back when the response's body has ended.
     permits: Option<Permits>,
     received: Option<Rc<Cell<u64>>>,
-    log: Option<Rc<ThreadLog>>,
-    metrics: Rc<Arc<Metrics>>,
+    recorder: Rc<Recorder>,
+}
+
+/// Where a thread's accounts are written when they are closed.
+pub struct Recorder {
+    pub log: Option<Rc<ThreadLog>>,
+    pub metrics: Arc<Metrics>,
 }
 
 impl Account {
     /// Boxed from the start: it is large, and goes with the response in the end.
     pub fn open(node: &Node, request: &Request) -> Box<Self> {
         let client = node.forwarding.client(&request.head);
-        Self::new(node, AccessRecord::begin(&request.head, client, node.log().is_some()))
+        Self::new(node, AccessRecord::begin(&request.head, client, node.recorder().log.is_some()))
     }
 
     /// Of something that was no request.
@@ -55,8 +60,7 @@ impl Account {
             route: None,
             permits: None,
             received: None,
-            log: node.log(),
-            metrics: Rc::clone(&node.metrics),
+            recorder: node.recorder(),
         })
     }
 
@@ -131,8 +135,8 @@ impl Drop for Account {
         if let Some(received) = &self.received {
             self.record.bytes_in = received.get();
         }
-        self.metrics.request(&self.record);
-        if let Some(log) = &self.log {
+        self.recorder.metrics.request(&self.record);
+        if let Some(log) = &self.recorder.log {
             self.record.started = SystemTime::now() - self.record.took;
             log.write(&self.record);
         }
@@ -153,10 +157,10 @@ impl Body for Counted {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let polled = Pin::new(&mut self.body).poll_frame(cx);
-        if let Poll::Ready(Some(Ok(frame))) = &polled {
-            if let Some(data) = frame.data_ref() {
-                self.received.set(self.received.get() + data.len() as u64);
-            }
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(data) = frame.data_ref()
+        {
+            self.received.set(self.received.get() + data.len() as u64);
         }
         polled
     }

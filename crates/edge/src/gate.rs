@@ -192,11 +192,11 @@ impl Drop for Permits {
 pub async fn admit(route: &Rc<Route>, patience: Patience) -> Result<Permits, Refusal> {
     let Gates { site, tenant } = &route.gates;
     let mut waited = false;
-    if let Some(site) = site {
-        if !site.enter_now() {
-            waited = true;
-            site.enter(patience).await?;
-        }
+    if let Some(site) = site
+        && !site.enter_now()
+    {
+        waited = true;
+        site.enter(patience).await?;
     }
     if !tenant.enter_now() {
         waited = true;

@@ -3,27 +3,27 @@
 //! Start reading at `request.rs`. Not here: cgroups, processes and tenants' rights (`keeper`), records of
 //! sites (`cmdb`), the process around it (`nagaya`).
 
-pub mod request;
-pub mod refusal;
 pub mod message;
+pub mod refusal;
+pub mod request;
 
-pub mod route;
-pub mod gate;
 pub mod exchange;
 pub mod files;
+pub mod gate;
 pub mod programs;
+pub mod route;
 pub mod upstream;
 
-pub mod http1;
-pub mod http2;
-pub mod tls;
 pub mod authority;
 pub mod body;
 pub mod date;
 pub mod drain;
-pub mod silence;
 pub mod forward;
+pub mod http1;
+pub mod http2;
 pub mod path;
+pub mod silence;
+pub mod tls;
 
 pub mod access_log;
 pub mod account;

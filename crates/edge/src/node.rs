@@ -15,15 +15,13 @@ use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::access_log::ThreadLog;
-use crate::account::Account;
+use crate::account::{Account, Recorder};
 use crate::drain::{Connections, Entered};
 use crate::files::{FileServer, Root};
 use crate::forward::Forwarding;
 use crate::gate::Patience;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, Response};
-use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
 use crate::programs::Programs;
 use crate::refusal::Refusal;
@@ -40,12 +38,10 @@ pub struct Node {
     pub upstream: Rc<Pool>,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
-    /// The shared counters, to be cloned per request without touching what other threads count by.
-    pub metrics: Rc<Arc<Metrics>>,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
-    log: RefCell<Option<Rc<ThreadLog>>>,
+    recorder: RefCell<Rc<Recorder>>,
     /// What this thread last added to the gauge of all.
     cached_bytes: Cell<i64>,
     ids: Ids,
@@ -66,11 +62,10 @@ impl Node {
             upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
-            metrics: Rc::new(Arc::clone(&shared.metrics)),
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),
-            log: RefCell::new(shared.log().map(|log| log.for_thread())),
+            recorder: RefCell::new(recorder(&shared)),
             cached_bytes: Cell::new(0),
             ids: Ids::new(),
             shared,
@@ -84,7 +79,7 @@ impl Node {
         self.patience.set(patience(&options));
         self.forwarding.set_options(&options);
         self.programs.set_options(&options);
-        *self.log.borrow_mut() = self.shared.log().map(|log| log.for_thread());
+        *self.recorder.borrow_mut() = recorder(&self.shared);
     }
 
     pub fn limits(&self) -> Rc<Limits> {
@@ -95,8 +90,8 @@ impl Node {
         self.patience.get()
     }
 
-    pub fn log(&self) -> Option<Rc<ThreadLog>> {
-        self.log.borrow().clone()
+    pub fn recorder(&self) -> Rc<Recorder> {
+        Rc::clone(&self.recorder.borrow())
     }
 
     /// The site's document root, opened by the keeper under its tenant's rights.
@@ -116,7 +111,7 @@ impl Node {
         metrics.file_cache_bytes.add(bytes - self.cached_bytes.replace(bytes));
         self.upstream.sweep();
         self.files.drop_idle(std::time::Instant::now());
-        if let Some(log) = self.log() {
+        if let Some(log) = &self.recorder().log {
             log.flush();
         }
     }
@@ -125,6 +120,10 @@ impl Node {
         let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
         app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
+}
+
+fn recorder(shared: &Shared) -> Rc<Recorder> {
+    Rc::new(Recorder { log: shared.log().map(|log| log.for_thread()), metrics: Arc::clone(&shared.metrics) })
 }
 
 fn patience(options: &Options) -> Patience {

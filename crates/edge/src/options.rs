@@ -92,7 +92,7 @@ impl Default for Options {
             max_waiting: 1024,
             wait_ms: 30_000,
             php_workers: 8,
-            php_requests: 1000,
+            php_requests: 100_000,
             php_idle_ms: 60_000,
             keeper: PathBuf::from("/run/nagaya/keeper.sock"),
         }

@@ -39,10 +39,10 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
 
     // Who is this for? Unknown hosts leave here, before anything costs memory.
     let route = node.router.find(&request.head)?;
-    if let Some(tls) = &request.head.conn.tls {
-        if !tls::covers(tls, &request.head.host) {
-            return Err(Refusal::Misdirected);
-        }
+    if let Some(tls) = &request.head.conn.tls
+        && !tls::covers(tls, &request.head.host)
+    {
+        return Err(Refusal::Misdirected);
     }
     account.belongs_to(&route);
     // A body announced as too long is refused before the client sends it; others when they have become so.

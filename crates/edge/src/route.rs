@@ -47,10 +47,10 @@ impl Router {
     /// The site for this request.
     pub fn find(&self, head: &Head) -> Result<Rc<Route>, Refusal> {
         let routes = self.routes(&head.host).ok_or(Refusal::UnknownHost)?;
-        if let [only] = &*routes {
-            if only.site.path == "/" {
-                return Ok(Rc::clone(only));
-            }
+        if let [only] = &*routes
+            && only.site.path == "/"
+        {
+            return Ok(Rc::clone(only));
         }
         let path = SitePath::parse(&head.path)?;
         routes

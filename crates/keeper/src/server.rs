@@ -90,6 +90,9 @@ pub fn run(start: Start) -> ExitCode {
 }
 
 fn serve(start: Start) -> Result<(), ServeError> {
+    // Away from the terminal the node may have been started at: programs of tenants share this session, and a
+    // controlling terminal could be typed into. Fails only if this is a session's first process already.
+    let _ = rustix::process::setsid();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));
     let (events, mut incoming) = mpsc::channel(EVENTS_MAX);

@@ -47,7 +47,7 @@ pub enum Entrance<'a> {
     Born(BorrowedFd<'a>),
     /// Writes itself into this cgroup v1 `tasks` file before anything else.
     Writes(BorrowedFd<'a>),
-    /// No cgroup; its own session and process group is all there is.
+    /// No cgroup; its own process group is all there is.
     Open,
 }
 
@@ -286,7 +286,9 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
         {
             return 0;
         }
-        libc::setsid();
+        // Its own process group, in the keeper's session: a session of its own would make the scheduler's autogroups
+        // give each worker the share of a whole login (sched(7)), and the edge would starve between them.
+        libc::setpgid(0, 0);
         for (target, source) in (0..).zip(&image.stdio) {
             if libc::dup2(source.as_raw_fd(), target) < 0 {
                 return 1;

@@ -130,10 +130,10 @@ fn content_length_without_body(out: &mut Vec<u8>, asked: Asked, response: &Respo
     }
     if let Some(value) = response.headers.get(CONTENT_LENGTH) {
         field(out, b"content-length", value.as_bytes());
-    } else if asked.is_head {
-        if let Some(length) = response.body.len() {
-            number_field(out, b"content-length", length);
-        }
+    } else if asked.is_head
+        && let Some(length) = response.body.len()
+    {
+        number_field(out, b"content-length", length);
     }
 }
 

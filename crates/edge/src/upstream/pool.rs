@@ -124,11 +124,9 @@ impl Pool {
         limit: Duration,
         fresh: bool,
     ) -> Result<(Connection, bool), Refusal> {
-        if !fresh {
-            if let Some(connection) = self.take_idle(address) {
-                self.metrics.upstream_connection(UpstreamConnection::Reused);
-                return Ok((connection, true));
-            }
+        if !fresh && let Some(connection) = self.take_idle(address) {
+            self.metrics.upstream_connection(UpstreamConnection::Reused);
+            return Ok((connection, true));
         }
         let connected = timeout(limit, connector.connect(address)).await.unwrap_or_else(|_| {
             Err(Refusal::BackendUnreachable(format!("no connection within {} ms", limit.as_millis())))
