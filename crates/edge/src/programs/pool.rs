@@ -7,8 +7,10 @@
 //!
 //! Not here: what is said to a worker (`php`), its process (`keeper`).
 
+mod handover;
+
 use std::collections::HashMap;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -193,8 +195,17 @@ impl PhpPools {
     {
         let account = Account::from(tenant);
         let pool = self.pool(tenant)?;
-        let turn = self.turn(&pool).await?;
-        let mut lease = Lease { worker: None, turn: Some(turn), account, pool, pools: self.clone() };
+        let turn = match self.turn(&pool).await? {
+            Turn::Mine(turn) => turn,
+            Turn::With(lease) if lease.account == account => return Ok(lease),
+            Turn::With(mut lease) => {
+                lease.renew(start).await?;
+                lease.account = account;
+                return Ok(lease);
+            }
+        };
+        let mut lease =
+            Lease { worker: None, turn: Some(turn), account, in_row: 0, pool, pools: self.clone() };
         match lease.pool.take_idle(self) {
             Some(worker) => lease.worker = Some(worker),
             None => lease.start(start).await?,
@@ -224,20 +235,31 @@ impl PhpPools {
     }
 
     /// Waits until a worker may be used, as long and with as many others as the settings allow.
-    async fn turn(&self, pool: &Pool) -> Result<OwnedSemaphorePermit, Refusal> {
+    async fn turn(&self, pool: &Arc<Pool>) -> Result<Turn, Refusal> {
         let removed = Refusal::Overloaded("the tenant was just removed");
         match pool.turns.clone().try_acquire_owned() {
-            Ok(turn) => return Ok(turn),
+            Ok(turn) => return Ok(Turn::Mine(turn)),
             Err(TryAcquireError::NoPermits) => {}
             Err(TryAcquireError::Closed) => return Err(removed),
         }
         let Settings { waiting, wait, .. } = self.settings();
         let retry_after_seconds = u32::try_from(wait.as_secs()).unwrap_or(u32::MAX).max(1);
         let _place = Place::take(&pool.waiting, waiting).ok_or(Refusal::QueueFull { retry_after_seconds })?;
-        match tokio::time::timeout(wait, pool.turns.clone().acquire_owned()).await {
-            Ok(turn) => turn.map_err(|_| removed),
-            Err(_) => Err(Refusal::QueueTimeout { retry_after_seconds }),
-        }
+        let given = handover::line_up(pool);
+        let given = async {
+            match given.await {
+                Ok(lease) => lease,
+                Err(_) => pending().await,
+            }
+        };
+        let next = async {
+            tokio::select! {
+                biased;
+                lease = given => Ok(Turn::With(lease)),
+                turn = pool.turns.clone().acquire_owned() => turn.map(Turn::Mine).map_err(|_| removed),
+            }
+        };
+        tokio::time::timeout(wait, next).await.unwrap_or(Err(Refusal::QueueTimeout { retry_after_seconds }))
     }
 
     /// Makes room for one more worker, if need be by ending the one of any tenant that was idle longest.
@@ -287,6 +309,13 @@ impl PhpPools {
         });
         self.end(ended);
     }
+}
+
+/// What waiting brought.
+enum Turn {
+    Mine(OwnedSemaphorePermit),
+    /// A turn and a worker, from the request before.
+    With(Lease),
 }
 
 /// One place among those who wait.
@@ -368,6 +397,8 @@ pub(super) struct Lease {
     worker: Option<Worker>,
     turn: Option<OwnedSemaphorePermit>,
     account: Account,
+    /// How often it went from request to request on one thread.
+    in_row: u32,
     pool: Arc<Pool>,
     pools: Arc<PhpPools>,
 }
@@ -406,14 +437,22 @@ impl Lease {
         let Some(mut worker) = self.worker.take() else { return };
         worker.served += 1;
         let used_up = worker.served >= self.pools.settings().requests;
-        let mut state = self.pool.state.lock();
-        if !used_up && state.account == self.account && state.surplus == 0 && !self.pool.turns.is_closed() {
-            worker.idle_since = Instant::now();
-            state.idle.push(worker);
-        } else {
-            drop(state);
-            self.worker = Some(worker);
+        self.worker = Some(worker);
+        if used_up || !self.may_go_on() {
+            return;
         }
+        if let Some(mut lease) = handover::pass_on(self)
+            && let Some(mut worker) = lease.worker.take()
+        {
+            worker.idle_since = Instant::now();
+            lease.pool.state.lock().idle.push(worker);
+        }
+    }
+
+    /// The tenant is as it was when the worker was started.
+    fn may_go_on(&self) -> bool {
+        let state = self.pool.state.lock();
+        state.account == self.account && state.surplus == 0 && !self.pool.turns.is_closed()
     }
 
     fn end_worker(&mut self) {

@@ -104,6 +104,51 @@ async fn requests_wait_in_order_for_as_many_workers_as_there_may_be() {
     assert_eq!((world.made(), world.waiting()), (1, 0));
 }
 
+/// One thread has more requests waiting than may follow each other there; a request of another thread waits too, and
+/// is served before they are all done.
+#[tokio::test]
+async fn a_busy_thread_does_not_keep_a_worker_from_another() {
+    const HERE: usize = 100;
+    let world = World::new(1, Options::default());
+    let first = world.lease().await.unwrap();
+    let served_here = Arc::new(AtomicUsize::new(0));
+    let elsewhere = {
+        let (pools, tenant) = (Arc::clone(&world.pools), world.tenant.clone());
+        let served_here = Arc::clone(&served_here);
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let none = async || -> Result<Worker, Refusal> { panic!("there is a worker") };
+                let lease = tokio::time::timeout(HANG, pools.lease(&tenant, none)).await.unwrap().unwrap();
+                let before = served_here.load(Ordering::SeqCst);
+                lease.give_back();
+                before
+            })
+        })
+    };
+    while world.waiting() < 1 {
+        tokio::task::yield_now().await;
+    }
+    let here = || async {
+        world.lease().await.unwrap().give_back();
+        served_here.fetch_add(1, Ordering::SeqCst);
+    };
+    let mut all: Vec<_> = (0..HERE).map(|_| Box::pin(here())).collect();
+    let mut first = Some(first);
+    std::future::poll_fn(|cx| {
+        all.retain_mut(|one| one.as_mut().poll(cx).is_pending());
+        if let Some(first) = first.take() {
+            assert_eq!(world.waiting() as usize, HERE + 1);
+            first.give_back();
+        }
+        if all.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+    let before = elsewhere.join().unwrap();
+    assert!(before < HERE, "it was served after all of this thread");
+    assert_eq!((world.made(), world.waiting()), (1, 0));
+}
+
 #[tokio::test]
 async fn a_full_queue_and_a_long_wait_are_refused() {
     let world = World::new(1, options(0, 1500));
