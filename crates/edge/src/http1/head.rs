@@ -216,13 +216,20 @@ impl Fields {
             let name =
                 HeaderName::from_bytes(field.name.as_bytes()).map_err(|_| "a header name is not a token")?;
             let value = bytes.slice_ref(field.value);
-            fields.take(name, value)?;
+            if let Some(value) = fields.take(&name, value)? {
+                if fields.headers.is_empty() {
+                    // At once for all, and not at all for a head that has nothing but a Host.
+                    fields.headers.reserve(parsed.len());
+                }
+                fields.headers.append(name, value);
+            }
         }
         Ok(fields)
     }
 
-    fn take(&mut self, name: HeaderName, value: Bytes) -> Result<(), &'static str> {
-        match name {
+    /// Keeps what concerns framing and connection; gives back what goes on.
+    fn take(&mut self, name: &HeaderName, value: Bytes) -> Result<Option<HeaderValue>, &'static str> {
+        match *name {
             HOST => {
                 if self.host.replace(value).is_some() {
                     return Err("more than one Host");
@@ -250,11 +257,9 @@ impl Fields {
             },
             UPGRADE => self.upgrade = Some(header_value(value)?),
             TE => self.te_trailers |= value.eq_ignore_ascii_case(b"trailers"),
-            _ => {
-                self.headers.append(name, header_value(value)?);
-            }
+            _ => return header_value(value).map(Some),
         }
-        Ok(())
+        Ok(None)
     }
 
     fn connection(&mut self, value: &[u8]) -> Result<(), &'static str> {
