@@ -51,7 +51,7 @@ fn input_and_exit() {
 }
 
 fn clean_slate() {
-    let script = "umask; ulimit -c; ulimit -n; ls /proc/self/fd; env | sort; grep -E 'NoNewPrivs|SigIgn|SigBlk' /proc/self/status; cut -d' ' -f6 /proc/$$/stat; echo $$";
+    let script = "umask; ulimit -c; ulimit -n; ls /proc/self/fd; env | sort; grep -E 'NoNewPrivs|SigIgn|SigBlk' /proc/self/status; cut -d' ' -f5,7 /proc/$$/stat; echo $$";
     let world = World::new().with_cgi(script).start();
     world.run(async |keeper| {
         let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
@@ -64,8 +64,8 @@ fn clean_slate() {
         for want in ["NoNewPrivs:\t1", "SigIgn:\t0000000000000000", "SigBlk:\t0000000000000000"] {
             assert!(lines.contains(&want), "{want} in {said}");
         }
-        let [.., session, pid] = lines[..] else { panic!("{said}") };
-        assert_eq!(session, pid, "it leads a session of its own");
+        let [.., group_and_terminal, pid] = lines[..] else { panic!("{said}") };
+        assert_eq!(group_and_terminal, format!("{pid} 0"), "it leads a process group and has no terminal");
     });
 }
 
