@@ -204,8 +204,14 @@ impl PhpPools {
                 return Ok(lease);
             }
         };
-        let mut lease =
-            Lease { worker: None, turn: Some(turn), account, in_row: 0, pool, pools: self.clone() };
+        let mut lease = Lease {
+            worker: None,
+            turn: Some(turn),
+            account,
+            turn_since: Instant::now(),
+            pool,
+            pools: self.clone(),
+        };
         match lease.pool.take_idle(self) {
             Some(worker) => lease.worker = Some(worker),
             None => lease.start(start).await?,
@@ -397,8 +403,8 @@ pub(super) struct Lease {
     worker: Option<Worker>,
     turn: Option<OwnedSemaphorePermit>,
     account: Account,
-    /// How often it went from request to request on one thread.
-    in_row: u32,
+    /// When it was got in the line of all; since then it may have gone from request to request on one thread.
+    turn_since: Instant,
     pool: Arc<Pool>,
     pools: Arc<PhpPools>,
 }

@@ -2,20 +2,22 @@
 //!
 //! Those who wait for a tenant's workers stand in one line over all threads (`Pool::turns`). Keeping strictly to it
 //! would send nearly every worker to another thread, which then has to be woken while the worker idles. So whoever
-//! waits also stands in its thread's own line, and a worker given back goes to the first one there, but at most
-//! `IN_ROW_MAX` times in a row: then the line of all has its turn. Not here: who may wait at all (`pool`).
+//! waits also stands in its thread's own line, and a worker given back goes to the first one there, but no longer
+//! than for `IN_ROW_MAX`: then the line of all has its turn. Not here: who may wait at all (`pool`).
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 
 use super::{Lease, Pool};
 
-/// So often a worker may pass over those who wait on other threads. At 20 us to 50 ms for a request, they wait for it
-/// up to 1 s longer than their place in line says; mostly they have workers of their own.
-const IN_ROW_MAX: u32 = 16;
+/// So long a worker may pass over those who wait on other threads; they wait that much longer than their place in
+/// line says, and one request. Long against the 0.1 ms of a trivial script, where waking another thread
+/// would cost as much as the request; short against the page of an application.
+pub(super) const IN_ROW_MAX: Duration = Duration::from_millis(5);
 
 /// One thread's lines, by pool. Whoever stands there holds the pool, so no address comes twice.
 type Lines = HashMap<*const Pool, VecDeque<oneshot::Sender<Lease>>>;
@@ -41,10 +43,9 @@ pub(super) fn line_up(pool: &Arc<Pool>) -> oneshot::Receiver<Lease> {
 /// Gives the lease, with its worker, to the first in this thread's line. It comes back if nobody is there, or others
 /// have waited long enough.
 pub(super) fn pass_on(mut lease: Lease) -> Option<Lease> {
-    if lease.in_row >= IN_ROW_MAX {
+    if lease.turn_since.elapsed() >= IN_ROW_MAX {
         return Some(lease);
     }
-    lease.in_row += 1;
     let pool = Arc::as_ptr(&lease.pool);
     let next = || {
         LINES.with_borrow_mut(|lines| {
