@@ -25,7 +25,7 @@ const WORKERS_PER_CORE: usize = 2;
 const CONNECTIONS: u32 = 16;
 
 /// nagaya's default for the requests of one worker's life; php-fpm gets the same.
-const REQUESTS_PER_WORKER: u32 = 1_000;
+const REQUESTS_PER_WORKER: u32 = 100_000;
 
 const HOST: &str = "wiki.example";
 const PAGE: &str = "/doku.php?id=start";

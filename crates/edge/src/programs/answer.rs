@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::future::{Future as _, poll_fn};
 use std::io;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -29,6 +29,10 @@ const GATHER_MAX: usize = 64 << 10;
 /// bytes, so that the program can end by itself.
 const DISCARD_MAX: u64 = 16 << 20;
 
+/// A program whose client has left may still take so long to come to its end. Long enough for an ordinary page: ending
+/// and starting a PHP worker costs more than letting it finish, and a client could make the node do so at will.
+const ABANDONED_MAX: Duration = Duration::from_secs(1);
+
 /// The output of a running program. Whoever polls it also feeds the program's standard input.
 pub(super) trait Output: Unpin + 'static {
     /// The next piece, never empty; `None` once the program is done.
@@ -37,7 +41,7 @@ pub(super) trait Output: Unpin + 'static {
     /// Bytes of request body the program has been given so far.
     fn fed(&self) -> u64;
 
-    /// The answer is complete although the program still runs: may it go on, not longer than until `deadline`?
+    /// Nobody wants more of the answer although the program still runs: may it go on, not longer than until `deadline`?
     fn let_finish(self, deadline: Instant);
 }
 
@@ -113,8 +117,10 @@ impl Patience {
 }
 
 /// Output under a time limit.
-pub(super) struct Timed<O> {
-    output: O,
+/// Dropped before the output's end, nobody wants the rest: the program may come to its end, within a bound.
+pub(super) struct Timed<O: Output> {
+    /// `None` once it has ended, failed or been taken.
+    output: Option<O>,
     patience: Patience,
     /// Made when something is waited for the first time.
     alarm: Option<Pin<Box<Sleep>>>,
@@ -125,20 +131,34 @@ pub(super) struct Timed<O> {
 
 impl<O: Output> Timed<O> {
     pub fn new(output: O, patience: Patience) -> Self {
-        Self { output, patience, alarm: None, moved: false, fed: 0 }
+        Self { output: Some(output), patience, alarm: None, moved: false, fed: 0 }
     }
 
-    pub fn into_output(self) -> O {
-        self.output
+    /// The output, unless it has ended.
+    pub fn into_output(mut self) -> Option<O> {
+        self.output.take()
+    }
+
+    /// What the program says now. Its end, well or not, is the end of this too.
+    fn poll_output(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
+        let Some(output) = &mut self.output else { return Poll::Ready(Ok(None)) };
+        let polled = output.poll_output(cx);
+        // A worker that had not begun is still needed, for what it was asked.
+        if matches!(polled, Poll::Ready(Ok(None) | Err(_)))
+            && !matches!(polled, Poll::Ready(Err(Failure::Unread)))
+        {
+            self.output = None;
+        }
+        polled
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
-        if let Poll::Ready(ready) = self.output.poll_output(cx) {
+        if let Poll::Ready(ready) = self.poll_output(cx) {
             self.moved = true;
             return Poll::Ready(ready);
         }
         // An upload that goes on is no silence.
-        let fed = self.output.fed();
+        let fed = self.output.as_ref().map_or(self.fed, Output::fed);
         let moved = std::mem::take(&mut self.moved) || fed != self.fed;
         self.fed = fed;
         let patience = self.patience;
@@ -151,7 +171,9 @@ impl<O: Output> Timed<O> {
             }
             None => self.alarm.insert(Box::pin(tokio::time::sleep_until(patience.deadline()))),
         };
-        alarm.as_mut().poll(cx).map(|()| Err(Failure::Timeout))
+        ready!(alarm.as_mut().poll(cx));
+        self.output = None;
+        Poll::Ready(Err(Failure::Timeout))
     }
 
     /// Reads the head of the answer, and what came together with it.
@@ -186,7 +208,7 @@ impl<O: Output> Timed<O> {
         let mut room = GATHER_MAX;
         poll_fn(|cx| {
             while room > 0 {
-                match self.output.poll_output(cx) {
+                match self.poll_output(cx) {
                     Poll::Ready(Ok(Some(piece))) => {
                         self.moved = true;
                         room = room.saturating_sub(piece.len());
@@ -245,6 +267,14 @@ impl<O: Output> Timed<O> {
             ResponseBody::stream(ProgramBody { output, pieces, left: length, discarded: 0 })
         };
         Ok(Outcome::Response(response))
+    }
+}
+
+impl<O: Output> Drop for Timed<O> {
+    fn drop(&mut self) {
+        if let Some(output) = self.output.take() {
+            output.let_finish(self.patience.deadline().min(Instant::now() + ABANDONED_MAX));
+        }
     }
 }
 
@@ -377,7 +407,9 @@ impl<O: Output> Drop for ProgramBody<O> {
             && let Some(timed) = self.output.take()
         {
             let deadline = timed.patience.deadline();
-            timed.into_output().let_finish(deadline);
+            if let Some(output) = timed.into_output() {
+                output.let_finish(deadline);
+            }
         }
     }
 }

@@ -141,7 +141,7 @@ impl Programs {
             Err(Failure::Unread) => {
                 // An idle worker died just now. A fresh one is asked, once: if that does not read either, the
                 // fault is not the old one's.
-                let Some(retry) = exchange.into_output().into_retry() else {
+                let Some(retry) = exchange.into_output().and_then(Exchange::into_retry) else {
                     return Err(refusal(Failure::Unread));
                 };
                 let Retry { mut lease, opening, body, errors } = retry;

@@ -11,7 +11,7 @@ use crate::programs::testing::{piece, read};
 /// Output that is known beforehand. `None` in it stands for output that comes later.
 struct Script {
     steps: VecDeque<Option<Result<Bytes, Failure>>>,
-    finished: Rc<Cell<bool>>,
+    may_finish: Rc<Cell<Option<Duration>>>,
 }
 
 impl Output for Script {
@@ -30,8 +30,8 @@ impl Output for Script {
         0
     }
 
-    fn let_finish(self, _: Instant) {
-        self.finished.set(true);
+    fn let_finish(self, deadline: Instant) {
+        self.may_finish.set(Some(deadline - Instant::now()));
     }
 }
 
@@ -41,14 +41,14 @@ fn piece_of(text: &str) -> Option<Result<Bytes, Failure>> {
 
 struct Run {
     output: Timed<Script>,
-    finished: Rc<Cell<bool>>,
+    may_finish: Rc<Cell<Option<Duration>>>,
 }
 
 fn run_of(steps: impl IntoIterator<Item = Option<Result<Bytes, Failure>>>) -> Run {
-    let finished = Rc::new(Cell::new(false));
-    let script = Script { steps: steps.into_iter().collect(), finished: Rc::clone(&finished) };
+    let may_finish = Rc::default();
+    let script = Script { steps: steps.into_iter().collect(), may_finish: Rc::clone(&may_finish) };
     let patience = Patience { silence: Duration::from_secs(20), end: None };
-    Run { output: Timed::new(script, patience), finished }
+    Run { output: Timed::new(script, patience), may_finish }
 }
 
 async fn answer(mut output: Timed<Script>, method: Method) -> Result<Response, Failure> {
@@ -94,15 +94,18 @@ async fn a_failure_behind_the_declared_length_harms_nobody() {
     }
 }
 
-#[tokio::test]
-async fn a_program_may_finish_only_behind_a_complete_answer() {
-    for (text, complete) in [("Content-Length: 5\n\nhello", true), ("Content-Length: 6\n\nhello", false)] {
+#[tokio::test(start_paused = true)]
+async fn a_program_whose_answer_is_complete_may_finish_and_an_abandoned_one_not_for_long() {
+    let patience = Duration::from_secs(20);
+    for (text, limit) in
+        [("Content-Length: 5\n\nhello", patience), ("Content-Length: 6\n\nhello", ABANDONED_MAX)]
+    {
         let run = run_of([piece_of(text), None, None]);
         let mut response = answer(run.output, Method::GET).await.unwrap();
         assert_eq!(piece(&mut response).await.unwrap().unwrap(), "hello");
-        assert!(!run.finished.get());
+        assert_eq!(run.may_finish.get(), None);
         drop(response);
-        assert_eq!(run.finished.get(), complete, "{text:?}");
+        assert_eq!(run.may_finish.get(), Some(limit), "{text:?}");
     }
 }
 

@@ -293,8 +293,25 @@ fn a_script_may_go_on_after_its_declared_answer() {
     });
 }
 
+/// Otherwise anybody could have workers ended and started as fast as he can hang up.
 #[test]
-fn a_client_that_leaves_ends_the_worker() {
+fn a_client_that_leaves_an_ordinary_page_ends_no_worker() {
+    let world = world(1);
+    world.file("page.php", "<?php file_put_contents('../notes/began', ''); while (!file_exists('../notes/go')) usleep(100); echo 'done';");
+    let (began, go) = (world.note("began"), world.note("go"));
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        tokio::select! {
+            _ = thread.ask("page.php", get()) => panic!("it waits for its file"),
+            () = until("the script begins", || began.exists()) => {}
+        }
+        std::fs::write(go, "").unwrap();
+        assert_eq!(pid(&thread).await, first, "it served the next request once it was done");
+    });
+}
+
+#[test]
+fn a_client_that_leaves_a_long_run_ends_the_worker() {
     let world = world(1);
     world.file("endless.php", "<?php while (true) { echo str_repeat('x', 10000); flush(); }");
     world.file("silent.php", "<?php file_put_contents('../notes/started', ''); sleep(1000);");
