@@ -133,7 +133,10 @@ fn fate(name: &str, trusted: bool) -> Fate {
         "via" | "traceparent" | "tracestate" | "forwarded" | "x-request-id" => Fate::Rewrite,
         "x-forwarded-for" | "x-forwarded-proto" | "x-forwarded-host" | "x-forwarded-port" => Fate::Rewrite,
         // The framing is ours, and `100 Continue` was settled with the client.
-        "content-length" | "expect" | "http2-settings" => Fate::Drop,
+        "content-length" | "transfer-encoding" | "expect" => Fate::Drop,
+        // `te: trailers` may come by HTTP/2; the others are a second lock on a door that is closed already.
+        "te" | "connection" | "keep-alive" | "upgrade" | "http2-settings" => Fate::Drop,
+        "proxy-connection" | "proxy-authorization" => Fate::Drop,
         // No field of HTTP, but it becomes the variable `HTTP_PROXY` in programs that talk CGI (CVE-2016-5385).
         "proxy" => Fate::Drop,
         "x-real-ip" | "x-client-ip" | "true-client-ip" if !trusted => Fate::Drop,

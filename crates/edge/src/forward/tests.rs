@@ -165,6 +165,9 @@ fn what_is_not_for_the_application_ends_here() {
     let fields = [
         ("proxy", "http://evil"),
         ("expect", "100-continue"),
+        ("te", "trailers"),
+        ("transfer-encoding", "chunked"),
+        ("proxy-authorization", "Basic x"),
         ("x_forwarded_for", "1.1.1.1"),
         ("authorization", "Basic y"),
         ("cookie", "a=b"),

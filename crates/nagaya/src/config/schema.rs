@@ -203,7 +203,7 @@ const TENANTS: &[Key<Settings>] = &[
         "0.1",
         count(1, 1_000_000_000),
         edge.php_requests,
-        "Requests one PHP worker serves before a new one replaces it, against scripts and modules that leak. Starting one takes 50 to 100 ms."
+        "Requests one PHP worker serves before a new one replaces it, against scripts and modules that leak. Starting one takes longer than most pages."
     ),
     key!(
         "php_idle_timeout",
