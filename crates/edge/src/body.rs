@@ -16,7 +16,7 @@ use http_body::{Body, Frame, SizeHint};
 use rustix::buffer::spare_capacity;
 use tokio::time::{Instant, sleep_until};
 
-use crate::message::{BodyError, Hold, Part, Receipt, Response, ResponseBody};
+use crate::message::{BodyError, Part, Receipt, Response, ResponseBody};
 
 /// Most that is read or handed on at once. Four HTTP/2 frames or TLS records of the usual size; reading that
 /// much of a file out of the page cache takes some 10 us, less than handing it to another thread.
@@ -30,7 +30,6 @@ pub struct Outgoing {
     failed: bool,
     receipt: Option<Box<dyn Receipt>>,
     pace: Option<Rc<Pace>>,
-    _hold: Vec<Box<dyn Hold>>,
 }
 
 enum Source {
@@ -44,14 +43,7 @@ impl Outgoing {
     pub fn take(response: &mut Response, with_body: bool) -> Self {
         let body = std::mem::replace(&mut response.body, ResponseBody::Empty);
         let source = if with_body { Source::new(body) } else { Source::new(ResponseBody::Empty) };
-        Self {
-            source,
-            sent: 0,
-            failed: false,
-            receipt: response.receipt.take(),
-            pace: None,
-            _hold: std::mem::take(&mut response.hold),
-        }
+        Self { source, sent: 0, failed: false, receipt: response.receipt.take(), pace: None }
     }
 
     /// Notes in `pace` whose turn it is.

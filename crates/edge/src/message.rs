@@ -138,14 +138,13 @@ pub enum BodyError {
     File(#[from] std::io::Error),
 }
 
-/// One response. Whatever it holds is given back when its body has been sent, or dropped.
+/// One response. What its receipt and its body hold (permit, process, worker) is given back when the body has been
+/// sent, or dropped.
 pub struct Response {
     pub status: StatusCode,
     /// Without `Date`, `Server`, `Connection`, `Content-Length` and `Transfer-Encoding`: the wire adds those.
     pub headers: Headers,
     pub body: ResponseBody,
-    /// Guards (permit, process, worker) that live until the body ends.
-    pub hold: Vec<Box<dyn Hold>>,
     /// Is told how much was sent; writes the request's account when it is dropped.
     pub receipt: Option<Box<dyn Receipt>>,
 }
@@ -201,10 +200,6 @@ pub trait Receipt {
     /// `bytes` of body went out; `complete` says whether that is all of it.
     fn sent(&mut self, bytes: u64, complete: bool);
 }
-
-/// Anything whose `Drop` gives something back.
-pub trait Hold {}
-impl<T> Hold for T {}
 
 pub enum ResponseBody {
     Empty,
@@ -269,13 +264,7 @@ impl ResponseBody {
 
 impl Response {
     pub fn new(status: StatusCode) -> Self {
-        Self {
-            status,
-            headers: Headers::Own(HeaderMap::new()),
-            body: ResponseBody::Empty,
-            hold: Vec::new(),
-            receipt: None,
-        }
+        Self { status, headers: Headers::Own(HeaderMap::new()), body: ResponseBody::Empty, receipt: None }
     }
 
     pub fn with_body(mut self, body: ResponseBody) -> Self {
@@ -285,12 +274,6 @@ impl Response {
 
     pub fn with_header(mut self, name: http::HeaderName, value: HeaderValue) -> Self {
         self.headers.insert(name, value);
-        self
-    }
-
-    /// Keeps `guard` until the body has been sent or given up.
-    pub fn holding(mut self, guard: impl Sized + 'static) -> Self {
-        self.hold.push(Box::new(guard));
         self
     }
 }

@@ -4,7 +4,8 @@
 //!
 //! `route` finds the site, `admit` waits for the right to run, `wake` and `exchange` (both in `exchange.rs`, by
 //! kind of backend) bring up what answers and let it answer, `release` happens by itself: every guard taken on
-//! the way is held by the response and dropped when its *body* has been sent, or when the client has left.
+//! the way goes with the response, in its account or its body, and is dropped when the *body* has been sent, or when
+//! the client has left.
 //!
 //! Every early exit is a [`Refusal`]; `refusal.rs` alone turns it into a response. Not here: HTTP on the wire
 //! (`http1`, `http2`), tenants' processes (`keeper`).

@@ -17,7 +17,14 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::drain::Connections;
-use crate::message::BodyError;
+use crate::message::{BodyError, Receipt};
+
+/// An account that shows whether it is closed.
+struct Held(#[expect(dead_code, reason = "it is counted")] Rc<()>);
+
+impl Receipt for Held {
+    fn sent(&mut self, _: u64, _: bool) {}
+}
 
 type Answer = Pin<Box<dyn Future<Output = Response>>>;
 
@@ -182,7 +189,8 @@ fn endless(guard: &Rc<()>) -> Rc<World> {
             if &*request.head.path == "/wait" {
                 pending::<()>().await;
             }
-            let mut response = bytes("").holding(guard);
+            let mut response = bytes("");
+            response.receipt = Some(Box::new(Held(guard)));
             response.body = ResponseBody::stream(Never);
             response
         }
@@ -342,7 +350,9 @@ fn a_client_that_takes_nothing_loses_its_stream() {
             let held = Rc::clone(&held);
             async move {
                 let body = ResponseBody::Bytes(Bytes::from(vec![0; 1 << 20]));
-                Response::new(StatusCode::OK).with_body(body).holding(held)
+                let mut response = Response::new(StatusCode::OK).with_body(body);
+                response.receipt = Some(Box::new(Held(held)));
+                response
             }
         });
         let kept = Rc::strong_count(&guard);
