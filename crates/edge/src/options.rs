@@ -16,7 +16,7 @@ pub struct Options {
     pub threads: usize,
     pub limits: Limits,
     pub log: LogOptions,
-    /// Names of requests are looked up here too: `Forwarded` headers of these peers are believed.
+    /// Addresses and networks of proxies whose `Forwarded` and `X-Forwarded-*` fields are believed.
     pub trusted_proxies: Vec<String>,
     /// HTTP/2 on plain connections by prior knowledge.
     pub h2c: bool,

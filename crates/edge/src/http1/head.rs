@@ -67,11 +67,8 @@ pub fn find_end(buffer: &[u8], scanned: &mut usize, limits: HeadLimits) -> Resul
         return if end > limits.bytes { Err(Refusal::HeadTooLarge) } else { Ok(Some(end)) };
     }
     // A bare line feed would make some parsers see an end here: refuse it now instead of waiting for more.
-    if let Some(at) = memchr::memchr_iter(b'\n', &buffer[*scanned..]).find(|&at| {
-        let at = *scanned + at;
-        at == 0 || buffer[at - 1] != b'\r'
-    }) {
-        let _ = at;
+    let is_bare = |at: usize| at == 0 || buffer[at - 1] != b'\r';
+    if memchr::memchr_iter(b'\n', &buffer[*scanned..]).any(|at| is_bare(*scanned + at)) {
         return Err(Refusal::BadRequest("a line ends in a bare line feed"));
     }
     if buffer.len() >= limits.bytes {
