@@ -4,6 +4,7 @@
 //! Not here: routing of requests (`edge::route`), processes (`keeper`), the command line (`nagaya`).
 //! Nothing in this crate acts on what it knows.
 
+pub mod cell;
 pub mod check;
 pub mod feed;
 pub mod names;

@@ -4,12 +4,13 @@
 //! `limits::KEEPER_MESSAGE_MAX` bytes, with at most `limits::KEEPER_FDS_MAX` file descriptors. Not here: the
 //! doing (`server`), the asking (`client`).
 
+use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::{SiteName, TenantName};
 use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,10 +27,23 @@ pub enum Verb {
     OpenRoot { site: SiteName },
     /// Run a program of the site once. `script` is relative to the document root. Answer: `Spawned` with
     /// two descriptors: its standard input (write end) and output (read end). Its standard error goes to the keeper's log.
-    SpawnCgi { site: SiteName, script: String, env: Vec<(String, String)> },
+    /// It is born in a cell of its own.
+    SpawnCgi { site: SiteName, script: String, env: Vec<(String, String)>, confinement: Box<Confinement> },
     /// A PHP worker under this tenant's uid, for this connection alone. Answer: `Spawned` with one
-    /// descriptor, the FastCGI connection.
+    /// descriptor, the FastCGI connection. It waits for its first request in a cell beneath its tenant's.
     SpawnPhp { tenant: TenantName },
+    /// A worker begins to serve a request of this site: it is moved to where the request is to run, if it is not there
+    /// already, and gets the request's limits. Answer: `Entered`.
+    Enter { process: ProcessId, site: SiteName, confinement: Box<Confinement> },
+    /// The request a worker serves has ended. Answer: `Used`, all since it entered. Its cell stays as it is until the
+    /// next `Enter`, so an unchanged confinement needs none: then `Used` is what it used since the last `Leave`.
+    Leave { process: ProcessId },
+    /// What a spawned process has used for its present request so far. Answer: `Used`.
+    Measure { process: ProcessId },
+    /// What rules do to named cells without running in them, in this order. Answer: `Done`.
+    ChangeCells { changes: Vec<CellChange> },
+    /// Named cells with their limits and use, as JSON, for rules that ask. Answer: `Cells`.
+    Cells,
     /// A connection to the site's application, which is started if it does not run. Answer: `Connected`
     /// with one descriptor, once it listens.
     ConnectApp { site: SiteName },
@@ -57,6 +71,8 @@ pub enum Answer {
     Ended {
         process: ProcessId,
         exit: Exit,
+        /// Since it was born, or for a worker since it last entered or left.
+        usage: Usage,
     },
 }
 
@@ -64,7 +80,12 @@ pub enum Answer {
 pub enum Reply {
     Hello { version: u32 },
     Root,
-    Spawned { process: ProcessId },
+    /// `cell` is where it runs, as `nagaya cells` shows it.
+    Spawned { process: ProcessId, cell: String },
+    Entered { cell: String },
+    Used { usage: Usage },
+    Done,
+    Cells { json: String },
     Connected,
     Certificate,
     Status { json: String },
