@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
+use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::{SiteName, TenantName};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -53,6 +54,8 @@ pub struct CgiProcess {
     pub stdin: OwnedFd,
     pub stdout: OwnedFd,
     pub guard: ProcessGuard,
+    /// Where it runs, as `nagaya cells` shows it.
+    pub cell: Box<str>,
 }
 
 /// A running PHP worker: its FastCGI connection, non-blocking.
@@ -60,6 +63,8 @@ pub struct CgiProcess {
 pub struct PhpWorker {
     pub socket: OwnedFd,
     pub guard: ProcessGuard,
+    /// Where it waits for its first request.
+    pub cell: Box<str>,
 }
 
 /// Ends a process tree when dropped, from any thread and without waiting.
@@ -68,19 +73,28 @@ pub struct ProcessGuard {
     process: ProcessId,
     /// A place in the connection's queue, taken when the process was made: dropping cannot find it full.
     end: Option<mpsc::OwnedPermit<ProcessId>>,
-    exit: watch::Receiver<Option<Exit>>,
+    end_told: watch::Receiver<Option<End>>,
 }
 
+/// How a process ended, and what its tree used: all of it for a CGI program, for a worker what came after its last
+/// `leave`.
+type End = (Exit, Usage);
+
 impl ProcessGuard {
+    /// For `enter`, `leave` and `measure`, which any thread's `Keeper` of this process may ask.
+    pub fn id(&self) -> ProcessId {
+        self.process
+    }
+
     /// Resolves once nothing of the tree is left. `Gone`: the keeper went, and the tree with it.
-    pub async fn ended(&self) -> Result<Exit, ClientError> {
-        let mut exit = self.exit.clone();
-        let exit = exit.wait_for(Option::is_some).await.map_err(|_| ClientError::Gone)?;
-        exit.ok_or(ClientError::Gone)
+    pub async fn ended(&self) -> Result<(Exit, Usage), ClientError> {
+        let mut end = self.end_told.clone();
+        let end = end.wait_for(Option::is_some).await.map_err(|_| ClientError::Gone)?;
+        end.ok_or(ClientError::Gone)
     }
 
     /// Ends the tree now and waits until nothing of it is left.
-    pub async fn end(mut self) -> Result<Exit, ClientError> {
+    pub async fn end(mut self) -> Result<(Exit, Usage), ClientError> {
         self.send_end();
         self.ended().await
     }
@@ -113,7 +127,7 @@ struct Connection {
     open: Cell<bool>,
     next_tag: Cell<u64>,
     waiting: RefCell<HashMap<u64, oneshot::Sender<Got>>>,
-    processes: RefCell<HashMap<ProcessId, watch::Sender<Option<Exit>>>>,
+    processes: RefCell<HashMap<ProcessId, watch::Sender<Option<End>>>>,
     ends: mpsc::Sender<ProcessId>,
     closed: Notify,
 }
@@ -138,25 +152,85 @@ impl Keeper {
         one_of(got.1)
     }
 
-    /// Runs `script`, relative to the document root, with these variables.
+    /// Runs `script`, relative to the document root, with these variables, in a cell of its own that `confinement` says
+    /// where to make.
     pub async fn spawn_cgi(
         &self,
         site: &SiteName,
         script: &str,
         env: Vec<(String, String)>,
+        confinement: &Confinement,
     ) -> Result<CgiProcess, ClientError> {
-        let verb = Verb::SpawnCgi { site: site.clone(), script: script.to_owned(), env };
-        let (_, fds, guard) = self.call(verb, CALL_TIMEOUT).await?;
-        match (<[OwnedFd; 2]>::try_from(fds), guard) {
-            (Ok([stdin, stdout]), Some(guard)) => Ok(CgiProcess { stdin, stdout, guard }),
+        let verb = Verb::SpawnCgi {
+            site: site.clone(),
+            script: script.to_owned(),
+            env,
+            confinement: Box::new(confinement.clone()),
+        };
+        let (reply, fds, guard) = self.call(verb, CALL_TIMEOUT).await?;
+        match (<[OwnedFd; 2]>::try_from(fds), guard, reply) {
+            (Ok([stdin, stdout]), Some(guard), Reply::Spawned { cell, .. }) => {
+                Ok(CgiProcess { stdin, stdout, guard, cell: cell.into() })
+            }
             _ => Err(ClientError::Gone),
         }
     }
 
     pub async fn spawn_php(&self, tenant: &TenantName) -> Result<PhpWorker, ClientError> {
-        let (_, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, CALL_TIMEOUT).await?;
-        match (one_of(fds), guard) {
-            (Ok(socket), Some(guard)) => Ok(PhpWorker { socket, guard }),
+        let (reply, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, CALL_TIMEOUT).await?;
+        match (one_of(fds), guard, reply) {
+            (Ok(socket), Some(guard), Reply::Spawned { cell, .. }) => {
+                Ok(PhpWorker { socket, guard, cell: cell.into() })
+            }
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// Moves a PHP worker to where its next request is to run. The answer names its cell. Needless while site and
+    /// confinement are those it entered with last.
+    pub async fn enter(
+        &self,
+        process: ProcessId,
+        site: &SiteName,
+        confinement: &Confinement,
+    ) -> Result<Box<str>, ClientError> {
+        let verb = Verb::Enter { process, site: site.clone(), confinement: Box::new(confinement.clone()) };
+        match self.call(verb, CALL_TIMEOUT).await?.0 {
+            Reply::Entered { cell } => Ok(cell.into()),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// The worker's request has ended: what it used. What the request left running is ended; the worker stays where
+    /// it is.
+    pub async fn leave(&self, process: ProcessId) -> Result<Usage, ClientError> {
+        self.usage(Verb::Leave { process }).await
+    }
+
+    /// What a process has used for its present request so far.
+    pub async fn measure(&self, process: ProcessId) -> Result<Usage, ClientError> {
+        self.usage(Verb::Measure { process }).await
+    }
+
+    async fn usage(&self, verb: Verb) -> Result<Usage, ClientError> {
+        match self.call(verb, CALL_TIMEOUT).await?.0 {
+            Reply::Used { usage } => Ok(usage),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// Makes, changes and removes named cells of the node, in this order. It stops at the first that fails.
+    pub async fn change_cells(&self, changes: Vec<CellChange>) -> Result<(), ClientError> {
+        match self.call(Verb::ChangeCells { changes }, CALL_TIMEOUT).await?.0 {
+            Reply::Done => Ok(()),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// Named cells with their limits and use, as a JSON object.
+    pub async fn cells(&self) -> Result<String, ClientError> {
+        match self.call(Verb::Cells, CALL_TIMEOUT).await?.0 {
+            Reply::Cells { json } => Ok(json),
             _ => Err(ClientError::Gone),
         }
     }
@@ -284,9 +358,9 @@ impl Connection {
         loop {
             match receive::<Answer>(&self.socket, &mut buffer).await {
                 Ok((Answer::Reply { tag, reply }, fds)) => self.deliver(tag, reply, fds),
-                Ok((Answer::Ended { process, exit }, _)) => {
+                Ok((Answer::Ended { process, exit, usage }, _)) => {
                     if let Some(ended) = self.processes.borrow_mut().remove(&process) {
-                        ended.send_replace(Some(exit));
+                        ended.send_replace(Some((exit, usage)));
                     }
                 }
                 Err(CodecError::Closed) => break,
@@ -301,11 +375,11 @@ impl Connection {
 
     fn deliver(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
         let guard = match &reply {
-            Reply::Spawned { process } => match self.ends.clone().try_reserve_owned() {
+            Reply::Spawned { process, .. } => match self.ends.clone().try_reserve_owned() {
                 Ok(end) => {
-                    let (ended, exit) = watch::channel(None);
+                    let (ended, end_told) = watch::channel(None);
                     self.processes.borrow_mut().insert(*process, ended);
-                    Some(ProcessGuard { process: *process, end: Some(end), exit })
+                    Some(ProcessGuard { process: *process, end: Some(end), end_told })
                 }
                 // The keeper leases no more than there are places; one that does is not ours.
                 Err(_) => return self.close(),

@@ -372,7 +372,7 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
         }
         Verb::ConnectApp { site } => Ok((Reply::Connected, vec![engine.apps.connect(engine, &site).await?])),
-        Verb::SpawnCgi { site, script, env } => {
+        Verb::SpawnCgi { site, script, env, confinement: _ } => {
             connection.room_for_process()?;
             let (handle, fds) = engine.spawn_cgi(&site, script, env).await?;
             Ok((connection.lease(handle), fds))
@@ -382,6 +382,11 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             let (handle, fds) = engine.spawn_php(&tenant).await?;
             Ok((connection.lease(handle), fds))
         }
+        Verb::Enter { .. }
+        | Verb::Leave { .. }
+        | Verb::Measure { .. }
+        | Verb::ChangeCells { .. }
+        | Verb::Cells => Err(Fault::new(Failure::Broken, fault::START, "this keeper has no cells yet")),
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
         Verb::Hello { .. } | Verb::End { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
@@ -411,10 +416,11 @@ impl Connection {
             spawn_local(async move {
                 let exit = ended.await;
                 connection.leased.borrow_mut().remove(&process);
-                connection.queue(&Answer::Ended { process, exit }, Vec::new());
+                let usage = nagaya_cmdb::cell::Usage { cpu_us: exit.cpu_us, ..Default::default() };
+                connection.queue(&Answer::Ended { process, exit, usage }, Vec::new());
             });
         }
-        Reply::Spawned { process }
+        Reply::Spawned { process, cell: String::new() }
     }
 
     fn reply(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
