@@ -41,6 +41,7 @@ const REASONS: Dimension = Dimension {
         "backend_timeout",
         "site_broken",
         "loop",
+        "rule_broken",
         "client_gone",
         "broken_off",
         "other",

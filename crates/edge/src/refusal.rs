@@ -52,6 +52,8 @@ pub enum Refusal {
     SiteBroken(String),
     #[error("the request has passed through this node too often")]
     LoopDetected,
+    #[error("a rule that must not fail did: {0}")]
+    RuleBroken(String),
     #[error("the client left")]
     ClientGone,
 }
@@ -100,6 +102,7 @@ impl Refusal {
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
+            Self::RuleBroken(_) => row(StatusCode::SERVICE_UNAVAILABLE, 426, "rule_broken", Node),
             // 499 is never sent: it is what the access log says of a client that left.
             Self::ClientGone => {
                 row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client)
@@ -116,6 +119,7 @@ impl Refusal {
             Self::BackendUnreachable(_) => "the backend cannot be reached".into(),
             Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
             Self::SiteBroken(_) => "the site is not set up correctly".into(),
+            Self::RuleBroken(_) => "this server cannot decide about requests now".into(),
             _ => self.to_string(),
         };
         let reason = row.status.canonical_reason().unwrap_or("Error");
@@ -133,7 +137,7 @@ impl Refusal {
             Self::QueueFull { retry_after_seconds } | Self::QueueTimeout { retry_after_seconds } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
-            Self::Overloaded(_) => {
+            Self::Overloaded(_) | Self::RuleBroken(_) => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
             }
             Self::MethodNotAllowed(allowed) => {
