@@ -57,7 +57,7 @@ impl Engine {
             move |error| EngineError { what, path, error }
         };
         let is_root = rustix::process::geteuid().is_root();
-        let fence = Arc::new(Fence::open(options.fence));
+        let fence = Arc::new(Fence::open(options.back_end));
         let workers =
             Workers::start().map_err(because("cannot start threads for", Path::new("the keeper")))?;
         let metrics = Metrics::new();
@@ -84,7 +84,7 @@ impl Engine {
     pub fn set_options(&self, mut options: Options) {
         let old = self.options();
         options.runtime_dir.clone_from(&old.runtime_dir);
-        (options.edge_uid, options.fence) = (old.edge_uid, old.fence);
+        (options.edge_uid, options.back_end) = (old.edge_uid, old.back_end);
         self.processes.set_total_max(options.processes_max);
         *self.options.borrow_mut() = Rc::new(options);
     }

@@ -25,5 +25,5 @@ mod sys;
 mod tree;
 mod workers;
 
-pub use options::{FenceChoice, Options};
+pub use options::{BackEnd, Options};
 pub use server::{Start, run};

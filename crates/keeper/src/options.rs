@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid` and `fence` hold for the life of
+/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid` and `back_end` hold for the life of
 /// the process; the others follow a changed configuration at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -30,19 +30,21 @@ pub struct Options {
     pub app_start_ms: u64,
     /// Bytes of standard error logged for one program, and per minute for one that is kept.
     pub stderr_bytes_max: u32,
-    pub fence: FenceChoice,
+    /// Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb reaches.
+    pub processes_per_tenant: u32,
+    pub back_end: BackEnd,
 }
 
-/// What keeps a process tree together, so that it can be ended as one.
+/// What cells are made of: what limits a process tree, and keeps it together so that it can be ended as one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum FenceChoice {
+pub enum BackEnd {
     /// The first that works, in the order of this list.
     #[default]
     Auto,
     CgroupV2,
     CgroupV1,
-    /// No cgroup: a program that leaves its process group outlives its end.
+    /// No cgroup: nothing is limited, and a program that leaves its process group outlives its end.
     ProcessGroup,
 }
 
@@ -59,7 +61,8 @@ impl Default for Options {
             open_files_max: 1024,
             app_start_ms: 30_000,
             stderr_bytes_max: 64 * 1024,
-            fence: FenceChoice::Auto,
+            processes_per_tenant: 1024,
+            back_end: BackEnd::Auto,
         }
     }
 }

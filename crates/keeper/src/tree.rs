@@ -20,7 +20,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open, pidfd_send_signal};
 
-use crate::options::FenceChoice;
+use crate::options::BackEnd;
 use crate::sys::Entrance;
 
 /// Directory of all keepers beneath the cgroup this process is in.
@@ -61,12 +61,12 @@ pub struct Fence {
 
 impl Fence {
     /// The best fence that works here, after removing what dead keepers left behind.
-    pub fn open(choice: FenceChoice) -> Self {
+    pub fn open(choice: BackEnd) -> Self {
         let wanted: &[Kind] = match choice {
-            FenceChoice::Auto => &[Kind::CgroupV2, Kind::CgroupV1],
-            FenceChoice::CgroupV2 => &[Kind::CgroupV2],
-            FenceChoice::CgroupV1 => &[Kind::CgroupV1],
-            FenceChoice::ProcessGroup => &[],
+            BackEnd::Auto => &[Kind::CgroupV2, Kind::CgroupV1],
+            BackEnd::CgroupV2 => &[Kind::CgroupV2],
+            BackEnd::CgroupV1 => &[Kind::CgroupV1],
+            BackEnd::ProcessGroup => &[],
         };
         let mut opened = None;
         // Both are cleaned, whichever is used: the dead keeper may have chosen differently.

@@ -137,7 +137,7 @@ fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinH
         runtime_dir: home.join("run"),
         edge_uid: rustix::process::geteuid().as_raw(),
         // Needs no rights, and the keepers of tests that run at the same time do not meet in it.
-        fence: nagaya_keeper::FenceChoice::ProcessGroup,
+        back_end: nagaya_keeper::BackEnd::ProcessGroup,
         ..nagaya_keeper::Options::default()
     };
     std::fs::create_dir(&options.runtime_dir).unwrap();

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use nagaya_cmdb::feed::Question;
-use nagaya_keeper::FenceChoice;
+use nagaya_keeper::BackEnd;
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::codec;
 use nagaya_keeper::protocol::{Answer, Ask, Failure, Reply, Verb};
@@ -30,10 +30,10 @@ pub const ANYONE: &[Fact] = &[
 pub const ROOT: &[Fact] = &[
     ("a peer of another uid is refused", wrong_uid),
     ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v2", || {
-        killed(FenceChoice::CgroupV2);
+        killed(BackEnd::CgroupV2);
     }),
     ("after kill -9 children die, leftovers are cleaned and clients come back on cgroup v1", || {
-        killed(FenceChoice::CgroupV1);
+        killed(BackEnd::CgroupV1);
     }),
 ];
 
@@ -139,7 +139,7 @@ fn feed_answers() {
 
 fn process_groups() {
     let world = World::new()
-        .fenced(FenceChoice::ProcessGroup)
+        .fenced(BackEnd::ProcessGroup)
         .with_cgi("sleep 1000 & echo $!; exec sleep 1000")
         .start();
     world.run(async |keeper| {
@@ -164,7 +164,7 @@ fn wrong_uid() {
     world.run(async |keeper| keeper.status().await.unwrap());
 }
 
-fn killed(fence: FenceChoice) {
+fn killed(fence: BackEnd) {
     let daemon = r"setsid sh -c 'echo $$; exec sleep 1000 >/dev/null 2>&1' & echo $$; exec sleep 1000";
     let world = World::new().fenced(fence).with_cgi(daemon).start();
     world.run(async |keeper| {

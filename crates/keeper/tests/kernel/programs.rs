@@ -2,7 +2,7 @@
 //!
 //! Not here: which names and variables are accepted (beside `cgi`).
 
-use nagaya_keeper::FenceChoice;
+use nagaya_keeper::BackEnd;
 use nagaya_keeper::protocol::Failure;
 use serde_json::json;
 
@@ -22,11 +22,11 @@ pub const ANYONE: &[Fact] = &[
 pub const ROOT: &[Fact] = &[
     ("a program runs under its tenant's uid without other groups", runs_as_tenant),
     ("a program cannot read a private file of another tenant", cannot_read_others),
-    ("a detached daemon ends with its request on cgroup v2", || daemon_ends(FenceChoice::CgroupV2)),
-    ("a detached daemon ends with its request on cgroup v1", || daemon_ends(FenceChoice::CgroupV1)),
+    ("a detached daemon ends with its request on cgroup v2", || daemon_ends(BackEnd::CgroupV2)),
+    ("a detached daemon ends with its request on cgroup v1", || daemon_ends(BackEnd::CgroupV1)),
     ("a daemon left by a program that exits ends with it", daemon_ends_with_exit),
-    ("a fork bomb ends on cgroup v1", || fork_bomb_ends(FenceChoice::CgroupV1)),
-    ("a fork bomb ends on cgroup v2", || fork_bomb_ends(FenceChoice::CgroupV2)),
+    ("a fork bomb ends on cgroup v1", || fork_bomb_ends(BackEnd::CgroupV1)),
+    ("a fork bomb ends on cgroup v2", || fork_bomb_ends(BackEnd::CgroupV2)),
     ("a tenant has so many programs at once and no more", limit_per_tenant),
     ("a tenant with root's uid runs nothing", root_runs_nothing),
 ];
@@ -168,7 +168,7 @@ fn cannot_read_others() {
 /// Forks, leaves its session, ignores signals, closes everything: the classic daemon.
 const DAEMON: &str = r"setsid sh -c 'trap : HUP TERM INT; echo $$; exec >/dev/null 2>&1 </dev/null; while :; do sleep 1000; done' &";
 
-fn daemon_ends(fence: FenceChoice) {
+fn daemon_ends(fence: BackEnd) {
     let world = World::new().fenced(fence).with_cgi(&format!("{DAEMON}\nexec sleep 1000")).start();
     world.run(async |keeper| {
         assert_eq!(fence_of(&keeper.status().await.unwrap()), json!(fence));
@@ -196,7 +196,7 @@ fn daemon_ends_with_exit() {
     });
 }
 
-fn fork_bomb_ends(fence: FenceChoice) {
+fn fork_bomb_ends(fence: BackEnd) {
     // Forty shells that fork as fast as they can, so that there is always one being born.
     let script = "echo go; f() { while :; do ( : ) & wait $!; done; }; i=0; while [ $i -lt 40 ]; do f & i=$((i+1)); done; wait";
     let world = World::new().fenced(fence).with_cgi(script).start();

@@ -18,7 +18,7 @@ use nagaya_cmdb::feed::{self, Down, Question, Up};
 use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
-use nagaya_keeper::{FenceChoice, Options, Start};
+use nagaya_keeper::{BackEnd, Options, Start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -99,8 +99,8 @@ impl World {
         self
     }
 
-    pub fn fenced(self, fence: FenceChoice) -> Self {
-        self.with(|options| options.fence = fence)
+    pub fn fenced(self, fence: BackEnd) -> Self {
+        self.with(|options| options.back_end = fence)
     }
 
     pub fn home(&self, tenant: &str) -> PathBuf {

@@ -304,7 +304,7 @@ const KEEPER: &[Key<Settings>] = &[
         "fence",
         "0.1",
         Kind::Choice(&["auto", "cgroup-v2", "cgroup-v1", "process-group"]),
-        keeper.fence,
+        keeper.back_end,
         "What keeps a program and all it started together, so that they can be ended as one. `auto` takes the first that works, in this order. Holds until the next start."
     ),
 ];

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nagaya_base::units;
 use nagaya_edge::options::LogFormat as AccessFormat;
-use nagaya_keeper::FenceChoice;
+use nagaya_keeper::BackEnd;
 use toml::de::DeValue;
 
 use super::mistake::{INVALID, PATH, Problem, WRONG_TYPE};
@@ -408,7 +408,7 @@ macro_rules! word_field {
 word_field!(LogFormat: Auto = "auto", Text = "text", Json = "json");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(
-    FenceChoice: Auto = "auto",
+    BackEnd: Auto = "auto",
     CgroupV2 = "cgroup-v2",
     CgroupV1 = "cgroup-v1",
     ProcessGroup = "process-group"

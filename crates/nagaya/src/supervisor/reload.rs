@@ -25,7 +25,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("edge.user", running.identity.user == new.identity.user);
     keep("edge.uid", running.identity.uid == new.identity.uid);
     keep("edge.threads", running.edge.threads == new.edge.threads);
-    keep("keeper.fence", running.keeper.fence == new.keeper.fence);
+    keep("keeper.fence", running.keeper.back_end == new.keeper.back_end);
     let mut merged = Settings {
         log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
@@ -33,7 +33,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
         ..running.clone()
     };
     merged.edge.threads = running.edge.threads;
-    merged.keeper.fence = running.keeper.fence;
+    merged.keeper.back_end = running.keeper.back_end;
     (merged, held)
 }
 
