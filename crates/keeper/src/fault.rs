@@ -43,6 +43,10 @@ pub const UNKILLABLE: Code = Code(315);
 pub const NO_FENCE: Code = Code(316);
 /// The keeper cannot serve.
 pub const START: Code = Code(317);
+/// A cell cannot be made, entered or changed.
+pub const CELL: Code = Code(318);
+/// What is asked of cells is not acceptable.
+pub const CONFINEMENT: Code = Code(319);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

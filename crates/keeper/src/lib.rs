@@ -11,6 +11,7 @@ pub mod protocol;
 
 mod apps;
 mod cgi;
+mod confinement;
 mod engine;
 mod fault;
 mod feed;

@@ -5,11 +5,15 @@
 use std::os::fd::AsFd;
 
 use nagaya_cmdb::SiteName;
+use nagaya_cmdb::cell::{
+    CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell,
+    Scope,
+};
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
-use crate::protocol::{Answer, Ask, Failure, Reply, Verb};
+use crate::protocol::{Answer, Ask, Failure, ProcessId, Reply, Verb};
 
 fn pair() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
@@ -94,13 +98,82 @@ fn a_name_that_could_leave_a_directory_does_not_decode() {
     assert!(matches!(decode::<Ask>(&bad), Err(CodecError::Malformed(_))));
 }
 
+fn any_limits() -> impl Strategy<Value = Limits> {
+    let cpu = prop::option::of(
+        any::<(u64, u32)>().prop_map(|(quota_us, period_us)| CpuQuota { quota_us, period_us }),
+    );
+    let device = prop_oneof![
+        Just(Device::Root),
+        any::<(u32, u32)>().prop_map(|(major, minor)| Device::Number { major, minor })
+    ];
+    let io = (device, any::<[Option<u64>; 4]>()).prop_map(
+        |(device, [read_bps, write_bps, read_iops, write_iops])| IoLimit {
+            device,
+            read_bps,
+            write_bps,
+            read_iops,
+            write_iops,
+        },
+    );
+    let io = proptest::collection::vec(io, 0..3);
+    let list = prop::option::of(".{0,9}".prop_map(String::into_boxed_str));
+    let numbers = any::<(Option<u32>, Option<u32>, Option<u64>)>();
+    (cpu, io, numbers, list.clone(), list).prop_map(
+        |(cpu, io, (cpu_shares, processes, memory), cpus, mems)| Limits {
+            cpu,
+            cpu_shares,
+            io,
+            processes,
+            memory,
+            cpus,
+            mems,
+        },
+    )
+}
+
+fn any_controllers() -> impl Strategy<Value = Vec<Controller>> {
+    proptest::collection::vec(prop::sample::select(Controller::ALL.to_vec()), 0..7)
+}
+
+fn any_cell_name() -> impl Strategy<Value = CellName> {
+    "[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}".prop_map(|name| CellName::parse(&name).unwrap())
+}
+
+fn any_confinement() -> impl Strategy<Value = Confinement> {
+    let scope = prop_oneof![Just(Scope::Node), Just(Scope::Tenant)];
+    let named = (any_cell_name(), scope, any_controllers(), prop::option::of(any_limits()))
+        .prop_map(|(name, scope, controllers, limits)| NamedCell { name, scope, controllers, limits });
+    let demotion =
+        (any::<u64>(), any_limits()).prop_map(|(after_cpu_us, limits)| Demotion { after_cpu_us, limits });
+    let lists = (proptest::collection::vec(named, 0..3), proptest::collection::vec(demotion, 0..3));
+    (any_limits(), lists).prop_map(|(limits, (named, demotions))| Confinement { limits, named, demotions })
+}
+
+fn any_change() -> impl Strategy<Value = CellChange> {
+    prop_oneof![
+        (any_cell_name(), any_controllers(), any_limits())
+            .prop_map(|(name, controllers, limits)| CellChange::Set { name, controllers, limits }),
+        (any_cell_name(), any_controllers())
+            .prop_map(|(name, controllers)| CellChange::Drop { name, controllers }),
+    ]
+}
+
 fn any_verb() -> impl Strategy<Value = Verb> {
     let site = "[a-z0-9][a-z0-9._-]{0,20}".prop_map(|name| SiteName::new(&name).unwrap());
     let pairs = proptest::collection::vec((".{0,12}", ".{0,40}"), 0..8);
     prop_oneof![
         any::<u32>().prop_map(|version| Verb::Hello { version }),
         site.clone().prop_map(|site| Verb::OpenRoot { site }),
-        (site.clone(), ".{0,30}", pairs).prop_map(|(site, script, env)| Verb::SpawnCgi { site, script, env }),
+        (site.clone(), ".{0,30}", pairs, any_confinement()).prop_map(|(site, script, env, confinement)| {
+            Verb::SpawnCgi { site, script, env, confinement: Box::new(confinement) }
+        }),
+        (any::<u64>(), site.clone(), any_confinement()).prop_map(|(process, site, confinement)| {
+            Verb::Enter { process: ProcessId(process), site, confinement: Box::new(confinement) }
+        }),
+        any::<u64>().prop_map(|process| Verb::Leave { process: ProcessId(process) }),
+        any::<u64>().prop_map(|process| Verb::Measure { process: ProcessId(process) }),
+        proptest::collection::vec(any_change(), 0..4).prop_map(|changes| Verb::ChangeCells { changes }),
+        Just(Verb::Cells),
         site.prop_map(|site| Verb::ConnectApp { site }),
         ".{0,30}".prop_map(|name| Verb::OpenCertificate { name }),
         Just(Verb::Status),
