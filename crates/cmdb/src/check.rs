@@ -4,6 +4,8 @@
 //! Not here: what depends on other records, such as a host that another site has (`store::plan`); the
 //! shape of the JSON (`record`); names (`names`).
 
+mod limits;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddrV6;
@@ -12,8 +14,12 @@ use std::path::{Component, Path};
 use nagaya_base::limits::HOSTS_PER_SITE_MAX;
 use serde::{Deserialize, Serialize};
 
+use self::limits::Level;
 use crate::names::{HostPattern, is_host_name};
-use crate::record::{App, Backend, Files, Http, Listen, Site, Tenant};
+use crate::record::{
+    App, Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, Listen, Setting, SettingValue,
+    Site, Tenant, VALUE_LEN_MAX,
+};
 
 /// Longest URL path a site may be mounted at, in bytes.
 pub const MOUNT_LEN_MAX: usize = 1024;
@@ -70,6 +76,11 @@ impl Findings {
         Self { record: format!("site '{name}'"), index, mistakes: Vec::new() }
     }
 
+    pub fn of_setting(key: &str, index: Option<usize>) -> Self {
+        let key: String = key.chars().take(QUOTE_LEN_MAX).flat_map(char::escape_debug).collect();
+        Self { record: format!("setting '{key}'"), index, mistakes: Vec::new() }
+    }
+
     pub fn add(&mut self, field: impl Into<String>, value: impl fmt::Display, hint: impl Into<String>) {
         let value = value.to_string().chars().take(QUOTE_LEN_MAX).collect();
         let (field, hint) = (field.into(), hint.into());
@@ -106,6 +117,7 @@ pub fn tenant(tenant: &Tenant, to: &mut Findings) {
     }
     to.at_least_one("max_concurrent", tenant.max_concurrent);
     to.at_least_one("php_workers", tenant.php_workers);
+    limits::cell("limits", &tenant.limits, Level::TenantOrSite, to);
 }
 
 pub fn site(site: &Site, to: &mut Findings) {
@@ -132,6 +144,33 @@ pub fn site(site: &Site, to: &mut Findings) {
         }
         Backend::Http(backend) => http(backend, to),
         Backend::App(backend) => app(backend, to),
+    }
+    limits::of_site(site, to);
+}
+
+pub fn setting(setting: &Setting, to: &mut Findings) {
+    let Setting { key, value } = setting;
+    if !(1..=KEY_LEN_MAX).contains(&key.len()) {
+        to.add("key", key, format!("is not possible: use 1 to {KEY_LEN_MAX} bytes"));
+    }
+    if key.contains(char::is_control) {
+        to.add("key", key.escape_debug(), "contains a control character: remove it");
+    }
+    let len = match value {
+        SettingValue::Text(text) => text.len(),
+        SettingValue::Fields(fields) => {
+            if fields.len() > FIELDS_MAX {
+                to.add("value", fields.len(), format!("fields are too many: at most {FIELDS_MAX}"));
+            }
+            for name in fields.keys().filter(|name| !(1..=FIELD_NAME_LEN_MAX).contains(&name.len())) {
+                let hint = format!("is not the name of a field: use 1 to {FIELD_NAME_LEN_MAX} bytes");
+                to.add("value", name, hint);
+            }
+            serde_json::to_string(fields).map_or(usize::MAX, |json| json.len())
+        }
+    };
+    if len > VALUE_LEN_MAX {
+        to.add("value", format!("{len} bytes"), format!("are too many: at most {VALUE_LEN_MAX}"));
     }
 }
 

@@ -36,13 +36,17 @@ pub enum Down {
     Ask { tag: u64, question: Question },
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Question {
     /// Prometheus text of this process.
     Metrics,
     /// JSON object for `nagaya status`.
     Status,
+    /// The keeper: the tree of cells as JSON.
+    Cells,
+    /// The edge: the receipt of the request with this id as JSON.
+    Explain { id: String },
 }
 
 /// From a process to the supervisor.

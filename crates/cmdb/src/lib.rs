@@ -1,4 +1,4 @@
-//! Who is hosted here: the records of tenants and sites, the store that keeps them, and the complete
+//! Who is hosted here: the records of tenants, sites and settings, the store that keeps them, and the complete
 //! in-memory copy each process watches, so that a request never asks the store.
 //!
 //! Not here: routing of requests (`edge::route`), processes (`keeper`), the command line (`nagaya`).
@@ -14,6 +14,6 @@ pub mod table;
 
 pub use check::Mistake;
 pub use names::{HostPattern, NameError, SiteName, TenantName};
-pub use record::{Backend, Change, Site, Tenant};
+pub use record::{Backend, CellLimits, Change, Setting, SettingValue, Site, Tenant};
 pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

@@ -1,7 +1,10 @@
-//! The records: a tenant, a site, and how a site is served. The same JSON is stored, exported, imported
-//! and sent to the processes that watch.
+//! The records: a tenant, a site and how it is served, a setting of rules. The same JSON is stored, exported,
+//! imported and sent to the processes that watch.
 //!
 //! Not here: the store (`store`), the in-memory copy (`table`).
+
+mod limits;
+mod setting;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,6 +12,14 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::names::{HostPattern, SiteName, TenantName};
+
+pub use limits::{
+    Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
+    MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
+};
+pub use setting::{
+    FIELD_NAME_LEN_MAX, FIELDS_MAX, KEY_LEN_MAX, SETTINGS_MAX, Scalar, Setting, SettingValue, VALUE_LEN_MAX,
+};
 
 /// An owner of sites: one uid, one home, limits that hold for all its sites together.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +38,9 @@ pub struct Tenant {
     /// PHP workers it may have at once. None: the node's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub php_workers: Option<u32>,
+    /// Of its cell: all that runs for it together.
+    #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
+    pub limits: CellLimits,
 }
 
 /// Host names (and below them a path) served one way.
@@ -45,6 +59,15 @@ pub struct Site {
     /// Requests of this site that may run at once. None: only its tenant's limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_concurrent: Option<u32>,
+    /// Of its cell: all that runs for this site together.
+    #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
+    pub limits: CellLimits,
+    /// Of the cell that each of its requests has for itself; a rule's limits are laid over them. CGI and PHP.
+    #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
+    pub request_limits: CellLimits,
+    /// Steps in which a request that uses much CPU time is slowed down, in rising order. CGI and PHP.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub demotions: Vec<Demotion>,
 }
 
 fn root_path() -> String {
@@ -175,10 +198,13 @@ pub enum Listen {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
-    PutTenant(Tenant),
+    PutTenant(Box<Tenant>),
     DropTenant(TenantName),
     PutSite(Box<Site>),
     DropSite(SiteName),
+    PutSetting(Setting),
+    /// By its key.
+    DropSetting(String),
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
-//! The complete in-memory copy of tenants and sites that each process holds, so that a request never asks
-//! the store. Made for 100,000 sites: a record is kept as its compact JSON and decoded when asked for, and
-//! the indexes hold 32-bit slots and hashes instead of names.
+//! The complete in-memory copy of tenants, sites and settings that each process holds, so that a request never
+//! asks the store. Made for 100,000 sites: a record is kept as its compact JSON and decoded when asked for, and
+//! the indexes hold 32-bit slots and hashes instead of names. Settings, which rules ask for many times in one
+//! request, are kept decoded.
 //!
 //! Not here: the choice among a host's paths (`edge::route`, which also keeps hot records decoded), checks
 //! of records (`check`: what arrives here was accepted by the store), the wire (`feed`).
@@ -14,7 +15,7 @@ use nagaya_base::limits::HOST_LEN_MAX;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::record::{Change, Site, Tenant};
+use crate::record::{Change, Setting, Site, Tenant};
 
 /// A change that does not fit what the table holds. The store never commits such a change, so whoever gets
 /// this has lost step with the store and must load everything anew.
@@ -28,6 +29,8 @@ pub enum TableError {
     UnknownTenant(String),
     #[error("site '{0}' cannot be dropped: this process does not know it")]
     UnknownSite(String),
+    #[error("setting '{0}' cannot be dropped: this process does not know it")]
+    UnknownSetting(String),
 }
 
 /// A site that answers for a host, with its owner.
@@ -44,6 +47,7 @@ pub struct Table {
     /// `Record::link` is the slot of its tenant.
     sites: Records,
     hosts: HashTable<HostEntry>,
+    settings: Settings,
     hasher: RandomState,
     /// Records are written here first, so that what stays allocated is exactly as long as the record.
     scratch: Vec<u8>,
@@ -70,6 +74,9 @@ impl Table {
             Change::DropTenant(name) => return self.drop_tenant(name.as_str()),
             Change::PutSite(site) => return self.put_site(&site),
             Change::DropSite(name) => return self.drop_site(name.as_str()),
+            Change::PutSetting(setting) => self.settings.put(setting),
+            Change::DropSetting(key) if self.settings.remove(&key) => {}
+            Change::DropSetting(key) => return Err(TableError::UnknownSetting(key)),
         }
         Ok(())
     }
@@ -80,6 +87,11 @@ impl Table {
 
     pub fn tenant(&self, name: &str) -> Option<Arc<Tenant>> {
         Some(Arc::new(self.tenants.decode(self.tenants.find(name)?)))
+    }
+
+    /// The setting with exactly this key.
+    pub fn setting(&self, key: &str) -> Option<Arc<Setting>> {
+        self.settings.find(key).cloned()
     }
 
     /// The sites for a host name without port, in any case, longest path first. The most specific pattern
@@ -119,6 +131,10 @@ impl Table {
         self.tenants.names.len()
     }
 
+    pub fn setting_count(&self) -> usize {
+        self.settings.table.len()
+    }
+
     /// The store's revision this copy has reached.
     pub fn revision(&self) -> u64 {
         self.revision
@@ -133,6 +149,7 @@ impl Table {
         self.tenants.heap_bytes()
             + self.sites.heap_bytes()
             + self.hosts.allocation_size()
+            + self.settings.heap_bytes()
             + self.scratch.capacity()
     }
 
@@ -234,6 +251,43 @@ fn write_json<'a>(scratch: &'a mut Vec<u8>, record: &impl Serialize) -> &'a str 
     scratch.clear();
     serde_json::to_writer(&mut *scratch, record).expect("records have text keys and writing to memory works");
     str::from_utf8(scratch).expect("JSON is UTF-8")
+}
+
+// === Settings ===
+
+#[derive(Debug, Default)]
+struct Settings {
+    table: HashTable<Arc<Setting>>,
+    hasher: RandomState,
+}
+
+impl Settings {
+    fn find(&self, key: &str) -> Option<&Arc<Setting>> {
+        self.table.find(self.hasher.hash_one(key), |setting| &*setting.key == key)
+    }
+
+    fn put(&mut self, setting: Setting) {
+        let Self { table, hasher } = self;
+        let key = &*setting.key;
+        let entry = table.entry(
+            hasher.hash_one(key),
+            |other| &*other.key == key,
+            |other| hasher.hash_one(&*other.key),
+        );
+        entry.insert(Arc::new(setting));
+    }
+
+    fn remove(&mut self, key: &str) -> bool {
+        let found = self.table.find_entry(self.hasher.hash_one(key), |setting| &*setting.key == key);
+        found.map(|entry| entry.remove()).is_ok()
+    }
+
+    fn heap_bytes(&self) -> usize {
+        // Before the setting stand the counts of its `Arc`.
+        let each = size_of::<Setting>() + 2 * size_of::<usize>();
+        self.table.iter().map(|setting| each + setting.heap_bytes()).sum::<usize>()
+            + self.table.allocation_size()
+    }
 }
 
 // === Records ===

@@ -106,3 +106,106 @@ fn a_tenant_is_never_root() {
     assert!(to.mistakes.iter().all(|mistake| mistake.index == Some(3)));
     assert_eq!(to.mistakes[0].to_string(), "tenant 't': uid: '0' is root's: a tenant needs an id of its own");
 }
+
+fn fields_of_cgi(fields: &str) -> Vec<String> {
+    fields_of_site(&format!(
+        r#"{{"name":"s","tenant":"t","hosts":["s.test"],"backend":{{"kind":"cgi","root":"b"}},{fields}}}"#
+    ))
+}
+
+#[test]
+fn limits_in_order_have_no_mistakes() {
+    for fields in [
+        r#""limits":{"cpu":"50%","cpu_shares":2,"read":"5M","write":"5M","read_iops":1,"processes":64,"memory":"512M"}"#,
+        r#""limits":{"devices":{"8:0":{"read":"30M"},"254:16":{"write_iops":"unlimited"}}}"#,
+        r#""request_limits":{"cpu":"150%","processes":16}"#,
+        r#""demotions":[{"after_cpu":"500ms","limits":{"cpu":"10%"}},{"after_cpu":"2s","limits":{"cpu":"1%"}}]"#,
+    ] {
+        assert_eq!(fields_of_cgi(fields), [""; 0], "{fields}");
+    }
+}
+
+#[test]
+fn each_limit_out_of_range_is_named() {
+    for (field, fields) in [
+        ("limits.cpu", r#""limits":{"cpu":50}"#),
+        ("limits.cpu_shares", r#""limits":{"cpu_shares":10001}"#),
+        ("limits.read", r#""limits":{"read":"fast"}"#),
+        ("limits.write", r#""limits":{"write":0}"#),
+        ("limits.read_iops", r#""limits":{"read_iops":"5K"}"#),
+        ("limits.write_iops", r#""limits":{"write_iops":0}"#),
+        ("limits.processes", r#""limits":{"processes":5000000}"#),
+        ("limits.memory", r#""limits":{"memory":"1K"}"#),
+        ("limits.devices", r#""limits":{"devices":{"sda":{"read":"5M"}}}"#),
+        ("limits.devices", r#""limits":{"devices":{":root":{"read":"5M"}}}"#),
+        ("limits.devices", r#""limits":{"devices":{"08:0":{"read":"5M"}}}"#),
+        ("limits.devices.8:0.write", r#""limits":{"devices":{"8:0":{"write":"5X"}}}"#),
+        ("request_limits.cpu", r#""request_limits":{"cpu":"0%"}"#),
+        ("request_limits.memory", r#""request_limits":{"memory":"512M"}"#),
+        ("demotions[0].after_cpu", r#""demotions":[{"after_cpu":"5","limits":{"cpu":"1%"}}]"#),
+        (
+            "demotions[1].after_cpu",
+            r#""demotions":[{"after_cpu":"2s","limits":{"cpu":"9%"}},{"after_cpu":"2s","limits":{"cpu":"1%"}}]"#,
+        ),
+        ("demotions[0].limits", r#""demotions":[{"after_cpu":"2s","limits":{}}]"#),
+        ("demotions[0].limits.memory", r#""demotions":[{"after_cpu":"2s","limits":{"memory":"9M"}}]"#),
+    ] {
+        assert_eq!(fields_of_cgi(fields), [field], "{fields}");
+    }
+    let devices: Vec<String> = (0..16).map(|n| format!(r#""8:{n}":{{"read":"5M"}}"#)).collect();
+    let many = format!(r#""limits":{{"read":"5M","devices":{{{}}}}}"#, devices.join(","));
+    assert_eq!(fields_of_cgi(&many), ["limits.devices"]);
+    let step = |n: u32| format!(r#"{{"after_cpu":"{n}s","limits":{{"cpu":"1%"}}}}"#);
+    let steps: Vec<String> = (1..=5).map(step).collect();
+    assert_eq!(fields_of_cgi(&format!(r#""demotions":[{}]"#, steps.join(","))), ["demotions"]);
+}
+
+#[test]
+fn limits_that_could_not_hold_are_refused() {
+    let on = |backend: &str, field: &str| {
+        fields_of_site(&format!(
+            r#"{{"name":"s","tenant":"t","hosts":["s.test"],"backend":{backend},{field}}}"#
+        ))
+    };
+    let (files, http, app) = (
+        r#"{"kind":"static","root":"w"}"#,
+        r#"{"kind":"http","address":"a:1"}"#,
+        r#"{"kind":"app","command":["x"],"directory":"a"}"#,
+    );
+    let limits = r#"{"cpu":"50%"}"#;
+    for (backend, cell) in [(files, &["limits"][..]), (http, &["limits"]), (app, &[])] {
+        assert_eq!(on(backend, &format!(r#""limits":{limits}"#)), cell, "{backend}");
+        assert_eq!(on(backend, &format!(r#""request_limits":{limits}"#)), ["request_limits"], "{backend}");
+        let steps = format!(r#""demotions":[{{"after_cpu":"1s","limits":{limits}}}]"#);
+        assert_eq!(on(backend, &steps), ["demotions"], "{backend}");
+    }
+}
+
+#[test]
+fn a_setting_is_short_and_its_key_printable() {
+    let fields = |key: &str, value: &str| {
+        let record: Setting = serde_json::from_str(&format!(r#"{{"key":"{key}","value":{value}}}"#)).unwrap();
+        let mut to = Findings::of_setting(&record.key, None);
+        setting(&record, &mut to);
+        to.mistakes.into_iter().map(|mistake| mistake.field).collect::<Vec<_>>()
+    };
+    let text = |len: usize| format!("\"{}\"", "x".repeat(len));
+    let object = |count: usize, len: usize| {
+        let fields: Vec<String> = (0..count).map(|n| format!(r#""{n:0len$}":{n}"#)).collect();
+        format!("{{{}}}", fields.join(","))
+    };
+    assert_eq!(fields(&"k".repeat(KEY_LEN_MAX), &text(VALUE_LEN_MAX)), [""; 0]);
+    assert_eq!(fields("a key: 長屋", &object(FIELDS_MAX, FIELD_NAME_LEN_MAX)), [""; 0]);
+    for (key, value) in [("", text(1)), (&"k".repeat(KEY_LEN_MAX + 1), text(1)), ("a\\u0000b", text(1))] {
+        assert_eq!(fields(key, &value), ["key"], "{key}");
+    }
+    for value in [
+        text(VALUE_LEN_MAX + 1),
+        object(FIELDS_MAX + 1, 2),
+        object(1, FIELD_NAME_LEN_MAX + 1),
+        format!(r#"{{"a":{}}}"#, text(VALUE_LEN_MAX)),
+        r#"{"":1}"#.into(),
+    ] {
+        assert_eq!(fields("k", &value), ["value"], "{value}");
+    }
+}

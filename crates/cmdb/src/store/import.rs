@@ -1,5 +1,5 @@
-//! Records as JSON lines, each `{"tenant":{...}}` or `{"site":{...}}`: written in order of name, tenants
-//! first, and read back as one transaction, of which either all lines count or none.
+//! Records as JSON lines, each `{"tenant":{...}}`, `{"site":{...}}` or `{"setting":{...}}`: written in order of
+//! name, tenants first and settings last, and read back as one transaction, of which either all lines count or none.
 //!
 //! Not here: files and standard input (`nagaya`), rules of records (`check`, `store::plan`).
 
@@ -11,10 +11,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Committed, Kind, Mode, RECORD_LEN_MAX, Store, StoreError, TransactionError, WRAPPING_LEN};
 use crate::check::{self, Findings};
-use crate::record::{Change, Site, Tenant};
+use crate::record::{Change, SETTINGS_MAX, Setting, Site, Tenant};
 
-/// Most lines of one import; all of them are in memory until they are stored.
-pub const LINES_MAX: usize = 1_000_000;
+/// Most lines of one import; all of them are in memory until they are stored. As many settings as a store holds, and
+/// a million tenants and sites.
+pub const LINES_MAX: usize = 2_000_000;
+
+const _: () = assert!(LINES_MAX as u64 >= 2 * SETTINGS_MAX);
 
 /// Longest line, in bytes: a record and its wrapping, with room for spaces that people put there.
 pub const LINE_LEN_MAX: usize = 2 * (RECORD_LEN_MAX + WRAPPING_LEN);
@@ -76,8 +79,9 @@ fn refused(named: &[BadLine], count: u64) -> String {
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
-    Tenant(Tenant),
+    Tenant(Box<Tenant>),
     Site(Box<Site>),
+    Setting(Setting),
 }
 
 /// Stores all lines, or none and says what is wrong with which. Blank lines are passed over.
@@ -122,6 +126,7 @@ pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> 
         let key = match kind {
             Kind::Tenant => "tenant",
             Kind::Site => "site",
+            Kind::Setting => "setting",
         };
         writeln!(to, "{{\"{key}\":{json}}}")
     })
@@ -149,7 +154,7 @@ impl BadLines {
 fn read_lines(mut from: impl BufRead) -> Result<(Batch, BadLines), ImportError> {
     let (mut batch, mut bad) = (Batch::default(), BadLines::default());
     // Where each name was first seen, so that a second record of one name is not silently the winner.
-    let mut seen: HashMap<(bool, String), u64> = HashMap::new();
+    let mut seen: HashMap<(&'static str, String), u64> = HashMap::new();
     let mut text = Vec::new();
     for line in 1.. {
         text.clear();
@@ -185,27 +190,32 @@ fn take(
     line: u64,
     batch: &mut Batch,
     bad: &mut BadLines,
-    seen: &mut HashMap<(bool, String), u64>,
+    seen: &mut HashMap<(&'static str, String), u64>,
 ) {
     let (key, to, change) = match record {
         Line::Tenant(tenant) => {
             let mut to = Findings::of_tenant(&tenant.name, None);
             check::tenant(&tenant, &mut to);
-            ((false, tenant.name.to_string()), to, Change::PutTenant(tenant))
+            (("tenant", tenant.name.to_string()), to, Change::PutTenant(tenant))
         }
         Line::Site(site) => {
             let mut to = Findings::of_site(&site.name, None);
             check::site(&site, &mut to);
-            ((true, site.name.to_string()), to, Change::PutSite(site))
+            (("site", site.name.to_string()), to, Change::PutSite(site))
+        }
+        Line::Setting(setting) => {
+            let mut to = Findings::of_setting(&setting.key, None);
+            check::setting(&setting, &mut to);
+            (("setting", setting.key.to_string()), to, Change::PutSetting(setting))
         }
     };
     for mistake in to.mistakes {
         bad.add(Some(line), mistake.to_string());
     }
-    let kind = if key.0 { "site" } else { "tenant" };
-    let first = *seen.entry(key.clone()).or_insert(line);
+    let (kind, name) = key.clone();
+    let first = *seen.entry(key).or_insert(line);
     if first != line {
-        bad.add(Some(line), format!("{kind} '{}' already stands in line {first}", key.1));
+        bad.add(Some(line), format!("{kind} '{name}' already stands in line {first}"));
     }
     batch.changes.push(change);
     batch.lines.push(line);

@@ -1,4 +1,4 @@
-//! The store: where tenants and sites are kept across restarts, behind one trait, so that a cluster's
+//! The store: where tenants, sites and settings are kept across restarts, behind one trait, so that a cluster's
 //! store can take the place of the embedded one.
 //!
 //! Not here: the embedded store (`redb`), what a set of changes comes to (`plan`), JSON lines (`import`),
@@ -17,14 +17,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Mistake;
 use crate::feed::BATCH_MAX;
-use crate::record::{Change, Site, Tenant};
+use crate::record::{Change, Setting, Site, Tenant};
 
 pub use self::redb::RedbStore;
 
 /// Longest record as JSON, in bytes: the 64 KiB that `feed::FRAME_LEN_MAX` counts on, less its wrapping.
 pub const RECORD_LEN_MAX: usize = (64 << 10) - WRAPPING_LEN;
 
-/// Room for `{"put_tenant":`, `}` and a comma around a record.
+/// Room for `{"put_setting":`, `}` and a comma around a record.
 const WRAPPING_LEN: usize = 64;
 
 /// A frame of a snapshot is closed when it has grown to this, so that neither end holds much at once.
@@ -110,6 +110,7 @@ pub enum Mode {
 pub enum Kind {
     Tenant,
     Site,
+    Setting,
 }
 
 /// Which sites a page shows. All given conditions hold together.
@@ -128,6 +129,7 @@ pub struct Select {
 pub struct Counts {
     pub tenants: u64,
     pub sites: u64,
+    pub settings: u64,
 }
 
 /// Gets each record's kind and JSON; an error ends the walk.
@@ -143,8 +145,11 @@ pub trait Store: Send + Sync {
     /// In order of name, after the given one, at most `limit`; `PAGE_LEN_MAX` bounds it.
     fn tenants(&self, after: Option<&str>, limit: usize) -> Result<Vec<Tenant>, StoreError>;
     fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError>;
-    /// All tenants, then all sites, each in order of name, one in memory at a time. Returns the revision
-    /// they belong to.
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
+    /// Like [`Store::tenants`], in order of key.
+    fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError>;
+    /// All tenants, then all sites, then all settings, each in order of name, one in memory at a time. Returns the
+    /// revision they belong to.
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError>;
     /// All changes or none. Checked is the state they lead to, not each step, so that two sites can
     /// swap hosts in one transaction. A refusal names every mistake.
@@ -171,6 +176,7 @@ pub fn snapshot_frames(
         frame.extend_from_slice(match kind {
             Kind::Tenant => b"{\"put_tenant\":",
             Kind::Site => b"{\"put_site\":",
+            Kind::Setting => b"{\"put_setting\":",
         });
         frame.extend_from_slice(json.as_bytes());
         frame.push(b'}');

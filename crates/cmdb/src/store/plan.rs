@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
 use crate::check::{self, Findings, Mistake};
 use crate::names::{SiteName, TenantName};
-use crate::record::{Backend, Change, Site, Tenant};
+use crate::record::{Backend, Change, SETTINGS_MAX, Setting, Site, Tenant};
 
 /// What planning asks of a store, all in one transaction's eyes.
 pub(super) trait View {
@@ -21,6 +21,9 @@ pub(super) trait View {
     fn sites_of(&self, tenant: &str) -> Result<Vec<SiteName>, StoreError>;
     fn tenant_names(&self) -> Result<Vec<TenantName>, StoreError>;
     fn site_names(&self) -> Result<Vec<SiteName>, StoreError>;
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
+    fn setting_keys(&self) -> Result<Vec<Box<str>>, StoreError>;
+    fn setting_count(&self) -> Result<u64, StoreError>;
 }
 
 /// One record's way. `index` is where in the list its last change stood; none for what `Mode::Replace` drops.
@@ -36,6 +39,7 @@ pub(super) struct Step<T> {
 pub(super) struct Plan {
     pub tenants: BTreeMap<TenantName, Step<Tenant>>,
     pub sites: BTreeMap<SiteName, Step<Site>>,
+    pub settings: BTreeMap<Box<str>, Step<Setting>>,
 }
 
 impl Plan {
@@ -47,26 +51,28 @@ impl Plan {
         }
         mistakes.extend(plan.mistakes_of_tenants(view)?);
         mistakes.extend(plan.mistakes_of_sites(view)?);
+        mistakes.extend(plan.mistakes_of_settings(view)?);
         if !mistakes.is_empty() {
             mistakes.sort_by_key(|mistake| mistake.index);
             return Err(TransactionError::Refused(mistakes));
         }
         plan.tenants.retain(|_, step| step.before != step.after);
         plan.sites.retain(|_, step| step.before != step.after);
+        plan.settings.retain(|_, step| step.before != step.after);
         Ok(plan)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.tenants.is_empty() && self.sites.is_empty()
+        self.tenants.is_empty() && self.sites.is_empty() && self.settings.is_empty()
     }
 
     /// In an order in which every intermediate state has each site's tenant.
     pub fn into_changes(self) -> Vec<Change> {
-        let mut changes = Vec::with_capacity(self.tenants.len() + self.sites.len());
+        let mut changes = Vec::with_capacity(self.tenants.len() + self.sites.len() + self.settings.len());
         let mut tenants_to_drop = Vec::new();
         for (name, step) in self.tenants {
             match step.after {
-                Some(tenant) => changes.push(Change::PutTenant(tenant)),
+                Some(tenant) => changes.push(Change::PutTenant(Box::new(tenant))),
                 None => tenants_to_drop.push(Change::DropTenant(name)),
             }
         }
@@ -75,6 +81,10 @@ impl Plan {
             None => Change::DropSite(name),
         }));
         changes.extend(tenants_to_drop);
+        changes.extend(self.settings.into_iter().map(|(key, step)| match step.after {
+            Some(setting) => Change::PutSetting(setting),
+            None => Change::DropSetting(key.into()),
+        }));
         changes
     }
 
@@ -83,30 +93,37 @@ impl Plan {
         let mut mistakes = Vec::new();
         for (index, change) in changes.into_iter().enumerate() {
             let index = Some(index);
-            match change {
+            let unknown = match change {
                 Change::PutTenant(tenant) => {
-                    let step = tenant_step(&mut self.tenants, &tenant.name, index, view)?;
-                    step.after = Some(tenant);
-                }
-                Change::DropTenant(name) => {
-                    if tenant_step(&mut self.tenants, &name, index, view)?.after.take().is_none() {
-                        let mut to = Findings::of_tenant(&name, index);
-                        to.add("name", &name, "does not exist: see `nagaya tenant list`");
-                        mistakes.extend(to.mistakes);
-                    }
+                    let step = self.tenant_step(&tenant.name, index, view)?;
+                    step.after = Some(*tenant);
+                    None
                 }
                 Change::PutSite(site) => {
-                    let step = site_step(&mut self.sites, &site.name, index, view)?;
+                    let step = self.site_step(&site.name, index, view)?;
                     step.after = Some(*site);
+                    None
+                }
+                Change::PutSetting(setting) => {
+                    let step = self.setting_step(&setting.key, index, view)?;
+                    step.after = Some(setting);
+                    None
+                }
+                Change::DropTenant(name) => {
+                    let known = self.tenant_step(&name, index, view)?.after.take().is_some();
+                    (!known)
+                        .then(|| unknown(Findings::of_tenant(&name, index), "name", name.as_str(), "tenant"))
                 }
                 Change::DropSite(name) => {
-                    if site_step(&mut self.sites, &name, index, view)?.after.take().is_none() {
-                        let mut to = Findings::of_site(&name, index);
-                        to.add("name", &name, "does not exist: see `nagaya site list`");
-                        mistakes.extend(to.mistakes);
-                    }
+                    let known = self.site_step(&name, index, view)?.after.take().is_some();
+                    (!known).then(|| unknown(Findings::of_site(&name, index), "name", name.as_str(), "site"))
                 }
-            }
+                Change::DropSetting(key) => {
+                    let known = self.setting_step(&key, index, view)?.after.take().is_some();
+                    (!known).then(|| unknown(Findings::of_setting(&key, index), "key", &key, "setting"))
+                }
+            };
+            mistakes.extend(unknown.into_iter().flatten());
         }
         Ok(mistakes)
     }
@@ -114,12 +131,17 @@ impl Plan {
     fn drop_unnamed(&mut self, view: &impl View) -> Result<(), StoreError> {
         for name in view.tenant_names()? {
             if !self.tenants.contains_key(&name) {
-                tenant_step(&mut self.tenants, &name, None, view)?.after = None;
+                self.tenant_step(&name, None, view)?.after = None;
             }
         }
         for name in view.site_names()? {
             if !self.sites.contains_key(&name) {
-                site_step(&mut self.sites, &name, None, view)?.after = None;
+                self.site_step(&name, None, view)?.after = None;
+            }
+        }
+        for key in view.setting_keys()? {
+            if !self.settings.contains_key(&key) {
+                self.setting_step(&key, None, view)?.after = None;
             }
         }
         Ok(())
@@ -231,22 +253,81 @@ impl Plan {
         Ok(mistakes)
     }
 
+    fn mistakes_of_settings(&self, view: &impl View) -> Result<Vec<Mistake>, StoreError> {
+        let mut mistakes = Vec::new();
+        let (mut more, mut less) = (0, 0);
+        let mut last_new = None;
+        for (key, step) in &self.settings {
+            match (&step.before, &step.after) {
+                (None, Some(_)) => (more, last_new) = (more + 1, Some((key, step.index))),
+                (Some(_), None) => less += 1,
+                _ => {}
+            }
+            if let Some(setting) = &step.after {
+                let mut to = Findings::of_setting(key, step.index);
+                check::setting(setting, &mut to);
+                mistakes.extend(to.mistakes);
+            }
+        }
+        if let Some((key, index)) = last_new {
+            let count = view.setting_count()? + more - less;
+            if count > SETTINGS_MAX {
+                let mut to = Findings::of_setting(key, index);
+                to.add(
+                    "key",
+                    "",
+                    format!("would make {count} settings: a store holds {SETTINGS_MAX} at most"),
+                );
+                mistakes.extend(to.mistakes);
+            }
+        }
+        Ok(mistakes)
+    }
+
     fn tenant_after(&self, name: &str, view: &impl View) -> Result<Option<Tenant>, StoreError> {
         match self.tenants.get(name) {
             Some(step) => Ok(step.after.clone()),
             None => view.tenant(name),
         }
     }
+
+    fn tenant_step(
+        &mut self,
+        name: &TenantName,
+        index: Option<usize>,
+        view: &impl View,
+    ) -> Result<&mut Step<Tenant>, StoreError> {
+        step(&mut self.tenants, name, index, || view.tenant(name.as_str()))
+    }
+
+    fn site_step(
+        &mut self,
+        name: &SiteName,
+        index: Option<usize>,
+        view: &impl View,
+    ) -> Result<&mut Step<Site>, StoreError> {
+        step(&mut self.sites, name, index, || view.site(name.as_str()))
+    }
+
+    fn setting_step(
+        &mut self,
+        key: &str,
+        index: Option<usize>,
+        view: &impl View,
+    ) -> Result<&mut Step<Setting>, StoreError> {
+        step(&mut self.settings, &Box::from(key), index, || view.setting(key))
+    }
 }
 
-fn tenant_step<'a>(
-    steps: &'a mut BTreeMap<TenantName, Step<Tenant>>,
-    name: &TenantName,
+/// The step of a record, begun with what the store has where the list names it for the first time.
+fn step<'a, K: Ord + Clone, T: Clone>(
+    steps: &'a mut BTreeMap<K, Step<T>>,
+    name: &K,
     index: Option<usize>,
-    view: &impl View,
-) -> Result<&'a mut Step<Tenant>, StoreError> {
+    stored: impl FnOnce() -> Result<Option<T>, StoreError>,
+) -> Result<&'a mut Step<T>, StoreError> {
     if !steps.contains_key(name) {
-        let before = view.tenant(name.as_str())?;
+        let before = stored()?;
         steps.insert(name.clone(), Step { after: before.clone(), before, index });
     }
     let step = steps.get_mut(name).expect("it was just put there");
@@ -254,19 +335,9 @@ fn tenant_step<'a>(
     Ok(step)
 }
 
-fn site_step<'a>(
-    steps: &'a mut BTreeMap<SiteName, Step<Site>>,
-    name: &SiteName,
-    index: Option<usize>,
-    view: &impl View,
-) -> Result<&'a mut Step<Site>, StoreError> {
-    if !steps.contains_key(name) {
-        let before = view.site(name.as_str())?;
-        steps.insert(name.clone(), Step { after: before.clone(), before, index });
-    }
-    let step = steps.get_mut(name).expect("it was just put there");
-    step.index = index;
-    Ok(step)
+fn unknown(mut to: Findings, field: &str, name: &str, kind: &str) -> Vec<Mistake> {
+    to.add(field, name, format!("does not exist: see `nagaya {kind} list`"));
+    to.mistakes
 }
 
 fn is_beneath_home(site: &Site) -> bool {

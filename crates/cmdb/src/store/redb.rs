@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `meta` | `format`, `revision`, `next_uid` | number |
 //! | `tenants`, `sites` | name | record as JSON |
+//! | `settings` | key | record as JSON; missing in stores made before there were settings |
 //! | `hosts` | host pattern, path | the one site that has it |
 //! | `uids` | uid | the one tenant that has it |
 //! | `sites_of_tenant` | tenant, site | nothing |
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use redb::{
     Builder, Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table,
-    TableDefinition, WriteTransaction,
+    TableDefinition, TableHandle, WriteTransaction,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -29,7 +30,7 @@ use super::{
     Committed, Counts, Kind, Mode, PAGE_LEN_MAX, Select, Store, StoreError, TransactionError, Visitor, guard,
 };
 use crate::names::{SiteName, TenantName};
-use crate::record::{Change, Site, Tenant};
+use crate::record::{Change, Setting, Site, Tenant};
 
 /// The format this program writes and reads.
 pub const FORMAT: u64 = 1;
@@ -41,6 +42,7 @@ const CACHE_BYTES: usize = 16 << 20;
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const TENANTS: TableDefinition<'_, &str, &str> = TableDefinition::new("tenants");
 const SITES: TableDefinition<'_, &str, &str> = TableDefinition::new("sites");
+const SETTINGS: TableDefinition<'_, &str, &str> = TableDefinition::new("settings");
 const HOSTS: TableDefinition<'_, (&str, &str), &str> = TableDefinition::new("hosts");
 const UIDS: TableDefinition<'_, u32, &str> = TableDefinition::new("uids");
 const SITES_OF_TENANT: TableDefinition<'_, (&str, &str), ()> = TableDefinition::new("sites_of_tenant");
@@ -68,7 +70,20 @@ impl RedbStore {
             Err(error) => Err(store_error(path, error)),
         })?;
         let database = builder().open(path).map_err(|error| store_error(path, error))?;
-        Ok(Self { path: path.into(), database })
+        let store = Self { path: path.into(), database };
+        store.make_missing_tables().map_err(|error| store.failed(error))?;
+        Ok(store)
+    }
+
+    /// Nothing a store holds changes by a table more, so that one made before there was this table keeps its format.
+    fn make_missing_tables(&self) -> Fallible<()> {
+        let missing = self.database.begin_read()?.list_tables()?.all(|table| table.name() != SETTINGS.name());
+        if missing {
+            let write = self.begin_write()?;
+            Tables::open(&write)?;
+            write.commit()?;
+        }
+        Ok(())
     }
 
     /// A file appears under its name only once it is whole, so that a crash now leaves no empty store,
@@ -160,7 +175,11 @@ impl Store for RedbStore {
 
     fn counts(&self) -> Result<Counts, StoreError> {
         self.read(|read| {
-            Ok(Counts { tenants: read.open_table(TENANTS)?.len()?, sites: read.open_table(SITES)?.len()? })
+            Ok(Counts {
+                tenants: read.open_table(TENANTS)?.len()?,
+                sites: read.open_table(SITES)?.len()?,
+                settings: read.open_table(SETTINGS)?.len()?,
+            })
         })
     }
 
@@ -200,10 +219,20 @@ impl Store for RedbStore {
         })
     }
 
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
+        self.read(|read| find(&read.open_table(SETTINGS)?, key))
+    }
+
+    fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
+        self.read(|read| page(&read.open_table(SETTINGS)?, after, page_len(limit)))
+    }
+
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
         let mut stopped = None;
         let revision = self.read(|read| {
-            for (kind, definition) in [(Kind::Tenant, TENANTS), (Kind::Site, SITES)] {
+            for (kind, definition) in
+                [(Kind::Tenant, TENANTS), (Kind::Site, SITES), (Kind::Setting, SETTINGS)]
+            {
                 for record in read.open_table(definition)?.iter()? {
                     if let Err(error) = visit(kind, record?.1.value()) {
                         stopped = Some(error);
@@ -323,6 +352,7 @@ struct Tables<'txn> {
     meta: Table<'txn, &'static str, u64>,
     tenants: Table<'txn, &'static str, &'static str>,
     sites: Table<'txn, &'static str, &'static str>,
+    settings: Table<'txn, &'static str, &'static str>,
     hosts: Table<'txn, (&'static str, &'static str), &'static str>,
     uids: Table<'txn, u32, &'static str>,
     sites_of_tenant: Table<'txn, (&'static str, &'static str), ()>,
@@ -334,6 +364,7 @@ impl<'txn> Tables<'txn> {
             meta: write.open_table(META)?,
             tenants: write.open_table(TENANTS)?,
             sites: write.open_table(SITES)?,
+            settings: write.open_table(SETTINGS)?,
             hosts: write.open_table(HOSTS)?,
             uids: write.open_table(UIDS)?,
             sites_of_tenant: write.open_table(SITES_OF_TENANT)?,
@@ -365,6 +396,12 @@ impl<'txn> Tables<'txn> {
             match &step.after {
                 Some(site) => self.put_site(site)?,
                 None => drop(self.sites.remove(name.as_str())?),
+            }
+        }
+        for (key, step) in &plan.settings {
+            match &step.after {
+                Some(setting) => drop(self.settings.insert(&**key, encode(setting)?.as_str())?),
+                None => drop(self.settings.remove(&**key)?),
             }
         }
         let revision = self.meta.get("revision")?.map_or(0, |value| value.value());
@@ -440,6 +477,19 @@ impl View for Planner<'_, '_> {
     fn site_names(&self) -> Result<Vec<SiteName>, StoreError> {
         let look = || self.tables.sites.iter()?.map(|entry| site_name(entry?.0.value())).collect();
         self.ask(look())
+    }
+
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
+        self.ask(find(&self.tables.settings, key))
+    }
+
+    fn setting_keys(&self) -> Result<Vec<Box<str>>, StoreError> {
+        let look = || self.tables.settings.iter()?.map(|entry| Ok(entry?.0.value().into())).collect();
+        self.ask(look())
+    }
+
+    fn setting_count(&self) -> Result<u64, StoreError> {
+        self.ask(self.tables.settings.len().map_err(Into::into))
     }
 }
 

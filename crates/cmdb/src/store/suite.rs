@@ -27,6 +27,10 @@ pub fn run<S: Store>(fresh: &dyn Fn() -> S) {
         a_bad_line_leaves_everything_as_it_was,
         the_first_bad_lines_are_named_and_the_rest_counted,
         a_snapshot_fills_a_table,
+        limits_are_part_of_their_records,
+        settings_are_records_too,
+        settings_come_in_pages_and_lines,
+        a_replacing_import_without_settings_drops_them,
     ] {
         case(&fresh());
     }
@@ -46,7 +50,7 @@ fn site(name: &str, tenant: &str, host: &str, path: &str) -> Site {
 }
 
 fn put_tenant(name: &str, uid: u32) -> Change {
-    Change::PutTenant(tenant(name, uid))
+    Change::PutTenant(Box::new(tenant(name, uid)))
 }
 
 fn put_site(name: &str, tenant: &str, host: &str) -> Change {
@@ -98,7 +102,7 @@ fn records_come_back_as_they_were(store: &dyn Store) {
     assert_eq!(store.tenant("a").unwrap(), Some(tenant("a", 1001)));
     assert_eq!(store.site("two").unwrap(), Some(site("two", "b", "two.test", "/")));
     assert_eq!((store.tenant("c").unwrap(), store.site("a").unwrap()), (None, None));
-    assert_eq!(store.counts().unwrap(), Counts { tenants: 2, sites: 2 });
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 2, sites: 2, settings: 0 });
     let changed = Site { max_concurrent: Some(3), ..site("two", "a", "new.test", "/x") };
     commit(store, vec![Change::PutSite(Box::new(changed.clone())), drop_site("one")]);
     assert_eq!((store.site("two").unwrap(), store.site("one").unwrap()), (Some(changed), None));
@@ -185,18 +189,18 @@ fn a_tenant_goes_only_with_its_sites(store: &dyn Store) {
         ["site 'new' tenant"]
     );
     commit(store, vec![drop_tenant("a"), put_site("one", "b", "one.test")]);
-    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 2 });
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 2, settings: 0 });
 }
 
 fn a_home_in_use_stays(store: &dyn Store) {
     two_tenants(store);
     let homeless = Tenant { home: None, ..tenant("a", 1001) };
-    assert_eq!(refused(store, vec![Change::PutTenant(homeless.clone())]), ["tenant 'a' home"]);
+    assert_eq!(refused(store, vec![Change::PutTenant(Box::new(homeless.clone()))]), ["tenant 'a' home"]);
     assert_eq!(
-        refused(store, vec![Change::PutTenant(homeless.clone()), put_site("one", "a", "x.test")]),
+        refused(store, vec![Change::PutTenant(Box::new(homeless.clone())), put_site("one", "a", "x.test")]),
         ["site 'one' root"]
     );
-    commit(store, vec![Change::PutTenant(homeless), drop_site("one")]);
+    commit(store, vec![Change::PutTenant(Box::new(homeless)), drop_site("one")]);
 }
 
 fn pages_show_each_record_once(store: &dyn Store) {
@@ -253,7 +257,7 @@ fn a_replacing_import_is_the_whole_truth(store: &dyn Store) {
     let one = TenantName::new("a").unwrap();
     assert_eq!(done.changes.last(), Some(&Change::DropTenant(one)));
     assert_eq!(done.changes.len(), 4, "{:?}", done.changes);
-    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 1 });
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 1, settings: 0 });
     let orphan = r#"{"site":{"name":"x","tenant":"b","hosts":["x"],"backend":{"kind":"static","root":"w"}}}"#;
     let error = import(store, orphan.as_bytes(), Mode::Replace).unwrap_err();
     assert!(error.to_string().contains("line 1: site 'x': tenant: 'b' does not exist"), "{error}");
@@ -324,4 +328,87 @@ fn a_snapshot_fills_a_table(store: &dyn Store) {
     }
     assert_eq!(table.site_count(), lines.len() - 1);
     assert_eq!(table.site("s7").as_deref(), store.site("s7").unwrap().as_ref());
+}
+
+fn limits_are_part_of_their_records(store: &dyn Store) {
+    let limits = serde_json::from_str(r#"{"cpu":"50%","devices":{"8:0":{"read":"30M"}}}"#).unwrap();
+    let limited = Tenant { limits, ..tenant("a", 1001) };
+    commit(store, vec![Change::PutTenant(Box::new(limited.clone()))]);
+    assert_eq!(store.tenant("a").unwrap(), Some(limited.clone()));
+    let exported = text(store);
+    import(store, exported.as_bytes(), Mode::Replace).unwrap();
+    assert_eq!((text(store), store.revision().unwrap()), (exported, 1));
+    let mut bad = limited;
+    bad.limits.cpu_shares = Some(1);
+    bad.limits.cpu = Some(crate::record::Amount::new("half"));
+    assert_eq!(
+        refused(store, vec![Change::PutTenant(Box::new(bad))]),
+        ["tenant 'a' limits.cpu", "tenant 'a' limits.cpu_shares"]
+    );
+}
+
+fn setting(key: &str, value: &str) -> Change {
+    Change::PutSetting(Setting { key: key.into(), value: crate::SettingValue::Text(value.into()) })
+}
+
+fn drop_setting(key: &str) -> Change {
+    Change::DropSetting(key.into())
+}
+
+fn settings_are_records_too(store: &dyn Store) {
+    let first = commit(store, vec![setting("b", "2"), setting("a", "1"), put_tenant("t", 9)]);
+    assert_eq!(first.changes, [put_tenant("t", 9), setting("a", "1"), setting("b", "2")]);
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 0, settings: 2 });
+    assert_eq!(store.setting("a").unwrap().map(Change::PutSetting), Some(setting("a", "1")));
+    assert_eq!(store.setting("c").unwrap(), None);
+    let same = commit(store, vec![setting("a", "1")]);
+    assert_eq!(same, Committed { revision: 1, changes: vec![] });
+    let next = commit(store, vec![setting("a", "x"), drop_setting("b")]);
+    assert_eq!(next.changes, [setting("a", "x"), drop_setting("b")]);
+    assert_eq!(refused(store, vec![drop_setting("b")]), ["setting 'b' key"]);
+    let long = "x".repeat(crate::record::VALUE_LEN_MAX + 1);
+    assert_eq!(
+        refused(store, vec![setting("", "v"), setting("a\nb", "v"), setting("c", &long)]),
+        ["setting '' key", "setting 'a\\nb' key", "setting 'c' value"]
+    );
+}
+
+fn settings_come_in_pages_and_lines(store: &dyn Store) {
+    let keys: Vec<String> = (0..25).map(|n| format!("key {n:02} \"ü\"")).collect();
+    commit(store, keys.iter().map(|key| setting(key, "v")).collect());
+    let mut seen: Vec<String> = Vec::new();
+    loop {
+        let page = store.settings(seen.last().map(String::as_str), 7).unwrap();
+        assert!(page.len() <= 7);
+        if page.is_empty() {
+            break;
+        }
+        seen.extend(page.iter().map(|setting| setting.key.to_string()));
+    }
+    assert_eq!(seen, keys);
+    let exported = text(store);
+    assert!(exported.starts_with(r#"{"setting":{"key":"key 00 \"ü\"","value":"v"}}"#), "{exported}");
+    commit(store, keys.iter().map(|key| drop_setting(key)).collect());
+    assert_eq!(text(store), "");
+    import(store, exported.as_bytes(), Mode::Merge).unwrap();
+    assert_eq!(text(store), exported);
+    let mut table = Table::new();
+    snapshot_frames(store, &mut |frame| {
+        let Down::Apply(changes) = feed::read(&mut &*frame)?.unwrap() else { panic!("only records") };
+        changes.into_iter().for_each(|change| table.apply(change).unwrap());
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(table.setting_count(), 25);
+    let twice = format!("{exported}{exported}");
+    let error = import(store, twice.as_bytes(), Mode::Merge).unwrap_err();
+    assert!(error.to_string().contains("already stands in line 1"), "{error}");
+}
+
+fn a_replacing_import_without_settings_drops_them(store: &dyn Store) {
+    commit(store, vec![setting("a", "1"), setting("b", "2"), put_tenant("t", 9)]);
+    let lines = r#"{"setting":{"key":"b","value":{"cpu":50,"on":true}}}"#;
+    let done = import(store, lines.as_bytes(), Mode::Replace).unwrap();
+    assert_eq!(done.changes.len(), 3, "{:?}", done.changes);
+    assert_eq!(text(store), format!("{lines}\n"));
 }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::names::{HostPattern, SiteName, TenantName};
-use crate::record::{Backend, Files};
+use crate::record::{Backend, Files, Scalar, SettingValue};
 
 fn tenant(name: &str) -> Tenant {
     Tenant {
@@ -18,6 +18,7 @@ fn tenant(name: &str) -> Tenant {
         home: None,
         max_concurrent: None,
         php_workers: None,
+        limits: Default::default(),
     }
 }
 
@@ -29,12 +30,15 @@ fn site(name: &str, tenant: &str, hosts: &[&str], path: &str) -> Site {
         path: path.into(),
         backend: Backend::Static(Files { root: name.into(), ..Files::default() }),
         max_concurrent: None,
+        limits: Default::default(),
+        request_limits: Default::default(),
+        demotions: Vec::new(),
     }
 }
 
 fn table(sites: &[Site]) -> Table {
     let mut table = Table::new();
-    table.apply(Change::PutTenant(tenant("t"))).unwrap();
+    table.apply(Change::PutTenant(Box::new(tenant("t")))).unwrap();
     for site in sites {
         table.apply(Change::PutSite(Box::new(site.clone()))).unwrap();
     }
@@ -76,7 +80,7 @@ fn the_most_specific_pattern_wins_entirely() {
 fn a_route_carries_the_owner_of_its_site() {
     let mut table = table(&[site("a", "t", &["a.test"], "/")]);
     let changed = Tenant { uid: 77, ..tenant("t") };
-    table.apply(Change::PutTenant(changed.clone())).unwrap();
+    table.apply(Change::PutTenant(Box::new(changed.clone()))).unwrap();
     assert_eq!(*table.routes("a.test")[0].tenant, changed);
     assert_eq!(table.drop_tenant("t"), Err(TableError::TenantInUse { tenant: "t".into(), sites: 1 }));
 }
@@ -117,13 +121,14 @@ fn what_is_dropped_gives_its_memory_back_to_the_next() {
 struct Model {
     tenants: BTreeMap<String, Tenant>,
     sites: BTreeMap<String, Site>,
+    settings: BTreeMap<Box<str>, Setting>,
 }
 
 impl Model {
     fn apply(&mut self, change: Change) -> bool {
         match change {
             Change::PutTenant(tenant) => {
-                self.tenants.insert(tenant.name.to_string(), tenant);
+                self.tenants.insert(tenant.name.to_string(), *tenant);
                 true
             }
             Change::PutSite(site) => {
@@ -138,6 +143,11 @@ impl Model {
                     && self.tenants.remove(name.as_str()).is_some()
             }
             Change::DropSite(name) => self.sites.remove(name.as_str()).is_some(),
+            Change::PutSetting(setting) => {
+                self.settings.insert(setting.key.clone(), setting);
+                true
+            }
+            Change::DropSetting(key) => self.settings.remove(&*key).is_some(),
         }
     }
 
@@ -171,13 +181,24 @@ fn any_pattern() -> impl Strategy<Value = String> {
     prop_oneof![4 => any_host(), 3 => any_host().prop_map(|host| format!("*.{host}")), 1 => Just("*".into())]
 }
 
+fn any_value() -> impl Strategy<Value = SettingValue> {
+    let fields = proptest::collection::btree_map("[a-c]", any::<i32>(), 0..3);
+    prop_oneof![
+        "[a-z]{0,9}".prop_map(|text| SettingValue::Text(text.into())),
+        fields.prop_map(|fields| {
+            let fields = fields.into_iter().map(|(name, value)| (name.into(), Scalar::Number(value.into())));
+            SettingValue::Fields(fields.collect())
+        }),
+    ]
+}
+
 fn any_change() -> impl Strategy<Value = Change> {
     let tenants = || "t[0-2]".prop_map(|name| TenantName::new(&name).unwrap());
     let sites = || "s[0-7]".prop_map(|name| SiteName::new(&name).unwrap());
     let paths = prop_oneof!["/", "/a", "/a/b"];
     prop_oneof![
         2 => (tenants(), 1..9_u32).prop_map(|(name, uid)| {
-            Change::PutTenant(Tenant { uid, ..tenant(name.as_str()) })
+            Change::PutTenant(Box::new(Tenant { uid, ..tenant(name.as_str()) }))
         }),
         1 => tenants().prop_map(Change::DropTenant),
         6 => (sites(), tenants(), proptest::collection::vec(any_pattern(), 1..4), paths).prop_map(
@@ -187,6 +208,10 @@ fn any_change() -> impl Strategy<Value = Change> {
             }
         ),
         2 => sites().prop_map(Change::DropSite),
+        2 => ("k[0-3]", any_value()).prop_map(|(key, value)| {
+            Change::PutSetting(Setting { key: key.into(), value })
+        }),
+        1 => "k[0-3]".prop_map(Change::DropSetting),
     ]
 }
 
@@ -205,6 +230,11 @@ proptest! {
         for name in (0..8).map(|n| format!("s{n}")) {
             let found = table.site(&name);
             prop_assert_eq!(found.as_deref(), model.sites.get(&name));
+        }
+        prop_assert_eq!(table.setting_count(), model.settings.len());
+        for key in (0..4).map(|n| format!("k{n}")) {
+            let found = table.setting(&key);
+            prop_assert_eq!(found.as_deref(), model.settings.get(&*key));
         }
         for host in hosts {
             prop_assert_eq!(table.routes(&host), model.routes(&host));

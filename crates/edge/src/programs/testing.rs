@@ -142,7 +142,7 @@ fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinH
     };
     std::fs::create_dir(&options.runtime_dir).unwrap();
     feed::write(&mut ours, &Down::Options(serde_json::to_value(options).unwrap())).unwrap();
-    let changes = vec![Change::PutTenant(tenant.clone()), Change::PutSite(Box::new(site.clone()))];
+    let changes = vec![Change::PutTenant(Box::new(tenant.clone())), Change::PutSite(Box::new(site.clone()))];
     feed::write(&mut ours, &Down::Apply(changes)).unwrap();
     feed::write(&mut ours, &Down::Commit { revision: 1 }).unwrap();
     assert_eq!(feed::read::<Up>(&mut ours).unwrap(), Some(Up::Ready { revision: 1 }));

@@ -115,7 +115,7 @@ impl World {
     }
 
     pub fn tenant(&mut self, record: serde_json::Value) {
-        self.changes.push(Change::PutTenant(serde_json::from_value::<Tenant>(record).unwrap()));
+        self.changes.push(Change::PutTenant(Box::new(serde_json::from_value::<Tenant>(record).unwrap())));
     }
 
     pub fn site(&mut self, name: &str, tenant: &str, backend: serde_json::Value) {

@@ -36,6 +36,8 @@ pub struct Summary {
     pub tenants_removed: usize,
     pub sites_put: usize,
     pub sites_removed: usize,
+    pub settings_put: usize,
+    pub settings_removed: usize,
 }
 
 impl Summary {
@@ -47,6 +49,8 @@ impl Summary {
                 Change::DropTenant(_) => &mut summary.tenants_removed,
                 Change::PutSite(_) => &mut summary.sites_put,
                 Change::DropSite(_) => &mut summary.sites_removed,
+                Change::PutSetting(_) => &mut summary.settings_put,
+                Change::DropSetting(_) => &mut summary.settings_removed,
             } += 1;
         }
         summary
@@ -163,7 +167,7 @@ impl Api {
             record.insert("gid".into(), gid);
         }
         let tenant: Tenant = read_record(record)?;
-        let summary = self.commit(Change::PutTenant(tenant.clone()))?;
+        let summary = self.commit(Change::PutTenant(Box::new(tenant.clone())))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.tenants_put > 0, "tenant": tenant }))
     }
 

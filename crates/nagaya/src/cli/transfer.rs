@@ -14,9 +14,9 @@ use crate::admin::Summary;
 
 #[derive(Debug, clap::Args)]
 pub struct Import {
-    /// JSON lines, each {"tenant":{...}} or {"site":{...}}; '-' is standard input
+    /// JSON lines, each {"tenant":{...}}, {"site":{...}} or {"setting":{...}}; '-' is standard input
     pub file: PathBuf,
-    /// Remove every tenant and site that the file does not name
+    /// Remove every tenant, site and setting that the file does not name
     #[arg(long)]
     pub replace: bool,
     #[command(flatten)]
@@ -80,10 +80,18 @@ fn write_all(access: &Access, out: &mut impl Write) -> Result<(), CliError> {
 }
 
 fn describe(summary: &Summary) -> String {
-    let Summary { revision, tenants_put, tenants_removed, sites_put, sites_removed } = summary;
+    let Summary {
+        revision,
+        tenants_put,
+        tenants_removed,
+        sites_put,
+        sites_removed,
+        settings_put,
+        settings_removed,
+    } = summary;
     format!(
-        "added or changed {tenants_put} tenants and {sites_put} sites, removed {tenants_removed} tenants and \
-         {sites_removed} sites; revision {revision}"
+        "added or changed {tenants_put} tenants, {sites_put} sites and {settings_put} settings, removed \
+         {tenants_removed} tenants, {sites_removed} sites and {settings_removed} settings; revision {revision}"
     )
 }
 

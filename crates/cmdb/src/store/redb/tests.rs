@@ -84,6 +84,12 @@ impl Store for Temporary {
     fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError> {
         self.store.sites(select)
     }
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
+        self.store.setting(key)
+    }
+    fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
+        self.store.settings(after, limit)
+    }
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
         self.store.walk(visit)
     }
@@ -93,6 +99,25 @@ impl Store for Temporary {
     fn allocate_uid(&self, base: u32) -> Result<u32, StoreError> {
         self.store.allocate_uid(base)
     }
+}
+
+#[test]
+fn a_store_made_before_there_were_settings_takes_them() {
+    let (bytes, held) = closed_store(3);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store.redb");
+    fs::write(&path, bytes).unwrap();
+    let database = builder().open(&path).unwrap();
+    let write = database.begin_write().unwrap();
+    assert!(write.delete_table(SETTINGS).unwrap(), "this store had them");
+    write.commit().unwrap();
+    drop(database);
+    let store = RedbStore::open(&path).unwrap();
+    assert_eq!(text(&store), held);
+    let setting = Setting { key: "k".into(), value: crate::SettingValue::Text("v".into()) };
+    store.transaction(vec![Change::PutSetting(setting.clone())], Mode::Merge).unwrap();
+    drop(store);
+    assert_eq!(RedbStore::open(&path).unwrap().setting("k").unwrap(), Some(setting));
 }
 
 #[test]

@@ -11,14 +11,15 @@ use super::*;
 /// Uids are unique, so each name has one of its own.
 fn tenant(name: &str) -> Change {
     let uid = 200_000 + u32::from(name.as_bytes()[0]);
-    Change::PutTenant(Tenant {
+    Change::PutTenant(Box::new(Tenant {
         name: TenantName::new(name).unwrap(),
         uid,
         gid: uid,
         home: None,
         max_concurrent: None,
         php_workers: None,
-    })
+        limits: Default::default(),
+    }))
 }
 
 fn changes(revision: u64, count: usize) -> Job {

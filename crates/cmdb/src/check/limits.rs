@@ -1,0 +1,124 @@
+//! What limits of cells must be in records: each amount in its range, each where it can take effect.
+//!
+//! Not here: reading one amount (`record::Amount`), what limits do (`cell`, `keeper::cells`).
+
+use super::Findings;
+use crate::cell::{CPU_SHARES_MAX, CPU_SHARES_MIN, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX, Device};
+use crate::record::{Amount, Backend, CellLimits, Demotion, DeviceLimits, Site};
+
+/// Whose cell limits are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Level {
+    TenantOrSite,
+    /// It has no memory of its own: what requests share, such as files in memory, belongs to none of them.
+    Request,
+}
+
+pub(super) fn of_site(site: &Site, to: &mut Findings) {
+    let runs_per_request = matches!(site.backend, Backend::Cgi(_) | Backend::Php(_));
+    let runs_here = runs_per_request || matches!(site.backend, Backend::App(_));
+    let kind = site.backend.kind();
+    if runs_here {
+        cell("limits", &site.limits, Level::TenantOrSite, to);
+    } else if !site.limits.is_empty() {
+        to.add("limits", "", format!("have no effect on a {kind} site, which runs no programs: remove them"));
+    }
+    if runs_per_request {
+        cell("request_limits", &site.request_limits, Level::Request, to);
+        demotions(&site.demotions, to);
+        return;
+    }
+    let hint = || format!("have no effect on a {kind} site: only requests of cgi and php have a cell each");
+    if !site.request_limits.is_empty() {
+        to.add("request_limits", "", hint());
+    }
+    if !site.demotions.is_empty() {
+        to.add("demotions", "", hint());
+    }
+}
+
+pub(super) fn cell(field: &str, limits: &CellLimits, level: Level, to: &mut Findings) {
+    let CellLimits { cpu, cpu_shares, processes, memory, devices, .. } = limits;
+    amount(field, "cpu", cpu.as_ref(), Amount::cpu, to);
+    if let Some(shares) = cpu_shares
+        && !(CPU_SHARES_MIN..=CPU_SHARES_MAX).contains(shares)
+    {
+        let hint = format!("is out of range: {CPU_SHARES_MIN} to {CPU_SHARES_MAX}");
+        to.add(format!("{field}.cpu_shares"), shares, hint);
+    }
+    device(field, &limits.root_device(), to);
+    amount(field, "processes", processes.as_ref(), Amount::processes, to);
+    match (memory, level) {
+        (Some(memory), Level::Request) => to.add(
+            format!("{field}.memory"),
+            memory,
+            "cannot be limited for one request: limit the site's or the tenant's",
+        ),
+        (memory, _) => amount(field, "memory", memory.as_ref(), Amount::memory, to),
+    }
+    let count = devices.len() + usize::from(limits.root_device() != DeviceLimits::default());
+    if count > DEVICES_PER_CELL_MAX {
+        to.add(
+            format!("{field}.devices"),
+            count,
+            format!("disks are too many: at most {DEVICES_PER_CELL_MAX}"),
+        );
+    }
+    for (name, limits) in devices {
+        let field = format!("{field}.devices");
+        match name.parse::<Device>() {
+            Ok(Device::Root) => {
+                to.add(&field, name, "is the disk without a name: write its limits beside devices");
+            }
+            Ok(found) if found.to_string() != *name => {
+                to.add(&field, name, format!("has zeros too many: write {found}"));
+            }
+            Ok(_) => {}
+            Err(_) => to.add(&field, name, "is not a device: write MAJOR:MINOR as `lsblk` shows it"),
+        }
+        device(&format!("{field}.{name}"), limits, to);
+    }
+}
+
+fn device(field: &str, limits: &DeviceLimits, to: &mut Findings) {
+    amount(field, "read", limits.read.as_ref(), Amount::rate, to);
+    amount(field, "write", limits.write.as_ref(), Amount::rate, to);
+    amount(field, "read_iops", limits.read_iops.as_ref(), Amount::iops, to);
+    amount(field, "write_iops", limits.write_iops.as_ref(), Amount::iops, to);
+}
+
+fn amount<T>(
+    field: &str,
+    name: &str,
+    amount: Option<&Amount>,
+    read: fn(&Amount) -> Result<Option<T>, String>,
+    to: &mut Findings,
+) {
+    if let Some(amount) = amount
+        && let Err(hint) = read(amount)
+    {
+        to.add(format!("{field}.{name}"), amount, hint);
+    }
+}
+
+fn demotions(demotions: &[Demotion], to: &mut Findings) {
+    if demotions.len() > DEMOTIONS_MAX {
+        to.add("demotions", demotions.len(), format!("steps are too many: at most {DEMOTIONS_MAX}"));
+    }
+    let mut before = 0;
+    for (index, step) in demotions.iter().enumerate() {
+        let field = format!("demotions[{index}]");
+        match step.after_cpu_us() {
+            Ok(us) if us > before => before = us,
+            Ok(_) => {
+                let hint = "is not more than the step before it: order the steps by after_cpu";
+                to.add(format!("{field}.after_cpu"), &step.after_cpu, hint);
+            }
+            Err(hint) => to.add(format!("{field}.after_cpu"), &step.after_cpu, hint),
+        }
+        if step.limits.is_empty() {
+            to.add(format!("{field}.limits"), "", "are empty: name at least one limit");
+        }
+        cell(&format!("{field}.limits"), &step.limits, Level::Request, to);
+    }
+}
