@@ -10,6 +10,7 @@ pub mod codec;
 pub mod protocol;
 
 mod apps;
+mod cells;
 mod cgi;
 mod confinement;
 mod engine;

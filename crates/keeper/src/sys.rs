@@ -13,6 +13,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use nix::libc;
@@ -40,15 +41,14 @@ pub struct Identity {
     pub gid: u32,
 }
 
-/// How a child enters its fence.
-#[derive(Debug, Clone, Copy)]
-pub enum Entrance<'a> {
+/// How a child enters its cell. Both at once where some controllers are of cgroup v1. Nothing: its own process
+/// group is all there is.
+#[derive(Debug, Clone, Default)]
+pub struct Entrance {
     /// Born in this cgroup v2 directory.
-    Born(BorrowedFd<'a>),
-    /// Writes itself into this cgroup v1 `tasks` file before anything else.
-    Writes(BorrowedFd<'a>),
-    /// No cgroup; its own process group is all there is.
-    Open,
+    pub born: Option<Arc<OwnedFd>>,
+    /// Writes itself into these cgroup v1 `tasks` files before anything else.
+    pub tasks: Vec<Arc<OwnedFd>>,
 }
 
 /// Everything a child needs, made before it exists: between `clone3` and `execve` it may not allocate.
@@ -62,7 +62,7 @@ pub struct Image<'a> {
     /// None: keep the keeper's own uid, which is not root then.
     pub identity: Option<Identity>,
     pub stdio: [BorrowedFd<'a>; 3],
-    pub entrance: Entrance<'a>,
+    pub entrance: Entrance,
     pub open_files_max: u64,
 }
 
@@ -171,7 +171,7 @@ fn clone_child(shared: &Shared<'_>) -> io::Result<Child> {
         stack_size: (CHILD_STACK_LEN - 16) as u64,
         ..CloneArgs::default()
     };
-    if let Entrance::Born(cgroup) = shared.image.entrance {
+    if let Some(cgroup) = &shared.image.entrance.born {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = cgroup.as_raw_fd() as u64;
     }
@@ -281,10 +281,10 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
             // KILL and STOP cannot be set, and have no handler either.
             libc::syscall(libc::SYS_rt_sigaction, signal, &raw const DEFAULT, ptr::null_mut::<u8>(), 8usize);
         }
-        if let Entrance::Writes(tasks) = image.entrance
-            && libc::write(tasks.as_raw_fd(), b"0".as_ptr().cast(), 1) != 1
-        {
-            return 0;
+        for tasks in &image.entrance.tasks {
+            if libc::write(tasks.as_raw_fd(), b"0".as_ptr().cast(), 1) != 1 {
+                return 0;
+            }
         }
         // Its own process group, in the keeper's session: a session of its own would make the scheduler's autogroups
         // give each worker the share of a whole login (sched(7)), and the edge would starve between them.

@@ -10,8 +10,9 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -121,7 +122,7 @@ impl Fence {
             _ => (dir.join("tasks"), OFlags::WRONLY),
         };
         match rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty()) {
-            Ok(entrance) => Ok(Leaf { kind: self.kind, dir, entrance: Some(entrance) }),
+            Ok(entrance) => Ok(Leaf { kind: self.kind, dir, entrance: Some(Arc::new(entrance)) }),
             Err(errno) => {
                 // Nothing was born in it, so nothing can keep it from going.
                 let _ = fs::remove_dir(&dir);
@@ -147,15 +148,15 @@ impl Fence {
 pub struct Leaf {
     kind: Kind,
     dir: PathBuf,
-    entrance: Option<OwnedFd>,
+    entrance: Option<Arc<OwnedFd>>,
 }
 
 impl Leaf {
-    pub fn entrance(&self) -> Entrance<'_> {
-        match (&self.entrance, self.kind) {
-            (Some(dir), Kind::CgroupV2) => Entrance::Born(dir.as_fd()),
-            (Some(tasks), _) => Entrance::Writes(tasks.as_fd()),
-            (None, _) => Entrance::Open,
+    pub fn entrance(&self) -> Entrance {
+        let fd = self.entrance.clone();
+        match self.kind {
+            Kind::CgroupV2 => Entrance { born: fd, tasks: Vec::new() },
+            _ => Entrance { born: None, tasks: fd.into_iter().collect() },
         }
     }
 
