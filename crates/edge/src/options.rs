@@ -16,6 +16,7 @@ pub struct Options {
     pub threads: usize,
     pub limits: Limits,
     pub log: LogOptions,
+    pub receipts: ReceiptOptions,
     /// Addresses and networks of proxies whose `Forwarded` and `X-Forwarded-*` fields are believed.
     pub trusted_proxies: Vec<String>,
     /// HTTP/2 on plain connections by prior knowledge.
@@ -72,6 +73,14 @@ pub struct LogOptions {
     pub format: LogFormat,
 }
 
+/// Who is told with the answer what a request used and waited for.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReceiptOptions {
+    /// Addresses and networks of clients that get `Server-Timing` and `Nagaya-Receipt`. Empty: nobody.
+    pub allow: Vec<String>,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
@@ -86,6 +95,7 @@ impl Default for Options {
             threads: 0,
             limits: Limits::default(),
             log: LogOptions { access: None, format: LogFormat::Combined },
+            receipts: ReceiptOptions::default(),
             trusted_proxies: Vec::new(),
             h2c: true,
             tenant_max_concurrent: 256,
