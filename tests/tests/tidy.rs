@@ -14,9 +14,13 @@ const FUNCTION_LINES_MAX: usize = 70;
 /// Functions that may be longer, as `path::name`. It stays empty: split the function instead.
 const LONG_FUNCTIONS: &[&str] = &[];
 
-/// The files that may hold `unsafe`, each fencing calls into the kernel.
-const UNSAFE_FILES: &[&str] =
-    &["crates/keeper/src/sys.rs", "crates/nagaya/src/inherit.rs", "crates/edge/src/sys.rs"];
+/// The files that may hold `unsafe`, each fencing calls into the kernel or, for rules, into mruby.
+const UNSAFE_FILES: &[&str] = &[
+    "crates/keeper/src/sys.rs",
+    "crates/rules/src/ffi.rs",
+    "crates/nagaya/src/inherit.rs",
+    "crates/edge/src/sys.rs",
+];
 
 /// Which of our crates each crate may use. They stand in order: a crate uses only crates above it.
 const DEPENDENCIES: &[(&str, &[&str])] = &[
@@ -24,8 +28,9 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
     ("telemetry", &["base"]),
     ("cmdb", &["telemetry", "base"]),
     ("keeper", &["cmdb", "telemetry", "base"]),
-    ("edge", &["keeper", "cmdb", "telemetry", "base"]),
-    ("nagaya", &["edge", "keeper", "cmdb", "telemetry", "base"]),
+    ("rules", &["cmdb", "base"]),
+    ("edge", &["rules", "keeper", "cmdb", "telemetry", "base"]),
+    ("nagaya", &["edge", "rules", "keeper", "cmdb", "telemetry", "base"]),
     // The developer's packages speak to the built program as its users do, and nothing ships with them.
     ("tests", &[]),
     ("xtask", &[]),

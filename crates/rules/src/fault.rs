@@ -1,0 +1,64 @@
+//! Why a rule file gave no verdict: the kind with its error code, where in the file, and the message.
+//!
+//! Not here: what is done about it (`engine`, `ruleset`).
+
+use std::fmt;
+use std::sync::Arc;
+
+use nagaya_base::Code;
+use serde::{Deserialize, Serialize};
+
+/// One failure of one rule file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{}: {}: {message}", kind.code(), Place(file, *line))]
+pub struct RuleFault {
+    pub kind: FaultKind,
+    pub file: Arc<str>,
+    /// The innermost line of a rule that was running, from 1; `None` where there is no such line.
+    pub line: Option<u32>,
+    pub message: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FaultKind {
+    /// The file is missing, too large, or not readable.
+    Unreadable,
+    /// It does not parse or compile.
+    Syntax,
+    /// It raised an exception.
+    Exception,
+    /// It ran for more instructions than an evaluation may.
+    Instructions,
+    /// It needed more memory than a VM may.
+    Memory,
+    /// The VM itself could not be made.
+    Vm,
+}
+
+impl FaultKind {
+    pub fn code(self) -> Code {
+        match self {
+            Self::Unreadable => Code(601),
+            Self::Syntax => Code(602),
+            Self::Exception => Code(603),
+            Self::Instructions => Code(604),
+            Self::Memory => Code(605),
+            Self::Vm => Code(606),
+        }
+    }
+
+    /// Whether the evaluation was ended from outside because of its budget.
+    pub fn is_kill(self) -> bool {
+        matches!(self, Self::Instructions | Self::Memory)
+    }
+}
+
+struct Place<'a>(&'a str, Option<u32>);
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)?;
+        self.1.map_or(Ok(()), |line| write!(f, ":{line}"))
+    }
+}

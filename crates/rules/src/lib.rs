@@ -1,0 +1,26 @@
+//! Rules in Ruby: mruby embedded, its budgets, and what a rule can see and decide.
+//!
+//! An edge thread has one [`Engine`]; all of them share one [`RuleSet`], which follows the rule files on disk. An
+//! evaluation reads [`Facts`] and leaves a [`Verdict`]; a rule never acts. Not here: who watches the files and honours the
+//! verdict (`edge`), cells (`keeper`), where settings come from (`cmdb`).
+//!
+//! Start reading at `engine`; `vm` is what one Ruby VM is to Rust, `ffi` and `c/vm.c` the only unsafe part, `api` the
+//! classes and methods rules use.
+
+mod api;
+mod engine;
+mod facts;
+mod fault;
+mod native;
+mod ruleset;
+mod source;
+mod verdict;
+
+pub use engine::Engine;
+pub use facts::{Facts, Number, Scalar, Text};
+pub use fault::{FaultKind, RuleFault};
+pub use ruleset::{Budget, OnError, Phase, RULE_FILES_MAX, RuleFile, RuleSet, RuleState, RuleStatus};
+pub use source::SOURCE_LEN_MAX;
+pub use verdict::{
+    Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Rewrites, Spoke, Topic, Verdict,
+};
