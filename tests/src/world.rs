@@ -71,6 +71,14 @@ impl Builder {
         self
     }
 
+    /// A rule for requests, as `rules/NAME.rb` in the node's directory. `more` are further lines of its table.
+    pub fn rule(mut self, name: &str, phase: &str, text: &str, more: &str) -> Self {
+        let file = self.path(&format!("rules/{name}.rb"));
+        machine::write(&file, text);
+        self.listen.push_str(&format!("[[rules]]\nphase = {phase:?}\nfile = {file:?}\n{more}\n"));
+        self
+    }
+
     /// A tenant with a home that nobody else can look into. Its uid is its own.
     pub fn tenant(mut self, name: &'static str) -> Self {
         self.tenants.push(name);
@@ -342,6 +350,12 @@ impl World {
         path
     }
 
+    /// Replaces a rule's text, in place as an editor does.
+    #[track_caller]
+    pub fn write_rule(&self, name: &str, text: &str) {
+        machine::write(&self.path(&format!("rules/{name}.rb")), text);
+    }
+
     /// Makes everything in a tenant's home its own.
     #[track_caller]
     pub fn give(&self, tenant: &str) {
@@ -363,6 +377,21 @@ impl World {
     pub fn access_log(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.path("log/access.log")).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// The line of the access log for a request, once it is written.
+    #[track_caller]
+    pub fn logged(&self, id: &str) -> Value {
+        wait::until_some(&format!("the access log has request {id}"), || {
+            self.access_log().into_iter().find(|line| line["id"] == id)
+        })
+    }
+
+    /// The cells as `nagaya cells --json` lists them.
+    #[track_caller]
+    pub fn cells(&self) -> Vec<Value> {
+        let all: Value = serde_json::from_str(&self.cli(&["cells", "--json"])).expect("cells are JSON");
+        all["cells"].as_array().expect("a list of cells").clone()
     }
 
     /// Shows the ends of the logs, for a test that failed.

@@ -14,6 +14,9 @@ const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// Largest answer read, in bytes: above the largest file that experiments serve.
 const ANSWER_MAX: u64 = 8 << 20;
 
+/// Longest head of an answer, in bytes, as most servers bound it.
+const HEAD_MAX: usize = 256 << 10;
+
 /// Status and body of one GET with `Connection: close`. Chunked bodies come as they are on the wire.
 pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)> {
     let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
@@ -34,6 +37,31 @@ pub fn get_ok(address: SocketAddr, host: &str, path: &str) -> Result<Vec<u8>> {
     let shown = String::from_utf8_lossy(&body[..body.len().min(300)]).into_owned();
     ensure!(status == 200, "GET http://{host}{path} at {address}: status {status}\n{shown}");
     Ok(body)
+}
+
+/// Reads an answer with 200 to its end without keeping it, and says how long its body was.
+pub fn drain(address: SocketAddr, host: &str, path: &str) -> Result<u64> {
+    let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
+    stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").context("sending")?;
+    let mut head = Vec::new();
+    let mut buffer = vec![0; 64 << 10];
+    let mut body = loop {
+        let count = stream.read(&mut buffer).context("receiving")?;
+        ensure!(count > 0 && head.len() < HEAD_MAX, "http://{host}{path}: an answer without a head");
+        head.extend_from_slice(&buffer[..count]);
+        if let Some(end) = head.windows(4).position(|w| w == b"\r\n\r\n") {
+            break head.len() - end - 4;
+        }
+    } as u64;
+    let status = String::from_utf8_lossy(&head[..head.len().min(40)]).into_owned();
+    ensure!(status.split(' ').nth(1) == Some("200"), "http://{host}{path}: {status}");
+    loop {
+        match stream.read(&mut buffer).context("receiving")? {
+            0 => return Ok(body),
+            count => body += count as u64,
+        }
+    }
 }
 
 /// A loopback address that was free a moment ago. Whoever binds it next has it; the caller starts its server

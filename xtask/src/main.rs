@@ -2,10 +2,12 @@
 //!
 //! Not here: anything that ships; nothing depends on this program.
 
+mod clients;
 mod content;
 mod demo;
 mod experiment;
 mod facts;
+mod guest;
 mod http;
 mod interrupt;
 mod lint;
@@ -36,6 +38,7 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
     let Some((verb, rest)) = arguments.split_first() else { bail!("no verb: see ./dev") };
     match verb.as_str() {
         "test" => test::run(rest),
+        "guest" => guest::run(rest),
         "lint" => lint::run(rest),
         "docs" => lint::write_configuration_reference().map(|()| ExitCode::SUCCESS),
         "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),

@@ -7,11 +7,11 @@ use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::workspace;
+use crate::{guest, workspace};
 
 /// Sums over all test programs, as `cargo test` prints them.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Sum {
+pub struct Sum {
     passed: u64,
     failed: u64,
     skipped: u64,
@@ -27,19 +27,13 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         [] => {
             succeeded &= unit(&mut sum)?;
             succeeded &= end_to_end(&mut sum)?;
+            succeeded &= guest::suite(&mut sum)?;
         }
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
         [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum)?,
         _ => bail!("unknown arguments '{}': use --unit or --e2e", arguments.join(" ")),
     }
-    for failure in &sum.failures {
-        println!("failed: {failure}");
-    }
-    for reason in &sum.reasons {
-        println!("skipped: {reason}");
-    }
-    println!("{} passed, {} failed, {} skipped", sum.passed, sum.failed, sum.skipped);
-    Ok(if succeeded && sum.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(sum.tell(succeeded))
 }
 
 /// Everything that needs neither root nor a built server: modules, simulations, house style.
@@ -79,7 +73,36 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum) -> Result<bool> {
 }
 
 impl Sum {
-    fn read(&mut self, line: &str) {
+    /// Takes in what another machine's tests came to; their names begin with `place`.
+    pub fn add(&mut self, other: Self, place: &str) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+        let placed = |name: String| format!("{place}: {name}");
+        self.reasons.extend(other.reasons.into_iter().map(placed));
+        self.failures.extend(other.failures.into_iter().map(placed));
+    }
+
+    /// A whole suite that cannot run here counts as one test.
+    pub fn skip(&mut self, name: &str, reason: &str) {
+        self.skipped += 1;
+        self.reasons.push(format!("{name}: {reason}"));
+    }
+
+    /// Prints what failed, what was skipped and, as the last line, the numbers.
+    pub fn tell(&self, succeeded: bool) -> ExitCode {
+        for failure in &self.failures {
+            println!("failed: {failure}");
+        }
+        for reason in &self.reasons {
+            println!("skipped: {reason}");
+        }
+        println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
+        if succeeded && self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+
+    /// Counts one line of output.
+    pub fn read(&mut self, line: &str) {
         if let Some(counts) = line.strip_prefix("test result: ") {
             for part in counts.split_once(". ").map_or("", |(_, counts)| counts).split("; ") {
                 let Some((number, what)) = part.split_once(' ') else { continue };
@@ -125,5 +148,12 @@ mod tests {
         assert_eq!((sum.passed, sum.failed, sum.skipped), (42, 1, 1));
         assert_eq!(sum.reasons, ["a::c: needs a second disk", "e::f: needs root"]);
         assert_eq!(sum.failures, ["a::d"]);
+
+        let mut all = Sum::default();
+        all.add(sum, "guest");
+        all.skip("other", "no such machine");
+        assert_eq!((all.passed, all.failed, all.skipped), (42, 1, 2));
+        assert_eq!(all.failures, ["guest: a::d"]);
+        assert_eq!(all.reasons.last().map(String::as_str), Some("other: no such machine"));
     }
 }

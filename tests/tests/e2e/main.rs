@@ -4,6 +4,7 @@
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
 mod app;
+mod cells;
 mod cgi;
 mod failures;
 mod http1;
@@ -12,6 +13,8 @@ mod limits;
 mod php;
 mod programs;
 mod proxy;
+mod receipts;
+mod rules;
 mod sites;
 mod slow_clients;
 mod smuggling;
@@ -36,6 +39,9 @@ fn main() -> ExitCode {
         tenants::SUITE,
         sites::SUITE,
         limits::SUITE,
+        rules::SUITE,
+        cells::SUITE,
+        receipts::SUITE,
         failures::SUITE,
     ])
 }

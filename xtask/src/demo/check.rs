@@ -8,23 +8,27 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::uid_of;
+use super::{rule_file, uid_of};
 use crate::interrupt;
 use crate::server::Server;
+use crate::server::nagaya::Node;
 
 /// Longest time one request may take: the first page of a wiki builds its caches.
 const REQUEST_SECONDS_MAX: &str = "60";
 
 /// Fetches and verifies everything; the first surprise is the error.
-pub fn visit(server: &Server, dir: &Path) -> Result<()> {
-    let visitor = Visitor { port: server.address.port(), jar: dir.join("cookies") };
-    let steps: [(&str, Step); 6] = [
+pub fn visit(server: &Server, node: &Node, dir: &Path) -> Result<()> {
+    let visitor = Visitor { port: server.address.port(), jar: dir.join("cookies"), node: node.clone() };
+    let steps: [(&str, Step); 9] = [
         ("front page", front),
         ("manual (static)", manual),
         ("wiki (PHP), read and edited", wiki),
         ("git (CGI)", git),
         ("cpu (CGI)", cpu),
         ("an unknown host", unknown_host),
+        ("a receipt, explained", receipt),
+        ("the wiki while programs burn CPU", busy),
+        ("a rule edited, obeyed by the next request", edited_rule),
     ];
     for (what, step) in steps {
         interrupt::check()?;
@@ -40,6 +44,8 @@ struct Visitor {
     port: u16,
     /// Cookies, as a browser keeps them between two pages.
     jar: std::path::PathBuf,
+    /// For its command line.
+    node: Node,
 }
 
 struct Answer {
@@ -181,4 +187,47 @@ fn cpu(visitor: &Visitor, _dir: &Path) -> Result<()> {
 
 fn unknown_host(visitor: &Visitor, _dir: &Path) -> Result<()> {
     visitor.get("nobody.example", "/")?.expect(404, "")
+}
+
+/// What a request used stands in its answer, and the node explains it by its id.
+fn receipt(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    let answer = visitor.get("cpu.localhost", "/?n=50000")?;
+    answer.expect(200, "counted to 50000 ")?;
+    let receipt = answer.header("nagaya-receipt").context("no Nagaya-Receipt in the answer")?;
+    ensure!(receipt.contains("cpu="), "a receipt without CPU time: {receipt}");
+    let timing = answer.header("server-timing").context("no Server-Timing in the answer")?;
+    ensure!(timing.contains("dur="), "Server-Timing without a duration: {timing}");
+    let id = answer.header("x-request-id").context("no X-Request-Id in the answer")?;
+    let explained = visitor.node.run(&["explain", id])?;
+    ensure!(explained.contains("cpu.rb"), "the rule is not named as the reason of the limit:\n{explained}");
+    Ok(())
+}
+
+/// Programs that burn CPU are slowed down, none is refused, and the wiki is answered meanwhile.
+fn busy(visitor: &Visitor, _dir: &Path) -> Result<()> {
+    const HOGS: usize = 6;
+    std::thread::scope(|scope| {
+        let hog = || visitor.get("cpu.localhost", "/?n=200000")?.expect(200, "counted to 200000 ");
+        let hogs: Vec<_> = (0..HOGS).map(|_| scope.spawn(hog)).collect();
+        let wiki = (0..5).try_for_each(|_| visitor.get("wiki.localhost", "/")?.expect(200, "A wiki on nagaya"));
+        let cells = visitor.node.run(&["cells"]);
+        for hog in hogs {
+            hog.join().map_err(|_| anyhow::anyhow!("a visitor panicked"))??;
+        }
+        wiki?;
+        ensure!(cells?.contains("cpu"), "the named cell is not among the cells");
+        Ok(())
+    })
+}
+
+fn edited_rule(visitor: &Visitor, dir: &Path) -> Result<()> {
+    let file = rule_file(dir);
+    let before = std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+    let write = |text: &str| std::fs::write(&file, text).with_context(|| format!("writing {}", file.display()));
+    write("answer 403, \"not today\\n\" if request.host == \"cpu.localhost\"\n")?;
+    visitor.get("cpu.localhost", "/?n=1000")?.expect(403, "not today")?;
+    write("this is not Ruby (\n")?;
+    visitor.get("cpu.localhost", "/?n=1000")?.expect(200, "counted to 1000 ")?;
+    write(&before)?;
+    visitor.get("cpu.localhost", "/?n=1000")?.expect(200, "counted to 1000 ")
 }

@@ -10,7 +10,7 @@ use std::fs;
 use std::io::Write as _;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -99,10 +99,11 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces:
     eprintln!("preparing the sites in {}", dir.display());
     let node = configure(program, dir, listen)?;
     sites(&node, dir, port)?;
+    content::copy_tree(&workspace::root().join("demo/rules"), &dir.join("rules"))?;
     let probe = Probe { host: "localhost".into(), path: "/".into() };
     let mut server = node.start(&probe)?;
     let visited = if check {
-        check::visit(&server, dir)
+        check::visit(&server, &node, dir)
     } else {
         welcome(dir, port);
         watch(&mut server.process)
@@ -117,6 +118,11 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces:
     Ok(())
 }
 
+/// The rule that visitors may edit.
+fn rule_file(dir: &Path) -> PathBuf {
+    dir.join("rules/cpu.rb")
+}
+
 fn configure(program: &Path, dir: &Path, listen: &[SocketAddr]) -> Result<Node> {
     let mut config = format!(
         "# The configuration of ./dev demo.\nnode = \"demo\"\nruntime_dir = \"{0}/run\"\nstate_dir = \"{0}/state\"\n",
@@ -126,8 +132,11 @@ fn configure(program: &Path, dir: &Path, listen: &[SocketAddr]) -> Result<Node> 
         config.push_str(&format!("\n[[listen]]\naddress = \"{address}\"\n"));
     }
     config.push_str(&format!(
-        "\n[log]\naccess = \"{}/log/access.log\"\n\n[edge.limits]\ndrain_timeout = \"{DRAIN}\"\n",
-        dir.display()
+        "\n[log]\naccess = \"{0}/log/access.log\"\n\n[edge.limits]\ndrain_timeout = \"{DRAIN}\"\n\n\
+         [[rules]]\nphase = \"access_checker\"\nfile = \"{1}\"\n\n\
+         # Clients that get a receipt with each answer.\n[receipts]\nallow = [\"127.0.0.0/8\", \"::1\"]\n",
+        dir.display(),
+        rule_file(dir).display()
     ));
     Node::with_config(program, dir, listen[0], &config)
 }
@@ -218,10 +227,27 @@ nagaya serves
   http://git.localhost:{port}/        CGI: gitweb over this repository
   http://cpu.localhost:{port}/        CGI: burns CPU; ?n=1000000 for more
 
-Names under .localhost need no DNS: browsers and curl know them. Try
+Three things to try in a second terminal:
+
+1. Burn CPU with twenty requests at once. The wiki stays fast, and each of them is answered:
+
+  seq 20 | xargs -P 20 -I _ curl -s 'http://cpu.localhost:{port}/?n=500000' &
+  curl -s -o /dev/null -w '%{{time_total}} s\n' http://wiki.localhost:{port}/
+  {program} --config {dir}/nagaya.toml cells --watch
+
+2. Edit the rule that slows them down. The next request obeys it:
+
+  editor {dir}/rules/cpu.rb
+  curl -s 'http://cpu.localhost:{port}/?n=500000'
+
+3. Read a receipt, and have it explained:
+
+  curl -si 'http://cpu.localhost:{port}/?n=200000' | grep -iE 'receipt|timing|x-request-id'
+  {program} --config {dir}/nagaya.toml explain ID
+
+Names under .localhost need no DNS: browsers and curl know them. Also
 
   curl -i http://manual.localhost:{port}/en/
-  curl -s 'http://cpu.localhost:{port}/?n=500000'
   curl -i -H 'Host: nobody.example' http://127.0.0.1:{port}/
   ps -eo user:12,pid,args | grep -E 'php-cgi|cpu.cgi'
   tail -f {dir}/log/access.log

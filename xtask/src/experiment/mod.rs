@@ -2,8 +2,11 @@
 //!
 //! Not here: how servers are configured (`server`), how load is made (`load`), how results are written (`report`).
 
+mod cell_cost;
+mod isolation;
 mod php;
 mod proxy;
+mod rule_cost;
 mod sites_scale;
 mod static_files;
 
@@ -34,6 +37,21 @@ const CONNECTIONS: u32 = 100;
 /// Uids of the experiments' tenants begin here: above anything a distribution hands out.
 const UID_BASE: u32 = 300_000;
 
+type Experiment = fn(&Setting) -> Result<()>;
+
+const EXPERIMENTS: [(&str, Experiment); 10] = [
+    ("static", static_files::run),
+    ("proxy", proxy::run),
+    ("php", php::run),
+    ("sites-scale", sites_scale::run),
+    ("isolation-overhead", isolation::overhead::run),
+    ("isolation-accuracy", isolation::accuracy::run),
+    ("isolation-io", isolation::io::run),
+    ("isolation-neighbour", isolation::neighbour::run),
+    ("cell-cost", cell_cost::run),
+    ("rule-cost", rule_cost::run),
+];
+
 /// What was asked for on the command line, and a directory that lives as long as the experiment.
 pub struct Setting {
     quick: bool,
@@ -55,14 +73,11 @@ pub fn run(arguments: &[String]) -> Result<()> {
             other => bail!("unknown argument '{other}'"),
         }
     }
-    let name = name.context("which experiment? static, proxy, php or sites-scale")?;
-    let experiment = match name {
-        "static" => static_files::run,
-        "proxy" => proxy::run,
-        "php" => php::run,
-        "sites-scale" => sites_scale::run,
-        other => bail!("unknown experiment '{other}': use static, proxy, php or sites-scale"),
-    };
+    let names = || EXPERIMENTS.map(|(name, _)| name).join(", ");
+    let name = name.with_context(|| format!("which experiment? {}", names()))?;
+    let experiment = EXPERIMENTS.iter().find(|(known, _)| *known == name);
+    let (_, experiment) =
+        experiment.with_context(|| format!("unknown experiment '{name}': use one of {}", names()))?;
     let out = out.context("--out DIR says where the results go")?;
     interrupt::install()?;
     let dir =

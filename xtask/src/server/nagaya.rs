@@ -26,11 +26,15 @@ pub struct Node {
 }
 
 /// Settings that experiments differ in.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Settings {
     pub log: bool,
     /// PHP workers of a tenant; 0 leaves the default.
     pub php_workers: u32,
+    /// Ruby texts, each with the phase it is for.
+    pub rules: Vec<(&'static str, String)>,
+    /// Tables of the configuration that nothing above writes.
+    pub tables: String,
 }
 
 impl Node {
@@ -51,7 +55,23 @@ impl Node {
         if settings.log {
             config.push_str(&format!("[log]\naccess = \"{}/log/access.log\"\n", dir.display()));
         }
+        for (index, (phase, text)) in settings.rules.iter().enumerate() {
+            let file = dir.join(format!("rule-{index}.rb"));
+            write(&file, text)?;
+            config.push_str(&format!("[[rules]]\nphase = \"{phase}\"\nfile = \"{}\"\n", file.display()));
+        }
+        config.push_str(&settings.tables);
         Self::with_config(program, &dir, address, &config)
+    }
+
+    /// Where the text of a rule is, counted from 0.
+    pub fn rule(&self, index: usize) -> PathBuf {
+        self.dir.join(format!("rule-{index}.rb"))
+    }
+
+    /// Where the keeper listens.
+    pub fn keeper_socket(&self) -> PathBuf {
+        self.dir.join("run/keeper.sock")
     }
 
     /// A node with this configuration, which makes it listen on `address`.

@@ -1,0 +1,340 @@
+//! The operator's Ruby: what it sees, what it decides, that a change holds for the next request, and that a bad rule
+//! harms nobody.
+//!
+//! Not here: whether limits hold (`cells`), the whole Ruby interface (the tests of the rules themselves).
+
+use std::fs;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use nagaya_tests::backend::Backend;
+use nagaya_tests::client::{self, Connection};
+use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::wait;
+use nagaya_tests::world::{Builder, World};
+use serde_json::{Value, json};
+
+/// The published figure, unchanged but for what its scan had lost.
+const FIGURE_4: &str = include_str!("../../../crates/rules/fixtures/figure4.rb");
+
+pub const SUITE: Suite = Suite {
+    name: "rules",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_rule_answers_and_changes_fields,
+        an_edited_rule_holds_for_the_next_request,
+        a_rule_replaced_by_renaming_holds_for_the_next_request,
+        a_cached_rule_is_not_looked_at_again,
+        a_half_written_rule_is_not_obeyed,
+        a_deleted_rule_is_said_and_harms_nobody,
+        bad_rules_are_said_once_with_their_line_and_harm_nobody,
+        a_rule_that_must_not_fail_refuses_instead,
+        figure_4_runs_unchanged,
+        a_request_goes_on_in_ten_percent_of_a_core,
+        settings_come_from_the_store,
+        phases_run_in_their_order_and_share_notes,
+        a_lane_lets_one_request_in_after_the_other,
+        what_a_rule_names_wrongly_is_said_and_harms_nobody,
+        a_syntax_error_is_found_before_the_node_starts,
+    ]),
+};
+
+/// A node with a CGI site at `a.test` and `b.test`.
+fn builder() -> Builder {
+    let cgi = json!({ "kind": "cgi", "root": "cgi" });
+    World::builder().site_of("alice", "a", cgi.clone()).site_of("alice", "b", cgi)
+}
+
+fn start(builder: Builder) -> World {
+    let world = builder.start();
+    world.write_program("alice", "cgi/x.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\nfine'\n");
+    world.write_program("alice", "cgi/env.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\n'\nenv\n");
+    world
+}
+
+fn with_rule(text: &str) -> World {
+    start(builder().rule("one", "access_checker", text, ""))
+}
+
+/// A target nobody used before, so that its line in the access log is this request's.
+fn fresh(target: &str) -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{target}?r={}", NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Asks, and gives the access log's line of it.
+#[track_caller]
+fn logged(world: &World, host: &str, target: &str, status: u16) -> Value {
+    let target = fresh(target);
+    world.get(host, &target).expect(status);
+    wait::until_some("the request is logged", || {
+        world.access_log().into_iter().find(|line| line["target"] == target.as_str())
+    })
+}
+
+fn a_rule_answers_and_changes_fields() {
+    let world = with_rule(
+        "r = Apache::Request.new\n\
+         answer 403, \"not here\\n\" if request.path == \"/x.cgi\" && request.host == \"b.test\"\n\
+         r.headers_in[\"X-Rule\"] = \"asked #{r.method}\"\n\
+         r.headers_out[\"X-Said\"] = \"by the rule\"\n",
+    );
+    let refused = world.get("b.test", "/x.cgi").expect(403);
+    assert_eq!(refused.text(), "not here\n");
+    let answer = world.get("a.test", "/env.cgi").expect(200);
+    assert!(answer.text().contains("HTTP_X_RULE=asked GET"), "{}", answer.text());
+    assert_eq!(answer.header("x-said"), Some("by the rule"));
+    world.stop();
+}
+
+fn an_edited_rule_holds_for_the_next_request() {
+    let world = with_rule("answer 403\n");
+    let mut connection = Connection::open(world.http());
+    // On one connection, so that nothing but the rule differs between two requests.
+    for turn in 0..50 {
+        let status = if turn % 2 == 0 { 404 } else { 410 };
+        world.write_rule("one", &format!("answer {status}\n"));
+        connection.send("GET /x.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");
+        assert_eq!(connection.response().status, status, "turn {turn}");
+    }
+    world.stop();
+}
+
+fn a_rule_replaced_by_renaming_holds_for_the_next_request() {
+    let world = with_rule("answer 403\n");
+    world.get("a.test", "/x.cgi").expect(403);
+    let file = world.path("rules/one.rb");
+    for status in [404, 410] {
+        let new = world.path("rules/new.rb");
+        fs::write(&new, format!("answer {status}\n")).expect("our own directory");
+        fs::rename(&new, &file).expect("our own directory");
+        world.get("a.test", "/x.cgi").expect(status);
+    }
+    world.stop();
+}
+
+fn a_cached_rule_is_not_looked_at_again() {
+    let world = start(builder().rule("one", "access_checker", "answer 403\n", "cache = true"));
+    world.get("a.test", "/x.cgi").expect(403);
+    world.write_rule("one", "answer 410\n");
+    world.get("a.test", "/x.cgi").expect(403);
+    world.stop();
+}
+
+fn a_half_written_rule_is_not_obeyed() {
+    use std::io::Write as _;
+    let world = with_rule("answer 403\n");
+    world.get("a.test", "/x.cgi").expect(403);
+    // Opened and being written, as by an editor on a slow disk.
+    let mut file = fs::File::create(world.path("rules/one.rb")).expect("our own file");
+    file.write_all(b"answer 404\nif request.path ==").expect("our own file");
+    let status = world.get("a.test", "/x.cgi").status;
+    assert!(status == 403 || status == 200, "half a rule was obeyed: {status}");
+    file.write_all(b" \"/x.cgi\"\n  answer 410\nend\n").expect("our own file");
+    drop(file);
+    world.get("a.test", "/x.cgi").expect(410);
+    world.stop();
+}
+
+fn a_deleted_rule_is_said_and_harms_nobody() {
+    let world = with_rule("answer 403\n");
+    world.get("a.test", "/x.cgi").expect(403);
+    fs::remove_file(world.path("rules/one.rb")).expect("our own file");
+    world.get("a.test", "/x.cgi").expect(200);
+    wait::until("the missing file is logged", || world.log().contains("one.rb"));
+    world.write_rule("one", "answer 410\n");
+    world.get("a.test", "/x.cgi").expect(410);
+    world.stop();
+}
+
+fn bad_rules_are_said_once_with_their_line_and_harm_nobody() {
+    const GUARD: &str = "# the second line fails\n";
+    let world = with_rule("");
+    for (name, line) in [
+        ("syntax error", "if request.path == ("),
+        ("exception", "raise \"on purpose\""),
+        ("wrong type", "Cgroup::CPU.new(7)"),
+        ("unknown limit", "limit speed: \"10%\""),
+        ("endless loop", "loop {}"),
+        ("loop that rescues", "begin; while true; end; rescue Exception; retry; end"),
+        ("endless ensure", "begin; loop {}; ensure; loop {}; end"),
+        ("memory bomb", "\"a\" * (1 << 30)"),
+        ("growing array", "a = []; loop { a << \"x\" * 1000 }"),
+        ("symbol flood", "i = 0; loop { \"s#{i += 1}\".to_sym }"),
+        ("deep recursion", "def f(n); f(n + 1); end; f(0)"),
+        ("no such method", "request.colour"),
+    ] {
+        world.write_rule("one", &format!("{GUARD}{line}\n"));
+        let before = world.log().len();
+        for _ in 0..3 {
+            world.get("a.test", "/x.cgi").expect(200);
+        }
+        let said = || {
+            let log = world.log()[before..].to_owned();
+            log.lines().filter(|line| line.contains("one.rb:2")).map(str::to_owned).collect::<Vec<_>>()
+        };
+        wait::until(&format!("{name}: the log names file and line"), || !said().is_empty());
+        // Two edge threads may each meet the failure of an evaluation once; neither repeats it.
+        assert!(said().len() <= 2, "{name}: {:?}", said());
+        assert!(said()[0].contains("NGY06"), "{name}: {:?}", said());
+    }
+    world.write_rule("one", "answer 410\n");
+    world.get("a.test", "/x.cgi").expect(410);
+    world.stop();
+}
+
+fn a_rule_that_must_not_fail_refuses_instead() {
+    let world = start(builder().rule("one", "access_checker", "raise \"broken\"\n", "on_error = \"refuse\""));
+    let refused = world.get("a.test", "/x.cgi").expect(503);
+    assert!(refused.text().contains("NGY04"), "{refused:?}");
+    assert!(!refused.text().contains("one.rb"), "the client is told of the operator's files: {refused:?}");
+    world.write_rule("one", "# nothing\n");
+    world.get("a.test", "/x.cgi").expect(200);
+    world.stop();
+}
+
+/// The named cell of the node with this name, while it is listed.
+fn named(world: &World, name: &str) -> Option<Value> {
+    world.cells().into_iter().find(|cell| {
+        cell["kind"] == "named" && cell["path"].as_str().is_some_and(|path| path.ends_with(name))
+    })
+}
+
+fn figure_4_runs_unchanged() {
+    let cgi = json!({ "kind": "cgi", "root": "cgi" });
+    let world = World::builder()
+        .tenant("alice")
+        .site(json!({ "name": "target", "tenant": "alice", "hosts": ["target1.example.com"], "backend": cgi }))
+        .site(json!({ "name": "other", "tenant": "alice", "hosts": ["other.example.com"], "backend": cgi }))
+        .rule("figure4", "access_checker", FIGURE_4, "")
+        .start();
+    world.write_program("alice", "cgi/x.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\nfine'\n");
+    let line = logged(&world, "target1.example.com", "/x.cgi", 200);
+    let cell = line["cell"].as_str().expect("every request of a program has a cell").to_owned();
+    assert!(cell.contains("httpd-limited") || cell.contains("httpd-limiterd"), "{cell}");
+    let limited = named(&world, "httpd-limiterd").expect("the group of the first branch");
+    assert_eq!(limited["limits"]["cpu_shares"], 25, "{limited}");
+    let line = logged(&world, "other.example.com", "/x.cgi", 200);
+    assert!(line["cell"].as_str().is_some_and(|cell| cell.contains("httpd")), "{line}");
+    let others = named(&world, "httpd").expect("the group of the other branch");
+    assert_eq!(others["limits"]["cpu_shares"], 75, "{others}");
+    // The figure's disk is not in every machine. Then that is said, and the request goes on.
+    if !std::path::Path::new("/sys/dev/block/8:0").exists() {
+        wait::until("the missing device is logged", || world.log().contains("8:0"));
+    }
+    assert!(!world.log().contains("NGY06"), "the figure fails:\n{}", world.log());
+    world.stop();
+}
+
+fn a_request_goes_on_in_ten_percent_of_a_core() {
+    let rule = "r = Apache::Request.new\nif r.uri == \"/cpu.cgi\"\n  c = Cgroup::CPU.new \"cpu10\"\n  \
+                c.cfs_period_us = 10000\n  c.cfs_quota_us = 1000\n  c.create\n  c.attach\nend\n";
+    let world = with_rule(rule);
+    world.write_program(
+        "alice",
+        "cgi/cpu.cgi",
+        "#!/bin/sh\ni=0\nwhile [ $i -lt 30000 ]; do i=$((i+1)); done\nprintf 'Content-Type: text/plain\\n\\n%s' $i\n",
+    );
+    let line = logged(&world, "a.test", "/cpu.cgi", 200);
+    let number = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("no {name} in {line}"));
+    assert!(number("throttled_us") + number("paced_us") > 0, "{line}");
+    // Ten times the CPU time, less what a loaded machine may misplace of it.
+    assert!(number("duration_us") >= number("cpu_us") * 5, "{line}");
+    assert!(line["cell"].as_str().is_some_and(|cell| cell.contains("cpu10")), "{line}");
+    let line = logged(&world, "a.test", "/x.cgi", 200);
+    assert!(line["cell"].as_str().is_some_and(|cell| !cell.contains("cpu10")), "{line}");
+    world.stop();
+}
+
+fn settings_come_from_the_store() {
+    let world = with_rule("status = KVS.get(request.host, \"status\")\nanswer status if status\n");
+    world.get("a.test", "/x.cgi").expect(200);
+    world.cli(&["setting", "set", "a.test", "--json", "{\"status\": 410}"]);
+    world.get("a.test", "/x.cgi").expect(410);
+    world.get("b.test", "/x.cgi").expect(200);
+    world.cli(&["setting", "set", "a.test", "--json", "{\"status\": 404}"]);
+    world.get("a.test", "/x.cgi").expect(404);
+    world.cli(&["setting", "delete", "a.test"]);
+    world.get("a.test", "/x.cgi").expect(200);
+    world.stop();
+}
+
+fn phases_run_in_their_order_and_share_notes() {
+    let note = |word: &str| {
+        format!("n = Apache::Request.new.notes\nn[\"seen\"] = \"#{{n[\"seen\"]}}{word} \"\n")
+    };
+    let world = start(
+        builder()
+            .rule("fixups", "fixups", &format!("{}Apache::Request.new.headers_out[\"X-Seen\"] = n[\"seen\"]\n", note("fixups")), "")
+            .rule("access", "access_checker", &note("access"), "")
+            .rule("read", "post_read_request", &note("read"), "")
+            .rule("log", "log_transaction", "r = Apache::Request.new\nApache.errlogger Apache::APLOG_WARNING, \
+                   \"ended with #{r.status} after #{r.notes[\"seen\"]}\"\n", ""),
+    );
+    let answer = world.get("a.test", "/x.cgi").expect(200);
+    assert_eq!(answer.header("x-seen").map(str::trim), Some("read access fixups"));
+    wait::until("the last phase has run", || world.log().contains("ended with 200 after read access fixups"));
+    world.stop();
+}
+
+fn a_lane_lets_one_request_in_after_the_other() {
+    use std::sync::{Arc, Condvar, Mutex};
+    let gate = Arc::new((Mutex::new(0_usize), Condvar::new()));
+    let theirs = Arc::clone(&gate);
+    let backend = Backend::answering(move |peer, request| {
+        let (free, changed) = &*theirs;
+        let free = free.lock().expect("no holder panics");
+        let mut free = changed.wait_while(free, |free| *free == 0).expect("no holder panics");
+        *free -= 1;
+        drop(free);
+        peer.answer("200 OK", request.target())
+    });
+    let address = backend.address.to_string();
+    let world = World::builder()
+        .site_of("alice", "slow", json!({ "kind": "http", "address": address }))
+        .rule("one", "access_checker", "lane \"one-by-one\", run: 1\n", "")
+        .start();
+    let mut asked: Vec<Connection> = (0..3)
+        .map(|n| {
+            let mut connection = Connection::open(world.http());
+            connection.send(format!("GET /{n} HTTP/1.1\r\nHost: slow.test\r\n\r\n"));
+            wait::until(&format!("request {n} runs or waits"), || {
+                let waiting = world.metric("nagaya_requests_waiting", "");
+                waiting == f64::from(n) && !backend.received().is_empty()
+            });
+            connection
+        })
+        .collect();
+    assert_eq!(backend.received().matches("GET /").count(), 1);
+    for (n, connection) in asked.iter_mut().enumerate() {
+        *gate.0.lock().expect("no holder panics") += 1;
+        gate.1.notify_all();
+        assert_eq!(connection.response().expect(200).text(), format!("/{n}"));
+    }
+    world.stop();
+}
+
+fn what_a_rule_names_wrongly_is_said_and_harms_nobody() {
+    let world = with_rule("");
+    for (text, said) in [
+        ("c = Cgroup::CPU.new \"../../escape\"\nc.shares = 10\nc.create\nc.attach\n", "escape"),
+        ("c = Cgroup::CPU.new \"a/b\"\nc.shares = 10\nc.create\nc.attach\n", "a/b"),
+        ("b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"4095:7 1000000\"\nb.create\nb.attach\n", "4095:7"),
+        ("b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"sda 1000000\"\nb.create\nb.attach\n", "sda"),
+    ] {
+        world.write_rule("one", text);
+        world.get("a.test", "/x.cgi").expect(200);
+        wait::until(&format!("the log mentions {said}"), || world.log().contains(said));
+    }
+    assert!(!std::path::Path::new("/sys/fs/cgroup/cpu/escape").exists());
+    world.stop();
+}
+
+fn a_syntax_error_is_found_before_the_node_starts() {
+    let world = builder().rule("one", "access_checker", "# fine\nif (\n", "").prepare();
+    let output = world.try_cli(&["check-config"]);
+    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    assert!(text.contains("one.rb:"), "{text}");
+    world.launch();
+    client::get(world.http(), "nobody.test", "/").expect(404);
+    world.stop();
+}

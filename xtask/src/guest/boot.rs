@@ -1,0 +1,138 @@
+//! QEMU: the guest is started, read to its end, and never outlives this program.
+//!
+//! Not here: what is on its disks (`root`, `initramfs`).
+
+use std::io::{BufRead as _, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::fs::{Access, access};
+
+/// With KVM a kernel is up in less than a second. There are machines whose /dev/kvm makes virtual machines that never
+/// begin to run.
+const KVM_UP_MAX: Duration = Duration::from_secs(8);
+
+/// Processors and memory (MiB) of the guest.
+const PROCESSORS: &str = "2";
+const MEMORY: &str = "1536";
+
+/// Lines of the console that are not read yet.
+const LINES_MAX: usize = 1_000;
+
+/// The kernel prints to the console only what it dies of, and ends the machine with that.
+const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=1 reboot=t panic=-1";
+
+/// What the guest's scripts say of themselves begins with this.
+const MARK: &str = "guest: ";
+
+pub struct Machine {
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+    /// `/dev/vda`. What the guest writes to it is gone with the guest.
+    pub root: PathBuf,
+    /// `/dev/vdb`, read-only.
+    pub tests: PathBuf,
+}
+
+/// The running QEMU.
+struct Guest {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Machine {
+    /// Runs the guest to its end and returns the tests' exit status. Every line they print is given to `each`.
+    pub fn run(&self, limit: Duration, mut each: impl FnMut(&str)) -> Result<i32> {
+        let begun = Instant::now();
+        let guest = self.start()?;
+        let mut status = None;
+        loop {
+            match guest.lines.recv_timeout(limit.saturating_sub(begun.elapsed())) {
+                Ok(line) => match line.strip_prefix(MARK) {
+                    Some(said) => status = said.strip_prefix("status ").and_then(|n| n.parse().ok()),
+                    None => each(&line),
+                },
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => bail!("the guest was not done after {limit:?}"),
+            }
+        }
+        status.context("the guest ended before its tests did; its last lines are above")
+    }
+
+    /// Starts it where it runs fastest, and returns once it is up.
+    fn start(&self) -> Result<Guest> {
+        if access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok() {
+            let guest = self.start_with("kvm")?;
+            if guest.is_up(KVM_UP_MAX) {
+                println!("the guest runs with KVM");
+                return Ok(guest);
+            }
+        }
+        println!("the guest's processor is emulated");
+        self.start_with("tcg")
+    }
+
+    fn start_with(&self, accelerator: &str) -> Result<Guest> {
+        // Whatever ends this program ends the guest too.
+        let mut child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"])
+            .args(["-machine", "microvm,rtc=on", "-accel", accelerator, "-cpu", "max"])
+            .args(["-smp", PROCESSORS, "-m", MEMORY, "-no-user-config", "-nodefaults", "-no-reboot"])
+            .args(["-display", "none", "-serial", "stdio", "-append", KERNEL_WORDS])
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&self.initramfs)
+            .args(["-drive", &drive("root", &self.root, "snapshot=on")])
+            .args(["-device", "virtio-blk-device,drive=root"])
+            .args(["-drive", &drive("tests", &self.tests, "readonly=on")])
+            .args(["-device", "virtio-blk-device,drive=tests"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting qemu-system-x86_64 ('sudo ./dev setup guest' installs it)")?;
+        let console = child.stdout.take().context("the guest's console")?;
+        let (sender, lines) = mpsc::sync_channel(LINES_MAX);
+        thread::spawn(move || {
+            for line in BufReader::new(console).split(b'\n').map_while(Result::ok) {
+                // A terminal's driver ends lines with both characters.
+                let line = String::from_utf8_lossy(&line).trim_end_matches('\r').to_owned();
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Guest { child, lines })
+    }
+}
+
+fn drive(id: &str, file: &std::path::Path, how: &str) -> String {
+    // In QEMU's lists a comma is written twice.
+    let file = file.to_string_lossy().replace(',', ",,");
+    format!("if=none,format=raw,cache=unsafe,id={id},{how},file={file}")
+}
+
+impl Guest {
+    /// Whether its first process speaks within this time.
+    fn is_up(&self, limit: Duration) -> bool {
+        let begun = Instant::now();
+        while let Ok(line) = self.lines.recv_timeout(limit.saturating_sub(begun.elapsed())) {
+            if line.starts_with(MARK) {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // It may have ended by itself; only waiting for it matters then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

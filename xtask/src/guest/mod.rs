@@ -1,0 +1,136 @@
+//! `./dev guest`: test programs of this workspace in a small virtual machine, whose kernel has cgroup v2 with all
+//! controllers, whatever the machine around it mounts.
+//!
+//! The guest is Debian's cloud kernel with the userland of the packages that are installed here. Not here: the tests,
+//! and what is counted in their output (`test`).
+
+mod boot;
+mod initramfs;
+mod kernel;
+mod root;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use self::boot::Machine;
+use crate::test::Sum;
+use crate::workspace;
+
+/// What the test programs call: shells and tools come with Debian's essential packages.
+const PACKAGES: [&str; 7] = ["php-cgi", "perl", "procps", "iproute2", "util-linux", "curl", "openssl"];
+
+/// Longest run of all tests. An emulated processor needs about ten times as long as a real one.
+const RUN_MAX: Duration = Duration::from_secs(900);
+
+/// What runs in the guest: a test program with its words, and what else it needs beside it.
+struct Job {
+    program: PathBuf,
+    /// Copied beside it, by this name.
+    beside: Vec<(&'static str, PathBuf)>,
+    environment: Vec<String>,
+    words: Vec<String>,
+}
+
+/// `./dev guest [--e2e] [-- WORDS]`: the words go to the test program.
+pub fn run(arguments: &[String]) -> Result<ExitCode> {
+    let (own, words) = match arguments.iter().position(|word| word == "--") {
+        Some(at) => (&arguments[..at], arguments[at + 1..].to_vec()),
+        None => (arguments, Vec::new()),
+    };
+    let job = match own {
+        [] => kernel_suite(words)?,
+        [only] if only == "--e2e" => end_to_end(words)?,
+        _ => bail!("unknown arguments '{}': use --e2e, and -- before words for the tests", own.join(" ")),
+    };
+    let mut sum = Sum::default();
+    let succeeded = visit(&job, &mut sum)?;
+    Ok(sum.tell(succeeded))
+}
+
+/// The keeper's suite on cgroup v2, as one more suite of `./dev test`. Returns whether it succeeded.
+pub fn suite(sum: &mut Sum) -> Result<bool> {
+    if !cfg!(target_arch = "x86_64") {
+        sum.skip("guest", "its kernel package is for x86-64");
+        return Ok(true);
+    }
+    let mut inside = Sum::default();
+    let succeeded = visit(&kernel_suite(Vec::new())?, &mut inside)?;
+    sum.add(inside, "guest");
+    Ok(succeeded)
+}
+
+fn kernel_suite(words: Vec<String>) -> Result<Job> {
+    let program = built_test("nagaya-keeper", "kernel")?;
+    Ok(Job { program, beside: Vec::new(), environment: Vec::new(), words })
+}
+
+/// Those end-to-end tests that concern cells, unless other ones are named.
+fn end_to_end(mut words: Vec<String>) -> Result<Job> {
+    if words.is_empty() {
+        words.push("cells".into());
+    }
+    let beside = vec![("nagaya", workspace::build_nagaya()?)];
+    let program = built_test("nagaya-tests", "e2e")?;
+    Ok(Job { program, beside, environment: vec![format!("NAGAYA_BIN={}/nagaya", root::TESTS)], words })
+}
+
+/// Builds a test program and says where it is.
+fn built_test(package: &str, name: &str) -> Result<PathBuf> {
+    let output = workspace::cargo_as_builder()
+        .args(["test", "--no-run", "--quiet", "--message-format=json", "--package", package, "--test", name])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("running cargo test --no-run")?;
+    ensure!(output.status.success(), "the test '{name}' of {package} does not build: {}", output.status);
+    let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
+    let programs = messages.lines().filter_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
+        is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
+    });
+    programs.last().with_context(|| format!("cargo names no program of the test '{name}' of {package}"))
+}
+
+/// Boots, runs the job, counts. Returns whether the test program said that all is well.
+fn visit(job: &Job, sum: &mut Sum) -> Result<bool> {
+    let dir = tempfile::tempdir().context("making a directory")?;
+    let kernel = kernel::obtain()?;
+    let machine = Machine {
+        initramfs: initramfs::write(&kernel, dir.path())?,
+        kernel: kernel.image,
+        root: root::image(&PACKAGES)?,
+        tests: tests_disk(job, dir.path())?,
+    };
+    let status = machine.run(RUN_MAX, |line| {
+        println!("{line}");
+        sum.read(line);
+    })?;
+    Ok(status == 0)
+}
+
+/// A disk with the test program, what it needs beside it, and the words by which the guest starts it.
+fn tests_disk(job: &Job, dir: &Path) -> Result<PathBuf> {
+    let content = dir.join("tests");
+    fs::create_dir(&content).context("making a directory")?;
+    let copy = |from: &Path, name: &str| {
+        fs::copy(from, content.join(name)).with_context(|| format!("copying {}", from.display()))
+    };
+    copy(&job.program, "program")?;
+    for (name, file) in &job.beside {
+        copy(file, name)?;
+    }
+    let mut words = vec!["env".to_string(), "RUST_BACKTRACE=1".into()];
+    words.extend(job.environment.iter().cloned());
+    words.push(format!("{}/program", root::TESTS));
+    words.extend(job.words.iter().cloned());
+    ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the tests is more than one line");
+    fs::write(content.join("words"), words.join("\n") + "\n").context("writing the words of the tests")?;
+    fs::write(content.join("run"), include_str!("run.sh")).context("writing the guest's script")?;
+    let disk = dir.join("tests.ext4");
+    root::make_disk(&content, &disk, root::ROOM_NONE)?;
+    Ok(disk)
+}
