@@ -32,7 +32,11 @@ impl Answers {
         let mut sorted = self.times_ms.clone();
         sorted.sort_by(f64::total_cmp);
         let last = sorted.len().saturating_sub(1);
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a part of a length is an index")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a part of a length is an index"
+        )]
         let at = (to_float(last) * part).round() as usize;
         sorted.get(at).copied().unwrap_or(f64::NAN)
     }

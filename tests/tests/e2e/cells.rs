@@ -35,9 +35,11 @@ const COUNT: &str = "#!/bin/sh\nn=${QUERY_STRING#n=}\ni=0\nwhile [ $i -lt $n ]; 
                      printf 'Content-Type: text/plain\\n\\n%s' $i\n";
 
 fn builder() -> Builder {
-    World::builder()
-        .site_of("alice", "a", json!({ "kind": "cgi", "root": "cgi" }))
-        .site_of("bob", "b", json!({ "kind": "cgi", "root": "cgi" }))
+    World::builder().site_of("alice", "a", json!({ "kind": "cgi", "root": "cgi" })).site_of(
+        "bob",
+        "b",
+        json!({ "kind": "cgi", "root": "cgi" }),
+    )
 }
 
 fn start(builder: Builder) -> World {
@@ -92,7 +94,12 @@ fn home_is_on_a_disk(world: &World) -> bool {
 }
 
 fn a_limit_slows_and_refuses_nobody() {
-    let world = start(builder().rule("one", "access_checker", "limit cpu: \"20%\"\ncell \"all\", cpu: \"50%\"\n", ""));
+    let world = start(builder().rule(
+        "one",
+        "access_checker",
+        "limit cpu: \"20%\"\ncell \"all\", cpu: \"50%\"\n",
+        "",
+    ));
     let mut asked: Vec<Connection> = (0..8)
         .map(|n| {
             let mut connection = Connection::open(world.http());
@@ -216,7 +223,8 @@ fn workers_are_confined_for_each_request() {
     let second = world.get("two.test", "/fast.php?2").expect(200).text();
     let third = world.get("one.test", "/slow.php?3").expect(200).text();
     assert!(first == second && second == third, "one worker serves them all: {first} {second} {third}");
-    let [slow, fast, again] = ["/slow.php?1", "/fast.php?2", "/slow.php?3"].map(|target| logged(&world, target));
+    let [slow, fast, again] =
+        ["/slow.php?1", "/fast.php?2", "/slow.php?3"].map(|target| logged(&world, target));
     assert!(slow["cell"].as_str().is_some_and(|cell| cell.starts_with("alice/one/")), "{slow}");
     assert!(fast["cell"].as_str().is_some_and(|cell| cell.starts_with("alice/two/")), "{fast}");
     for line in [&slow, &again] {
@@ -244,7 +252,8 @@ fn groups_of_keeper(keeper: i32) -> Vec<PathBuf> {
 }
 
 fn a_killed_keeper_leaves_nothing() {
-    let world = start(builder().rule("one", "access_checker", "limit cpu: \"90%\"\ncell \"n\", cpu: \"90%\"\n", ""));
+    let world =
+        start(builder().rule("one", "access_checker", "limit cpu: \"90%\"\ncell \"n\", cpu: \"90%\"\n", ""));
     write_held(&world, "alice");
     let _asked = begin_held(&world);
     let keeper = world.pid_of("keeper");
@@ -266,24 +275,26 @@ fn a_killed_edge_leaves_nothing() {
     machine::signal(world.pid_of("edge"), "KILL");
     machine::wait_until_gone(&held(&world));
     wait::until("no cell has a request any more", || running() == 0);
-    wait::until("the node serves again", || world.try_status().is_some_and(|status| status["healthy"] == true));
+    wait::until("the node serves again", || {
+        world.try_status().is_some_and(|status| status["healthy"] == true)
+    });
     world.get("a.test", "/count.cgi?n=5").expect(200);
     world.stop();
 }
 
 fn a_named_cell_that_somebody_removed_is_made_again() {
-    let world = start(builder().rule("one", "access_checker", "cell \"shared\", cpu: \"90%\", of: :node\n", ""));
+    let world =
+        start(builder().rule("one", "access_checker", "cell \"shared\", cpu: \"90%\", of: :node\n", ""));
     world.get("a.test", "/count.cgi?n=1").expect(200);
     let keeper = world.pid_of("keeper");
-    let removed = groups_of_keeper(keeper)
-        .into_iter()
-        .flat_map(|dir| remove_beneath(&dir, "shared"))
-        .count();
+    let removed = groups_of_keeper(keeper).into_iter().flat_map(|dir| remove_beneath(&dir, "shared")).count();
     assert!(removed > 0, "there was no such cell: {:?}", groups_of_keeper(keeper));
     for n in 2..6 {
         world.get("a.test", &format!("/count.cgi?n={n}")).expect(200);
     }
-    assert!(world.cells().iter().any(|cell| cell["path"].as_str().is_some_and(|path| path.contains("shared"))));
+    assert!(
+        world.cells().iter().any(|cell| cell["path"].as_str().is_some_and(|path| path.contains("shared")))
+    );
     world.stop();
 }
 
@@ -311,7 +322,8 @@ fn remove_beneath(dir: &Path, name: &str) -> Vec<PathBuf> {
 
 fn a_group_of_the_same_name_that_is_not_ours_is_left_alone() {
     let dir = Path::new("/sys/fs/cgroup/cpu/nagaya-e2e-theirs");
-    if !Path::new("/sys/fs/cgroup/cpu/cpu.shares").exists() && !Path::new("/sys/fs/cgroup/cpu/tasks").exists() {
+    if !Path::new("/sys/fs/cgroup/cpu/cpu.shares").exists() && !Path::new("/sys/fs/cgroup/cpu/tasks").exists()
+    {
         skip("there is no v1 cpu hierarchy here");
     }
     fs::create_dir(dir).expect("root may make cgroups");
@@ -338,11 +350,12 @@ impl Drop for Guard<'_> {
 fn without_writable_cgroups_the_node_serves_and_says_so() {
     // A mount namespace of its own in which nobody can write to any cgroup.
     let read_only = "for m in $(awk '$3 ~ /^cgroup/ {print $2}' /proc/mounts); do mount -o bind,remount,ro \"$m\" || exit 9; done\nexec \"$@\"";
-    let world = start(
-        builder()
-            .before(&["unshare", "--mount", "sh", "-c", read_only, "sh"])
-            .rule("one", "access_checker", "limit cpu: \"50%\"\n", ""),
-    );
+    let world = start(builder().before(&["unshare", "--mount", "sh", "-c", read_only, "sh"]).rule(
+        "one",
+        "access_checker",
+        "limit cpu: \"50%\"\n",
+        "",
+    ));
     world.get("a.test", "/count.cgi?n=7").expect(200);
     let cells: Value = serde_json::from_str(&world.cli(&["cells", "--json"])).expect("JSON");
     assert!(cells["missing"].as_array().is_some_and(|missing| !missing.is_empty()), "{cells}");

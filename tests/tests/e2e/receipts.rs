@@ -45,8 +45,14 @@ fn world() -> World {
     world.write("alice", "files/paced.bin", vec![7; 3 << 20]);
     for (name, text) in [
         ("x.cgi", "printf 'Content-Type: text/plain\\n\\nfine'"),
-        ("forge.cgi", "printf 'Content-Type: text/plain\\nNagaya-Receipt: cpu=0\\nnagaya-receipt: id=\"forged\"\\n\\nfine'"),
-        ("short.cgi", "i=0; while [ $i -lt 2000 ]; do i=$((i+1)); done; printf 'Content-Type: text/plain\\n\\nfine'"),
+        (
+            "forge.cgi",
+            "printf 'Content-Type: text/plain\\nNagaya-Receipt: cpu=0\\nnagaya-receipt: id=\"forged\"\\n\\nfine'",
+        ),
+        (
+            "short.cgi",
+            "i=0; while [ $i -lt 2000 ]; do i=$((i+1)); done; printf 'Content-Type: text/plain\\n\\nfine'",
+        ),
     ] {
         world.write_program("alice", &format!("cgi/{name}"), &format!("#!/bin/sh\n{text}\n"));
     }
@@ -112,7 +118,8 @@ fn the_metrics_count_what_cells_used(world: &World) {
 
 fn a_request_is_explained(world: &World) {
     world.get("cgi.test", "/short.cgi?explained").expect(200);
-    let id = logged(world, "/short.cgi?explained")["id"].as_str().expect("every request has an id").to_owned();
+    let id =
+        logged(world, "/short.cgi?explained")["id"].as_str().expect("every request has an id").to_owned();
     let text = world.cli(&["explain", &id]);
     for part in ["cgi.test", "/short.cgi", "limits.rb", "10%", "cpu"] {
         assert!(text.contains(part), "'{part}' is not in\n{text}");

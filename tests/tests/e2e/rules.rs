@@ -203,7 +203,9 @@ fn figure_4_runs_unchanged() {
     let cgi = json!({ "kind": "cgi", "root": "cgi" });
     let world = World::builder()
         .tenant("alice")
-        .site(json!({ "name": "target", "tenant": "alice", "hosts": ["target1.example.com"], "backend": cgi }))
+        .site(
+            json!({ "name": "target", "tenant": "alice", "hosts": ["target1.example.com"], "backend": cgi }),
+        )
         .site(json!({ "name": "other", "tenant": "alice", "hosts": ["other.example.com"], "backend": cgi }))
         .rule("figure4", "access_checker", FIGURE_4, "")
         .start();
@@ -259,16 +261,25 @@ fn settings_come_from_the_store() {
 }
 
 fn phases_run_in_their_order_and_share_notes() {
-    let note = |word: &str| {
-        format!("n = Apache::Request.new.notes\nn[\"seen\"] = \"#{{n[\"seen\"]}}{word} \"\n")
-    };
+    let note =
+        |word: &str| format!("n = Apache::Request.new.notes\nn[\"seen\"] = \"#{{n[\"seen\"]}}{word} \"\n");
     let world = start(
         builder()
-            .rule("fixups", "fixups", &format!("{}Apache::Request.new.headers_out[\"X-Seen\"] = n[\"seen\"]\n", note("fixups")), "")
+            .rule(
+                "fixups",
+                "fixups",
+                &format!("{}Apache::Request.new.headers_out[\"X-Seen\"] = n[\"seen\"]\n", note("fixups")),
+                "",
+            )
             .rule("access", "access_checker", &note("access"), "")
             .rule("read", "post_read_request", &note("read"), "")
-            .rule("log", "log_transaction", "r = Apache::Request.new\nApache.errlogger Apache::APLOG_WARNING, \
-                   \"ended with #{r.status} after #{r.notes[\"seen\"]}\"\n", ""),
+            .rule(
+                "log",
+                "log_transaction",
+                "r = Apache::Request.new\nApache.errlogger Apache::APLOG_WARNING, \
+                   \"ended with #{r.status} after #{r.notes[\"seen\"]}\"\n",
+                "",
+            ),
     );
     let answer = world.get("a.test", "/x.cgi").expect(200);
     assert_eq!(answer.header("x-seen").map(str::trim), Some("read access fixups"));
@@ -318,8 +329,14 @@ fn what_a_rule_names_wrongly_is_said_and_harms_nobody() {
     for (text, said) in [
         ("c = Cgroup::CPU.new \"../../escape\"\nc.shares = 10\nc.create\nc.attach\n", "escape"),
         ("c = Cgroup::CPU.new \"a/b\"\nc.shares = 10\nc.create\nc.attach\n", "a/b"),
-        ("b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"4095:7 1000000\"\nb.create\nb.attach\n", "4095:7"),
-        ("b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"sda 1000000\"\nb.create\nb.attach\n", "sda"),
+        (
+            "b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"4095:7 1000000\"\nb.create\nb.attach\n",
+            "4095:7",
+        ),
+        (
+            "b = Cgroup::BLKIO.new \"disk\"\nb.throttle_read_bps_device = \"sda 1000000\"\nb.create\nb.attach\n",
+            "sda",
+        ),
     ] {
         world.write_rule("one", text);
         world.get("a.test", "/x.cgi").expect(200);

@@ -209,7 +209,8 @@ fn busy(visitor: &Visitor, _dir: &Path) -> Result<()> {
     std::thread::scope(|scope| {
         let hog = || visitor.get("cpu.localhost", "/?n=200000")?.expect(200, "counted to 200000 ");
         let hogs: Vec<_> = (0..HOGS).map(|_| scope.spawn(hog)).collect();
-        let wiki = (0..5).try_for_each(|_| visitor.get("wiki.localhost", "/")?.expect(200, "A wiki on nagaya"));
+        let wiki =
+            (0..5).try_for_each(|_| visitor.get("wiki.localhost", "/")?.expect(200, "A wiki on nagaya"));
         let cells = visitor.node.run(&["cells"]);
         for hog in hogs {
             hog.join().map_err(|_| anyhow::anyhow!("a visitor panicked"))??;
@@ -223,7 +224,8 @@ fn busy(visitor: &Visitor, _dir: &Path) -> Result<()> {
 fn edited_rule(visitor: &Visitor, dir: &Path) -> Result<()> {
     let file = rule_file(dir);
     let before = std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-    let write = |text: &str| std::fs::write(&file, text).with_context(|| format!("writing {}", file.display()));
+    let write =
+        |text: &str| std::fs::write(&file, text).with_context(|| format!("writing {}", file.display()));
     write("answer 403, \"not today\\n\" if request.host == \"cpu.localhost\"\n")?;
     visitor.get("cpu.localhost", "/?n=1000")?.expect(403, "not today")?;
     write("this is not Ruby (\n")?;

@@ -56,8 +56,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     let (with, node) = node(setting, "cells", &root, "")?;
     let (without, _) = self::node(setting, "bare", &root, "[cells]\nback_end = \"process-group\"\n")?;
     stays(&mut report, setting, &node)?;
-    let target =
-        Target { hosts: vec!["a.example".into()], path: "/hello.cgi".into(), body_bytes: HELLO_BYTES..=HELLO_BYTES + 16 };
+    let target = Target {
+        hosts: vec!["a.example".into()],
+        path: "/hello.cgi".into(),
+        body_bytes: HELLO_BYTES..=HELLO_BYTES + 16,
+    };
     let cases = [Case { name: "cgi", target, servers: vec![(CELLS, &with), (NO_CELLS, &without)] }];
     let load = Load { connections: CONNECTIONS, ..setting.load() };
     interleave(&mut report, setting, &load, &cases)?;
@@ -169,7 +172,8 @@ impl Forks {
 }
 
 fn chart(report: &Report) -> Chart {
-    let stay = |title: &str, case: &str, metric: &str| report.panel(title, "microseconds", case, metric, &["stay"]);
+    let stay =
+        |title: &str, case: &str, metric: &str| report.panel(title, "microseconds", case, metric, &["stay"]);
     Chart {
         title: "What a stay in a cell costs".into(),
         subtitle: "a worker enters for one request and leaves, two messages to the keeper included".into(),

@@ -9,12 +9,15 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use rustix::fs::{Access, access};
 
 /// With KVM a kernel is up in less than a second. There are machines whose /dev/kvm makes virtual machines that never
 /// begin to run.
-const KVM_UP_MAX: Duration = Duration::from_secs(8);
+const KVM_UP_MAX: Duration = Duration::from_secs(5);
+
+/// An emulated processor takes two seconds, and its emulator may have to wait for a real one.
+const EMULATED_UP_MAX: Duration = Duration::from_secs(120);
 
 /// Processors and memory (MiB) of the guest.
 const PROCESSORS: &str = "2";
@@ -26,8 +29,9 @@ const LINES_MAX: usize = 1_000;
 /// The kernel prints to the console only what it dies of, and ends the machine with that.
 const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=1 reboot=t panic=-1";
 
-/// What the guest's scripts say of themselves begins with this.
-const MARK: &str = "guest: ";
+/// What the guest's scripts say of themselves: that there is a system, and how the tests ended.
+const UP: &str = "guest: up";
+const STATUS: &str = "guest: status ";
 
 pub struct Machine {
     pub kernel: PathBuf,
@@ -49,18 +53,18 @@ impl Machine {
     pub fn run(&self, limit: Duration, mut each: impl FnMut(&str)) -> Result<i32> {
         let begun = Instant::now();
         let guest = self.start()?;
-        let mut status = None;
         loop {
             match guest.lines.recv_timeout(limit.saturating_sub(begun.elapsed())) {
-                Ok(line) => match line.strip_prefix(MARK) {
-                    Some(said) => status = said.strip_prefix("status ").and_then(|n| n.parse().ok()),
+                Ok(line) => match line.strip_prefix(STATUS) {
+                    Some(status) => return status.parse().context("the guest's status"),
                     None => each(&line),
                 },
-                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("the guest ended before its tests did; its last lines are above")
+                }
                 Err(RecvTimeoutError::Timeout) => bail!("the guest was not done after {limit:?}"),
             }
         }
-        status.context("the guest ended before its tests did; its last lines are above")
     }
 
     /// Starts it where it runs fastest, and returns once it is up.
@@ -72,8 +76,10 @@ impl Machine {
                 return Ok(guest);
             }
         }
+        let guest = self.start_with("tcg")?;
+        ensure!(guest.is_up(EMULATED_UP_MAX), "the guest's kernel did not start");
         println!("the guest's processor is emulated");
-        self.start_with("tcg")
+        Ok(guest)
     }
 
     fn start_with(&self, accelerator: &str) -> Result<Guest> {
@@ -121,7 +127,7 @@ impl Guest {
     fn is_up(&self, limit: Duration) -> bool {
         let begun = Instant::now();
         while let Ok(line) = self.lines.recv_timeout(limit.saturating_sub(begun.elapsed())) {
-            if line.starts_with(MARK) {
+            if line == UP {
                 return true;
             }
         }

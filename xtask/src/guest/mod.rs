@@ -21,7 +21,8 @@ use crate::test::Sum;
 use crate::workspace;
 
 /// What the test programs call: shells and tools come with Debian's essential packages.
-const PACKAGES: [&str; 7] = ["php-cgi", "perl", "procps", "iproute2", "util-linux", "curl", "openssl"];
+const PACKAGES: [&str; 8] =
+    ["php-cgi", "perl", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
 
 /// Longest run of all tests. An emulated processor needs about ten times as long as a real one.
 const RUN_MAX: Duration = Duration::from_secs(900);
@@ -123,9 +124,10 @@ fn tests_disk(job: &Job, dir: &Path) -> Result<PathBuf> {
     for (name, file) in &job.beside {
         copy(file, name)?;
     }
-    let mut words = vec!["env".to_string(), "RUST_BACKTRACE=1".into()];
+    let mut words = vec!["env".to_string()];
     words.extend(job.environment.iter().cloned());
-    words.push(format!("{}/program", root::TESTS));
+    // The console is a terminal, and what is read by a program has no colours.
+    words.extend([format!("{}/program", root::TESTS), "--color=never".into()]);
     words.extend(job.words.iter().cloned());
     ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the tests is more than one line");
     fs::write(content.join("words"), words.join("\n") + "\n").context("writing the words of the tests")?;

@@ -21,4 +21,5 @@ done <"${0%/*}/words"
 cd /root || exit
 "$@" </dev/null
 echo "guest: status $?"
-/bin/busybox reboot -f
+# The machine is switched off from outside, once that line has come through.
+exec sleep infinity

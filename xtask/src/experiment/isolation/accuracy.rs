@@ -150,7 +150,9 @@ fn chart(report: &Report) -> Chart {
     };
     Chart {
         title: "How exactly a limit of 50 % halves a request's speed".into(),
-        subtitle: format!("shell loop as CGI, {AT_ONCE} requests at once; a cell for each request, and one for all"),
+        subtitle: format!(
+            "shell loop as CGI, {AT_ONCE} requests at once; a cell for each request, and one for all"
+        ),
         panels: LENGTHS_MS.iter().map(panel).collect(),
     }
 }

@@ -122,7 +122,9 @@ fn chart(report: &Report) -> Chart {
     let panel = |title: &str, case: &str| report.panel(title, "MiB/s", case, "mib_per_second", &HOSTS);
     Chart {
         title: format!("Throughput under a limit of {LIMIT_MIB} MiB/s"),
-        subtitle: "dd past the page cache as CGI, in a cell of its own and two in one cell; a static file, paced".into(),
+        subtitle:
+            "dd past the page cache as CGI, in a cell of its own and two in one cell; a static file, paced"
+                .into(),
         panels: vec![panel("Read", "read"), panel("Write", "write"), panel("Static file", "pace")],
     }
 }

@@ -45,7 +45,9 @@ fn start(setting: &Setting, root: &Path, hosts: &[&str], rules: &str, probe: &st
     let node = Node::create(&setting.program, setting.dir(), "nagaya", settings)?;
     let (path, mut writer) = node.records("sites.jsonl")?;
     let mut line = |record: serde_json::Value| writeln!(writer, "{record}").context("writing records");
-    line(json!({"tenant": {"name": "programs", "uid": UID_BASE, "gid": UID_BASE, "max_concurrent": AT_ONCE_MAX}}))?;
+    line(
+        json!({"tenant": {"name": "programs", "uid": UID_BASE, "gid": UID_BASE, "max_concurrent": AT_ONCE_MAX}}),
+    )?;
     for host in hosts {
         let name = host.split('.').next().unwrap_or(host);
         line(json!({"site": {

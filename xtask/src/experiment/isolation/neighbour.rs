@@ -38,7 +38,8 @@ const EVERY: Duration = Duration::from_millis(25);
 const WARM_UP: usize = 50;
 
 /// What the rule does: the programs together get a fifth of a core, and give way to everything else.
-const RULE: &str = "if request.host == \"limited.example\"\n  cell \"hogs\", cpu: \"20%\", cpu_shares: 2\nend\n";
+const RULE: &str =
+    "if request.host == \"limited.example\"\n  cell \"hogs\", cpu: \"20%\", cpu_shares: 2\nend\n";
 
 const GOALS: [Goal; 2] = [
     Goal { key: "victim_p99_ratio_limited", bound: Bound::AtMost(1.5), aim: 1.2 },
@@ -115,9 +116,7 @@ fn serve(setting: &Setting) -> Result<Server> {
 }
 
 fn records(wiki: &Path, programs: &Path) -> Vec<serde_json::Value> {
-    let hog = |name: &str, host: &str| {
-        json!({"site": {"name": name, "tenant": "hogs", "hosts": [host], "backend": {"kind": "cgi", "root": programs}}})
-    };
+    let hog = |name: &str, host: &str| json!({"site": {"name": name, "tenant": "hogs", "hosts": [host], "backend": {"kind": "cgi", "root": programs}}});
     vec![
         json!({"tenant": {"name": "hogs", "uid": UID_BASE, "gid": UID_BASE}}),
         json!({"tenant": {"name": "writers", "uid": UID_BASE + 1, "gid": UID_BASE + 1}}),
@@ -134,7 +133,9 @@ fn records(wiki: &Path, programs: &Path) -> Vec<serde_json::Value> {
 
 fn chart(report: &Report) -> Chart {
     let with_alone = |variant: &str| -> Vec<String> {
-        std::iter::once("alone".to_owned()).chain(HOGS.iter().map(|hogs| format!("{variant} {hogs}"))).collect()
+        std::iter::once("alone".to_owned())
+            .chain(HOGS.iter().map(|hogs| format!("{variant} {hogs}")))
+            .collect()
     };
     let panel = |title: &str, variant: &str, metric: &str| {
         let variants = with_alone(variant);
@@ -143,7 +144,8 @@ fn chart(report: &Report) -> Chart {
     };
     Chart {
         title: "A wiki page while another tenant's programs burn CPU".into(),
-        subtitle: "99th percentile and median of a page fetched every 25 ms; 1, 5 and 20 programs at once".into(),
+        subtitle: "99th percentile and median of a page fetched every 25 ms; 1, 5 and 20 programs at once"
+            .into(),
         panels: vec![
             panel("Not limited, 99th percentile", "unlimited", "p99_ms"),
             panel("Limited by a rule, 99th percentile", "limited", "p99_ms"),

@@ -130,7 +130,9 @@ fn chart(report: &Report) -> Chart {
     let all = [ATTACH, NGINX[0], NGINX[1], APACHE, APACHE_ALIAS];
     Chart {
         title: "What rules and receipts cost a static hello, 100,000 hosts".into(),
-        subtitle: "wrk, 100 keep-alive connections on the same cores; median, whiskers: least and greatest round".into(),
+        subtitle:
+            "wrk, 100 keep-alive connections on the same cores; median, whiskers: least and greatest round"
+                .into(),
         panels: vec![
             report.panel("nagaya", "requests/s", "hello", "rps", &own),
             report.panel("CPU time of the server", "us/request", "hello", "cpu_us_per_request", &own),
