@@ -58,6 +58,8 @@ pub enum Number {
     Keepalives,
     /// When the request arrived, microseconds since 1970.
     ArrivedUs,
+    /// Requests the node is working on, those that wait left out.
+    Running,
 }
 
 /// One value of a setting.
