@@ -10,7 +10,7 @@ mod php;
 mod programs;
 mod world;
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::{Arguments, Completion, Trial};
 
 /// One test: its name, and what panics if it is not so.
 pub type Fact = (&'static str, fn());
@@ -23,17 +23,28 @@ fn main() {
     let is_root = rustix::process::geteuid().is_root();
     let any = [programs::ANYONE, life::ANYONE].concat();
     let root = [programs::ROOT, files::ROOT, php::ROOT, apps::ROOT, life::ROOT].concat();
-    let trial = |(name, fact): &Fact| {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
+    let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
+    let trial = |(name, fact): &Fact, missing: Option<&'static str>| {
         let fact = *fact;
-        Trial::test(*name, move || {
+        Trial::ignorable_test(*name, move || {
+            if let Some(missing) = missing {
+                return Ok(Completion::ignored_with(missing));
+            }
             fact();
-            Ok(())
+            Ok(Completion::Completed)
         })
     };
-    let mut trials: Vec<Trial> = any.iter().map(trial).collect();
-    trials.extend(root.iter().map(|fact| trial(fact).with_ignored_flag(!is_root)));
-    if !is_root {
-        println!("skipped: {} tests of uids and cgroups need root (counted as ignored below)", root.len());
-    }
-    libtest_mimic::run(&arguments, trials).exit();
+    let of_root = |fact: &Fact| {
+        let missing = match fact.0.rsplit_once(" on cgroup ") {
+            _ if !is_root => Some("needs root"),
+            Some((_, "v1")) if !v1 => Some("cgroup v1 is not mounted"),
+            Some((_, "v2")) if !v2 => Some("cgroup v2 is not mounted"),
+            _ => None,
+        };
+        trial(fact, missing)
+    };
+    let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
+    libtest_mimic::run(&arguments, trials.collect()).exit();
 }
