@@ -24,9 +24,10 @@ use tokio::sync::{Notify, watch};
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::cells::Home;
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::process::{Handle, Kind};
+use crate::process::{Handle, Kind, Request};
 use crate::protocol::Failure;
 use crate::spawn::{self, Address, Runner};
 
@@ -209,7 +210,7 @@ async fn live(engine: Rc<Engine>, app: Rc<App>) {
                 return;
             }
         };
-        let exit = handle.ended().await;
+        let (exit, _) = handle.ended().await;
         tracing::warn!(site = %name, status = exit.status, signal = exit.signal, "its application ended by itself");
         if began.elapsed() >= GOOD_RUN {
             engine.apps.failures.borrow_mut().remove(name);
@@ -238,7 +239,8 @@ async fn start(engine: &Rc<Engine>, app: &App, dir: &Path) -> Result<(Handle, Ad
     };
     let most = engine.options().app_start_ms;
     let within = record.start_seconds.map_or(Duration::from_millis(most), |s| Duration::from_secs(s.into()));
-    let order = engine.order(Kind::App, &app.tenant, app.site.name.to_string(), PER_TENANT_MAX);
+    let home = Home { tenant: Arc::clone(&app.tenant), site: Some(Arc::clone(&app.site)), device: None };
+    let order = engine.order(Kind::App, Request::none(home), app.site.name.to_string(), PER_TENANT_MAX);
     let handle = {
         let (record, tenant, address): (Record, _, _) =
             (record.clone(), Arc::clone(&app.tenant), address.clone());
@@ -251,7 +253,7 @@ async fn start(engine: &Rc<Engine>, app: &App, dir: &Path) -> Result<(Handle, Ad
         Err(Fault::new(Failure::Broken, fault::APP, message))
     };
     tokio::select! {
-        exit = handle.ended() => {
+        (exit, _) = handle.ended() => {
             broken(format!("ended before it listened (status {:?}, signal {:?})", exit.status, exit.signal))
         }
         listens = timeout(within, until_listening(&address, owner)) => match listens {

@@ -9,7 +9,8 @@ use nagaya_cmdb::cell::{
     Confinement, Controller, CpuQuota, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX, Demotion, Device, IoLimit,
     Limits, NAMED_PER_REQUEST_MAX, NamedCell, Scope,
 };
-use nagaya_cmdb::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX, Site};
+use nagaya_cmdb::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX};
+use nagaya_cmdb::{Site, Tenant};
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
@@ -39,6 +40,18 @@ pub fn of_site(site: &Site, asked: &Confinement) -> Confinement {
         named: asked.named.clone(),
         demotions,
     }
+}
+
+/// Whether anything that holds for a request of this site limits the disk of the site's files by that name.
+pub fn names_root_device(tenant: &Tenant, site: &Site, asked: &Confinement) -> bool {
+    let named = asked.named.iter().filter_map(|cell| cell.limits.as_ref());
+    let demoted = asked.demotions.iter().map(|demotion| &demotion.limits);
+    let is_root = |limits: &Limits| limits.device(Device::Root).is_some();
+    let by_records = [&tenant.limits, &site.limits, &site.request_limits]
+        .into_iter()
+        .chain(site.demotions.iter().map(|demotion| &demotion.limits));
+    [&asked.limits].into_iter().chain(named).chain(demoted).any(is_root)
+        || by_records.filter(|limits| !limits.is_empty()).any(|limits| is_root(&limits.limits()))
 }
 
 /// Whether a request may be confined like this.

@@ -1,7 +1,7 @@
 //! The verbs: who may have what, and getting it.
 //!
 //! It knows records and limits; nothing in it knows of sockets or messages. Not here: the connection
-//! (`server`), kept applications (`apps`), how things are opened and started (`roots`, `spawn`).
+//! (`server`), kept applications (`apps`), how things are opened and started (`roots`, `spawn`), cells (`cells`).
 
 use std::cell::RefCell;
 use std::io;
@@ -11,22 +11,27 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use nagaya_base::limits::KEEPER_MESSAGE_MAX;
+use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
 use serde_json::json;
 
 use crate::apps::Apps;
+use crate::cells::{Cells, Home};
 use crate::fault::{self, Fault};
 use crate::log::Budget;
 use crate::metrics::Metrics;
 use crate::options::Options;
-use crate::process::{Handle, KINDS, Kind, Order, Processes};
-use crate::protocol::Failure;
+use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
+use crate::protocol::{Failure, ProcessId};
 use crate::spawn::{self, Runner};
 use crate::sys::Identity;
-use crate::tree::Fence;
 use crate::workers::Workers;
-use crate::{cgi, roots};
+use crate::{cgi, confinement, roots};
+
+/// Bytes of named cells in one answer; the rest of the message is less than a thousand.
+const NAMED_CELLS_JSON_MAX: usize = KEEPER_MESSAGE_MAX - 1024;
 
 /// Everything the verbs need, on the keeper's one thread.
 pub struct Engine {
@@ -57,7 +62,7 @@ impl Engine {
             move |error| EngineError { what, path, error }
         };
         let is_root = rustix::process::geteuid().is_root();
-        let fence = Arc::new(Fence::open(options.back_end));
+        let cells = Rc::new(Cells::open(options.back_end, options.processes_per_tenant));
         let workers =
             Workers::start().map_err(because("cannot start threads for", Path::new("the keeper")))?;
         let metrics = Metrics::new();
@@ -67,7 +72,7 @@ impl Engine {
         fresh_directory(&apps, 0o711).map_err(because("cannot make", &apps))?;
         fresh_directory(&php, 0o700).map_err(because("cannot make", &php))?;
         let php_sockets = spawn::open_directory(&php).map_err(because("cannot open", &php))?;
-        let processes = Processes::new(fence, workers.clone(), metrics.clone(), options.processes_max);
+        let processes = Processes::new(cells, workers.clone(), metrics.clone(), options.processes_max);
         Ok(Rc::new(Self {
             options: RefCell::new(Rc::new(options)),
             table,
@@ -86,6 +91,9 @@ impl Engine {
         options.runtime_dir.clone_from(&old.runtime_dir);
         (options.edge_uid, options.back_end) = (old.edge_uid, old.back_end);
         self.processes.set_total_max(options.processes_max);
+        if options.processes_per_tenant != old.processes_per_tenant {
+            self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
+        }
         *self.options.borrow_mut() = Rc::new(options);
     }
 
@@ -97,10 +105,16 @@ impl Engine {
         self.is_root
     }
 
-    /// Ends what runs for tenants and sites that are gone or are somebody else now.
+    pub fn cells(&self) -> &Cells {
+        self.processes.cells()
+    }
+
+    /// Ends what runs for tenants and sites that are gone or are somebody else now; the others get their new limits.
     pub fn records_changed(&self) {
         self.apps.records_changed(self);
         let table = self.table.read();
+        self.cells().apply_records(&table, self.options().processes_per_tenant);
+        self.processes.refresh(|site| table.site(site.name.as_str()));
         self.processes.end_where(|process| {
             process.kind != Kind::App
                 && table
@@ -158,13 +172,16 @@ impl Engine {
         name: &SiteName,
         script: String,
         env: Vec<(String, String)>,
+        asked: Confinement,
     ) -> Result<(Handle, Vec<OwnedFd>), Fault> {
         let (site, tenant) = self.site(name)?;
         let Backend::Cgi(files) = &site.backend else { return Err(wrong_kind(&site, "cgi")) };
         cgi::check_script(files, &script)?;
-        let options = self.options();
+        confinement::check(&asked)?;
+        let most = self.options().cgi_per_tenant_max;
         let runner = self.runner(&tenant)?;
-        let order = self.order(Kind::Cgi, &tenant, site.name.to_string(), options.cgi_per_tenant_max);
+        let request = self.request(&site, &tenant, asked).await?;
+        let order = self.order(Kind::Cgi, request, site.name.to_string(), most);
         self.processes.start(order, move |leaf| spawn::cgi(&site, &tenant, &script, env, &runner, leaf)).await
     }
 
@@ -173,15 +190,86 @@ impl Engine {
         let options = self.options();
         let runner = self.runner(&tenant)?;
         let most = tenant.php_workers.unwrap_or(options.php_workers_per_tenant);
-        let order = self.order(Kind::Php, &tenant, tenant.name.to_string(), most);
+        let request = Request::none(Home { tenant: Arc::clone(&tenant), site: None, device: None });
+        let order = self.order(Kind::Php, request, tenant.name.to_string(), most);
         let (php_cgi, sockets) = (options.php_cgi.clone(), Arc::clone(&self.php_sockets));
         self.processes.start(order, move |leaf| spawn::php(&php_cgi, &tenant, &sockets, &runner, leaf)).await
     }
 
-    pub fn order(&self, kind: Kind, tenant: &Arc<Tenant>, label: String, per_tenant_max: u32) -> Order {
+    /// Moves a worker of the site's tenant to where the request is to run. Returns its cell's name.
+    pub async fn enter(&self, id: ProcessId, name: &SiteName, asked: Confinement) -> Result<String, Fault> {
+        let process = self.worker(id)?;
+        let (site, tenant) = self.site(name)?;
+        let Backend::Php(_) = &site.backend else { return Err(wrong_kind(&site, "php")) };
+        if tenant.name != process.tenant.name {
+            let message = format!("site '{name}' is of another tenant than process {}", id.0);
+            return Err(Fault::new(Failure::Forbidden, fault::UNKNOWN, message));
+        }
+        confinement::check(&asked)?;
+        let request = self.request(&site, &tenant, asked).await?;
+        self.processes.enter(&process, request).await
+    }
+
+    pub async fn leave(&self, id: ProcessId) -> Result<Usage, Fault> {
+        self.processes.leave(&self.worker(id)?).await
+    }
+
+    pub fn measure(&self, id: ProcessId) -> Result<Usage, Fault> {
+        self.processes.find(id).map(|process| process.usage())
+    }
+
+    fn worker(&self, id: ProcessId) -> Result<Rc<Process>, Fault> {
+        let process = self.processes.find(id)?;
+        if process.kind == Kind::Php {
+            return Ok(process);
+        }
+        let message = format!("process {} serves no more than one request: it cannot enter or leave", id.0);
+        Err(Fault::new(Failure::Invalid, fault::WRONG_KIND, message))
+    }
+
+    async fn request(
+        &self,
+        site: &Arc<Site>,
+        tenant: &Arc<Tenant>,
+        asked: Confinement,
+    ) -> Result<Request, Fault> {
+        let mut home = Home { tenant: Arc::clone(tenant), site: Some(Arc::clone(site)), device: None };
+        // Asked of the disk only where the answer matters: most requests are limited by other things.
+        if confinement::names_root_device(tenant, site, &asked) {
+            let (site, tenant) = (Arc::clone(site), Arc::clone(tenant));
+            let identity = self.runner(&tenant)?.identity;
+            home.device = Some(self.on_worker(move || roots::device(&site, &tenant, identity)).await?);
+        }
+        Ok(Request::new(home, asked))
+    }
+
+    /// Stops at the first change that fails; those before it hold.
+    pub fn change_cells(&self, changes: &[CellChange]) -> Result<(), Fault> {
+        confinement::check_changes(changes)?;
+        Ok(changes.iter().try_for_each(|change| self.cells().change(change))?)
+    }
+
+    /// Named cells for rules that ask, as many as fit in one answer.
+    pub fn named_cells(&self) -> String {
+        let mut shown = self.cells().show();
+        let mut room = NAMED_CELLS_JSON_MAX;
+        if let Some(cells) = shown["cells"].as_array_mut() {
+            cells.retain(|cell| cell["kind"] == "named");
+            let fits = |cell: &&serde_json::Value| {
+                let left = room.checked_sub(cell.to_string().len() + 1);
+                room = left.unwrap_or(0);
+                left.is_some()
+            };
+            let fitting = cells.iter().take_while(fits).count();
+            cells.truncate(fitting);
+        }
+        json!({"cells": shown["cells"].take()}).to_string()
+    }
+
+    pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
-        Order { kind, tenant: Arc::clone(tenant), label, per_tenant_max, log }
+        Order { kind, request, label, per_tenant_max, log }
     }
 
     /// For `nagaya status`.
@@ -195,7 +283,7 @@ impl Engine {
             (table.revision(), table.site_count())
         };
         json!({
-            "fence": self.processes.fence().kind().as_str(),
+            "fence": self.cells().fence().as_str(),
             "root": self.is_root,
             "revision": revision,
             "sites": sites,

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use nagaya_base::Code;
 
+use crate::cells::CellError;
 use crate::protocol::{Failure, Reply};
 
 /// The keeper does not know this tenant or site.
@@ -43,8 +44,6 @@ pub const UNKILLABLE: Code = Code(315);
 pub const NO_FENCE: Code = Code(316);
 /// The keeper cannot serve.
 pub const START: Code = Code(317);
-/// A cell cannot be made, entered or changed.
-pub const CELL: Code = Code(318);
 /// What is asked of cells is not acceptable.
 pub const CONFINEMENT: Code = Code(319);
 
@@ -75,6 +74,12 @@ impl Fault {
 
     pub fn into_reply(self) -> Reply {
         Reply::Failed { failure: self.failure, code: self.code.0, message: self.message }
+    }
+}
+
+impl From<CellError> for Fault {
+    fn from(CellError { code, message }: CellError) -> Self {
+        Self { failure: Failure::Broken, code, message }
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use nagaya_telemetry::{Counters, Dimension, Gauge, Registry};
+use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Registry};
 
 /// In the order of `process::KINDS`.
 const KIND: Dimension = Dimension { label: "kind", values: &["cgi", "php", "app"] };
@@ -16,6 +16,9 @@ pub struct Metrics {
     pub failed: Counters<1>,
     pub processes: Gauge,
     pub connections: Gauge,
+    pub enters: Counter,
+    pub moves: Counter,
+    pub demotions: Counter,
 }
 
 impl Metrics {
@@ -26,6 +29,11 @@ impl Metrics {
             failed: registry.counters("keeper_start_failures", "Process trees that failed to start", [KIND]),
             processes: registry.gauge("keeper_processes", "Process trees that run now"),
             connections: registry.gauge("keeper_connections", "Connections of edge threads"),
+            enters: registry
+                .counter("keeper_cell_enters", "Times a worker began to serve a request in a cell"),
+            moves: registry.counter("keeper_cell_moves", "Times a worker was moved to another cell"),
+            demotions: registry
+                .counter("keeper_demotions", "Steps in which running requests were slowed down"),
             registry: Arc::new(registry),
         }
     }

@@ -1,7 +1,9 @@
-//! The process trees that run now: each is started in its fence, watched, and ended as a whole.
+//! The process trees that run now: each is started in its cell, watched, and ended as a whole.
 //!
 //! Whoever asked for a tree holds its `Handle`; dropping that ends the tree. Not here: what is started
-//! (`spawn`), the fence itself (`tree`), who holds handles (`server`, `apps`).
+//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `apps`).
+
+mod stay;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -10,21 +12,25 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nagaya_cmdb::cell::Usage;
 use nagaya_cmdb::{Tenant, TenantName};
-use rustix::process::{Signal, pidfd_send_signal};
+use rustix::process::{Pid, Signal, pidfd_send_signal};
 use tokio::io::Interest;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
 use crate::fault::{self, Fault};
 use crate::log::{self, Budget};
 use crate::metrics::Metrics;
 use crate::protocol::{Exit, Failure, ProcessId};
 use crate::spawn::Started;
 use crate::sys::{self, Child};
-use crate::tree::{Fence, LOOK_AGAIN_MAX, Leaf};
 use crate::workers::Workers;
+
+pub use stay::Request;
+use stay::Stay;
 
 /// A program that has not begun to run after this is ended: a tenant may have stopped it on its way.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
@@ -66,7 +72,8 @@ impl Kind {
 /// What is wanted of one start.
 pub struct Order {
     pub kind: Kind,
-    pub tenant: Arc<Tenant>,
+    /// Where it is to run.
+    pub request: Request,
     /// Name in logs: the site, or the tenant of a PHP worker.
     pub label: String,
     /// How many of this kind the tenant may have.
@@ -76,7 +83,7 @@ pub struct Order {
 
 /// All trees of this keeper.
 pub struct Processes {
-    fence: Arc<Fence>,
+    cells: Rc<Cells>,
     workers: Workers,
     running: RefCell<HashMap<ProcessId, Rc<Process>>>,
     counts: RefCell<HashMap<(Kind, TenantName), u32>>,
@@ -94,31 +101,70 @@ pub struct Process {
     pub kind: Kind,
     pub tenant: Arc<Tenant>,
     label: String,
-    leaf: Arc<Leaf>,
+    pid: Pid,
+    stay: Stay,
     end_wanted: Notify,
+}
+
+impl Process {
+    fn expect_alive(&self) -> Result<(), Fault> {
+        if self.stay.over.get() { Err(unknown(self.id)) } else { Ok(()) }
+    }
+
+    /// Whether nothing but the process itself is in its cell. A cell that cannot be read is taken to hold more.
+    fn is_alone(&self) -> bool {
+        self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| *pid == self.pid))
+    }
+
+    /// What it has used for its present request so far.
+    pub fn usage(&self) -> Usage {
+        self.stay.usage()
+    }
+
+    /// Where it is.
+    pub fn cell(&self) -> String {
+        self.stay.leaf().name().to_owned()
+    }
+}
+
+fn unknown(id: ProcessId) -> Fault {
+    Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no process {} any more", id.0))
 }
 
 /// Holding it keeps the tree running.
 pub struct Handle {
     process: Rc<Process>,
-    exit: watch::Receiver<Option<Exit>>,
+    end: watch::Receiver<Option<End>>,
 }
+
+/// How a tree ended, and what it used since it was last asked about.
+pub type End = (Exit, Usage);
 
 impl Handle {
     pub fn id(&self) -> ProcessId {
         self.process.id
     }
 
+    /// Where it is.
+    pub fn cell(&self) -> String {
+        self.process.cell()
+    }
+
     /// Resolves once nothing of the tree is left.
-    pub fn ended(&self) -> impl Future<Output = Exit> + use<> {
-        let mut exit = self.exit.clone();
+    pub fn ended(&self) -> impl Future<Output = End> + use<> {
+        let mut end = self.end.clone();
         async move {
-            let unknown = Exit { status: None, signal: None, cpu_us: 0 };
             // The sender is gone only together with the runtime.
-            exit.wait_for(Option::is_some).await.map_or(unknown, |exit| exit.unwrap_or(unknown))
+            end.wait_for(Option::is_some).await.ok().and_then(|end| *end).unwrap_or(UNKNOWN_END)
         }
     }
 }
+
+/// Of a tree that the kernel does not let go of.
+const UNKNOWN_END: End = (
+    Exit { status: None, signal: None, cpu_us: 0 },
+    Usage { cpu_us: 0, read_bytes: 0, write_bytes: 0, throttled_us: 0, demoted: 0 },
+);
 
 impl Drop for Handle {
     fn drop(&mut self) {
@@ -149,9 +195,9 @@ impl Drop for Place {
 }
 
 impl Processes {
-    pub fn new(fence: Arc<Fence>, workers: Workers, metrics: Metrics, total_max: u32) -> Rc<Self> {
+    pub fn new(cells: Rc<Cells>, workers: Workers, metrics: Metrics, total_max: u32) -> Rc<Self> {
         Rc::new(Self {
-            fence,
+            cells,
             workers,
             running: RefCell::default(),
             counts: RefCell::default(),
@@ -168,8 +214,13 @@ impl Processes {
         self.total_max.set(total_max);
     }
 
-    pub fn fence(&self) -> &Fence {
-        &self.fence
+    pub fn cells(&self) -> &Cells {
+        &self.cells
+    }
+
+    /// A process that runs.
+    pub fn find(&self, id: ProcessId) -> Result<Rc<Process>, Fault> {
+        self.running.borrow().get(&id).cloned().ok_or_else(|| unknown(id))
     }
 
     /// How many of this kind run now, were ever started, and failed to start.
@@ -187,13 +238,7 @@ impl Processes {
         make: impl FnOnce(&Leaf) -> Result<Started, Fault> + Send + 'static,
     ) -> Result<(Handle, Vec<OwnedFd>), Fault> {
         let place = self.take_place(&order)?;
-        let leaf = self.fence.leaf().map(Arc::new).map_err(|error| {
-            Fault::new(
-                Failure::Broken,
-                fault::SPAWN,
-                format!("cannot make a cgroup for '{}': {error}", order.label),
-            )
-        })?;
+        let leaf = self.cells.leaf(&order.request.home, order.request.confinement())?;
         let for_worker = Arc::clone(&leaf);
         let making = self.workers.run(move || make(&for_worker))?;
         let (answer, answered) = oneshot::channel();
@@ -219,14 +264,14 @@ impl Processes {
                 self.total.get()
             ));
         }
-        let key = (order.kind, order.tenant.name.clone());
+        let key = (order.kind, order.request.home.tenant.name.clone());
         let mut counts = self.counts.borrow_mut();
         let count = counts.get(&key).copied().unwrap_or(0);
         if count >= order.per_tenant_max {
             let kind = order.kind.as_str();
             return refuse(format!(
                 "tenant '{}' has {count} {kind} processes, as many as it may have",
-                order.tenant.name
+                order.request.home.tenant.name
             ));
         }
         counts.insert(key.clone(), count + 1);
@@ -260,9 +305,10 @@ impl Processes {
         let process = Rc::new(Process {
             id,
             kind: order.kind,
-            tenant: order.tenant,
+            tenant: Arc::clone(&order.request.home.tenant),
             label: order.label,
-            leaf,
+            pid: started.child.pid,
+            stay: Stay::new(leaf, order.request),
             end_wanted: Notify::new(),
         });
         self.running.borrow_mut().insert(id, Rc::clone(&process));
@@ -271,18 +317,21 @@ impl Processes {
         }
         let who = format!("{} {}", process.kind.as_str(), process.label);
         let log = spawn_local(log::follow(started.log, who, order.log));
-        let (say_exit, exit) = watch::channel(None);
+        if process.kind == Kind::Cgi {
+            self.watch(&process);
+        }
+        let (say_end, end) = watch::channel(None);
         // Who asked may have left; the handle is dropped then, which ends the tree.
-        let _ = answer.send(Ok((Handle { process: Rc::clone(&process), exit }, started.fds)));
+        let _ = answer.send(Ok((Handle { process: Rc::clone(&process), end }, started.fds)));
 
         let mut ending = Ending { process: &process, child: started.child };
-        let (exit, gone) = ending.run().await;
+        let (end, gone) = ending.run().await;
         let log_end = log.abort_handle();
         if timeout(LOG_TIMEOUT, log).await.is_err() {
             log_end.abort();
         }
         self.running.borrow_mut().remove(&id);
-        let _ = say_exit.send(Some(exit));
+        let _ = say_end.send(Some(end));
         if !gone {
             ending.outwait().await;
         }
@@ -315,10 +364,10 @@ impl Processes {
         if !empty {
             // Whoever is still in its grace has none any more.
             for process in self.running.borrow().values() {
-                let _ = process.leaf.end(None);
+                let _ = process.stay.leaf().end(None);
             }
         }
-        self.fence.close();
+        self.cells.close();
         empty
     }
 }
@@ -355,7 +404,34 @@ struct Ending<'a> {
 
 impl Ending<'_> {
     /// Waits until the program ends or is to end, then ends the rest. The second value: all is gone.
-    async fn run(&mut self) -> (Exit, bool) {
+    async fn run(&mut self) -> (End, bool) {
+        let asked = self.wait_end().await;
+        let (process, stay) = (self.process, &self.process.stay);
+        let pidfd = self.child.pidfd.as_fd();
+        // Until it is given back nobody moves the process, and its number is its own until it is reaped.
+        let _turn = stay.turn.lock().await;
+        stay.over.set(true);
+        stay.stop_watch();
+        let (leaf, label) = (stay.leaf(), &process.label);
+        if let Err(error) = leaf.end(Some(self.child.pid)) {
+            tracing::warn!(program = label, %error, "its cgroup cannot be ended; ending the program alone");
+        }
+        if asked {
+            // Where the cell could not be ended. Already dead is as good.
+            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+        }
+        let exit = self.reap(END_TIMEOUT).await;
+        // Read when nothing in it runs any more, and before the cell is another's.
+        let empty = wait_empty(&leaf, label, END_TIMEOUT).await;
+        let usage = stay.usage();
+        let gone = empty
+            && wait_removed(&leaf, label, END_TIMEOUT).await
+            && timeout(END_TIMEOUT, stay.all_retired()).await.is_ok();
+        ((exit.unwrap_or(UNKNOWN_END.0), usage), gone && exit.is_some())
+    }
+
+    /// Waits until the program ends or is to end. True: it is to end.
+    async fn wait_end(&self) -> bool {
         let pidfd = self.child.pidfd.as_fd();
         // Registering fails only without memory for it; then the tree is ended instead of watched.
         let watched = sys::watch(pidfd, Interest::READABLE).ok();
@@ -372,16 +448,7 @@ impl Ending<'_> {
         if asked && self.process.kind.is_kept() && pidfd_send_signal(pidfd, Signal::TERM).is_ok() {
             let _ = timeout(GRACE, &mut dies).await;
         }
-        let label = &self.process.label;
-        if let Err(error) = self.process.leaf.end(Some(self.child.pid)) {
-            tracing::warn!(program = label, %error, "its cgroup cannot be ended; ending the program alone");
-            // Already dead is as good.
-            let _ = pidfd_send_signal(pidfd, Signal::KILL);
-        }
-        let exit = self.reap(END_TIMEOUT).await;
-        let gone = wait_removed(&self.process.leaf, label, END_TIMEOUT).await;
-        let unknown = Exit { status: None, signal: None, cpu_us: 0 };
-        (exit.unwrap_or(unknown), gone && exit.is_some())
+        asked
     }
 
     async fn reap(&self, within: Duration) -> Option<Exit> {
@@ -404,7 +471,8 @@ impl Ending<'_> {
 
     /// A tree stuck in the kernel keeps its place until the kernel lets it go.
     async fn outwait(&self) {
-        while !self.process.leaf.remove().unwrap_or(true)
+        self.process.stay.all_retired().await;
+        while !self.process.stay.leaf().release().unwrap_or(true)
             || matches!(sys::try_reap(self.child.pidfd.as_fd()), Ok(None))
         {
             sleep(END_TIMEOUT).await;
@@ -412,28 +480,38 @@ impl Ending<'_> {
     }
 }
 
-/// True once the leaf is gone; what still lives in it is killed again.
+/// True once nothing lives in the cell; what still does is killed again.
+async fn wait_empty(leaf: &Leaf, label: &str, within: Duration) -> bool {
+    // What cannot be read is looked at by `wait_removed`, which reports it.
+    outlast(leaf, label, within, || leaf.pids().map_or(true, |pids| pids.is_empty())).await
+}
+
+/// True once nothing lives in the cell and it is given back; what still does is killed again.
 async fn wait_removed(leaf: &Leaf, label: &str, within: Duration) -> bool {
+    let released = || {
+        leaf.release().unwrap_or_else(|error| {
+            tracing::error!(program = label, %error, "its cgroup cannot be removed");
+            true
+        })
+    };
+    outlast(leaf, label, within, released).await
+}
+
+async fn outlast(leaf: &Leaf, label: &str, within: Duration, is_gone: impl Fn() -> bool) -> bool {
     let until = Instant::now() + within;
     let mut pause = Duration::from_millis(1);
     loop {
-        match leaf.remove() {
-            Ok(true) => return true,
-            Ok(false) if Instant::now() < until => {
-                // It may be gone by now; the next `remove` tells.
-                let _ = leaf.end(None);
-                sleep(pause).await;
-            }
-            Ok(false) => {
-                let code = fault::UNKILLABLE;
-                tracing::error!(program = label, "{code}: processes survived SIGKILL for {within:?}");
-                return false;
-            }
-            Err(error) => {
-                tracing::error!(program = label, %error, "its cgroup cannot be removed");
-                return true;
-            }
+        if is_gone() {
+            return true;
         }
+        if Instant::now() >= until {
+            let code = fault::UNKILLABLE;
+            tracing::error!(program = label, "{code}: processes survived SIGKILL for {within:?}");
+            return false;
+        }
+        // It may be gone by now; the next look tells.
+        let _ = leaf.end(None);
+        sleep(pause).await;
         pause = (pause * 2).min(LOOK_AGAIN_MAX);
     }
 }

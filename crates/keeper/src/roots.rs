@@ -51,6 +51,20 @@ pub fn open_root(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Re
         .map_err(|error| Fault::of_path(fault::ROOT, "cannot open the document root", &path, error))
 }
 
+/// Major and minor number of the device a site's files are on.
+pub fn device(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Result<(u32, u32), Fault> {
+    let root = open_root(site, tenant, identity)?;
+    let stat = rustix::fs::fstat(&root).map_err(|errno| {
+        Fault::of_path(
+            fault::ROOT,
+            "cannot find the device of the document root of site",
+            Path::new(site.name.as_str()),
+            errno.into(),
+        )
+    })?;
+    Ok((rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev)))
+}
+
 /// Where a site's document root is, by its record.
 pub fn root_path(files: &Files, tenant: &Tenant) -> Result<PathBuf, Fault> {
     match &tenant.home {

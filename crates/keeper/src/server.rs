@@ -25,6 +25,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
+use crate::cells;
 use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::{self, Fault};
@@ -33,7 +34,6 @@ use crate::options::Options;
 use crate::process::Handle;
 use crate::protocol::{Answer, Ask, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
 use crate::sys;
-use crate::tree;
 
 /// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
 const CONNECTIONS_MAX: i64 = 64;
@@ -52,6 +52,9 @@ const EVENTS_MAX: usize = 64;
 
 /// How long everything that runs may take to end when the keeper ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time between two looks for cells nobody uses any more.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Pause after an accept failed for want of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -108,6 +111,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
         let result = tokio::select! {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
+            () = sweep(&engine) => Ok(()),
             _ = terminate.recv() => Ok(()),
         };
         if !engine.processes.close(CLOSE_TIMEOUT).await {
@@ -150,9 +154,9 @@ fn start_engine(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Engine
             "the keeper is not root: all sites run under its own uid and can reach each other's files"
         );
     }
-    let fence = engine.processes.fence().kind();
+    let fence = engine.cells().fence();
     tracing::info!(fence = fence.as_str(), "the keeper starts");
-    if fence == tree::Kind::ProcessGroup {
+    if fence == cells::Kind::ProcessGroup {
         tracing::warn!(
             "{}: no cgroup can be used: a program that detaches itself outlives its request",
             fault::NO_FENCE
@@ -185,8 +189,18 @@ fn answer_to(engine: &Engine, question: Question) -> String {
     match question {
         Question::Metrics => engine.metrics.encode(),
         Question::Status => engine.status(),
+        Question::Cells => engine.cells().show().to_string(),
         // Receipts are the edge's.
-        Question::Cells | Question::Explain { .. } => "null".into(),
+        Question::Explain { .. } => "null".into(),
+        // Receipts are the edge's.
+    }
+}
+
+/// Removes cells nobody uses any more, from time to time.
+async fn sweep(engine: &Engine) {
+    loop {
+        sleep(SWEEP_INTERVAL).await;
+        engine.cells().sweep();
     }
 }
 
@@ -374,9 +388,9 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
         }
         Verb::ConnectApp { site } => Ok((Reply::Connected, vec![engine.apps.connect(engine, &site).await?])),
-        Verb::SpawnCgi { site, script, env, confinement: _ } => {
+        Verb::SpawnCgi { site, script, env, confinement } => {
             connection.room_for_process()?;
-            let (handle, fds) = engine.spawn_cgi(&site, script, env).await?;
+            let (handle, fds) = engine.spawn_cgi(&site, script, env, *confinement).await?;
             Ok((connection.lease(handle), fds))
         }
         Verb::SpawnPhp { tenant } => {
@@ -384,11 +398,17 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             let (handle, fds) = engine.spawn_php(&tenant).await?;
             Ok((connection.lease(handle), fds))
         }
-        Verb::Enter { .. }
-        | Verb::Leave { .. }
-        | Verb::Measure { .. }
-        | Verb::ChangeCells { .. }
-        | Verb::Cells => Err(Fault::new(Failure::Broken, fault::START, "this keeper has no cells yet")),
+        Verb::Enter { process, site, confinement } => {
+            let cell = engine.enter(process, &site, *confinement).await?;
+            Ok((Reply::Entered { cell }, Vec::new()))
+        }
+        Verb::Leave { process } => Ok((Reply::Used { usage: engine.leave(process).await? }, Vec::new())),
+        Verb::Measure { process } => Ok((Reply::Used { usage: engine.measure(process)? }, Vec::new())),
+        Verb::ChangeCells { changes } => {
+            engine.change_cells(&changes)?;
+            Ok((Reply::Done, Vec::new()))
+        }
+        Verb::Cells => Ok((Reply::Cells { json: engine.named_cells() }, Vec::new())),
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
         Verb::Hello { .. } | Verb::End { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
@@ -408,7 +428,7 @@ impl Connection {
 
     /// Keeps the tree for the peer, and tells it when the tree has ended.
     fn lease(self: &Rc<Self>, handle: Handle) -> Reply {
-        let process = handle.id();
+        let (process, cell) = (handle.id(), handle.cell());
         let ended = handle.ended();
         // A peer that left meanwhile gets nothing: dropping the handle ends the tree.
         if !self.closed.get() {
@@ -416,13 +436,12 @@ impl Connection {
             let connection = Rc::clone(self);
             // Queued behind this one's reply, which is sent before another task runs.
             spawn_local(async move {
-                let exit = ended.await;
+                let (exit, usage) = ended.await;
                 connection.leased.borrow_mut().remove(&process);
-                let usage = nagaya_cmdb::cell::Usage { cpu_us: exit.cpu_us, ..Default::default() };
                 connection.queue(&Answer::Ended { process, exit, usage }, Vec::new());
             });
         }
-        Reply::Spawned { process, cell: String::new() }
+        Reply::Spawned { process, cell }
     }
 
     fn reply(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {

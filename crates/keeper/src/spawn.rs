@@ -16,12 +16,12 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::pipe::PipeFlags;
 
+use crate::cells::Leaf;
 use crate::cgi;
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 use crate::roots;
 use crate::sys::{self, Child, Identity, Image, SpawnError, Step};
-use crate::tree::Leaf;
 
 /// A started program and the keeper's and the edge's ends of what it talks through.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use crate::Fact;
 use crate::programs::{expect_gone, sleeper};
-use crate::world::{BOB, World, is_alive, pipe, read_line, site_name};
+use crate::world::{BOB, World, is_alive, pipe, read_line, run_cgi, site_name};
 
 pub const ANYONE: &[Fact] = &[
     ("a peer that sends rubbish loses its connection and nobody else does", rubbish),
@@ -57,9 +57,9 @@ fn rubbish() {
     let world = World::new().with_cgi(SLEEPER).start();
     world.run(async |keeper| {
         let (pid, guard) = sleeper(&keeper).await;
-        for bytes in
-            [&b"\xff\xff\xff\xff\xff\xff"[..], b"GET / HTTP/1.1\r\n\r\n", &[7; 150_000], b"\x01\x07\x00"]
-        {
+        let mut longer = codec::encode(&Ask { tag: 1, verb: Verb::Status }).unwrap();
+        longer.push(0);
+        for bytes in [&b"\xff\xff\xff\xff\xff\xff"[..], b"GET / HTTP/1.1\r\n\r\n", &[7; 150_000], &longer] {
             let socket = raw_connection(&world);
             rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1 << 20).unwrap();
             rustix::net::send(&socket, bytes, SendFlags::empty()).unwrap();
@@ -127,7 +127,7 @@ fn cgroups_of(world: &World) -> Vec<PathBuf> {
 fn feed_answers() {
     let world = World::new().with_cgi("exit 0").start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         process.guard.ended().await.unwrap();
     });
     let status: serde_json::Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
@@ -138,10 +138,8 @@ fn feed_answers() {
 }
 
 fn process_groups() {
-    let world = World::new()
-        .fenced(BackEnd::ProcessGroup)
-        .with_cgi("sleep 1000 & echo $!; exec sleep 1000")
-        .start();
+    let world =
+        World::new().fenced(BackEnd::ProcessGroup).with_cgi("sleep 1000 & echo $!; exec sleep 1000").start();
     world.run(async |keeper| {
         assert!(keeper.status().await.unwrap().contains("\"fence\":\"process-group\""));
         let (pid, guard) = sleeper(&keeper).await;
@@ -168,7 +166,7 @@ fn killed(fence: BackEnd) {
     let daemon = r"setsid sh -c 'echo $$; exec sleep 1000 >/dev/null 2>&1' & echo $$; exec sleep 1000";
     let world = World::new().fenced(fence).with_cgi(daemon).start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let mut out = pipe(process.stdout);
         let pids: [i32; 2] =
             [read_line(&mut out).await.parse().unwrap(), read_line(&mut out).await.parse().unwrap()];
@@ -182,7 +180,7 @@ fn killed(fence: BackEnd) {
         }
         assert!(!dirs[0].exists(), "{dirs:?}");
         // The same client works on.
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         process.guard.end().await.unwrap();
     });
 }

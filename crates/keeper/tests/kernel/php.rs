@@ -41,7 +41,7 @@ fn answers() {
             pids.push(words[1].to_owned());
         }
         assert_eq!(pids[0], pids[1], "one process serves the connection");
-        let exit = worker.guard.end().await.unwrap();
+        let (exit, _) = worker.guard.end().await.unwrap();
         assert!(exit.cpu_us > 0);
         assert_eq!(stream.read(&mut [0; 8]).await.unwrap_or(0), 0, "the connection ends with it");
     });

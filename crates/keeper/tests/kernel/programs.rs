@@ -2,13 +2,14 @@
 //!
 //! Not here: which names and variables are accepted (beside `cgi`).
 
+use nagaya_cmdb::cell::Confinement;
 use nagaya_keeper::BackEnd;
 use nagaya_keeper::protocol::Failure;
 use serde_json::json;
 
 use crate::Fact;
 use crate::world::{
-    ALICE, World, is_alive, pipe, read_all, read_line, refusal, set_mode, site_name, wait_dead,
+    ALICE, World, is_alive, pipe, read_all, read_line, refusal, run_cgi, set_mode, site_name, wait_dead,
 };
 
 pub const ANYONE: &[Fact] = &[
@@ -37,14 +38,15 @@ fn input_and_exit() {
         .start();
     world.run(async |keeper| {
         let env = vec![("QUERY_STRING".into(), "a=b".into()), ("PATH_INFO".into(), "/p".into())];
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", env).await.unwrap();
+        let process =
+            keeper.spawn_cgi(&site_name("cgi"), "x.cgi", env, &Confinement::default()).await.unwrap();
         rustix::io::write(&process.stdin, b"the body\n").unwrap();
         drop(process.stdin);
         let www = world.home("alice").join("www");
         let www = www.display();
         let said = read_all(process.stdout).await;
         assert_eq!(said, format!("{www}\nthe body\na=b|{www}/x.cgi|{www}/p\n"));
-        let exit = process.guard.ended().await.unwrap();
+        let (exit, _) = process.guard.ended().await.unwrap();
         assert_eq!((exit.status, exit.signal), (Some(3), None));
         assert!(exit.cpu_us > 0, "{exit:?}");
     });
@@ -54,7 +56,7 @@ fn clean_slate() {
     let script = "umask; ulimit -c; ulimit -n; ls /proc/self/fd; env | sort; grep -E 'NoNewPrivs|SigIgn|SigBlk' /proc/self/status; cut -d' ' -f5,7 /proc/$$/stat; echo $$";
     let world = World::new().with_cgi(script).start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let said = read_all(process.stdout).await;
         let lines: Vec<&str> = said.lines().collect();
         // `ls` itself opens the directory as the fourth descriptor.
@@ -72,10 +74,10 @@ fn clean_slate() {
 fn ended_while_running() {
     let world = World::new().with_cgi("echo $$; exec sleep 1000").start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let pid = read_line(&mut pipe(process.stdout)).await.parse().unwrap();
         assert!(is_alive(pid));
-        let exit = process.guard.end().await.unwrap();
+        let (exit, _) = process.guard.end().await.unwrap();
         assert_eq!((exit.status, exit.signal), (None, Some(9)));
         assert!(!is_alive(pid));
     });
@@ -85,7 +87,7 @@ fn stderr_is_bounded() {
     let script = "echo first >&2; i=0; while [ $i -lt 400 ]; do echo 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxx' >&2; i=$((i+1)); done; printf 'done'";
     let world = World::new().with(|options| options.stderr_bytes_max = 3000).with_cgi(script).start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         assert_eq!(read_all(process.stdout).await, "done", "it never waits for its log");
         process.guard.ended().await.unwrap();
     });
@@ -118,14 +120,24 @@ fn only_programs_run() {
             ("no-interpreter.cgi", (Failure::Broken, 308)),
             ("lost.cgi", (Failure::Broken, 308)),
         ] {
-            assert_eq!(refusal(keeper.spawn_cgi(&cgi, script, Vec::new()).await), want, "{script}");
+            assert_eq!(
+                refusal(keeper.spawn_cgi(&cgi, script, Vec::new(), &Confinement::default()).await),
+                want,
+                "{script}"
+            );
         }
         let env = vec![("LD_PRELOAD".into(), "x".into())];
-        assert_eq!(refusal(keeper.spawn_cgi(&cgi, "x.cgi", env).await), (Failure::Invalid, 306));
+        assert_eq!(
+            refusal(keeper.spawn_cgi(&cgi, "x.cgi", env, &Confinement::default()).await),
+            (Failure::Invalid, 306)
+        );
         let unknown = site_name("nowhere");
-        assert_eq!(refusal(keeper.spawn_cgi(&unknown, "x.cgi", Vec::new()).await), (Failure::NotFound, 301));
+        assert_eq!(
+            refusal(keeper.spawn_cgi(&unknown, "x.cgi", Vec::new(), &Confinement::default()).await),
+            (Failure::NotFound, 301)
+        );
         // After all that, nothing runs and a good one still does.
-        let process = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new()).await.unwrap();
+        let process = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
         assert_eq!(read_all(process.stdout).await, "no\n");
     });
 }
@@ -133,7 +145,7 @@ fn only_programs_run() {
 fn runs_as_tenant() {
     let world = World::new().with_cgi("id -u; id -g; id -G; grep Cap /proc/self/status").start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let said = read_all(process.stdout).await;
         assert!(said.starts_with(&format!("{ALICE}\n{ALICE}\n{ALICE}\n")), "{said}");
         for set in ["CapPrm", "CapEff", "CapAmb"] {
@@ -154,7 +166,7 @@ fn cannot_read_others() {
     let world = world.with_cgi(&script).start();
     set_mode(&log, 0o600);
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let said = read_all(process.stdout).await;
         assert_eq!(
             said.matches("Permission denied").count() + said.matches("Is a directory").count(),
@@ -172,7 +184,7 @@ fn daemon_ends(fence: BackEnd) {
     let world = World::new().fenced(fence).with_cgi(&format!("{DAEMON}\nexec sleep 1000")).start();
     world.run(async |keeper| {
         assert_eq!(fence_of(&keeper.status().await.unwrap()), json!(fence));
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let pid = read_line(&mut pipe(process.stdout)).await.parse().unwrap();
         assert!(is_alive(pid));
         process.guard.end().await.unwrap();
@@ -187,10 +199,10 @@ fn fence_of(status: &str) -> serde_json::Value {
 fn daemon_ends_with_exit() {
     let world = World::new().with_cgi(&format!("{DAEMON}\nread wait")).start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let pid = read_line(&mut pipe(process.stdout)).await.parse().unwrap();
         drop(process.stdin);
-        let exit = process.guard.ended().await.unwrap();
+        let (exit, _) = process.guard.ended().await.unwrap();
         assert_eq!(exit.signal, None);
         assert!(!is_alive(pid));
     });
@@ -201,7 +213,7 @@ fn fork_bomb_ends(fence: BackEnd) {
     let script = "echo go; f() { while :; do ( : ) & wait $!; done; }; i=0; while [ $i -lt 40 ]; do f & i=$((i+1)); done; wait";
     let world = World::new().fenced(fence).with_cgi(script).start();
     world.run(async |keeper| {
-        let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+        let process = run_cgi(&keeper).await;
         let mut out = pipe(process.stdout);
         assert_eq!(read_line(&mut out).await, "go");
         process.guard.end().await.unwrap();
@@ -220,11 +232,14 @@ fn limit_per_tenant() {
         World::new().with(|options| options.cgi_per_tenant_max = 2).with_cgi("exec sleep 1000").start();
     world.run(async |keeper| {
         let cgi = site_name("cgi");
-        let first = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new()).await.unwrap();
-        let _second = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new()).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_cgi(&cgi, "x.cgi", Vec::new()).await), (Failure::Busy, 307));
+        let first = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
+        let _second = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
+        assert_eq!(
+            refusal(keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await),
+            (Failure::Busy, 307)
+        );
         first.guard.end().await.unwrap();
-        let third = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new()).await.unwrap();
+        let third = keeper.spawn_cgi(&cgi, "x.cgi", Vec::new(), &Confinement::default()).await.unwrap();
         let status: serde_json::Value = serde_json::from_str(&keeper.status().await.unwrap()).unwrap();
         assert_eq!(status["processes"]["cgi"]["running"], 2, "{status}");
         drop(third);
@@ -238,7 +253,7 @@ fn root_runs_nothing() {
     world.site("r", "root", json!({"kind": "cgi", "root": "www"}));
     let world = world.start();
     world.run(async |keeper| {
-        let spawned = keeper.spawn_cgi(&site_name("r"), "x.cgi", Vec::new()).await;
+        let spawned = keeper.spawn_cgi(&site_name("r"), "x.cgi", Vec::new(), &Confinement::default()).await;
         assert_eq!(refusal(spawned), (Failure::Forbidden, 314));
         assert_eq!(refusal(keeper.open_root(&site_name("r")).await), (Failure::Forbidden, 314));
     });
@@ -246,7 +261,7 @@ fn root_runs_nothing() {
 
 /// A program that its guard's dropping, not a call, ends.
 pub async fn sleeper(keeper: &nagaya_keeper::client::Keeper) -> (i32, nagaya_keeper::client::ProcessGuard) {
-    let process = keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new()).await.unwrap();
+    let process = run_cgi(keeper).await;
     let pid = read_line(&mut pipe(process.stdout)).await.parse().unwrap();
     assert!(is_alive(pid));
     (pid, process.guard)

@@ -14,9 +14,10 @@ use std::rc::Rc;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::{self, Down, Question, Up};
 use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
-use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::client::{CgiProcess, ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
 use nagaya_keeper::{BackEnd, Options, Start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -254,6 +255,11 @@ pub fn refusal<T>(result: Result<T, ClientError>) -> (Failure, u16) {
         Err(other) => panic!("{other:?}"),
         Ok(_) => panic!("it was not refused"),
     }
+}
+
+/// Runs the one program of `with_cgi` under no limits of its own.
+pub async fn run_cgi(keeper: &Keeper) -> CgiProcess {
+    keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new(), &Confinement::default()).await.unwrap()
 }
 
 /// Everything until the end.
