@@ -45,7 +45,7 @@ pub const NO_FENCE: Code = Code(316);
 /// The keeper cannot serve.
 pub const START: Code = Code(317);
 /// What is asked of cells is not acceptable.
-pub const CONFINEMENT: Code = Code(319);
+pub const CONFINEMENT: Code = Code(318);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
