@@ -82,8 +82,8 @@ impl CellLimits {
 
     /// As numbers. What `check` would refuse is left out.
     pub fn limits(&self) -> Limits {
-        let mut io: Vec<IoLimit> = self.root_device().into_limit(Device::Root).into_iter().collect();
-        io.extend(self.devices.iter().filter_map(|(device, limits)| limits.into_limit(device.parse().ok()?)));
+        let mut io: Vec<IoLimit> = self.root_device().as_limit(Device::Root).into_iter().collect();
+        io.extend(self.devices.iter().filter_map(|(device, limits)| limits.as_limit(device.parse().ok()?)));
         Limits {
             cpu: number(self.cpu.as_ref(), Amount::cpu).map(CpuQuota::of_core),
             cpu_shares: self.cpu_shares,
@@ -107,7 +107,7 @@ impl CellLimits {
 }
 
 impl DeviceLimits {
-    fn into_limit(&self, device: Device) -> Option<IoLimit> {
+    fn as_limit(&self, device: Device) -> Option<IoLimit> {
         let limit = IoLimit {
             device,
             read_bps: number(self.read.as_ref(), Amount::rate),

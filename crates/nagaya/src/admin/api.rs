@@ -11,7 +11,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use nagaya_cmdb::store::{Committed, Mode, Select, import};
-use nagaya_cmdb::{Change, Site, Store, StoreError, Tenant};
+use nagaya_cmdb::{Change, Setting, Site, Store, StoreError, Tenant};
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
@@ -110,14 +110,20 @@ impl Api {
         match (kind, name, request.method().as_str()) {
             ("tenants", "", "GET") => self.list_tenants(&query),
             ("sites", "", "GET") => self.list_sites(&query),
-            ("tenants" | "sites", "", _) => Err(wrong_method(request.method(), "GET")),
+            ("settings", "", "GET") => self.list_settings(&query),
+            ("tenants" | "sites" | "settings", "", _) => Err(wrong_method(request.method(), "GET")),
             ("tenants", name, "GET") => self.show("tenant", name, self.store.tenant(name)?),
             ("sites", name, "GET") => self.show("site", name, self.store.site(name)?),
+            ("settings", key, "GET") => self.show("setting", key, self.store.setting(key)?),
             ("tenants", name, "PUT") => self.put_tenant(name, request.body(), condition),
             ("sites", name, "PUT") => self.put_site(name, request.body(), condition),
+            ("settings", key, "PUT") => self.put_setting(key, request.body(), condition),
             ("tenants", name, "DELETE") => self.drop_tenant(name, condition),
             ("sites", name, "DELETE") => self.drop_site(name, condition),
-            ("tenants" | "sites", _, _) => Err(wrong_method(request.method(), "GET, PUT and DELETE")),
+            ("settings", key, "DELETE") => self.drop_setting(key, condition),
+            ("tenants" | "sites" | "settings", _, _) => {
+                Err(wrong_method(request.method(), "GET, PUT and DELETE"))
+            }
             _ => Err(unknown_path(path)),
         }
     }
@@ -144,6 +150,14 @@ impl Api {
         Ok(json!({ "revision": revision, "sites": sites, "next": next }))
     }
 
+    fn list_settings(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+        query.allow(&["after", "limit"])?;
+        let revision = self.store.revision()?;
+        let settings = self.store.settings(query.get("after").as_deref(), query.limit()?)?;
+        let next = settings.last().map(|setting| &setting.key);
+        Ok(json!({ "revision": revision, "settings": settings, "next": next }))
+    }
+
     fn show(&self, kind: &str, name: &str, record: Option<impl Serialize>) -> Result<Value, Box<Problem>> {
         let record = record.ok_or_else(|| Problem::not_found(kind, name))?;
         Ok(json!({ "revision": self.store.revision()?, kind: record }))
@@ -151,7 +165,7 @@ impl Api {
 
     /// A tenant without `uid` keeps the one it has or gets the next free one; without `gid` it gets its uid.
     fn put_tenant(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
-        let mut record = read_object(name, body)?;
+        let mut record = read_object("name", name, body)?;
         let _writer = self.writer.lock();
         let before = self.store.tenant(name)?;
         self.hold(condition, "tenant", name, before.is_some())?;
@@ -172,11 +186,19 @@ impl Api {
     }
 
     fn put_site(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
-        let site: Site = read_record(read_object(name, body)?)?;
+        let site: Site = read_record(read_object("name", name, body)?)?;
         let _writer = self.writer.lock();
         self.hold(condition, "site", name, self.store.site(name)?.is_some())?;
         let summary = self.commit(Change::PutSite(Box::new(site.clone())))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.sites_put > 0, "site": site }))
+    }
+
+    fn put_setting(&self, key: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
+        let setting: Setting = read_record(read_object("key", key, body)?)?;
+        let _writer = self.writer.lock();
+        self.hold(condition, "setting", key, self.store.setting(key)?.is_some())?;
+        let summary = self.commit(Change::PutSetting(setting.clone()))?;
+        Ok(json!({ "revision": summary.revision, "changed": summary.settings_put > 0, "setting": setting }))
     }
 
     fn drop_tenant(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
@@ -192,6 +214,14 @@ impl Api {
         let site = self.store.site(name)?.ok_or_else(|| Problem::not_found("site", name))?;
         self.hold(condition, "site", name, true)?;
         let summary = self.commit(Change::DropSite(site.name))?;
+        Ok(json!({ "revision": summary.revision, "changed": true }))
+    }
+
+    fn drop_setting(&self, key: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+        let _writer = self.writer.lock();
+        let setting = self.store.setting(key)?.ok_or_else(|| Problem::not_found("setting", key))?;
+        self.hold(condition, "setting", key, true)?;
+        let summary = self.commit(Change::DropSetting(setting.key.into()))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
@@ -221,7 +251,9 @@ impl Api {
 // === Requests ===
 
 fn unknown_path(path: &str) -> Box<Problem> {
-    let detail = format!("there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/import, /v1/export");
+    let detail = format!(
+        "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/import, /v1/export"
+    );
     Problem::request(StatusCode::NOT_FOUND, detail)
 }
 
@@ -264,13 +296,13 @@ fn condition(request: &Request<Bytes>) -> Result<Condition, Box<Problem>> {
     }
 }
 
-/// The body as an object that has the name the path says.
-fn read_object(name: &str, body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Problem>> {
+/// The body as an object that has the name the path says, in its field `field`.
+fn read_object(field: &str, name: &str, body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Problem>> {
     let bad = |detail: String| Problem::request(StatusCode::BAD_REQUEST, detail);
     let mut record: serde_json::Map<String, Value> = serde_json::from_slice(body)
         .map_err(|error| bad(format!("the body is not a JSON object: {error}")))?;
-    match record.get("name") {
-        None => drop(record.insert("name".into(), name.into())),
+    match record.get(field) {
+        None => drop(record.insert(field.into(), name.into())),
         Some(Value::String(same)) if same == name => {}
         Some(other) => return Err(bad(format!("the body names {other}, the path '{name}'"))),
     }

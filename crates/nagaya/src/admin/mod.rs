@@ -3,10 +3,11 @@
 //!
 //! | method and path | what |
 //! |---|---|
-//! | `GET /v1/tenants`, `GET /v1/sites` | a page: `after=NAME`, `limit=N`; sites also `tenant=`, `host=` |
-//! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME` | one record |
+//! | `GET /v1/tenants`, `/v1/sites`, `/v1/settings` | a page: `after=NAME`, `limit=N`; sites also `tenant=`, `host=` |
+//! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME`, `/v1/settings/KEY` | one record |
 //! | `POST /v1/import?mode=merge\|replace`, `GET /v1/export` | JSON lines |
-//! | `GET /metrics`, `/healthz`, `/v1/status` | the node |
+//! | `GET /metrics`, `/healthz`, `/v1/status`, `/v1/cells` | the node |
+//! | `GET /v1/requests/ID` | the receipt of one request |
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
 //! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
@@ -55,6 +56,10 @@ pub trait Node: Send + Sync {
     fn metrics(&self) -> BoxFuture<'_, String>;
     fn health(&self) -> BoxFuture<'_, Health>;
     fn status(&self) -> BoxFuture<'_, serde_json::Value>;
+    /// The keeper's tree of cells as JSON. None: it did not answer.
+    fn cells(&self) -> BoxFuture<'_, Option<String>>;
+    /// What the edge says of the request with this id, as JSON. None: it did not answer.
+    fn explain(&self, id: String) -> BoxFuture<'_, Option<String>>;
 }
 
 /// Whether the node serves; `text` says what is wrong if it does not.

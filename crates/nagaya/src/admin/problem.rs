@@ -66,6 +66,21 @@ impl Problem {
         Self::new(StatusCode::PRECONDITION_FAILED, Code(216), "The records changed meanwhile", detail)
     }
 
+    /// A process of the node has nothing to say, as while it is started anew.
+    pub fn silent(process: &str) -> Box<Self> {
+        let detail = format!("the {process} process did not answer: `nagaya status` shows whether it runs");
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, Code(510), "A process did not answer", detail)
+    }
+
+    /// `kept`: how many receipts the edge has, where it said so.
+    pub fn no_receipt(id: &str, kept: Option<u64>) -> Box<Self> {
+        let kept = kept.map_or_else(String::new, |kept| format!(" among the {kept} that are kept"));
+        let detail = format!(
+            "there is no receipt of request '{id}'{kept}: older requests stand in the access log only"
+        );
+        Self::new(StatusCode::NOT_FOUND, Code(511), "No such receipt", detail)
+    }
+
     pub fn status(&self) -> StatusCode {
         StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
     }

@@ -16,6 +16,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use serde_json::Value;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{sleep, timeout};
@@ -41,6 +42,12 @@ const IMPORT_BODY_LEN_MAX: u64 = 1 << 30;
 
 /// Pause after `accept` failed, as it does when file descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Where receipts are asked for, before the id.
+const REQUESTS: &str = "/v1/requests/";
+
+/// `nagaya_base::RequestId` as it is printed.
+const REQUEST_ID_LEN: usize = 32;
 
 type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
 
@@ -97,13 +104,38 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
         (&Method::GET, "/v1/status") => {
             text(StatusCode::OK, "application/json", shared.node.status().await.to_string())
         }
+        (&Method::GET, "/v1/cells") => match shared.node.cells().await {
+            Some(cells) => text(StatusCode::OK, "application/json", cells),
+            None => whole(api::refuse(&Problem::silent("keeper"))),
+        },
+        (&Method::GET, path) if let Some(id) = path.strip_prefix(REQUESTS) => explain(&shared, id).await,
         (&Method::GET, "/v1/export") => export(shared),
         (&Method::POST, "/v1/import") => whole(import(shared, request).await),
-        (_, "/metrics" | "/healthz" | "/v1/status" | "/v1/export") => {
+        (_, "/metrics" | "/healthz" | "/v1/status" | "/v1/cells" | "/v1/export") => {
             whole(api::refuse(&api::wrong_method(&method, "GET")))
         }
+        (_, path) if path.starts_with(REQUESTS) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
         (_, "/v1/import") => whole(api::refuse(&api::wrong_method(&method, "POST"))),
         _ => whole(records(shared, request).await),
+    }
+}
+
+/// The receipt of one request.
+async fn explain(shared: &Shared, id: &str) -> Answer {
+    if id.len() != REQUEST_ID_LEN || !id.bytes().all(|b| b.is_ascii_hexdigit()) {
+        let detail = format!(
+            "a request's id has {REQUEST_ID_LEN} hexadecimal digits, as error pages and logs show it"
+        );
+        return whole(api::refuse(&Problem::request(StatusCode::BAD_REQUEST, detail)));
+    }
+    let id = id.to_ascii_lowercase();
+    let Some(receipt) = shared.node.explain(id.clone()).await else {
+        return whole(api::refuse(&Problem::silent("edge")));
+    };
+    let parsed: Value = serde_json::from_str(&receipt).unwrap_or_default();
+    match parsed.get("id") {
+        Some(_) => text(StatusCode::OK, "application/json", receipt),
+        None => whole(api::refuse(&Problem::no_receipt(&id, parsed["kept"].as_u64()))),
     }
 }
 

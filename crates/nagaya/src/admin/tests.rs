@@ -19,6 +19,9 @@ use super::*;
 
 struct TestNode;
 
+const KNOWN: &str = "0123456789abcdef0123456789abcdef";
+const SILENT: &str = "ffffffffffffffffffffffffffffffff";
+
 impl Node for TestNode {
     fn metrics(&self) -> BoxFuture<'_, String> {
         Box::pin(async { "nagaya_sites 3\n".into() })
@@ -30,6 +33,21 @@ impl Node for TestNode {
 
     fn status(&self) -> BoxFuture<'_, Value> {
         Box::pin(async { json!({"edge": {"pid": 7}}) })
+    }
+
+    fn cells(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async { Some(r#"{"cells":[]}"#.into()) })
+    }
+
+    /// Knows one request, and is silent about another.
+    fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async move {
+            match id.as_str() {
+                KNOWN => Some(json!({ "id": KNOWN, "status": 200 }).to_string()),
+                SILENT => None,
+                _ => Some("null".into()),
+            }
+        })
     }
 }
 
@@ -243,6 +261,52 @@ fn the_node_tells_about_itself() {
         (StatusCode::SERVICE_UNAVAILABLE, &b"the edge is starting"[..])
     );
     assert_eq!(world.call(Method::GET, "/v1/status", ""), (200, json!({"edge": {"pid": 7}})));
+}
+
+#[test]
+fn settings_are_records_by_their_key() {
+    let world = world();
+    let key = "/v1/settings/www.example.org%3Anight%2Fcpu";
+    let (status, reply) = world.call(Method::PUT, key, r#"{"value":{"cpu":20,"on":true}}"#);
+    let setting = json!({"key": "www.example.org:night/cpu", "value": {"cpu": 20, "on": true}});
+    assert_eq!((status, &reply["setting"], &reply["changed"]), (200, &setting, &json!(true)));
+    assert_eq!(world.call(Method::PUT, key, &setting.to_string()).1["changed"], json!(false));
+    assert_eq!(world.call(Method::GET, key, "").1["setting"], setting);
+    assert_eq!(world.call(Method::PUT, "/v1/settings/a", r#"{"value":"x"}"#).0, 200);
+    for (query, expected) in [("", 2), ("?limit=1", 1), ("?after=a", 1), ("?after=www.example.org%3An", 1)] {
+        let (status, page) = world.call(Method::GET, &format!("/v1/settings{query}"), "");
+        assert_eq!((status, page["settings"].as_array().unwrap().len()), (200, expected), "{query}");
+    }
+    for (method, path, body, status) in [
+        (Method::PUT, key, r#"{"key":"other","value":"x"}"#, 400),
+        (Method::PUT, key, r#"{"value":["x"]}"#, 422),
+        (Method::PUT, key, r#"{"value":"x","colour":1}"#, 422),
+        (Method::PUT, "/v1/settings/a%0Ab", r#"{"value":"x"}"#, 422),
+        (Method::POST, "/v1/settings", "", 405),
+        (Method::DELETE, "/v1/settings/none", "", 404),
+        (Method::DELETE, key, "", 200),
+        (Method::GET, key, "", 404),
+    ] {
+        assert_eq!(world.call(method.clone(), path, body).0, status, "{method} {path} {body}");
+    }
+    assert_eq!(world.told.lock().len(), 3);
+}
+
+#[test]
+fn a_request_is_explained_by_its_id() {
+    let world = world();
+    let ask = |id: &str| world.call(Method::GET, &format!("/v1/requests/{id}"), "");
+    assert_eq!(ask(KNOWN), (200, json!({ "id": KNOWN, "status": 200 })));
+    assert_eq!(ask(&KNOWN.to_uppercase()).0, 200);
+    let (status, problem) = ask("00000000000000000000000000000000");
+    assert_eq!((status, &problem["code"]), (404, &json!("NGY0511")));
+    let (status, problem) = ask(SILENT);
+    assert_eq!((status, &problem["code"]), (503, &json!("NGY0510")));
+    for bad in ["", "x", "0123", "g123456789abcdef0123456789abcdef"] {
+        assert_eq!(ask(bad).0, 400, "{bad}");
+    }
+    assert_eq!(world.call(Method::DELETE, &format!("/v1/requests/{KNOWN}"), "").0, 405);
+    assert_eq!(world.call(Method::GET, "/v1/cells", ""), (200, json!({ "cells": [] })));
 }
 
 #[test]

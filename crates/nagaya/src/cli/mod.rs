@@ -6,7 +6,9 @@
 mod config;
 mod doctor;
 mod error;
+mod limits;
 mod output;
+mod setting;
 mod site;
 mod status;
 mod tenant;
@@ -79,6 +81,9 @@ enum Command {
     /// Host names and how they are served
     #[command(subcommand, after_help = SITE_EXAMPLES)]
     Site(site::Command),
+    /// What rules look up by key
+    #[command(subcommand, after_help = SETTING_EXAMPLES)]
+    Setting(setting::Command),
     /// Print the version
     Version(Format),
     #[command(hide = true)]
@@ -103,6 +108,12 @@ Examples:
   nagaya site list --tenant demo
   nagaya site export --json > sites.jsonl";
 
+const SETTING_EXAMPLES: &str = "\
+Examples:
+  nagaya setting set www.example.org 20%
+  nagaya setting set shop.example.org --json '{\"cpu\":50,\"night\":true}'
+  nagaya setting list --after www.example.org --json";
+
 /// Runs what the command line says.
 pub fn run() -> ExitCode {
     let Cli { config, command } = Cli::parse();
@@ -117,6 +128,7 @@ pub fn run() -> ExitCode {
         Command::Error { code } => error::run(&code),
         Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
         Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
+        Command::Setting(command) => place(config.as_deref()).and_then(|place| setting::run(command, &place)),
         Command::Version(format) => version(format),
     };
     // A reader of the output that has had enough is no error.
@@ -183,7 +195,7 @@ mod tests {
 
     #[test]
     fn the_examples_of_the_help_are_commands() {
-        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES].join("\n");
+        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES, SETTING_EXAMPLES].join("\n");
         let examples: Vec<_> = lines.lines().filter_map(|line| line.trim().strip_prefix("nagaya ")).collect();
         assert!(examples.len() >= 8);
         for example in examples {

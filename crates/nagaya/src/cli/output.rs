@@ -167,6 +167,11 @@ impl Access {
         self.call(Method::PUT, path, Some((header::IF_NONE_MATCH, "*")), Some(record))
     }
 
+    /// Adds a record, or replaces it whatever it was.
+    pub fn put(&self, path: &str, record: &Value) -> Result<Reply, CliError> {
+        self.call(Method::PUT, path, None, Some(record))
+    }
+
     /// Changes a record as it is now. Who was faster is not overwritten: then the change is made anew, on what
     /// they left.
     pub fn update(
@@ -196,21 +201,24 @@ impl Access {
         self.call(Method::DELETE, path, None, None)
     }
 
-    /// Every record of a listing, page by page. `path` has the conditions, if any, after a `?`.
+    /// Every record of a listing whose name comes after `after`, page by page. `path` has the conditions, if any,
+    /// after a `?`.
     pub fn each(
         &self,
         path: &str,
         key: &str,
+        after: Option<&str>,
         mut print: impl FnMut(&Value) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
         let joint = if path.contains('?') { '&' } else { '?' };
-        let mut after = String::new();
+        let condition = |last: &str| format!("&after={}", escape(last));
+        let mut after = after.map_or_else(String::new, condition);
         loop {
             let page = self.get(&format!("{path}{joint}limit={PAGE_LEN}{after}"))?;
             let records = page.0[key].as_array().map_or(&[][..], Vec::as_slice);
             records.iter().try_for_each(&mut print)?;
             match page.0["next"].as_str() {
-                Some(last) if records.len() == PAGE_LEN => after = format!("&after={last}"),
+                Some(last) if records.len() == PAGE_LEN => after = condition(last),
                 _ => return Ok(()),
             }
         }
@@ -281,10 +289,10 @@ pub fn print_json(value: &Value) -> Result<(), CliError> {
 }
 
 /// All records as one JSON array, written as they come.
-pub fn print_json_list(access: &Access, path: &str, key: &str) -> Result<(), CliError> {
+pub fn print_json_list(access: &Access, path: &str, key: &str, after: Option<&str>) -> Result<(), CliError> {
     let mut out = io::BufWriter::new(io::stdout().lock());
     let mut before = "[\n";
-    access.each(path, key, |record| {
+    access.each(path, key, after, |record| {
         let done = write!(out, "{before}{record}").map_err(CliError::Output);
         before = ",\n";
         done

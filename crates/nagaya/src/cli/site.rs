@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use serde_json::{Map, Value, json};
 
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
-use super::transfer;
+use super::{limits, transfer};
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -58,7 +58,8 @@ pub struct Set {
     pub name: String,
     #[command(flatten)]
     pub fields: Box<Fields>,
-    /// Take a field out, so that its default holds again: any option above without its dashes
+    /// Take a field out, so that its default holds again: any option of this command without its dashes, limits or
+    /// request-limits for all of them
     #[arg(long, value_name = "FIELD")]
     pub unset: Vec<String>,
     #[command(flatten)]
@@ -108,6 +109,10 @@ pub struct Fields {
     pub files: FileFields,
     #[command(flatten)]
     pub server: ServerFields,
+    #[command(flatten)]
+    pub limits: limits::CellFields,
+    #[command(flatten)]
+    pub request_limits: limits::RequestFields,
     /// Variable for its programs (cgi, php, app); repeat for more
     #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
     pub env: Vec<(String, String)>,
@@ -230,6 +235,9 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
 
 /// Takes an option's field out of the record, or out of its backend.
 fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> {
+    if limits::unset(option, record)? {
+        return Ok(());
+    }
     let field = match option {
         "error-document" => "error_documents".into(),
         "extension" => "extensions".into(),
@@ -254,6 +262,8 @@ impl Fields {
         put_list(record, "hosts", &self.hosts);
         put(record, "path", self.path.as_ref());
         put(record, "max_concurrent", self.max_concurrent);
+        self.limits.apply(record);
+        self.request_limits.apply(record);
         let old = record.remove("backend");
         let mut backend = old.as_ref().and_then(Value::as_object).cloned().unwrap_or_default();
         if let Some(kind) = self.backend {
@@ -340,10 +350,10 @@ fn list(tenant: Option<&str>, host: Option<&str>, format: Format, place: &Place)
         false => format!("/v1/sites?{}", conditions.join("&")),
     };
     if format.json {
-        return output::print_json_list(&access, &path, "sites");
+        return output::print_json_list(&access, &path, "sites", None);
     }
     let mut columns = Columns::new(&["NAME", "TENANT", "BACKEND", "PATH", "HOSTS"]);
-    access.each(&path, "sites", |site| {
+    access.each(&path, "sites", None, |site| {
         let hosts = site["hosts"].as_array().map_or(&[][..], Vec::as_slice);
         let hosts: Vec<String> = hosts.iter().map(plain).collect();
         let path = site["path"].as_str().unwrap_or("/").to_owned();

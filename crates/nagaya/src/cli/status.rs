@@ -55,9 +55,10 @@ fn screen(status: &Value) -> String {
     );
     let _ = writeln!(
         out,
-        "{} tenants, {} sites, revision {}",
+        "{} tenants, {} sites, {} settings, revision {}",
         plain(&status["tenants"]),
         plain(&status["sites"]),
+        plain(&status["settings"]),
         plain(&status["revision"])
     );
     if let Some(error) = status["store_error"].as_str() {
@@ -134,7 +135,7 @@ mod tests {
     fn what_is_off_and_what_restarted_is_seen() {
         let text = screen(&json!({
             "node": "n1", "version": "0.1.0", "healthy": false, "reason": "the edge process is being started",
-            "uptime_seconds": 93_784, "tenants": 2, "sites": 3, "revision": 9,
+            "uptime_seconds": 93_784, "tenants": 2, "sites": 3, "settings": 4, "revision": 9,
             "listen": [{"address": "127.0.0.1:8080", "tls": false}],
             "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (SIGKILL)"}],
             "protections": [{"name": "tenant-uids", "on": false, "why": "one uid for all", "how": "start as root"}],

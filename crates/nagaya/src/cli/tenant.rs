@@ -12,7 +12,7 @@ use nix::unistd::{Uid, User};
 use serde_json::{Map, Value, json};
 
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
-use super::transfer;
+use super::{limits, transfer};
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -47,7 +47,7 @@ pub enum Command {
 pub struct Add {
     pub name: String,
     #[command(flatten)]
-    pub fields: Fields,
+    pub fields: Box<Fields>,
     #[command(flatten)]
     pub format: Format,
 }
@@ -56,9 +56,10 @@ pub struct Add {
 pub struct Set {
     pub name: String,
     #[command(flatten)]
-    pub fields: Fields,
-    /// Take a field out: home, max-concurrent or php-workers
-    #[arg(long, value_name = "FIELD", value_parser = ["home", "max-concurrent", "php-workers"])]
+    pub fields: Box<Fields>,
+    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, one of the limits below
+    /// without its dashes, or limits for all of them
+    #[arg(long, value_name = "FIELD", value_parser = unsettable())]
     pub unset: Vec<String>,
     #[command(flatten)]
     pub format: Format,
@@ -85,6 +86,14 @@ pub struct Fields {
     /// PHP workers it may have at once
     #[arg(long, value_name = "N")]
     pub php_workers: Option<u32>,
+    #[command(flatten)]
+    pub limits: limits::CellFields,
+}
+
+/// The fields a tenant can be without.
+fn unsettable() -> clap::builder::PossibleValuesParser {
+    let own = ["home", "max-concurrent", "php-workers", limits::ALL];
+    clap::builder::PossibleValuesParser::new(own.into_iter().chain(limits::OPTIONS))
 }
 
 pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
@@ -123,7 +132,9 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     let reply = access.update(&path(&command.name), |seen| {
         let mut record = seen["tenant"].as_object().cloned().unwrap_or_default();
         for field in &command.unset {
-            record.remove(&field.replace('-', "_"));
+            if !limits::unset(field, &mut record)? {
+                record.remove(&field.replace('-', "_"));
+            }
         }
         apply(&command.fields, &mut record)?;
         Ok(Value::Object(record))
@@ -137,7 +148,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
 }
 
 fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliError> {
-    let Fields { uid, user, gid, home, max_concurrent, php_workers } = fields;
+    let Fields { uid, user, gid, home, max_concurrent, php_workers, limits } = fields;
     if let Some(name) = user {
         let user = User::from_name(name)
             .map_err(|error| CliError::Usage(format!("user '{name}' cannot be looked up: {error}")))?
@@ -159,6 +170,7 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
             record.insert(key.into(), (*value).into());
         }
     }
+    limits.apply(record);
     Ok(())
 }
 
@@ -199,10 +211,10 @@ fn show(name: &str, format: Format, place: &Place) -> Result<(), CliError> {
 fn list(format: Format, place: &Place) -> Result<(), CliError> {
     let access = Access::open(place, Intent::Look)?;
     if format.json {
-        return output::print_json_list(&access, "/v1/tenants", "tenants");
+        return output::print_json_list(&access, "/v1/tenants", "tenants", None);
     }
     let mut columns = Columns::new(&["NAME", "UID", "GID", "HOME"]);
-    access.each("/v1/tenants", "tenants", |tenant| {
+    access.each("/v1/tenants", "tenants", None, |tenant| {
         let home = tenant["home"].as_str().unwrap_or("-").to_owned();
         columns.add([plain(&tenant["name"]), plain(&tenant["uid"]), plain(&tenant["gid"]), home]);
         Ok(())

@@ -157,6 +157,7 @@ impl Node {
             "store_error": store_error,
             "tenants": counts.tenants,
             "sites": counts.sites,
+            "settings": counts.settings,
             "listen": self.listen,
             "processes": processes(&state),
             "protections": self.protections,
@@ -208,6 +209,12 @@ impl Node {
         );
         page.family("nagaya_store_tenants", "gauge", "Tenants in the store.", &one(counts.tenants));
         page.family("nagaya_store_sites", "gauge", "Sites in the store.", &one(counts.sites));
+        page.family(
+            "nagaya_store_settings",
+            "gauge",
+            "Settings of rules in the store.",
+            &one(counts.settings),
+        );
         page.family("nagaya_store_revision", "gauge", "Revision of the store.", &one(revision));
         let fed = each(|process| process.revision);
         page.family("nagaya_process_revision", "gauge", "Revision each process serves.", &fed);
@@ -238,6 +245,14 @@ impl admin::Node for Node {
 
     fn status(&self) -> BoxFuture<'_, Value> {
         Box::pin(self.full_status())
+    }
+
+    fn cells(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(self.ask(Role::Keeper, Question::Cells))
+    }
+
+    fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {
+        Box::pin(self.ask(Role::Edge, Question::Explain { id }))
     }
 }
 

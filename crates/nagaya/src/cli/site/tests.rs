@@ -5,7 +5,7 @@
 use clap::Parser;
 use nagaya_cmdb::{RedbStore, Store};
 
-use super::super::tenant;
+use super::super::{setting, tenant};
 use super::*;
 
 #[derive(clap::Parser)]
@@ -15,6 +15,8 @@ enum Line {
     Site(Command),
     #[command(subcommand)]
     Tenant(tenant::Command),
+    #[command(subcommand)]
+    Setting(setting::Command),
 }
 
 struct World {
@@ -37,6 +39,7 @@ impl World {
         match Line::try_parse_from(line.split_whitespace()).expect(line) {
             Line::Site(command) => run(command, &self.place),
             Line::Tenant(command) => tenant::run(command, &self.place),
+            Line::Setting(command) => setting::run(command, &self.place),
         }
     }
 
@@ -51,6 +54,14 @@ impl World {
 
     fn site(&self, name: &str) -> Value {
         json!(RedbStore::open(&self.place.store).unwrap().site(name).unwrap())
+    }
+
+    fn tenant(&self, name: &str) -> Value {
+        json!(RedbStore::open(&self.place.store).unwrap().tenant(name).unwrap())
+    }
+
+    fn setting(&self, key: &str) -> Value {
+        json!(RedbStore::open(&self.place.store).unwrap().setting(key).unwrap())
     }
 }
 
@@ -160,4 +171,113 @@ fn with_json_an_error_is_reported_and_the_exit_code_stays() {
     world.ok("tenant add t");
     assert_eq!(world.run("tenant show nobody --json").unwrap(), ExitCode::from(1));
     assert_eq!(world.run("site add s --json").unwrap(), ExitCode::from(2));
+}
+
+#[test]
+fn limits_of_a_tenant_are_set_one_by_one_and_taken_out_again() {
+    let world = world();
+    world.ok(
+        "tenant add t --cpu 50% --cpu-shares 512 --read 5M --write 1000 --read-iops 100 --write-iops unlimited \
+         --processes 64 --memory 512M --device 8:0:read=30M --device 8:0:write-iops=5",
+    );
+    let mut expected = json!({
+        "cpu": "50%", "cpu_shares": 512, "read": "5M", "write": 1000, "read_iops": 100, "write_iops": "unlimited",
+        "processes": 64, "memory": "512M", "devices": {"8:0": {"read": "30M", "write_iops": 5}},
+    });
+    assert_eq!(world.tenant("t")["limits"], expected);
+    world.ok("tenant set t --cpu 75% --unset memory --unset device --unset read-iops");
+    let limits = expected.as_object_mut().unwrap();
+    for key in ["memory", "devices", "read_iops"] {
+        limits.remove(key);
+    }
+    limits.insert("cpu".into(), "75%".into());
+    assert_eq!(world.tenant("t")["limits"], expected);
+    world.ok("tenant set t --unset limits");
+    assert_eq!(world.tenant("t").get("limits"), None);
+    assert_eq!(world.refused("tenant set t --unset limits"), ": there is no limits to unset");
+}
+
+#[test]
+fn limits_of_a_site_and_of_its_requests_stand_apart() {
+    let world = world();
+    world.ok("tenant add t");
+    world.ok(
+        "site add s --tenant t --host s --backend cgi --root /s --cpu 150% --request-cpu 20% --request-processes 8 \
+         --request-device 8:0:read=1M --demote 500ms:cpu=10%,cpu-shares=64 --demote 2s:cpu=1%",
+    );
+    let site = world.site("s");
+    assert_eq!(site["limits"], json!({"cpu": "150%"}));
+    let request = json!({"cpu": "20%", "processes": 8, "devices": {"8:0": {"read": "1M"}}});
+    assert_eq!(site["request_limits"], request);
+    let steps = json!([
+        {"after_cpu": "500ms", "limits": {"cpu": "10%", "cpu_shares": 64}},
+        {"after_cpu": "2s", "limits": {"cpu": "1%"}},
+    ]);
+    assert_eq!(site["demotions"], steps);
+    world.ok("site set s --demote 1s:cpu=5% --unset request-cpu --unset limits");
+    let site = world.site("s");
+    assert_eq!(site["demotions"].as_array().unwrap().len(), 1);
+    assert_eq!((site.get("limits"), site["request_limits"].get("cpu")), (None, None));
+    world.ok("site set s --unset demote --unset request-limits");
+    let site = world.site("s");
+    assert_eq!((site.get("demotions"), site.get("request_limits")), (None, None));
+}
+
+#[test]
+fn every_wrong_limit_is_told() {
+    let world = world();
+    world.ok("tenant add t");
+    let told = world.refused("tenant set t --cpu half --cpu-shares 1 --memory 1K --device sda:read=5M");
+    for part in [
+        "NGY0210: tenant 't': limits.cpu: 'half' is not a share of CPU time: write a percentage",
+        "tenant 't': limits.cpu_shares: '1' is out of range: 2 to 10000",
+        "tenant 't': limits.memory: '1K' is too little",
+        "tenant 't': limits.devices: 'sda' is not a device",
+    ] {
+        assert!(told.contains(part), "{part} is missing in {told}");
+    }
+    let told = world.refused("site add s --tenant t --host s --backend static --root /s --request-cpu 5%");
+    assert!(told.contains("request_limits: have no effect on a static site"), "{told}");
+    for line in
+        ["tenant set t --device 8:0=5M", "tenant set t --device 8:0:read", "site set s --demote 5s:cpu"]
+    {
+        assert!(Line::try_parse_from(line.split_whitespace()).is_err(), "{line}");
+    }
+    assert!(
+        world.refused("site add x --tenant t --host x --backend cgi --root /s --demote 5s:a=1").contains('a')
+    );
+}
+
+#[test]
+fn settings_are_set_listed_and_deleted() {
+    let world = world();
+    world.ok("setting set www.example.org 20%");
+    world.ok(r#"setting set a/b?c&d%20 --json {"cpu":50,"on":true,"who":"x"}"#);
+    assert_eq!(world.setting("www.example.org"), json!({"key": "www.example.org", "value": "20%"}));
+    let object = json!({"key": "a/b?c&d%20", "value": {"cpu": 50, "on": true, "who": "x"}});
+    assert_eq!(world.setting("a/b?c&d%20"), object);
+    world.ok("setting set www.example.org -5");
+    assert_eq!(world.setting("www.example.org")["value"], "-5");
+    for line in ["get www.example.org", "show www.example.org --json", "list", "list --after a --json"] {
+        world.ok(&format!("setting {line}"));
+    }
+    world.ok("setting delete a/b?c&d%20");
+    assert_eq!(world.setting("a/b?c&d%20"), Value::Null);
+    for (line, expected) in [
+        ("setting delete gone", "NGY0211: there is no setting 'gone'"),
+        ("setting get gone", "NGY0211: there is no setting 'gone'"),
+        ("setting set k --json {\"a\":[1]}", "NGY0220: a value is a text, or an object"),
+        ("setting set k --json {", ": --json is not JSON"),
+    ] {
+        let told = world.refused(line);
+        assert!(told.starts_with(expected), "{line}: {told}");
+    }
+    assert!(
+        world
+            .refused(&format!("setting set k {}", "x".repeat(5000)))
+            .starts_with("NGY0210: setting 'k': value")
+    );
+    for line in ["setting set k", "setting set k v --json {}"] {
+        assert!(Line::try_parse_from(line.split_whitespace()).is_err(), "{line}");
+    }
 }
