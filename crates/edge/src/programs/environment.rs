@@ -33,12 +33,23 @@ pub(super) struct Facts<'a> {
 /// Calls `put` with each variable of a CGI program, each name once. The keeper adds the paths on disk and what
 /// the operator set for the site, which it reads from its own copy of the records.
 pub(super) fn for_cgi(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
-    common(facts, &mut put)
+    by_rules(facts, &mut put);
+    common(facts, &mut |name: &str, value: &[u8]| {
+        if !is_by_rules(facts, name) {
+            put(name, value);
+        }
+    })
 }
 
 /// Calls `put` with each variable of a PHP script, each name once. What the operator set for the site (`env`)
 /// replaces a variable of the same name, so that no client's header can take its place.
 pub(super) fn for_php(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+    by_rules(facts, &mut put);
+    let mut put = |name: &str, value: &[u8]| {
+        if !is_by_rules(facts, name) {
+            put(name, value);
+        }
+    };
     let operator = &facts.files.env;
     for (name, value) in operator {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
@@ -57,6 +68,19 @@ pub(super) fn for_php(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Re
     };
     common(facts, &mut set)?;
     paths(facts, &mut set)
+}
+
+/// What rules set for this one request.
+fn by_rules(facts: &Facts<'_>, put: &mut impl FnMut(&str, &[u8])) {
+    for (name, value) in &facts.script.variables {
+        if let Some(value) = value {
+            put(name, value.as_bytes());
+        }
+    }
+}
+
+fn is_by_rules(facts: &Facts<'_>, name: &str) -> bool {
+    facts.script.variables.iter().any(|(have, _)| **have == *name)
 }
 
 fn common(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
@@ -79,7 +103,7 @@ fn common(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Re
 }
 
 /// The document root as an absolute path. The edge itself never opens it: it is computed from the record alone.
-pub(super) fn document_root(site: &Site, tenant: &Tenant, files: &Files) -> Result<PathBuf, Refusal> {
+pub fn document_root(site: &Site, tenant: &Tenant, files: &Files) -> Result<PathBuf, Refusal> {
     let root = if files.root.is_absolute() {
         files.root.clone()
     } else {

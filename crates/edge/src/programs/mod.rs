@@ -32,6 +32,7 @@ use self::answer::{Failure, Patience, Timed};
 use self::environment::Facts;
 use self::fastcgi::Opening;
 use self::php::{ErrorLines, Exchange, Retry};
+pub use self::environment::document_root;
 pub use self::pool::PhpPools;
 use self::pool::Worker;
 use self::spool::Spool;
@@ -54,7 +55,11 @@ pub struct Script {
     pub name: String,
     /// The decoded rest of the request's path, e.g. `/start`, or nothing.
     pub path_info: String,
+    /// What rules set, or with `None` take away, each name once. It comes before everything else of the same name.
+    pub variables: Vec<Variable>,
 }
+
+pub type Variable = (Box<str>, Option<Box<str>>);
 
 /// What came of running a program.
 pub enum Outcome {

@@ -166,7 +166,8 @@ impl Thread {
             Some((file, rest)) => (file, format!("/{rest}")),
             None => (file, String::new()),
         };
-        let script = Script { file: file.to_owned(), name: format!("/{file}"), path_info };
+        let script =
+            Script { file: file.to_owned(), name: format!("/{file}"), path_info, variables: Vec::new() };
         match self.site.backend.kind() {
             "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request).await,
             _ => self.programs.php(&self.site, &self.tenant, script, request).await,

@@ -45,7 +45,12 @@ fn site(backend: &str) -> Site {
 }
 
 fn script() -> Script {
-    Script { file: "doku.php".into(), name: "/wiki/doku.php".into(), path_info: "/a b".into() }
+    Script {
+        file: "doku.php".into(),
+        name: "/wiki/doku.php".into(),
+        path_info: "/a b".into(),
+        variables: Vec::new(),
+    }
 }
 
 /// All variables, and a check that none is given twice.
@@ -173,6 +178,22 @@ fn a_client_cannot_take_the_place_of_an_operators_variable() {
     let all = php(&head(&[("x-trusted", b"forged")]), &site, &script(), Some(0)).unwrap();
     assert_eq!(all["HTTP_X_TRUSTED"], "yes");
     assert_eq!(all["HTTPS"], "on");
+}
+
+#[test]
+fn what_rules_set_comes_before_everything_else() {
+    let site = site(r#"{"kind":"php","root":"web","env":{"APP_ENV":"prod"}}"#);
+    let variables = [("APP_ENV", Some("test")), ("HTTP_ACCEPT", None), ("REMOTE_USER", Some("ann"))];
+    let variables = variables.map(|(name, value)| (name.into(), value.map(Into::into))).to_vec();
+    let script = Script { variables, ..script() };
+    let head = head(&[("accept", b"a")]);
+    let (tenant, files) = (tenant(), site.backend.files().unwrap());
+    let facts = Facts { head: &head, body_len: None, site: &site, tenant: &tenant, files, script: &script };
+    for all in [collected(|put| for_php(&facts, put)), collected(|put| for_cgi(&facts, put))] {
+        let all = all.unwrap();
+        assert_eq!((&*all["APP_ENV"], &*all["REMOTE_USER"]), ("test", "ann"));
+        assert!(!all.contains_key("HTTP_ACCEPT"));
+    }
 }
 
 #[test]
