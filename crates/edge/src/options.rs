@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 
+use nagaya_rules::{Budget, RuleFile};
 use serde::{Deserialize, Serialize};
 
 /// Node-wide settings. Times are milliseconds, sizes bytes.
@@ -17,6 +18,10 @@ pub struct Options {
     pub limits: Limits,
     pub log: LogOptions,
     pub receipts: ReceiptOptions,
+    /// Rule files, in the order in which those of one phase run.
+    pub rules: Vec<RuleFile>,
+    /// What one evaluation may use.
+    pub rule_limits: Budget,
     /// Addresses and networks of proxies whose `Forwarded` and `X-Forwarded-*` fields are believed.
     pub trusted_proxies: Vec<String>,
     /// HTTP/2 on plain connections by prior knowledge.
@@ -96,6 +101,8 @@ impl Default for Options {
             limits: Limits::default(),
             log: LogOptions { access: None, format: LogFormat::Combined },
             receipts: ReceiptOptions::default(),
+            rules: Vec::new(),
+            rule_limits: Budget::default(),
             trusted_proxies: Vec::new(),
             h2c: true,
             tenant_max_concurrent: 256,
