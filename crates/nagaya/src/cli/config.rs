@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use super::output::{self, CliError, Format};
-use crate::config;
+use crate::config::{self, Severity};
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -27,24 +27,26 @@ pub fn run(command: &Command, file: Option<&Path>) -> Result<ExitCode, CliError>
     Ok(ExitCode::SUCCESS)
 }
 
-/// Exit status 1 if there is any mistake.
+/// Also looks into the rule files. Exit status 1 if there is any mistake; warnings are none.
 pub fn check(file: Option<&Path>, format: Format) -> Result<ExitCode, CliError> {
-    let loaded = config::load(file);
-    let mistakes = loaded.as_ref().err().map_or(&[][..], Vec::as_slice);
+    let (from, mistakes) = match config::load(file) {
+        Ok(loaded) => (loaded.file, config::check_rules(&loaded.settings)),
+        Err(mistakes) => (None, mistakes),
+    };
+    let errors = mistakes.iter().filter(|mistake| mistake.severity == Severity::Error).count();
     if format.json {
-        let list = serde_json::to_value(mistakes).expect("a mistake is texts and numbers");
+        let list = serde_json::to_value(&mistakes).expect("a mistake is texts and numbers");
         output::print_json(&list)?;
-    } else if let Ok(loaded) = &loaded {
-        match &loaded.file {
-            Some(file) => output::print(&format!("{}: no mistakes", file.display()))?,
-            None => output::print("there is no configuration file; the defaults hold")?,
-        }
     } else {
-        for mistake in mistakes {
+        for mistake in &mistakes {
             output::print(&mistake.to_string())?;
         }
-        let plural = if mistakes.len() == 1 { "mistake" } else { "mistakes" };
-        output::print(&format!("{} {plural}", mistakes.len()))?;
+        let plural = if errors == 1 { "mistake" } else { "mistakes" };
+        output::print(&match from {
+            _ if errors > 0 => format!("{errors} {plural}"),
+            Some(file) => format!("{}: no mistakes", file.display()),
+            None => "there is no configuration file; the defaults hold".into(),
+        })?;
     }
-    Ok(if mistakes.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -45,14 +45,23 @@ impl Problem {
     }
 }
 
+/// Whether a node starts in spite of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    Error,
+    Warning,
+}
+
 /// A mistake an operator can find: what, where, what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Mistake {
+    pub severity: Severity,
     pub code: String,
     pub file: PathBuf,
     /// From 1; 0 where the file as a whole is meant.
     pub line: usize,
-    /// In characters, from 1.
+    /// In characters, from 1; 0 where the line as a whole is meant.
     pub column: usize,
     pub what: String,
     pub hint: String,
@@ -64,6 +73,7 @@ impl Mistake {
         let before = text.get(..offset).unwrap_or(text);
         let line_start = before.rfind('\n').map_or(0, |at| at + 1);
         Self {
+            severity: Severity::Error,
             code: problem.code.to_string(),
             file: file.into(),
             line: before.matches('\n').count() + 1,
@@ -76,6 +86,7 @@ impl Mistake {
     /// A mistake of the file as a whole.
     pub fn whole(file: &std::path::Path, problem: Problem) -> Self {
         Self {
+            severity: Severity::Error,
             code: problem.code.to_string(),
             file: file.into(),
             line: 0,
@@ -89,10 +100,13 @@ impl Mistake {
 impl fmt::Display for Mistake {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        if self.line > 0 {
-            write!(f, ":{}:{}", self.line, self.column)?;
+        for place in [self.line, self.column] {
+            if place > 0 {
+                write!(f, ":{place}")?;
+            }
         }
-        write!(f, ": {} [{}]", self.what, self.code)?;
+        let warning = if self.severity == Severity::Warning { "warning: " } else { "" };
+        write!(f, ": {warning}{} [{}]", self.what, self.code)?;
         if !self.hint.is_empty() {
             write!(f, "\n    {}", self.hint)?;
         }

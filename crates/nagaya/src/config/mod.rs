@@ -5,14 +5,16 @@
 pub mod mistake;
 mod read;
 mod reference;
+mod rule_files;
 mod schema;
 pub mod settings;
 mod value;
 
 use std::path::{Path, PathBuf};
 
-pub use mistake::Mistake;
+pub use mistake::{Mistake, Severity};
 pub use reference::{dump, reference};
+pub use rule_files::check_rules;
 pub use settings::Settings;
 
 use self::mistake::{FILE_LEN_MAX, Problem, UNREADABLE};

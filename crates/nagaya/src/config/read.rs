@@ -5,15 +5,13 @@
 use std::ops::Range;
 use std::path::Path;
 
+use nagaya_rules::RuleFile;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::mistake::{self, CONFLICT, Mistake, Problem, SYNTAX, UNKNOWN, WRONG_TYPE};
-use super::schema::{Key, LISTEN, LISTEN_PATH, SECTIONS, Section};
+use super::schema::{ARRAYS, Array, Key, LISTEN, RENAMED, RULES, SECTIONS, Section};
 use super::settings::{Listen, Settings};
-
-/// Most `[[listen]]` entries; each costs one socket per edge thread.
-pub const LISTEN_MAX: usize = 256;
 
 /// The settings in `text`, and all that is wrong with it. With mistakes, the settings hold what was right.
 pub fn read(file: &Path, text: &str) -> (Settings, Vec<Mistake>) {
@@ -34,6 +32,7 @@ pub fn read(file: &Path, text: &str) -> (Settings, Vec<Mistake>) {
 #[derive(Default)]
 struct Places {
     listen: Vec<Range<usize>>,
+    rules: Vec<Range<usize>>,
     user: Option<Range<usize>>,
     uid: Option<Range<usize>>,
     group: Option<Range<usize>>,
@@ -52,14 +51,24 @@ impl Reader<'_> {
         self.mistakes.push(Mistake::at(self.file, self.text, span.start, problem));
     }
 
+    fn line(&self, place: &Range<usize>) -> usize {
+        Mistake::at(self.file, self.text, place.start, conflict("", "")).line
+    }
+
     fn table(&mut self, path: &str, table: &DeTable<'_>) {
         let section = SECTIONS.iter().find(|section| section.path == path);
         for (name, value) in table {
             let full = join(path, name.get_ref());
             if let Some(key) = section.and_then(|s| s.keys.iter().find(|key| key.name == *name.get_ref())) {
                 self.key(&full, key, value);
-            } else if full == LISTEN_PATH {
-                self.listen(value);
+            } else if full == LISTEN.path {
+                if let Some(entries) = self.entries(&LISTEN, value) {
+                    (self.settings.listen, self.places.listen) = entries.into_iter().unzip();
+                }
+            } else if full == RULES.path {
+                if let Some(entries) = self.entries(&RULES, value) {
+                    (self.settings.edge.rules, self.places.rules) = entries.into_iter().unzip();
+                }
             } else if SECTIONS.iter().any(|s| s.path == full || s.path.starts_with(&format!("{full}."))) {
                 match value.get_ref() {
                     DeValue::Table(inner) => self.table(&full, inner),
@@ -94,62 +103,73 @@ impl Reader<'_> {
         }
     }
 
-    fn listen(&mut self, value: &Spanned<DeValue<'_>>) {
-        let entries = value.get_ref().as_array().filter(|list| list.iter().all(|e| e.get_ref().is_table()));
-        let Some(entries) = entries else {
-            let what = format!("'{LISTEN_PATH}' is a list of tables");
-            let hint = "write [[listen]] with address = \"0.0.0.0:80\" below it".into();
-            return self.note(value.span(), Problem::new(WRONG_TYPE, what, hint));
+    /// The entries of an array of tables that have no mistake, each with the place where others of it are reported.
+    /// None: it is no array of tables.
+    fn entries<T>(
+        &mut self,
+        array: &Array<T>,
+        value: &Spanned<DeValue<'_>>,
+    ) -> Option<Vec<(T, Range<usize>)>> {
+        let tables = value.get_ref().as_array().filter(|list| list.iter().all(|e| e.get_ref().is_table()));
+        let Some(tables) = tables else {
+            let what = format!("'{}' is a list of tables", array.path);
+            let lines: Vec<_> = array.required.iter().map(|(_, line)| *line).collect();
+            let hint = format!("write [[{}]] with {} below it", array.path, lines.join(" and "));
+            self.note(value.span(), Problem::new(WRONG_TYPE, what, hint));
+            return None;
         };
-        self.settings.listen.clear();
-        for entry in entries.iter() {
-            if let Some(table) = entry.get_ref().as_table() {
-                self.listen_entry(entry.span(), table);
-            }
-        }
-        if entries.len() > LISTEN_MAX {
-            let what = format!("{} addresses are listened on; at most {LISTEN_MAX} can be", entries.len());
-            self.note(
-                value.span(),
-                Problem::new(CONFLICT, what, "listen on [::] and 0.0.0.0 instead".into()),
+        if tables.len() > array.entries_max {
+            let what = format!(
+                "there are {} entries of [[{}]]; at most {} can be",
+                tables.len(),
+                array.path,
+                array.entries_max
             );
+            self.note(value.span(), conflict(&what, array.instead));
         }
+        let mut entries = Vec::with_capacity(tables.len());
+        for entry in tables.iter() {
+            let table = entry.get_ref().as_table()?;
+            entries.extend(self.entry(array, entry.span(), table));
+        }
+        Some(entries)
     }
 
-    fn listen_entry(&mut self, span: Range<usize>, table: &DeTable<'_>) {
-        let mut listen = Listen { address: ([0, 0, 0, 0], 0).into(), tls: false, by_default: false };
-        let mut place = None;
-        let mut wrong = false;
+    fn entry<T>(
+        &mut self,
+        array: &Array<T>,
+        span: Range<usize>,
+        table: &DeTable<'_>,
+    ) -> Option<(T, Range<usize>)> {
+        let mut read = (array.blank)();
+        let mut is_whole = true;
         for (name, value) in table {
-            let Some(key) = LISTEN.iter().find(|key| key.name == *name.get_ref()) else {
-                let names = LISTEN.iter().map(|key| key.name);
-                self.note(name.span(), unknown(LISTEN_PATH, name.get_ref(), value.get_ref(), names));
+            let Some(key) = array.keys.iter().find(|key| key.name == *name.get_ref()) else {
+                let names = array.keys.iter().map(|key| key.name);
+                self.note(name.span(), unknown(array.path, name.get_ref(), value.get_ref(), names));
                 continue;
             };
             match key.kind.check(value.get_ref()) {
-                Ok(checked) => (key.set)(&mut listen, checked),
+                Ok(checked) => (key.set)(&mut read, checked),
                 Err(mut problem) => {
-                    problem.what = format!("{LISTEN_PATH}.{}: {}", key.name, problem.what);
+                    problem.what = format!("{}.{}: {}", array.path, key.name, problem.what);
                     self.note(value.span(), problem);
-                    wrong = true;
+                    is_whole = false;
                 }
             }
-            if key.name == "address" {
-                place = Some(value.span());
+        }
+        let mut place = None;
+        for (name, line) in array.required {
+            match table.get(*name) {
+                Some(value) => place = place.or(Some(value.span())),
+                None => {
+                    let what = format!("this [[{}]] has no {name}", array.path);
+                    self.note(span.clone(), conflict(&what, &format!("add {line}")));
+                    is_whole = false;
+                }
             }
         }
-        match place {
-            None => {
-                let what = "this [[listen]] has no address".into();
-                let hint = "add address = \"0.0.0.0:80\"".into();
-                self.note(span, Problem::new(CONFLICT, what, hint));
-            }
-            Some(place) if !wrong => {
-                self.settings.listen.push(listen);
-                self.places.listen.push(place);
-            }
-            Some(_) => {}
-        }
+        place.filter(|_| is_whole).map(|place| (read, place))
     }
 
     /// What no single key can show.
@@ -159,9 +179,7 @@ impl Reader<'_> {
             // For port 0 the kernel chooses, each time another one.
             let is_same = |other: &Listen| other.address == entry.address && entry.address.port() != 0;
             if let Some(before) = listen[..at].iter().position(is_same) {
-                let line =
-                    Mistake::at(self.file, self.text, self.places.listen[before].start, conflict("", ""))
-                        .line;
+                let line = self.line(&self.places.listen[before]);
                 let what = format!("{} is listened on twice", entry.address);
                 self.note(place.clone(), conflict(&what, &format!("remove it here, or on line {line}")));
             }
@@ -171,6 +189,15 @@ impl Reader<'_> {
                     place,
                     conflict(&what, "set certificates in [tls] to the directory that holds them"),
                 );
+            }
+        }
+        let rules = self.settings.edge.rules.clone();
+        for (at, (rule, place)) in rules.iter().zip(self.places.rules.clone()).enumerate() {
+            let is_same = |other: &RuleFile| other.path == rule.path && other.phase == rule.phase;
+            if let Some(before) = rules[..at].iter().position(is_same) {
+                let line = self.line(&self.places.rules[before]);
+                let what = format!("{} is listed twice for {}", rule.path.display(), rule.phase.as_str());
+                self.note(place, conflict(&what, &format!("remove it here, or on line {line}")));
             }
         }
         if let (Some(_), Some(place)) = (&self.places.user, &self.places.uid) {
@@ -221,13 +248,16 @@ fn unknown<'k>(path: &str, name: &str, value: &DeValue<'_>, keys: impl Iterator<
     let what = match (path, value) {
         ("", DeValue::Table(_)) => format!("unknown section [{name}]"),
         ("", _) => format!("unknown key '{name}'"),
-        (LISTEN_PATH, _) => format!("unknown key '{name}' in [[{LISTEN_PATH}]]"),
+        _ if ARRAYS.contains(&path) => format!("unknown key '{name}' in [[{path}]]"),
         _ => format!("unknown key '{name}' in [{path}]"),
     };
     let inner = SECTIONS.iter().filter_map(|s| section_below(path, s));
-    let listen = (path.is_empty()).then_some(LISTEN_PATH);
-    let near: Vec<&str> = keys.chain(inner).chain(listen).collect();
-    let hint = if let Some(near) = mistake::nearest(name, near.iter().copied()) {
+    let arrays = ARRAYS.into_iter().filter(|_| path.is_empty());
+    let near: Vec<&str> = keys.chain(inner).chain(arrays).collect();
+    let full = join(path, name);
+    let hint = if let Some((_, now)) = RENAMED.iter().find(|(before, _)| *before == full) {
+        format!("it is now {now}")
+    } else if let Some(near) = mistake::nearest(name, near.iter().copied()) {
         format!("did you mean '{near}'?")
     } else if let Some(section) = SECTIONS.iter().find(|s| s.keys.iter().any(|key| key.name == name)) {
         match section.path {

@@ -4,8 +4,8 @@
 
 use std::fmt::Write as _;
 
-use super::schema::{Key, LISTEN, LISTEN_DOC, LISTEN_PATH, SECTIONS};
-use super::settings::{Listen, Settings};
+use super::schema::{Array, Key, LISTEN, RULES, SECTIONS};
+use super::settings::Settings;
 use super::value::Value;
 
 const HEAD: &str = "# Configuration
@@ -16,7 +16,7 @@ const HEAD: &str = "# Configuration
 key has a default, and no file at all is a valid one. Tenants and sites are not configured here but with
 `nagaya tenant` and `nagaya site`; changes to them are live at once.
 
-- `nagaya check-config` reports every mistake with its line and a hint.
+- `nagaya check-config` reports every mistake with its line and a hint, in this file and in the rule files it names.
 - `nagaya config dump` prints the settings that hold, defaults included.
 - `SIGHUP` (`systemctl reload nagaya`) reads the file again. With mistakes in it, the old settings stay.
 
@@ -36,6 +36,17 @@ tls = true
 [tls]
 certificates = \"/etc/nagaya/certificates\"
 ```
+
+A rule for requests, and receipts for clients on this machine:
+
+```toml
+[[rules]]
+phase = \"access_checker\"
+file = \"/etc/nagaya/rules/limits.rb\"
+
+[receipts]
+allow = [\"127.0.0.0/8\", \"::1\"]
+```
 ";
 
 /// `docs/configuration.md`.
@@ -45,16 +56,31 @@ pub fn reference() -> String {
     for section in SECTIONS {
         let title =
             if section.path.is_empty() { "Top of the file".into() } else { format!("`[{}]`", section.path) };
-        table(&mut out, &title, section.doc, section.keys, &defaults);
+        if section.path == "rule_limits" {
+            array(&mut out, &RULES);
+        }
+        table(&mut out, &title, section.doc, section.keys, &[], &defaults);
         if section.path.is_empty() {
-            let entry = Listen { address: ([0, 0, 0, 0], 80).into(), tls: false, by_default: false };
-            table(&mut out, &format!("`[[{LISTEN_PATH}]]`"), LISTEN_DOC, &LISTEN, &entry);
+            array(&mut out, &LISTEN);
         }
     }
     out
 }
 
-fn table<T>(out: &mut String, title: &str, doc: &str, keys: &[Key<T>], defaults: &T) {
+fn array<T>(out: &mut String, array: &Array<T>) {
+    let title = format!("`[[{}]]`", array.path);
+    table(out, &title, array.doc, array.keys, array.required, &(array.blank)());
+}
+
+/// `required`: keys that have no default.
+fn table<T>(
+    out: &mut String,
+    title: &str,
+    doc: &str,
+    keys: &[Key<T>],
+    required: &[(&str, &str)],
+    defaults: &T,
+) {
     let _ =
         write!(out, "\n## {title}\n\n{doc}\n\n| key | takes | default | since | |\n|---|---|---|---|---|\n");
     for key in keys {
@@ -62,6 +88,7 @@ fn table<T>(out: &mut String, title: &str, doc: &str, keys: &[Key<T>], defaults:
         let takes =
             if range.is_empty() { key.kind.noun().into() } else { format!("{}: {range}", key.kind.noun()) };
         let default = match (key.get)(defaults) {
+            _ if required.iter().any(|(name, _)| *name == key.name) => "required".to_owned(),
             Value::Unset => key.unset.to_owned(),
             value => format!("`{}`", key.kind.print(&value)),
         };
@@ -78,11 +105,16 @@ pub fn dump(settings: &Settings) -> String {
         }
         lines(&mut out, section.keys, settings);
     }
-    for entry in &settings.listen {
-        let _ = writeln!(out, "\n[[{LISTEN_PATH}]]");
-        lines(&mut out, &LISTEN, entry);
-    }
+    entries(&mut out, &LISTEN, &settings.listen);
+    entries(&mut out, &RULES, &settings.edge.rules);
     out
+}
+
+fn entries<T>(out: &mut String, array: &Array<T>, entries: &[T]) {
+    for entry in entries {
+        let _ = writeln!(out, "\n[[{}]]", array.path);
+        lines(out, array.keys, entry);
+    }
 }
 
 fn lines<T>(out: &mut String, keys: &[Key<T>], holder: &T) {

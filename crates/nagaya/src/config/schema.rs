@@ -3,7 +3,11 @@
 //!
 //! Not here: the defaults' values (`Settings::default` and the processes' own `Options`), the walk (`read`).
 
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
 use nagaya_base::limits::KEEPER_MESSAGE_MAX;
+use nagaya_rules::{OnError, Phase, RULE_FILES_MAX, RuleFile};
 
 use super::settings::{Listen, Settings};
 use super::value::{Exists, Field, Kind, Value};
@@ -27,6 +31,21 @@ pub struct Section {
     pub path: &'static str,
     pub doc: &'static str,
     pub keys: &'static [Key<Settings>],
+}
+
+/// An array of tables: each `[[path]]` in the file is one entry.
+pub struct Array<T: 'static> {
+    pub path: &'static str,
+    pub doc: &'static str,
+    pub keys: &'static [Key<T>],
+    /// Keys without which an entry means nothing, each with a line that shows it. The first one's value is where an
+    /// entry's mistakes are reported.
+    pub required: &'static [(&'static str, &'static str)],
+    pub entries_max: usize,
+    /// What to do where there would be more.
+    pub instead: &'static str,
+    /// An entry before its keys are read; what is not required stays as it is here.
+    pub blank: fn() -> T,
 }
 
 macro_rules! key {
@@ -57,6 +76,9 @@ const HEAD_BYTES_MAX: u64 = 96 * KIB;
 const HEADER_FIELDS_MAX: u64 = 1_000;
 const _: () = assert!(HEAD_BYTES_MAX + HEADER_FIELDS_MAX * 10 + 16 * KIB <= KEEPER_MESSAGE_MAX as u64);
 
+/// Keys that had another name before, with the name they have now.
+pub const RENAMED: [(&str, &str); 1] = [("keeper.fence", "back_end in [cells]")];
+
 const fn path(exists: Exists) -> Kind {
     Kind::Path(exists)
 }
@@ -73,26 +95,74 @@ const fn time(min: u64, max: u64) -> Kind {
     Kind::Time { min, max }
 }
 
-/// `[[listen]]`: the only array of tables.
-pub const LISTEN_PATH: &str = "listen";
-pub const LISTEN_DOC: &str = "Addresses that are listened on, one `[[listen]]` each. The ones written here replace \
-     the default, which is plain HTTP on `0.0.0.0:80` and, where the machine has IPv6, `[::]:80`.";
-pub static LISTEN: [Key<Listen>; 2] = [
-    key!(
-        "address",
-        "0.1",
-        Kind::Address,
-        address,
-        "IP address and port. An IPv6 address takes IPv6 only, so `[::]:80` and `0.0.0.0:80` stand side by side."
-    ),
-    key!(
-        "tls",
-        "0.1",
-        Kind::Flag,
-        tls,
-        "Speak TLS here (HTTP/2 and HTTP/1.1 by ALPN). Needs `certificates` in `[tls]`."
-    ),
-];
+pub static LISTEN: Array<Listen> = Array {
+    path: "listen",
+    doc: "Addresses that are listened on, one `[[listen]]` each. The ones written here replace the default, which is \
+          plain HTTP on `0.0.0.0:80` and, where the machine has IPv6, `[::]:80`.",
+    keys: &[
+        key!(
+            "address",
+            "0.1",
+            Kind::Address,
+            address,
+            "IP address and port. An IPv6 address takes IPv6 only, so `[::]:80` and `0.0.0.0:80` stand side by side."
+        ),
+        key!(
+            "tls",
+            "0.1",
+            Kind::Flag,
+            tls,
+            "Speak TLS here (HTTP/2 and HTTP/1.1 by ALPN). Needs `certificates` in `[tls]`."
+        ),
+    ],
+    required: &[("address", "address = \"0.0.0.0:80\"")],
+    // Each costs one socket per edge thread.
+    entries_max: 256,
+    instead: "listen on [::] and 0.0.0.0 instead",
+    blank: || Listen { address: SocketAddr::from(([0, 0, 0, 0], 80)), tls: false, by_default: false },
+};
+
+pub static RULES: Array<RuleFile> = Array {
+    path: "rules",
+    doc: "Files of rules in Ruby, one `[[rules]]` each, run in this order. A file that changes on disk holds from the \
+          next request on. What rules can say: [rules.md](rules.md).",
+    keys: &[
+        key!(
+            "phase",
+            "0.1",
+            Kind::Choice(&["post_read_request", "access_checker", "fixups", "log_transaction"]),
+            phase,
+            "When it runs: once the head of a request is read, when its site is known, just before the response, or after it."
+        ),
+        key!(
+            "file",
+            "0.1",
+            path(Exists::Later),
+            path,
+            "The edge reads it with its own rights. While it is missing or cannot be compiled, `on_error` says what happens."
+        ),
+        key!("cache", "0.1", Kind::Flag, cache, "Compile it once and do not look at the file again."),
+        key!(
+            "on_error",
+            "0.1",
+            Kind::Choice(&["pass", "refuse"]),
+            on_error,
+            "After an error in it, or when it used more than `[rule_limits]` allows: `pass` lets the request go on under the limits of its site, `refuse` answers 503."
+        ),
+    ],
+    required: &[("file", "file = \"/etc/nagaya/rules/limits.rb\""), ("phase", "phase = \"access_checker\"")],
+    entries_max: RULE_FILES_MAX,
+    instead: "put rules of one phase into one file",
+    blank: || RuleFile {
+        phase: Phase::AccessChecker,
+        path: PathBuf::new(),
+        cache: false,
+        on_error: OnError::default(),
+    },
+};
+
+/// Where arrays of tables are.
+pub const ARRAYS: [&str; 2] = [LISTEN.path, RULES.path];
 
 pub static SECTIONS: &[Section] = &[
     Section { path: "", doc: "The node.", keys: NODE },
@@ -111,6 +181,21 @@ pub static SECTIONS: &[Section] = &[
         keys: LIMITS,
     },
     Section { path: "keeper", doc: "The privileged process that starts programs for tenants.", keys: KEEPER },
+    Section {
+        path: "cells",
+        doc: "Where programs run and what limits them: cgroups of tenants, sites and requests.",
+        keys: CELLS,
+    },
+    Section {
+        path: "rule_limits",
+        doc: "What one evaluation of a rule file may use. Beyond it the evaluation ends, and the `on_error` of the file holds.",
+        keys: RULE_LIMITS,
+    },
+    Section {
+        path: "receipts",
+        doc: "Who is told with the response what a request used and waited for.",
+        keys: RECEIPTS,
+    },
 ];
 
 const NODE: &[Key<Settings>] = &[
@@ -300,14 +385,49 @@ const KEEPER: &[Key<Settings>] = &[
         keeper.stderr_bytes_max,
         "Standard error logged for one program, and per minute for one that is kept."
     ),
+];
+
+const CELLS: &[Key<Settings>] = &[
     key!(
-        "fence",
+        "back_end",
         "0.1",
         Kind::Choice(&["auto", "cgroup-v2", "cgroup-v1", "process-group"]),
         keeper.back_end,
-        "What keeps a program and all it started together, so that they can be ended as one. `auto` takes the first that works, in this order. Holds until the next start."
+        "What limits a program and keeps it together with all it started, so that they can be ended as one. `auto` takes what the machine has: cgroup v2, then v1, each controller where it is mounted. With `process-group` nothing is limited. `nagaya doctor` says what there is. Holds until the next start."
+    ),
+    key!(
+        "processes_per_tenant",
+        "0.1",
+        count(16, 4_000_000),
+        keeper.processes_per_tenant,
+        "Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb can reach."
     ),
 ];
+
+const RULE_LIMITS: &[Key<Settings>] = &[
+    key!(
+        "instructions",
+        "0.1",
+        count(1_000, 100_000_000),
+        edge.rule_limits.instructions,
+        "Instructions of the Ruby machine. The default is about a millisecond; a rule that looks a host up needs hundreds."
+    ),
+    key!(
+        "memory",
+        "0.1",
+        size(MIB, GIB),
+        edge.rule_limits.memory,
+        "Memory of one edge thread's Ruby machine, with all that rules keep between requests."
+    ),
+];
+
+const RECEIPTS: &[Key<Settings>] = &[key!(
+    "allow",
+    "0.1",
+    Kind::Networks,
+    edge.receipts.allow,
+    "Clients whose responses carry `Server-Timing` and `Nagaya-Receipt`. The access log and `/metrics` have the same numbers for all requests."
+)];
 
 const LIMITS: &[Key<Settings>] = &[
     key!(

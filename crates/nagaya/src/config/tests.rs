@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use super::mistake::Mistake;
+use nagaya_rules::{OnError, Phase, RuleFile};
+
+use super::mistake::{Mistake, Severity};
 use super::read::read;
 use super::schema::{LISTEN, SECTIONS};
 use super::settings::Settings;
@@ -100,8 +102,69 @@ fn hints_name_what_was_probably_meant() {
         hint("[[listen]]\naddress = '0.0.0.0:443'\ntls = true"),
         "set certificates in [tls] to the directory that holds them"
     );
+    assert_eq!(hint("[keeper]\nfence = 'auto'"), "it is now back_end in [cells]");
+    assert_eq!(hint("listen = '0.0.0.0:80'"), "write [[listen]] with address = \"0.0.0.0:80\" below it");
+    assert_eq!(
+        hint("[rules]\nfile = '/a'"),
+        "write [[rules]] with file = \"/etc/nagaya/rules/limits.rb\" and phase = \"access_checker\" below it"
+    );
+    assert_eq!(hint("[[rules]]\nfile = '/a'\nphase = 'acces_checker'"), "did you mean \"access_checker\"?");
+    assert_eq!(hint("[[rules]]\nphase = 'fixups'"), "add file = \"/etc/nagaya/rules/limits.rb\"");
+    assert_eq!(hint("[rule_limit]\nmemory = '2MiB'"), "did you mean 'rule_limits'?");
     assert_eq!(hint("[log]\nformat = 'jsn'"), "did you mean \"json\"?");
     assert_eq!(hint("[edge]\nuser = 'no-such-user-here'").split(':').next(), Some("create it"));
+}
+
+#[test]
+fn rules_are_read_in_order_and_each_once() {
+    let text = "[[rules]]\nfile = '/a.rb'\nphase = 'fixups'\ncache = true\n\n\
+                [[rules]]\nphase = 'access_checker'\nfile = '/a.rb'\non_error = 'refuse'\n\n\
+                [[rules]]\nphase = 'fixups'\nfile = '/a.rb'\n\n\
+                [[rules]]\nphase = 'fixups'\nfile = 'relative.rb'\n\n\
+                [rule_limits]\ninstructions = 999\nmemory = '2MiB'\n\
+                [receipts]\nallow = ['::1']\n";
+    let (settings, mistakes) = read(Path::new("nagaya.toml"), text);
+    let found: Vec<_> = mistakes.iter().map(|m| format!("{}:{} {}", m.line, m.column, m.what)).collect();
+    assert_eq!(
+        found,
+        [
+            "13:8 /a.rb is listed twice for fixups",
+            "17:8 rules.file: 'relative.rb' is not an absolute path",
+            "20:16 rule_limits.instructions: 999 is out of range",
+        ]
+    );
+    let rules = &settings.edge.rules;
+    assert_eq!((rules[0].phase, rules[0].cache), (Phase::Fixups, true));
+    assert_eq!((rules[1].phase, rules[1].on_error), (Phase::AccessChecker, OnError::Refuse));
+    assert_eq!(settings.edge.rule_limits.memory, 2 << 20);
+    assert_eq!(settings.edge.receipts.allow, ["::1"]);
+}
+
+#[test]
+fn rule_files_are_compiled_when_the_configuration_is_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("good.rb"), "x = 1\n").unwrap();
+    std::fs::write(dir.path().join("bad.rb"), "x = 1\nif x ==\nend\n").unwrap();
+    let mut settings = Settings::default();
+    for name in ["good.rb", "bad.rb", "missing.rb"] {
+        let path = dir.path().join(name);
+        settings.edge.rules.push(RuleFile {
+            phase: Phase::AccessChecker,
+            path,
+            cache: false,
+            on_error: OnError::Pass,
+        });
+    }
+    let found = super::check_rules(&settings);
+    let places: Vec<_> = found
+        .iter()
+        .map(|m| (m.file.file_name().unwrap().to_str().unwrap(), m.line, m.code.as_str(), m.severity))
+        .collect();
+    let expected =
+        [("bad.rb", 3, "NGY0602", Severity::Error), ("missing.rb", 0, "NGY0601", Severity::Warning)];
+    assert_eq!(places, expected);
+    assert!(found[0].to_string().contains("bad.rb:3: "), "{}", found[0]);
+    assert!(found[1].to_string().contains("missing.rb: warning: "), "{}", found[1]);
 }
 
 #[test]
@@ -158,14 +221,15 @@ fn the_defaults_pass_their_own_checks() {
 
 #[test]
 fn a_dumped_configuration_reads_back_the_same() {
-    let text = "node = 'n1'\n[[listen]]\naddress = '127.0.0.1:8080'\n[edge]\nthreads = 3\ntrusted_proxies = ['10.0.0.0/8']\n[edge.limits]\nhead_timeout = '1500ms'\n[log]\naccess = '/var/log/a.log'\naccess_format = 'json'\n";
+    let text = "node = 'n1'\n[[listen]]\naddress = '127.0.0.1:8080'\n[edge]\nthreads = 3\ntrusted_proxies = ['10.0.0.0/8']\n[edge.limits]\nhead_timeout = '1500ms'\n[log]\naccess = '/var/log/a.log'\naccess_format = 'json'\n[[rules]]\nphase = 'log_transaction'\nfile = '/etc/a.rb'\n";
     let (settings, mistakes) = read(Path::new("nagaya.toml"), text);
     assert_eq!(mistakes, []);
     let (again, mistakes) = read(Path::new("nagaya.toml"), &dump(&settings));
     assert_eq!(mistakes.iter().filter(|m| m.code != "NGY0106").count(), 0);
     assert_eq!(dump(&again), dump(&settings));
     assert_eq!(again.edge.limits.head_ms, 1500);
-    assert_eq!(LISTEN.len(), 2);
+    assert_eq!(again.edge.rules, settings.edge.rules);
+    assert_eq!(LISTEN.keys.len(), 2);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::time::Duration;
 use nagaya_base::units;
 use nagaya_edge::options::LogFormat as AccessFormat;
 use nagaya_keeper::BackEnd;
+use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
 
 use super::mistake::{INVALID, PATH, Problem, WRONG_TYPE};
@@ -406,6 +407,14 @@ macro_rules! word_field {
 }
 
 word_field!(LogFormat: Auto = "auto", Text = "text", Json = "json");
+word_field!(
+    Phase:
+    PostReadRequest = "post_read_request",
+    AccessChecker = "access_checker",
+    Fixups = "fixups",
+    LogTransaction = "log_transaction"
+);
+word_field!(OnError: Pass = "pass", Refuse = "refuse");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(
     BackEnd: Auto = "auto",

@@ -25,7 +25,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("edge.user", running.identity.user == new.identity.user);
     keep("edge.uid", running.identity.uid == new.identity.uid);
     keep("edge.threads", running.edge.threads == new.edge.threads);
-    keep("keeper.fence", running.keeper.back_end == new.keeper.back_end);
+    keep("cells.back_end", running.keeper.back_end == new.keeper.back_end);
     let mut merged = Settings {
         log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
@@ -47,11 +47,19 @@ mod tests {
         let mut new = Settings::default();
         new.edge.limits.head_bytes = 2048;
         new.edge.threads = 7;
+        new.edge.rule_limits.instructions = 5_000;
+        new.edge.receipts.allow.push("::1".into());
+        new.keeper.processes_per_tenant = 64;
+        new.keeper.back_end = nagaya_keeper::BackEnd::ProcessGroup;
         new.log.level = "debug".into();
         new.listen.clear();
         let (merged, held) = merge(&running, new);
-        assert_eq!(held, ["listen", "edge.threads"]);
+        assert_eq!(held, ["listen", "edge.threads", "cells.back_end"]);
         assert_eq!(merged.edge.limits.head_bytes, 2048);
+        assert_eq!(merged.edge.rule_limits.instructions, 5_000);
+        assert_eq!(merged.edge.receipts.allow, ["::1"]);
+        assert_eq!(merged.keeper.processes_per_tenant, 64);
+        assert_eq!(merged.keeper.back_end, running.keeper.back_end);
         assert_eq!(merged.edge.threads, running.edge.threads);
         assert_eq!(merged.listen, running.listen);
         assert_eq!(merged.log.level, "debug");
