@@ -162,7 +162,7 @@ fn errors_are_problem_documents() {
         (Method::GET, "/v1/sites?limit=0", "", 400, "NGY0220"),
         (Method::POST, "/v1/import?mode=both", "", 400, "NGY0220"),
         (Method::GET, "/", "", 404, "NGY0220"),
-        (Method::PUT, "/v1/sites/s", &" ".repeat(1 << 20), 413, "NGY0220"),
+        (Method::PUT, "/v1/sites/s", &" ".repeat(2 * nagaya_cmdb::store::RECORD_LEN_MAX + 1), 413, "NGY0220"),
     ] {
         let response = world.send(Request::builder().method(method.clone()).uri(path), body);
         let problem: Problem = serde_json::from_slice(response.body()).expect(path);

@@ -3,9 +3,11 @@
 //! One file per command; here they are named and dispatched. Not here: what they do to records (`admin::Api`), running
 //! a node (`supervisor`).
 
+mod cells;
 mod config;
 mod doctor;
 mod error;
+mod explain;
 mod limits;
 mod output;
 mod setting;
@@ -61,6 +63,19 @@ enum Command {
     /// Show the running node
     #[command(after_help = "Examples:\n  nagaya status\n  nagaya status --json | jq .processes")]
     Status(Format),
+    /// Show who uses how much, and their limits
+    #[command(after_help = CELLS_EXAMPLES)]
+    Cells(cells::Cells),
+    /// Explain one request: where its time went, and what limited it
+    #[command(
+        after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json"
+    )]
+    Explain {
+        /// As error pages, the access log and Nagaya-Receipt show it: 32 hexadecimal digits
+        id: String,
+        #[command(flatten)]
+        format: Format,
+    },
     /// Show what this machine offers, what is off, and how to turn it on
     #[command(
         after_help = "Examples:\n  nagaya doctor\n  nagaya doctor --json | jq '.[] | select(.state != \"ok\")'"
@@ -108,6 +123,11 @@ Examples:
   nagaya site list --tenant demo
   nagaya site export --json > sites.jsonl";
 
+const CELLS_EXAMPLES: &str = "\
+Examples:
+  nagaya cells --watch                         who uses how much now
+  nagaya cells --tenant demo --json";
+
 const SETTING_EXAMPLES: &str = "\
 Examples:
   nagaya setting set www.example.org 20%
@@ -124,6 +144,10 @@ pub fn run() -> ExitCode {
         Command::CheckConfig(format) => config::check(config.as_deref(), format),
         Command::Config(command) => config::run(&command, config.as_deref()),
         Command::Status(format) => place(config.as_deref()).and_then(|place| status::run(&place, format)),
+        Command::Cells(command) => place(config.as_deref()).and_then(|place| cells::run(&command, &place)),
+        Command::Explain { id, format } => {
+            place(config.as_deref()).and_then(|place| explain::run(&id, format, &place))
+        }
         Command::Doctor(format) => doctor::run(config.as_deref(), format),
         Command::Error { code } => error::run(&code),
         Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
@@ -195,7 +219,7 @@ mod tests {
 
     #[test]
     fn the_examples_of_the_help_are_commands() {
-        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES, SETTING_EXAMPLES].join("\n");
+        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES, CELLS_EXAMPLES, SETTING_EXAMPLES].join("\n");
         let examples: Vec<_> = lines.lines().filter_map(|line| line.trim().strip_prefix("nagaya ")).collect();
         assert!(examples.len() >= 8);
         for example in examples {

@@ -141,8 +141,7 @@ impl Access {
         match Client::open(&place.admin_socket) {
             Ok(client) => return Ok(Self::Node(client)),
             // No socket, or one that a node left behind when it was killed.
-            Err(ClientError::Connect { error, .. })
-                if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {}
+            Err(ClientError::Connect { error, .. }) if is_absent(&error) => {}
             Err(error) => return Err(error.into()),
         }
         let (store, socket) = (place.store.clone(), place.admin_socket.clone());
@@ -246,6 +245,22 @@ impl Access {
     }
 }
 
+/// Asks a node that must run for what only it can tell.
+pub fn ask_node(place: &Place, path: &str) -> Result<Value, CliError> {
+    let client = Client::open(&place.admin_socket).map_err(|error| match error {
+        ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
+            "no node runs here: nothing answers at {}; `nagaya serve` starts one",
+            path.display()
+        )),
+        other => other.into(),
+    })?;
+    Access::Node(client).get(path).map(|reply| reply.0)
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
 /// The JSON of an answer that is not an error.
 #[derive(Debug)]
 pub struct Reply(pub Value);
@@ -321,6 +336,13 @@ impl Columns {
         self.write(&mut out).and_then(|()| out.flush()).map_err(CliError::Output)
     }
 
+    /// What `print` prints.
+    pub fn text(&self) -> String {
+        let mut out = Vec::new();
+        self.write(&mut out).expect("writing to memory does not fail");
+        String::from_utf8(out).expect("columns are text")
+    }
+
     fn write(&self, out: &mut impl Write) -> io::Result<()> {
         let columns = self.rows[0].len();
         let width = |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max();
@@ -372,6 +394,15 @@ fn flatten(prefix: &str, value: &Value, to: &mut Vec<(String, String)>) {
 /// A text without its quotes.
 pub fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
+}
+
+/// A text from outside without what a terminal would obey.
+pub fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() { shown.extend(c.escape_debug()) } else { shown.push(c) }
+    }
+    shown
 }
 
 #[cfg(test)]

@@ -10,32 +10,16 @@ use nagaya_base::units::format_bytes;
 use serde_json::Value;
 
 use super::output::{self, CliError, Format, Place, plain};
-use crate::admin::{Client, ClientError};
 
 /// Exit status 1 if the node does not serve.
 pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
-    let client = Client::open(&place.admin_socket).map_err(|error| match error {
-        ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
-            "no node runs here: nothing answers at {}; `nagaya serve` starts one",
-            path.display()
-        )),
-        other => other.into(),
-    })?;
-    let request = http::Request::get("/v1/status").header(http::header::HOST, "localhost");
-    let request = request.body(bytes::Bytes::new()).expect("a constant path is a valid request");
-    let answer = client.call(request)?;
-    let status: Value = serde_json::from_slice(answer.body())
-        .map_err(|error| CliError::Usage(format!("the node's answer is not JSON: {error}")))?;
+    let status = output::ask_node(place, "/v1/status")?;
     if format.json {
         output::print_json(&status)?;
     } else {
         output::print(screen(&status).trim_end())?;
     }
     Ok(if status["healthy"] == Value::Bool(true) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-fn is_absent(error: &std::io::Error) -> bool {
-    matches!(error.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused)
 }
 
 fn screen(status: &Value) -> String {

@@ -1,0 +1,227 @@
+//! `nagaya cells`: the tree of cells with their limits and use, once or every second with rates.
+//!
+//! Not here: measuring (`nagaya_keeper::cells`), the order and shape of the rows (`rows`).
+
+mod rows;
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nagaya_base::{Clock, Code, SystemClock};
+use nagaya_cmdb::cell::Limits;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::output::{self, CliError, Format, Place, printable};
+
+/// Between two looks of `--watch`.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Puts the cursor into the upper left corner and clears what is below it (ECMA-48).
+const CLEAR: &str = "\x1b[H\x1b[J";
+
+#[derive(Debug, clap::Args)]
+pub struct Cells {
+    /// Look again every second, and show rates, until Ctrl-C
+    #[arg(long)]
+    pub watch: bool,
+    /// Only this tenant's
+    #[arg(long)]
+    pub tenant: Option<String>,
+    /// Show so many at most, those that use most
+    #[arg(long, value_name = "N", default_value_t = 30)]
+    pub limit: usize,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+/// The keeper's answer.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Tree {
+    missing: Vec<Missing>,
+    cells: Vec<Cell>,
+    /// Cells it has beyond those it listed.
+    left_out: usize,
+}
+
+#[derive(Debug, Deserialize)]
+struct Missing {
+    controller: Option<String>,
+    why: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Cell {
+    path: String,
+    tenant: Option<String>,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default)]
+    usage: Usage,
+    pressure: Option<Pressure>,
+    /// Requests that run in it now.
+    #[serde(default)]
+    requests: u64,
+}
+
+/// Since the cell was made. None: its controller is missing.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(default)]
+struct Usage {
+    cpu_us: Option<u64>,
+    throttled_us: Option<u64>,
+    read_bytes: Option<u64>,
+    write_bytes: Option<u64>,
+    processes: Option<u64>,
+    memory_bytes: Option<u64>,
+}
+
+/// Share of the last ten seconds in which something waited, in percent.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(default)]
+struct Pressure {
+    cpu: Option<f64>,
+    io: Option<f64>,
+    memory: Option<f64>,
+}
+
+/// Between two looks, each per second.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+struct Rates {
+    /// Of one core.
+    cpu_percent: f64,
+    throttled_percent: f64,
+    read_bytes: f64,
+    write_bytes: f64,
+}
+
+impl Rates {
+    /// A cell that began anew between the looks has less than before: that counts as none.
+    #[expect(clippy::cast_precision_loss, reason = "nobody sees the last of 53 bits on a screen")]
+    fn between(before: Usage, now: Usage, elapsed: Duration) -> Self {
+        let seconds = elapsed.as_secs_f64().max(1e-6);
+        let rate = |before: Option<u64>, now: Option<u64>| {
+            now.unwrap_or(0).saturating_sub(before.unwrap_or(0)) as f64 / seconds
+        };
+        // A hundredth of a second's worth of microseconds is one percent.
+        Self {
+            cpu_percent: rate(before.cpu_us, now.cpu_us) / 1e4,
+            throttled_percent: rate(before.throttled_us, now.throttled_us) / 1e4,
+            read_bytes: rate(before.read_bytes, now.read_bytes),
+            write_bytes: rate(before.write_bytes, now.write_bytes),
+        }
+    }
+}
+
+pub fn run(command: &Cells, place: &Place) -> Result<ExitCode, CliError> {
+    let result = if command.watch { watch(command, place) } else { once(command, place) };
+    output::end(result, command.format)
+}
+
+fn once(command: &Cells, place: &Place) -> Result<(), CliError> {
+    let mut answer = ask(place)?;
+    if command.format.json {
+        keep_tenant(&mut answer, command.tenant.as_deref());
+        return output::print_json(&answer);
+    }
+    let tree = read(answer)?;
+    output::print(screen(command, &tree, None).trim_end())
+}
+
+fn watch(command: &Cells, place: &Place) -> Result<(), CliError> {
+    let clear = if io::stdout().is_terminal() { CLEAR } else { "" };
+    let mut before: Option<(Instant, HashMap<String, Usage>)> = None;
+    loop {
+        let text = match ask(place) {
+            Ok(answer) => {
+                let now = SystemClock.now();
+                let tree = read(answer.clone())?;
+                let last = before.replace((now, usages(&tree)));
+                let rates = last.map(|(then, usages)| rates(&tree, &usages, now.duration_since(then)));
+                match rates {
+                    None => None,
+                    Some(rates) if command.format.json => Some(with_rates(answer, command, &rates)),
+                    Some(rates) => Some(screen(command, &tree, Some(&rates))),
+                }
+            }
+            // The keeper is started anew: its cells begin anew too.
+            Err(CliError::Refused(problem)) if problem.code == Code(510).to_string() => {
+                before = None;
+                (!command.format.json).then(|| format!("{problem}\n"))
+            }
+            Err(error) => return Err(error),
+        };
+        if let Some(text) = text {
+            let mut out = io::stdout().lock();
+            write!(out, "{clear}{text}").and_then(|()| out.flush()).map_err(CliError::Output)?;
+        }
+        thread::sleep(INTERVAL);
+    }
+}
+
+fn ask(place: &Place) -> Result<Value, CliError> {
+    output::ask_node(place, "/v1/cells")
+}
+
+fn read(answer: Value) -> Result<Tree, CliError> {
+    serde_json::from_value(answer)
+        .map_err(|error| CliError::Usage(format!("the tree is of another version of nagaya: {error}")))
+}
+
+fn usages(tree: &Tree) -> HashMap<String, Usage> {
+    tree.cells.iter().map(|cell| (cell.path.clone(), cell.usage)).collect()
+}
+
+/// By path; only cells that were there before.
+fn rates(tree: &Tree, before: &HashMap<String, Usage>, elapsed: Duration) -> HashMap<String, Rates> {
+    let rate = |cell: &Cell| {
+        let rates = Rates::between(*before.get(&cell.path)?, cell.usage, elapsed);
+        Some((cell.path.clone(), rates))
+    };
+    tree.cells.iter().filter_map(rate).collect()
+}
+
+fn keep_tenant(answer: &mut Value, tenant: Option<&str>) {
+    if let (Some(tenant), Some(cells)) = (tenant, answer["cells"].as_array_mut()) {
+        cells.retain(|cell| cell["tenant"] == tenant);
+    }
+}
+
+/// The keeper's answer in one line, each cell with its rates.
+fn with_rates(mut answer: Value, command: &Cells, rates: &HashMap<String, Rates>) -> String {
+    keep_tenant(&mut answer, command.tenant.as_deref());
+    for cell in answer["cells"].as_array_mut().into_iter().flatten() {
+        let rates = cell["path"].as_str().and_then(|path| rates.get(path));
+        cell["rates"] = serde_json::to_value(rates).unwrap_or_default();
+    }
+    format!("{answer}\n")
+}
+
+fn screen(command: &Cells, tree: &Tree, rates: Option<&HashMap<String, Rates>>) -> String {
+    let (rows, hidden) = rows::of(tree, command.tenant.as_deref(), command.limit, rates);
+    let mut out = rows::table(&rows, rates.is_some()).text();
+    if rows.is_empty() {
+        let whose =
+            command.tenant.as_deref().map_or_else(String::new, |tenant| format!(" of tenant '{tenant}'"));
+        out = format!("there is no cell{whose} now: cells come with the first request\n");
+    }
+    if hidden > 0 {
+        let _ = writeln!(out, "\n{hidden} cells that use less are not shown: see --limit and --tenant");
+    }
+    if tree.left_out > 0 {
+        let _ = writeln!(out, "\n{} more cells were not looked at", tree.left_out);
+    }
+    for missing in &tree.missing {
+        let what = missing.controller.as_deref().unwrap_or("fence");
+        let _ = writeln!(out, "\n{} does nothing here: {}", what.to_lowercase(), printable(&missing.why));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

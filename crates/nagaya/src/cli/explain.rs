@@ -1,0 +1,285 @@
+//! `nagaya explain ID`: one request's receipt, for a person to read.
+//!
+//! Not here: what is written on receipts and how long they are kept (`nagaya_edge`).
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use nagaya_base::units::format_bytes;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::output::{self, CliError, Format, Place, escape, printable};
+
+/// Length of the longest bar, in characters.
+const BAR_LEN: usize = 40;
+
+pub fn run(id: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
+    let explained = output::ask_node(place, &format!("/v1/requests/{}", escape(id)));
+    output::end(explained.and_then(|receipt| print(receipt, format)), format)
+}
+
+fn print(receipt: Value, format: Format) -> Result<(), CliError> {
+    if format.json {
+        return output::print_json(&receipt);
+    }
+    let receipt: Receipt = serde_json::from_value(receipt)
+        .map_err(|error| CliError::Usage(format!("the receipt is of another version of nagaya: {error}")))?;
+    output::print(screen(&receipt).trim_end())
+}
+
+/// The edge's JSON. What a request has not is absent or null.
+#[derive(Debug, Deserialize)]
+struct Receipt {
+    id: String,
+    time: Option<String>,
+    method: Option<String>,
+    host: Option<String>,
+    target: Option<String>,
+    status: Option<u16>,
+    site: Option<String>,
+    tenant: Option<String>,
+    node: Option<String>,
+    cell: Option<String>,
+    #[serde(default)]
+    limits: Vec<Limit>,
+    #[serde(default)]
+    named: Vec<Value>,
+    lane: Option<String>,
+    demoted: Option<u64>,
+    refusal: Option<Refusal>,
+    #[serde(default)]
+    spans: Vec<Span>,
+    #[serde(default)]
+    usage: Usage,
+    took_us: u64,
+}
+
+/// One limit that held, and who set it.
+#[derive(Debug, Deserialize)]
+struct Limit {
+    what: String,
+    value: Value,
+    from: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Refusal {
+    reason: String,
+    code: Option<String>,
+}
+
+/// A stretch of the request's time.
+#[derive(Debug, Deserialize)]
+struct Span {
+    name: String,
+    us: u64,
+    why: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Usage {
+    cpu_us: u64,
+    read_bytes: u64,
+    write_bytes: u64,
+    throttled_us: u64,
+}
+
+fn screen(receipt: &Receipt) -> String {
+    let mut out = String::new();
+    head(receipt, &mut out);
+    times(receipt, &mut out);
+    limits(receipt, &mut out);
+    used(&receipt.usage, &mut out);
+    out
+}
+
+fn head(receipt: &Receipt, out: &mut String) {
+    let text = |text: &Option<String>, absent: &str| text.as_deref().map_or(absent.into(), printable);
+    let status = receipt.status.map_or("no answer".into(), |status| status.to_string());
+    let (method, host) = (text(&receipt.method, "(no method)"), text(&receipt.host, ""));
+    let target = text(&receipt.target, "");
+    let _ = writeln!(out, "{method} {host}{target}: {status} in {}", duration(receipt.took_us));
+    let mut field = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            let _ = writeln!(out, "  {name:7} {}", printable(&value));
+        }
+    };
+    field("id", Some(receipt.id.clone()));
+    field("time", receipt.time.clone());
+    field("node", receipt.node.clone());
+    let tenant = receipt.tenant.as_ref().map_or_else(String::new, |tenant| format!(" of tenant {tenant}"));
+    field("site", receipt.site.as_ref().map(|site| format!("{site}{tenant}")));
+    field("cell", receipt.cell.clone());
+    field("lane", receipt.lane.clone());
+    field(
+        "refused",
+        receipt.refusal.as_ref().map(|refusal| match &refusal.code {
+            Some(code) => format!("{}: see `nagaya error {code}`", refusal.reason),
+            None => refusal.reason.clone(),
+        }),
+    );
+}
+
+fn times(receipt: &Receipt, out: &mut String) {
+    let _ = writeln!(out, "\nWhere the time went");
+    let known: u64 = receipt.spans.iter().map(|span| span.us).sum();
+    let rest = receipt.took_us.saturating_sub(known);
+    let rest = (rest > 0).then(|| Span { name: "the rest".into(), us: rest, why: None });
+    let spans: Vec<&Span> = receipt.spans.iter().chain(&rest).filter(|span| span.us > 0).collect();
+    let whole = receipt.took_us.max(known).max(1);
+    let width = spans.iter().map(|span| span.name.chars().count()).max().unwrap_or(0);
+    for span in &spans {
+        // Thousandths, rounded.
+        let share = (u128::from(span.us) * 1000 + u128::from(whole) / 2) / u128::from(whole);
+        let bar = usize::try_from(share).map_or(BAR_LEN, |share| (share * BAR_LEN).div_ceil(1000));
+        let why = span.why.as_deref().map_or_else(String::new, printable);
+        let line = format!(
+            "  {:width$}  {:>10}  {:>3}.{}%  {:BAR_LEN$}  {why}",
+            printable(&span.name),
+            duration(span.us),
+            share / 10,
+            share % 10,
+            "#".repeat(bar),
+        );
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    if spans.is_empty() {
+        let _ = writeln!(out, "  it took no time that can be measured");
+    }
+}
+
+fn limits(receipt: &Receipt, out: &mut String) {
+    let _ = writeln!(out, "\nWhat limited it");
+    let text = |value: &Value| printable(&output::plain(value));
+    let value_width = receipt.limits.iter().map(|limit| text(&limit.value).chars().count()).max();
+    let what_width = receipt.limits.iter().map(|limit| limit.what.chars().count()).max();
+    let (value_width, what_width) = (value_width.unwrap_or(0), what_width.unwrap_or(0));
+    for limit in &receipt.limits {
+        let from =
+            limit.from.as_deref().map_or_else(String::new, |from| format!("set by {}", printable(from)));
+        let (what, value) = (printable(&limit.what), text(&limit.value));
+        let line = format!("  {what:what_width$}  {value:value_width$}  {from}");
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    for named in &receipt.named {
+        let _ = writeln!(out, "  in named cell {}", text(named));
+    }
+    if let Some(times) = receipt.demoted.filter(|times| *times > 0) {
+        let steps = if times == 1 { "one step".into() } else { format!("{times} steps") };
+        let _ = writeln!(out, "  slowed down by {steps} while it ran, for the CPU time it had used");
+    }
+    let none = receipt.limits.is_empty() && receipt.named.is_empty() && receipt.demoted.unwrap_or(0) == 0;
+    if none {
+        let _ = writeln!(out, "  nothing");
+    }
+}
+
+fn used(usage: &Usage, out: &mut String) {
+    let Usage { cpu_us, read_bytes, write_bytes, throttled_us } = usage;
+    let _ = writeln!(out, "\nWhat it used");
+    let _ = writeln!(out, "  CPU time   {}", duration(*cpu_us));
+    let _ = writeln!(out, "  read       {}", format_bytes(*read_bytes));
+    let _ = writeln!(out, "  written    {}", format_bytes(*write_bytes));
+    if *throttled_us > 0 {
+        let _ = writeln!(out, "  throttled  {}: its CPU quota was used up", duration(*throttled_us));
+    }
+}
+
+/// `950 us`, `12.3 ms`, `4.2 s`: three digits or so.
+fn duration(us: u64) -> String {
+    let tenths = |unit: u64| format!("{}.{}", us / unit, us % unit * 10 / unit);
+    match us {
+        0..1_000 => format!("{us} us"),
+        1_000..1_000_000 => format!("{} ms", tenths(1_000)),
+        _ => format!("{} s", tenths(1_000_000)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn shown(receipt: Value) -> String {
+        screen(&serde_json::from_value(receipt).unwrap())
+    }
+
+    #[test]
+    fn a_slow_request_says_where_its_time_went_and_who_limited_it() {
+        let text = shown(json!({
+            "id": "0123456789abcdef0123456789abcdef", "time": "2026-11-20T12:00:00Z", "method": "GET",
+            "host": "wiki.test", "target": "/cpu.cgi?n=1", "status": 200, "site": "wiki", "tenant": "demo", "node": "n1",
+            "cell": "demo/wiki/r3", "lane": "slow", "demoted": 2, "refusal": null,
+            "limits": [
+                {"what": "cpu", "value": "10%", "from": "rule /etc/nagaya/rules/cpu.rb"},
+                {"what": "processes", "value": 64, "from": "the record of tenant demo"},
+            ],
+            "named": ["httpd-limited (blkio)"],
+            "spans": [
+                {"name": "in line", "us": 250_000, "why": "20 requests ran in lane slow"},
+                {"name": "program", "us": 700_000, "why": null},
+            ],
+            "usage": {"cpu_us": 70_000, "read_bytes": 4096, "write_bytes": 0, "throttled_us": 600_000},
+            "took_us": 1_000_000, "kept": 8000,
+        }));
+        let expected = "\
+GET wiki.test/cpu.cgi?n=1: 200 in 1.0 s
+  id      0123456789abcdef0123456789abcdef
+  time    2026-11-20T12:00:00Z
+  node    n1
+  site    wiki of tenant demo
+  cell    demo/wiki/r3
+  lane    slow
+
+Where the time went
+  in line     250.0 ms   25.0%  ##########                                20 requests ran in lane slow
+  program     700.0 ms   70.0%  ############################
+  the rest     50.0 ms    5.0%  ##
+
+What limited it
+  cpu        10%  set by rule /etc/nagaya/rules/cpu.rb
+  processes  64   set by the record of tenant demo
+  in named cell httpd-limited (blkio)
+  slowed down by 2 steps while it ran, for the CPU time it had used
+
+What it used
+  CPU time   70.0 ms
+  read       4KiB
+  written    0B
+  throttled  600.0 ms: its CPU quota was used up
+";
+        assert_eq!(text, expected, "{text}");
+    }
+
+    #[test]
+    fn a_request_that_was_refused_before_it_was_understood_has_little_to_tell() {
+        let text = shown(json!({
+            "id": "ab", "status": 400, "took_us": 0, "refusal": {"reason": "bad \u{1b}[31m head", "code": "NGY0401"},
+        }));
+        for part in [
+            "(no method) : 400 in 0 us\n",
+            "  refused bad \\u{1b}[31m head: see `nagaya error NGY0401`\n",
+            "it took no time that can be measured",
+            "What limited it\n  nothing\n",
+        ] {
+            assert!(text.contains(part), "{part} is missing in\n{text}");
+        }
+    }
+
+    #[test]
+    fn spans_that_overlap_are_never_more_than_the_whole() {
+        let span = |us: u64| json!({"name": "x", "us": us});
+        let text = shown(json!({"id": "ab", "took_us": 100, "spans": [span(100), span(100), span(0)]}));
+        assert_eq!(text.matches(" 50.0%").count(), 2, "{text}");
+        assert!(!text.contains("the rest"), "{text}");
+    }
+
+    #[test]
+    fn durations_have_the_unit_that_fits() {
+        let shown = [0, 999, 1_000, 12_345, 999_999, 1_000_000, 61_500_000].map(duration);
+        assert_eq!(shown, ["0 us", "999 us", "1.0 ms", "12.3 ms", "999.9 ms", "1.0 s", "61.5 s"]);
+    }
+}
