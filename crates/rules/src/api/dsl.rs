@@ -1,0 +1,357 @@
+//! nagaya's own words for rules: `limit`, `cell`, `lane`, `demote`, `answer`, and what they ask of the request, the node
+//! and the time.
+//!
+//! A word that is not known and an amount that cannot be read raise, so that a limit is never missing because of a
+//! slip. Not here: `request`, `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
+
+use std::thread;
+
+use nagaya_cmdb::cell::{
+    CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope,
+};
+use nagaya_cmdb::record::Amount;
+
+use crate::Phase;
+use crate::facts::{Number, Text};
+use crate::native::{Arg, Call, Native, NativeError, Value};
+use crate::verdict::Level;
+
+use super::request::{self, Direction, Given};
+use super::{compatibility, nginx, units};
+
+const WORDS: &str = "Kernel";
+const REQUEST: &str = "Nagaya::Request";
+const HEADER: &str = "Nagaya::Header";
+const NODE: &str = "Nagaya::Node";
+const NAGAYA: &str = "Nagaya";
+
+pub const NATIVES: &[Native] = &[
+    Native::method(WORDS, "limit", limit),
+    Native::method(WORDS, "cell", cell),
+    Native::method(WORDS, "lane", lane),
+    Native::method(WORDS, "demote", demote),
+    Native::method(WORDS, "answer", answer),
+    Native::method(WORDS, "redirect", redirect),
+    Native::method(WORDS, "log", log),
+    Native::method(REQUEST, "host", |call| request::text(call, Text::Hostname)),
+    Native::method(REQUEST, "path", |call| request::text(call, Text::Path)),
+    Native::method(REQUEST, "query", |call| request::text(call, Text::Query)),
+    Native::method(REQUEST, "method", |call| request::text(call, Text::Method)),
+    Native::method(REQUEST, "scheme", |call| request::text(call, Text::Scheme)),
+    Native::method(REQUEST, "user", |call| request::text(call, Text::User)),
+    Native::method(REQUEST, "address", |call| request::text(call, Text::ClientIp)),
+    Native::method(REQUEST, "tenant", |call| request::text(call, Text::Tenant)),
+    Native::method(REQUEST, "site", |call| request::text(call, Text::Site)),
+    Native::method(REQUEST, "id", |call| request::text(call, Text::RequestId)),
+    Native::method(REQUEST, "length", |call| Ok(call.facts.number(Number::ContentLength).into())),
+    Native::method(REQUEST, "status", |call| Ok(call.facts.number(Number::Status).into())),
+    Native::method(REQUEST, "cpu_ms", |call| {
+        Ok(call.facts.usage().and_then(|usage| i64::try_from(usage.cpu_us / 1000).ok()).into())
+    }),
+    Native::method(REQUEST, "elapsed_ms", |call| {
+        Ok(Value::Int(i64::try_from(call.facts.elapsed_us() / 1000).unwrap_or(i64::MAX)))
+    }),
+    Native::method(HEADER, "[]", |call| request::header(call, Direction::In)),
+    Native::method(NODE, "name", |call| request::text(call, Text::Node)),
+    Native::method(NODE, "load", |call| Ok(call.facts.load()[0].into())),
+    Native::method(NODE, "load5", |call| Ok(call.facts.load()[1].into())),
+    Native::method(NODE, "load15", |call| Ok(call.facts.load()[2].into())),
+    Native::method(NODE, "cores", |_| Ok(Value::Int(cores()))),
+    Native::method(NODE, "running", |call| request::number(call, Number::Running, 0)),
+    Native::singleton(NAGAYA, "seconds", seconds),
+    Native::singleton(NAGAYA, "in_span?", in_span),
+    Native::singleton(NAGAYA, "gap", gap),
+];
+
+// === Limits ===
+
+/// `limit cpu: "20%", write: "5M"`: of the request's own cell.
+fn limit<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "limit")?;
+    if call.args().is_empty() {
+        return Err(NativeError::argument("limit takes words with amounts, such as limit cpu: \"20%\""));
+    }
+    let mut limits = Limits::default();
+    for arg in call.args() {
+        let words = match arg {
+            // What a look-up gives for a host without settings.
+            Arg::Nil => continue,
+            Arg::Map(words) => words,
+            other => return Err(not_words("limit", other)),
+        };
+        let words = Words::read("limit", words, &[])?;
+        if words.limits.memory.is_some() {
+            return Err(NativeError::argument(
+                "limit: memory is a limit of cells and tenants: write it with cell, or in the tenant's record",
+            ));
+        }
+        limits = limits.overlaid(&words.limits);
+    }
+    if !limits.is_empty() {
+        call.verdict.limit(&limits);
+    }
+    Ok(Value::Nil)
+}
+
+/// `cell "batch", cpu: "50%"`: shared by the requests of the tenant that say so; `of: :node` by all tenants'.
+fn cell<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "cell")?;
+    let name =
+        CellName::parse(call.word(0)?).map_err(|error| NativeError::argument(format!("cell: {error}")))?;
+    let words = Words::after_name(call, "cell", &["of"])?;
+    let scope = match words.taken("of") {
+        None => Scope::Tenant,
+        Some(Arg::Symbol("tenant") | Arg::Text(b"tenant")) => Scope::Tenant,
+        Some(Arg::Symbol("node") | Arg::Text(b"node")) => Scope::Node,
+        Some(_) => return Err(NativeError::argument("cell: of: is :tenant or :node")),
+    };
+    let limits = (!words.limits.is_empty()).then_some(words.limits);
+    call.verdict.attach(NamedCell { name, scope, controllers: Controller::ALL.to_vec(), limits })?;
+    Ok(Value::Nil)
+}
+
+/// `demote after: "500ms", cpu: "10%"`.
+fn demote<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "demote")?;
+    call.expect(1, 1)?;
+    let words = match call.any(0) {
+        Arg::Map(words) => Words::read("demote", words, &["after"])?,
+        other => return Err(not_words("demote", other)),
+    };
+    let after = match words.taken("after") {
+        Some(Arg::Text(text)) => units::time_us(&String::from_utf8_lossy(text)),
+        Some(other) => Err(format!("it is {}: write a time such as \"500ms\"", other.kind())),
+        None => Err("is missing: write for example demote after: \"500ms\", cpu: \"10%\"".to_owned()),
+    };
+    let after_cpu_us = after.map_err(|why| NativeError::argument(format!("demote: after: {why}")))?;
+    if words.limits.is_empty() {
+        return Err(NativeError::argument("demote: no limit is named, such as cpu: \"10%\""));
+    }
+    call.verdict.demote(Demotion { after_cpu_us, limits: words.limits })?;
+    Ok(Value::Nil)
+}
+
+/// `lane "reports", run: 5`.
+fn lane<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "lane")?;
+    let name = call.word(0)?;
+    let wrong =
+        || NativeError::argument("lane: run: is how many run at once, such as lane \"reports\", run: 5");
+    call.expect(1, 2)?;
+    let Arg::Map(words) = call.any(1) else {
+        return Err(wrong());
+    };
+    let [(key, Arg::Int(run))] = words.as_slice() else {
+        return Err(wrong());
+    };
+    let run =
+        u32::try_from(*run).ok().filter(|run| *run > 0 && word(key) == Some("run")).ok_or_else(wrong)?;
+    call.verdict.set_lane(name, run)?;
+    Ok(Value::Nil)
+}
+
+/// Words with amounts, read.
+struct Words<'a> {
+    limits: Limits,
+    /// Those the caller asked for.
+    taken: Vec<(&'static str, &'a Arg<'a>)>,
+}
+
+/// One word of the four that mean a disk, in the order of `IoLimit`.
+type Rates = [Option<u64>; 4];
+
+impl<'a> Words<'a> {
+    /// What follows a name.
+    fn after_name(call: &Call<'a>, of: &str, take: &[&'static str]) -> Result<Self, NativeError> {
+        call.expect(1, 2)?;
+        match call.any(1) {
+            Arg::Nil => Self::read(of, &[], take),
+            Arg::Map(words) => Self::read(of, words, take),
+            other => Err(not_words(of, other)),
+        }
+    }
+
+    fn read(of: &str, words: &'a [(Arg<'a>, Arg<'a>)], take: &[&'static str]) -> Result<Self, NativeError> {
+        let mut read = Self { limits: Limits::default(), taken: Vec::new() };
+        let mut rates: Rates = [None; 4];
+        let mut device = Device::Root;
+        for (key, value) in words {
+            let key =
+                word(key).ok_or_else(|| NativeError::argument(format!("{of}: a word is {}", key.kind())))?;
+            if let Some(taken) = take.iter().find(|taken| **taken == key) {
+                read.taken.push((taken, value));
+            } else if *value != Arg::Nil {
+                let wrong = |why: String| NativeError::argument(format!("{of}: {key}: {why}"));
+                if key == "device" {
+                    device = text(value).and_then(|text| text.parse().map_err(show)).map_err(wrong)?;
+                } else if !rate(&mut rates, key, value).map_err(wrong)? {
+                    amount(&mut read.limits, key, value).map_err(wrong)?;
+                }
+            }
+        }
+        let [read_bps, write_bps, read_iops, write_iops] = rates;
+        if rates != [None; 4] {
+            read.limits.io.push(IoLimit { device, read_bps, write_bps, read_iops, write_iops });
+        }
+        Ok(read)
+    }
+
+    fn taken(&self, key: &str) -> Option<&'a Arg<'a>> {
+        self.taken.iter().find(|(taken, _)| *taken == key).map(|(_, value)| *value)
+    }
+}
+
+fn rate(rates: &mut Rates, key: &str, value: &Arg<'_>) -> Result<bool, String> {
+    let at = match key {
+        "read" => 0,
+        "write" => 1,
+        "read_iops" => 2,
+        "write_iops" => 3,
+        _ => return Ok(false),
+    };
+    let read = if at < 2 { Amount::rate } else { Amount::iops };
+    rates[at] = measure(value, read)?;
+    Ok(true)
+}
+
+fn amount(limits: &mut Limits, key: &str, value: &Arg<'_>) -> Result<(), String> {
+    match key {
+        "cpu" => limits.cpu = measure(value, Amount::cpu)?.map(CpuQuota::of_core),
+        "cpu_shares" => limits.cpu_shares = Some(shares(value)?),
+        "processes" => limits.processes = measure(value, Amount::processes)?,
+        "memory" => limits.memory = measure(value, Amount::memory)?,
+        "cpus" => {
+            let list = text(value)?;
+            if !units::is_cpu_list(list) {
+                return Err(format!("'{}' is not a list such as \"0-1,3\"", list.escape_debug()));
+            }
+            limits.cpus = Some(list.into());
+        }
+        other => {
+            return Err(format!("there is no limit '{}'; there are {LIMITS}", other.escape_debug()));
+        }
+    }
+    Ok(())
+}
+
+const LIMITS: &str =
+    "cpu, cpu_shares, read, write, read_iops, write_iops, device, processes, memory and cpus";
+
+fn shares(value: &Arg<'_>) -> Result<u32, String> {
+    use nagaya_cmdb::cell::{CPU_SHARES_MAX, CPU_SHARES_MIN};
+    let shares = match value {
+        Arg::Int(shares) => u32::try_from(*shares).ok(),
+        other => text(other)?.parse().ok(),
+    };
+    let shares = shares.filter(|shares| (CPU_SHARES_MIN..=CPU_SHARES_MAX).contains(shares));
+    shares.ok_or_else(|| format!("it is a number from {CPU_SHARES_MIN} to {CPU_SHARES_MAX}"))
+}
+
+/// An amount as records have it.
+fn measure<T>(value: &Arg<'_>, read: fn(&Amount) -> Result<Option<T>, String>) -> Result<Option<T>, String> {
+    let amount = match value {
+        Arg::Int(number) => Amount::from(u64::try_from(*number).map_err(|_| format!("{number} is below 0"))?),
+        Arg::Float(number) => Amount::new(&number.to_string()),
+        other => Amount::new(text(other)?),
+    };
+    read(&amount).map_err(|why| format!("'{}' {why}", amount.as_str().escape_debug()))
+}
+
+fn text<'a>(value: &Arg<'a>) -> Result<&'a str, String> {
+    match value {
+        Arg::Text(bytes) => std::str::from_utf8(bytes).map_err(|_| "it is not UTF-8".to_owned()),
+        other => Err(format!("it is {}, and must be a String", other.kind())),
+    }
+}
+
+fn word<'a>(key: &Arg<'a>) -> Option<&'a str> {
+    match key {
+        Arg::Symbol(name) => Some(name),
+        Arg::Text(bytes) => std::str::from_utf8(bytes).ok(),
+        _ => None,
+    }
+}
+
+fn show(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+fn not_words(of: &str, given: &Arg<'_>) -> NativeError {
+    NativeError::wrong_type(format!(
+        "{of} takes words with amounts, such as cpu: \"20%\", and not {}",
+        given.kind()
+    ))
+}
+
+/// When the body has ended, there is nothing left to limit or to answer.
+fn in_time(call: &Call<'_>, what: &str) -> Result<(), NativeError> {
+    if call.phase == Phase::LogTransaction {
+        return Err(NativeError::runtime(format!(
+            "{what} comes too late: the request has ended; put it into a file of an earlier phase"
+        )));
+    }
+    Ok(())
+}
+
+// === Answers ===
+
+/// `answer 403, "Not here.\n"`.
+fn answer<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "answer")?;
+    call.expect(1, 2)?;
+    let status = call.int(0)?;
+    let body = if call.args().len() == 2 { call.bytes(1)? } else { b"" };
+    request::answer_with(call, status)?;
+    call.verdict.answer_mut().body.clear();
+    call.verdict.write(body)?;
+    Ok(Value::Nil)
+}
+
+/// `redirect "https://www.example.com/"`, or with 301, 303, 307, 308 behind it.
+fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "redirect")?;
+    call.expect(1, 2)?;
+    let status = if call.args().len() == 2 { call.int(1)? } else { 302 };
+    nginx::redirect_to(call, call.text(0)?, status)?;
+    Ok(Value::Nil)
+}
+
+fn log<'a>(call: &mut Call<'a>) -> Given<'a> {
+    call.expect(1, 1)?;
+    call.verdict.say(Level::Notice, call.text(0)?);
+    Ok(Value::Nil)
+}
+
+// === The node, the time, and what is missing ===
+
+/// CPUs this process may use. They do not change while it runs, and asking costs more than a rule.
+fn cores() -> i64 {
+    static CORES: std::sync::OnceLock<i64> = std::sync::OnceLock::new();
+    *CORES.get_or_init(|| {
+        thread::available_parallelism().map_or(1, |cores| i64::try_from(cores.get()).unwrap_or(1))
+    })
+}
+
+/// When the request arrived, in whole seconds since 1970.
+fn seconds<'a>(call: &mut Call<'a>) -> Given<'a> {
+    Ok(Value::Int(call.facts.number(Number::ArrivedUs).unwrap_or(0).div_euclid(1_000_000)))
+}
+
+/// `Nagaya.in_span?(minute, "22:00", "06:00")`.
+fn in_span<'a>(call: &mut Call<'a>) -> Given<'a> {
+    call.expect(3, 3)?;
+    let minute = u16::try_from(call.int(0)?).unwrap_or(0);
+    let bound = |at| {
+        let text = call
+            .text(at)
+            .map_err(|_| NativeError::argument("between takes times such as \"22:00\"..\"06:00\""))?;
+        units::minute_of_day(text).map_err(|why| NativeError::argument(format!("between: {why}")))
+    };
+    Ok(units::in_span(minute, bound(1)?, bound(2)?).into())
+}
+
+/// `Nagaya.gap("Apache::Request", "run_handler")`: why upstream's method is not here, or nil if upstream has none.
+fn gap<'a>(call: &mut Call<'a>) -> Given<'a> {
+    call.expect(2, 2)?;
+    Ok(compatibility::reason(call.text(0)?, call.word(1)?).into())
+}
