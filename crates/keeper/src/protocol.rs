@@ -35,8 +35,9 @@ pub enum Verb {
     /// A worker begins to serve a request of this site: it is moved to where the request is to run, if it is not there
     /// already, and gets the request's limits. Answer: `Entered`.
     Enter { process: ProcessId, site: SiteName, confinement: Box<Confinement> },
-    /// The request a worker serves has ended. Answer: `Used`, all since it entered. Its cell stays as it is until the
-    /// next `Enter`, so an unchanged confinement needs none: then `Used` is what it used since the last `Leave`.
+    /// The request a worker serves has ended. Answer: `Used`, all since it entered. What the request left running is ended.
+    /// The worker's cell stays as it is until the next `Enter`, so an unchanged confinement without demotions, its own or
+    /// its site's, needs none: then `Used` is what it used since the last `Leave`.
     Leave { process: ProcessId },
     /// What a spawned process has used for its present request so far. Answer: `Used`.
     Measure { process: ProcessId },
@@ -78,18 +79,35 @@ pub enum Answer {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    Hello { version: u32 },
+    Hello {
+        version: u32,
+    },
     Root,
     /// `cell` is where it runs, as `nagaya cells` shows it.
-    Spawned { process: ProcessId, cell: String },
-    Entered { cell: String },
-    Used { usage: Usage },
+    Spawned {
+        process: ProcessId,
+        cell: String,
+    },
+    Entered {
+        cell: String,
+    },
+    Used {
+        usage: Usage,
+    },
     Done,
-    Cells { json: String },
+    Cells {
+        json: String,
+    },
     Connected,
     Certificate,
-    Status { json: String },
-    Failed { failure: Failure, code: u16, message: String },
+    Status {
+        json: String,
+    },
+    Failed {
+        failure: Failure,
+        code: u16,
+        message: String,
+    },
 }
 
 /// Why a verb failed, coarse enough for the edge to choose a status code.
