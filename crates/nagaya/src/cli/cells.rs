@@ -187,15 +187,19 @@ fn rates(tree: &Tree, before: &HashMap<String, Usage>, elapsed: Duration) -> Has
 }
 
 fn keep_tenant(answer: &mut Value, tenant: Option<&str>) {
-    if let (Some(tenant), Some(cells)) = (tenant, answer["cells"].as_array_mut()) {
+    if let (Some(tenant), Some(cells)) = (tenant, listed(answer)) {
         cells.retain(|cell| cell["tenant"] == tenant);
     }
+}
+
+fn listed(answer: &mut Value) -> Option<&mut Vec<Value>> {
+    answer.get_mut("cells").and_then(Value::as_array_mut)
 }
 
 /// The keeper's answer in one line, each cell with its rates.
 fn with_rates(mut answer: Value, command: &Cells, rates: &HashMap<String, Rates>) -> String {
     keep_tenant(&mut answer, command.tenant.as_deref());
-    for cell in answer["cells"].as_array_mut().into_iter().flatten() {
+    for cell in listed(&mut answer).into_iter().flatten() {
         let rates = cell["path"].as_str().and_then(|path| rates.get(path));
         cell["rates"] = serde_json::to_value(rates).unwrap_or_default();
     }

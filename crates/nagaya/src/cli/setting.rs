@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
-use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain, printable};
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -95,7 +95,7 @@ fn list(after: Option<&str>, format: Format, place: &Place) -> Result<(), CliErr
     }
     let mut columns = Columns::new(&["KEY", "VALUE"]);
     access.each("/v1/settings", "settings", after, |setting| {
-        columns.add([plain(&setting["key"]), plain(&setting["value"])]);
+        columns.add([plain(&setting["key"]), printable(&plain(&setting["value"]))]);
         Ok(())
     })?;
     columns.print()

@@ -48,22 +48,22 @@ pub enum Command {
 pub struct Add {
     pub name: String,
     #[command(flatten)]
-    pub fields: Box<Fields>,
-    #[command(flatten)]
     pub format: Format,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct Set {
     pub name: String,
-    #[command(flatten)]
-    pub fields: Box<Fields>,
     /// Take a field out, so that its default holds again: any option of this command without its dashes, limits or
     /// request-limits for all of them
     #[arg(long, value_name = "FIELD")]
     pub unset: Vec<String>,
     #[command(flatten)]
     pub format: Format,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -105,6 +105,12 @@ pub struct Fields {
     /// Requests that may run at once
     #[arg(long, value_name = "N")]
     pub max_concurrent: Option<u32>,
+    /// Variable for its programs (cgi, php, app); repeat for more
+    #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
+    pub env: Vec<(String, String)>,
+    /// Longest run of a program or wait for a server, in seconds
+    #[arg(long, value_name = "N")]
+    pub timeout_seconds: Option<u32>,
     #[command(flatten)]
     pub files: FileFields,
     #[command(flatten)]
@@ -113,12 +119,6 @@ pub struct Fields {
     pub limits: limits::CellFields,
     #[command(flatten)]
     pub request_limits: limits::RequestFields,
-    /// Variable for its programs (cgi, php, app); repeat for more
-    #[arg(long, value_name = "NAME=VALUE", value_parser = pair)]
-    pub env: Vec<(String, String)>,
-    /// Longest run of a program or wait for a server, in seconds
-    #[arg(long, value_name = "N")]
-    pub timeout_seconds: Option<u32>,
 }
 
 #[derive(Debug, Default, clap::Args)]

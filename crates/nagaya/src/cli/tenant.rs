@@ -47,22 +47,22 @@ pub enum Command {
 pub struct Add {
     pub name: String,
     #[command(flatten)]
-    pub fields: Box<Fields>,
-    #[command(flatten)]
     pub format: Format,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct Set {
     pub name: String,
-    #[command(flatten)]
-    pub fields: Box<Fields>,
-    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, one of the limits below
+    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, one of the limits
     /// without its dashes, or limits for all of them
     #[arg(long, value_name = "FIELD", value_parser = unsettable())]
     pub unset: Vec<String>,
     #[command(flatten)]
     pub format: Format,
+    #[command(flatten)]
+    pub fields: Box<Fields>,
 }
 
 #[derive(Debug, Default, clap::Args)]
