@@ -7,13 +7,14 @@ use std::os::fd::AsFd;
 use nagaya_cmdb::SiteName;
 use nagaya_cmdb::cell::{
     CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell,
-    Scope,
+    Scope, Usage,
 };
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
-use crate::protocol::{Answer, Ask, Failure, ProcessId, Reply, Verb};
+use crate::confinement::{check, check_changes};
+use crate::protocol::{Answer, Ask, Exit, Failure, ProcessId, Reply, Verb};
 
 fn pair() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
@@ -203,13 +204,28 @@ proptest! {
         bytes.truncate(cut.index(bytes.len()) + 1);
         if let Ok(ask) = decode::<Ask>(&bytes) {
             prop_assert!(encode(&ask).is_ok());
+            // Nor does the next thing that looks at what is asked of cells, whatever it thinks of it.
+            let _acceptable = match &ask.verb {
+                Verb::SpawnCgi { confinement, .. } | Verb::Enter { confinement, .. } => check(confinement),
+                Verb::ChangeCells { changes } => check_changes(changes),
+                _ => Ok(()),
+            };
         }
     }
 
     #[test]
-    fn answers_survive_the_wire(tag: u64, code: u16, message in ".{0,200}") {
-        let reply = Reply::Failed { failure: Failure::Busy, code, message };
-        let answer = Answer::Reply { tag, reply };
-        prop_assert_eq!(decode::<Answer>(&encode(&answer).unwrap()).unwrap(), answer);
+    fn answers_survive_the_wire(tag: u64, code: u16, message in ".{0,200}", used: [u64; 4], demoted: u8) {
+        let [cpu_us, read_bytes, write_bytes, throttled_us] = used;
+        let usage = Usage { cpu_us, read_bytes, write_bytes, throttled_us, demoted };
+        let process = ProcessId(tag);
+        let exit = Exit { status: Some(i32::from(demoted)), signal: None, cpu_us };
+        for answer in [
+            Answer::Reply { tag, reply: Reply::Failed { failure: Failure::Busy, code, message: message.clone() } },
+            Answer::Reply { tag, reply: Reply::Spawned { process, cell: message } },
+            Answer::Reply { tag, reply: Reply::Used { usage } },
+            Answer::Ended { process, exit, usage },
+        ] {
+            prop_assert_eq!(decode::<Answer>(&encode(&answer).unwrap()).unwrap(), answer);
+        }
     }
 }
