@@ -2,21 +2,35 @@
 //!
 //! Not here: the checks (`crate::doctor`).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use super::output::{self, CliError, Format};
+use super::output::{self, Access, CliError, Format, Intent, Place};
 use crate::doctor::{Check, State, checks, gather};
 
 /// Exit status 0 in any case: what is off may not be needed here.
 pub fn run(config: Option<&Path>, format: Format) -> Result<ExitCode, CliError> {
-    let checks = checks(&gather(&super::settings(config)?));
+    let settings = super::settings(config)?;
+    let checks = checks(&gather(&settings, &homes(&super::place(config)?)));
     if format.json {
         output::print_json(&serde_json::to_value(&checks).expect("a check is texts"))?;
     } else {
         output::print(&lines(&checks))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Homes of tenants, if there is a node or a store that can be asked. Without them the rest is still worth printing.
+fn homes(place: &Place) -> Vec<PathBuf> {
+    let mut homes = Vec::new();
+    if let Ok(access) = Access::open(place, Intent::Look) {
+        // What was listed before an error is as good as without one.
+        let _ = access.each("/v1/tenants", "tenants", None, |tenant| {
+            homes.extend(tenant["home"].as_str().map(PathBuf::from));
+            Ok(())
+        });
+    }
+    homes
 }
 
 fn lines(checks: &[Check]) -> String {

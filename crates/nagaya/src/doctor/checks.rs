@@ -4,6 +4,8 @@
 
 use serde::Serialize;
 
+use super::cells;
+use super::cgroups::Version;
 use super::facts::Facts;
 
 /// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
@@ -38,16 +40,17 @@ pub struct Check {
     pub how: &'static str,
 }
 
-struct Row {
-    name: &'static str,
-    why: &'static str,
-    how: &'static str,
-    judge: fn(&Facts) -> (State, String),
+pub struct Row {
+    pub name: &'static str,
+    pub why: &'static str,
+    pub how: &'static str,
+    pub judge: fn(&Facts) -> (State, String),
 }
 
 /// Judges everything, in the order in which an operator would ask.
 pub fn checks(facts: &Facts) -> Vec<Check> {
     ROWS.iter()
+        .chain(cells::ROWS)
         .map(|row| {
             let (state, value) = (row.judge)(facts);
             Check {
@@ -229,30 +232,26 @@ fn kernel_version(release: &str) -> Option<(u32, u32)> {
 }
 
 fn cgroup_v2(facts: &Facts) -> (State, String) {
-    let cgroups = &facts.cgroups;
-    let missing: Vec<_> =
-        V2_CONTROLLERS.into_iter().filter(|name| !cgroups.v2_controllers.iter().any(|c| c == name)).collect();
-    match &cgroups.v2_mount {
-        None => (State::Off, "not mounted".into()),
-        Some(mount) if cgroups.v2_controllers.is_empty() => {
-            (State::Off, format!("{}: no controllers", mount.display()))
-        }
-        Some(mount) if !cgroups.v2_writable => (State::Off, format!("{}: not writable", mount.display())),
-        Some(_) if missing.len() == V2_CONTROLLERS.len() => (
+    let Some(v2) = facts.cgroups.of(Version::V2).next() else { return (State::Off, "not mounted".into()) };
+    let missing: Vec<_> = V2_CONTROLLERS.into_iter().filter(|name| !v2.has(name)).collect();
+    let base = v2.base.display();
+    match () {
+        () if v2.controllers.is_empty() => (State::Off, format!("{base}: no controllers")),
+        () if !v2.is_usable() => (State::Off, format!("{base}: not writable")),
+        () if missing.len() == V2_CONTROLLERS.len() => (
             State::Off,
             format!("none of {}; they are in use by v1, or not delegated", V2_CONTROLLERS.join(" ")),
         ),
-        Some(_) if missing.is_empty() => (State::Ok, cgroups.v2_controllers.join(" ")),
-        Some(_) => (State::Warn, format!("without {}", missing.join(" "))),
+        () if missing.is_empty() => (State::Ok, v2.controllers.join(" ")),
+        () => (State::Warn, format!("without {}", missing.join(" "))),
     }
 }
 
 fn cgroup_v1(facts: &Facts) -> (State, String) {
     let usable: Vec<_> = facts
         .cgroups
-        .v1
-        .iter()
-        .filter(|mount| mount.writable)
+        .of(Version::V1)
+        .filter(|mount| mount.is_usable())
         .flat_map(|mount| mount.controllers.clone())
         .collect();
     if usable.is_empty() {
@@ -301,8 +300,10 @@ fn criu(facts: &Facts) -> (State, String) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
-    use crate::doctor::facts::{Cgroups, V1Mount};
+    use crate::doctor::cgroups::Hierarchy;
 
     fn state(facts: &Facts, name: &str) -> (State, String) {
         let check = checks(facts).into_iter().find(|check| check.name == name).expect("the row exists");
@@ -341,24 +342,26 @@ mod tests {
 
     #[test]
     fn either_cgroup_version_in_full_is_enough() {
-        let v1 = |names: &[&str]| V1Mount {
-            controllers: names.iter().map(|n| (*n).into()).collect(),
+        let mounted = |version, names: &[&str]| Hierarchy {
+            version,
+            controllers: names.iter().map(|name| (*name).into()).collect(),
+            withheld: Vec::new(),
+            base: "/sys/fs/cgroup".into(),
+            read_only: false,
             writable: true,
+            favors_moves: false,
+            crowded: false,
+            files: BTreeSet::new(),
         };
-        let v1 =
-            vec![v1(&["cpu", "cpuacct"]), v1(&["blkio"]), v1(&["pids"]), v1(&["freezer"]), v1(&["memory"])];
-        let mut facts = Facts { cgroups: Cgroups { v1, ..Cgroups::default() }, ..Facts::default() };
+        let v1 = [&["cpu", "cpuacct"][..], &["blkio"], &["pids"], &["freezer"], &["memory"]];
+        let mut facts = Facts::default();
+        facts.cgroups.hierarchies = v1.map(|names| mounted(Version::V1, names)).into();
         assert_eq!(state(&facts, "cgroup-v1").0, State::Ok);
-        facts.cgroups.v1.pop();
+        facts.cgroups.hierarchies.pop();
         assert_eq!(state(&facts, "cgroup-v1").0, State::Warn);
-        facts.cgroups = Cgroups {
-            v2_mount: Some("/sys/fs/cgroup".into()),
-            v2_controllers: ["cpu", "io", "memory", "pids"].map(String::from).into(),
-            v2_writable: true,
-            v1: Vec::new(),
-        };
+        facts.cgroups.hierarchies = vec![mounted(Version::V2, &V2_CONTROLLERS)];
         assert_eq!((state(&facts, "cgroup-v2").0, state(&facts, "cgroup-v1").0), (State::Ok, State::Ok));
-        facts.cgroups.v2_controllers.clear();
+        facts.cgroups.hierarchies[0].controllers.clear();
         assert_eq!(state(&facts, "cgroup-v2").0, State::Off);
     }
 

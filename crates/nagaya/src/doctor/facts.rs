@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use nagaya_keeper::BackEnd;
 use rustix::fs::{Access, Mode, OFlags, ResolveFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -17,6 +18,8 @@ use rustix::net::{
 };
 use rustix::process::Resource;
 
+use super::cgroups::Cgroups;
+use super::rule_files;
 use crate::config::Settings;
 use crate::inherit;
 
@@ -52,21 +55,24 @@ pub struct Facts {
     pub first_free_port: Option<u64>,
     pub lowest_wanted_port: Option<u16>,
     pub edge_user: bool,
+    pub back_end: BackEnd,
+    /// `/proc/pressure`.
+    pub pressure: bool,
+    /// Where homes of tenants are, each disk once.
+    pub disks: Vec<Disk>,
+    pub rule_files: usize,
+    pub rule_troubles: Vec<String>,
 }
 
-#[derive(Debug, Clone, Default)]
-pub struct Cgroups {
-    pub v2_mount: Option<PathBuf>,
-    pub v2_controllers: Vec<String>,
-    pub v2_writable: bool,
-    pub v1: Vec<V1Mount>,
-}
-
-/// One v1 hierarchy.
-#[derive(Debug, Clone)]
-pub struct V1Mount {
-    pub controllers: Vec<String>,
-    pub writable: bool,
+/// What a tenant's files are on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Disk {
+    /// Of the file system: a partition, or something that is no block device.
+    pub number: (u32, u32),
+    /// The disk that is, or is part of, and its name. None: no block device.
+    pub whole: Option<((u32, u32), String)>,
+    /// A home on it.
+    pub example: PathBuf,
 }
 
 /// The block device under a directory.
@@ -78,11 +84,12 @@ pub struct Device {
     pub name: Option<String>,
 }
 
-pub fn gather(settings: &Settings) -> Facts {
+/// `homes`: directories of tenants' files, as far as they are known.
+pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
     Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         root: rustix::process::geteuid().is_root(),
-        cgroups: cgroups(),
+        cgroups: Cgroups::gather(),
         openat2: openat2(),
         fd_passing: fd_passing().is_ok(),
         state_dir: settings.state_dir.clone(),
@@ -107,6 +114,11 @@ pub fn gather(settings: &Settings) -> Facts {
             .filter(|port| *port > 0)
             .min(),
         edge_user: settings.identity.uid.is_some() || has_edge_user(settings),
+        back_end: settings.keeper.back_end,
+        pressure: Path::new("/proc/pressure/cpu").exists(),
+        disks: disks(homes),
+        rule_files: settings.edge.rules.len(),
+        rule_troubles: rule_files::troubles(settings),
     }
 }
 
@@ -118,42 +130,6 @@ fn has_edge_user(settings: &Settings) -> bool {
 fn number(path: &str) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.split_ascii_whitespace().next()?.parse().ok()
 }
-
-/// The hierarchies that are mounted, from /proc/self/mounts: device, place, type, options.
-pub fn cgroups() -> Cgroups {
-    parse_mounts(&std::fs::read_to_string("/proc/self/mounts").unwrap_or_default())
-}
-
-fn parse_mounts(mounts: &str) -> Cgroups {
-    let mut found = Cgroups::default();
-    for line in mounts.lines() {
-        let mut fields = line.split(' ');
-        let (Some(place), Some(kind), Some(options)) = (fields.nth(1), fields.next(), fields.next()) else {
-            continue;
-        };
-        let writable = options.split(',').any(|option| option == "rw")
-            && rustix::fs::access(place, Access::WRITE_OK).is_ok();
-        match kind {
-            "cgroup2" => {
-                let controllers = std::fs::read_to_string(Path::new(place).join("cgroup.controllers"));
-                found.v2_controllers =
-                    controllers.unwrap_or_default().split_ascii_whitespace().map(str::to_owned).collect();
-                found.v2_mount = Some(place.into());
-                found.v2_writable = writable;
-            }
-            "cgroup" => {
-                let known = |option: &&str| V1_CONTROLLERS.contains(option);
-                let controllers: Vec<_> = options.split(',').filter(known).map(str::to_owned).collect();
-                found.v1.push(V1Mount { controllers, writable });
-            }
-            _ => {}
-        }
-    }
-    found
-}
-
-/// The v1 controllers nagaya has a use for; a mount's other options are not controllers, or not for it.
-const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "blkio", "pids", "freezer", "memory"];
 
 pub fn openat2() -> bool {
     rustix::fs::openat2(
@@ -188,6 +164,30 @@ fn device(directory: &Path) -> Option<Device> {
     let link = std::fs::read_link(format!("/sys/dev/block/{major}:{minor}")).ok();
     let name = link.and_then(|link| Some(link.file_name()?.to_string_lossy().into_owned()));
     Some(Device { major, minor, name })
+}
+
+fn disks(homes: &[PathBuf]) -> Vec<Disk> {
+    let mut found: Vec<Disk> = Vec::new();
+    for home in homes {
+        let Some(device) = device(home) else { continue };
+        let number = (device.major, device.minor);
+        if found.iter().all(|disk| disk.number != number) {
+            found.push(Disk { number, whole: whole_disk(number), example: home.clone() });
+        }
+    }
+    found
+}
+
+/// The disk with this number, or the one whose partition has it.
+fn whole_disk((major, minor): (u32, u32)) -> Option<((u32, u32), String)> {
+    let mut dir = std::fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
+    if dir.join("partition").exists() {
+        dir.pop();
+    }
+    let text = std::fs::read_to_string(dir.join("dev")).ok()?;
+    let (major, minor) = text.trim_end().split_once(':')?;
+    let name = dir.file_name()?.to_string_lossy().into_owned();
+    Some(((major.parse().ok()?, minor.parse().ok()?), name))
 }
 
 /// The first line a program prints, if it is there and answers in time.
@@ -227,20 +227,6 @@ fn user_namespaces() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mounts_of_both_versions_are_told_apart() {
-        let mounts = "cgroup2 /nonexistent/unified cgroup2 rw,nosuid 0 0\n\
-                      cgroup /nonexistent/cpu cgroup rw,nosuid,cpu,cpuacct 0 0\n\
-                      cgroup /nonexistent/systemd cgroup rw,xattr,name=systemd 0 0\n\
-                      tmpfs /run tmpfs rw 0 0\n";
-        let found = parse_mounts(mounts);
-        assert_eq!(found.v2_mount.as_deref(), Some(Path::new("/nonexistent/unified")));
-        assert!(!found.v2_writable);
-        assert_eq!(found.v1[0].controllers, ["cpu", "cpuacct"]);
-        assert!(found.v1[1].controllers.is_empty());
-        assert_eq!(found.v1.len(), 2);
-    }
 
     #[test]
     fn a_program_that_is_not_there_has_no_version() {

@@ -1,18 +1,20 @@
-//! What this machine offers to a node, and what is missing: facts gathered here and in `facts`, judged by the
-//! table in `checks`.
+//! What this machine offers to a node, and what is missing: facts (`facts`, `cgroups`, `rule_files`), judged by tables
+//! (`checks`, `cells`).
 //!
 //! Not here: printing (`cli::doctor`), the protections of a running node (`supervisor::identity`).
 
+mod cells;
+mod cgroups;
 mod checks;
 mod facts;
+mod rule_files;
 
 pub use checks::{Check, State, checks};
 pub use facts::gather;
 
 /// Whether groups can be made in any cgroup hierarchy.
 pub fn cgroup_is_usable() -> bool {
-    let cgroups = facts::cgroups();
-    cgroups.v2_writable || cgroups.v1.iter().any(|mount| mount.writable)
+    cgroups::Cgroups::gather().is_usable()
 }
 
 /// Whether the kernel opens files beneath a directory (Linux 5.6).

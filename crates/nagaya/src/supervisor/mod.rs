@@ -26,6 +26,7 @@ use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
 pub use error::ServeError;
+pub use identity::of_edge;
 pub use node::Node;
 pub use rights::{run_edge, run_keeper};
 
