@@ -5,6 +5,7 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -69,12 +70,15 @@ impl Machine {
 
     /// Starts it where it runs fastest, and returns once it is up.
     fn start(&self) -> Result<Guest> {
-        if access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok() {
+        static KVM_FAILS: AtomicBool = AtomicBool::new(false);
+        let is_there = access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok();
+        if is_there && !KVM_FAILS.load(Ordering::Relaxed) {
             let guest = self.start_with("kvm")?;
             if guest.is_up(KVM_UP_MAX) {
                 println!("the guest runs with KVM");
                 return Ok(guest);
             }
+            KVM_FAILS.store(true, Ordering::Relaxed);
         }
         let guest = self.start_with("tcg")?;
         ensure!(guest.is_up(EMULATED_UP_MAX), "the guest's kernel did not start");

@@ -52,15 +52,19 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(sum.tell(succeeded))
 }
 
-/// The keeper's suite on cgroup v2, as one more suite of `./dev test`. Returns whether it succeeded.
+/// Everything that depends on the version of cgroups, as one more suite of `./dev test`. Returns whether it succeeded.
 pub fn suite(sum: &mut Sum) -> Result<bool> {
     if !cfg!(target_arch = "x86_64") {
         sum.skip("guest", "its kernel package is for x86-64");
         return Ok(true);
     }
-    let mut inside = Sum::default();
-    let succeeded = visit(&kernel_suite(Vec::new())?, &mut inside)?;
-    sum.add(inside, "guest");
+    let topics = ["cells::", "rules::"].map(|topic| end_to_end(vec![topic.into()]));
+    let mut succeeded = true;
+    for job in [kernel_suite(Vec::new())].into_iter().chain(topics) {
+        let mut inside = Sum::default();
+        succeeded &= visit(&job?, &mut inside)?;
+        sum.add(inside, "guest");
+    }
     Ok(succeeded)
 }
 
@@ -74,7 +78,7 @@ fn kernel_suite(mut words: Vec<String>) -> Result<Job> {
 /// Those end-to-end tests that concern cells, unless other ones are named.
 fn end_to_end(mut words: Vec<String>) -> Result<Job> {
     if words.is_empty() {
-        words.push("cells".into());
+        words.push("cells::".into());
     }
     let beside = vec![("nagaya", workspace::build_nagaya()?)];
     let program = built_test("nagaya-tests", "e2e")?;
