@@ -1,6 +1,6 @@
 //! Evaluation of rules on one thread: its VM, what is loaded into it, and what happens when a rule fails.
 //!
-//! Not here: what a VM is (`vm`), the files (`ruleset`).
+//! Not here: what a VM is (`vm`), the files and their logging (`ruleset`).
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -8,19 +8,37 @@ use std::sync::Arc;
 use crate::Phase;
 use crate::facts::Facts;
 use crate::fault::RuleFault;
-use crate::ruleset::RuleSet;
+use crate::ffi::{Program, Scope};
+use crate::ruleset::{Budget, OnError, Rule, RuleSet, Tally};
 use crate::verdict::Verdict;
+use crate::vm::{Failed, Vm};
 
 /// One per thread that serves requests.
 pub struct Engine {
     set: Arc<RuleSet>,
+    /// Of the rules in `loaded`.
+    generation: u64,
+    budget: Budget,
+    loaded: Vec<Loaded>,
+    /// Opened when the first rule runs, and again after one was dropped.
+    vm: Option<Vm>,
     /// A VM belongs to its thread.
     not_send: PhantomData<*mut ()>,
 }
 
+/// One rule file on this thread.
+struct Loaded {
+    rule: Arc<Rule>,
+    tally: Arc<Tally>,
+    /// In the VM that is open now.
+    program: Option<Program>,
+}
+
 impl Engine {
+    /// Costs nothing until a rule runs.
     pub fn new(set: Arc<RuleSet>) -> Self {
-        Self { set, not_send: PhantomData }
+        let budget = Budget::default();
+        Self { set, generation: 0, budget, loaded: Vec::new(), vm: None, not_send: PhantomData }
     }
 
     /// Runs the files of the phase in order, until one of them answers. An error is one of a file with
@@ -28,12 +46,119 @@ impl Engine {
     pub fn evaluate(
         &mut self,
         phase: Phase,
-        _facts: &dyn Facts,
-        _verdict: &mut Verdict,
+        facts: &dyn Facts,
+        verdict: &mut Verdict,
     ) -> Result<(), RuleFault> {
         if !self.set.has(phase) {
             return Ok(());
         }
+        if self.set.generation() != self.generation {
+            self.take_over();
+        }
+        let had_answer = verdict.answer.is_some();
+        for at in 0..self.loaded.len() {
+            if self.loaded[at].rule.file.phase != phase {
+                continue;
+            }
+            if let Err(fault) = self.evaluate_one(at, facts, verdict)
+                && self.loaded[at].rule.file.on_error == OnError::Refuse
+            {
+                return Err(fault);
+            }
+            if verdict.answer.is_some() && !had_answer {
+                break;
+            }
+        }
         Ok(())
     }
+
+    fn evaluate_one(&mut self, at: usize, facts: &dyn Facts, verdict: &mut Verdict) -> Result<(), RuleFault> {
+        let rule = Arc::clone(&self.loaded[at].rule);
+        // Logged when the file was read.
+        let code = rule.program.as_ref().map_err(RuleFault::clone)?;
+        self.loaded[at].tally.evaluated();
+        let phase = rule.file.phase;
+        let checkpoint = verdict.checkpoint();
+        let outcome = self
+            .prepare(at, code)
+            .and_then(|(vm, program)| vm.run(program, &mut Scope { facts, verdict, phase }, &rule.name));
+        let outcome = match outcome {
+            Ok(()) => {
+                verdict.spoken(phase, &rule.name);
+                rule.survived();
+                Ok(())
+            }
+            Err(failed) => {
+                verdict.roll_back(checkpoint);
+                Err(self.failed(at, failed))
+            }
+        };
+        if self.vm.as_mut().is_some_and(Vm::is_worn) {
+            self.drop_vm();
+        }
+        outcome
+    }
+
+    /// The VM with the rule loaded.
+    fn prepare(&mut self, at: usize, code: &crate::ffi::Code) -> Result<(&mut Vm, Program), Failed> {
+        let vm = match &mut self.vm {
+            Some(vm) => vm,
+            none => none.insert(Vm::open(self.budget)?),
+        };
+        let program = match self.loaded[at].program {
+            Some(program) => program,
+            None => *self.loaded[at].program.insert(vm.load(code)?),
+        };
+        Ok((vm, program))
+    }
+
+    fn failed(&mut self, at: usize, failed: Failed) -> RuleFault {
+        if failed.kind.leaves_vm_unusable() {
+            self.drop_vm();
+        }
+        let Loaded { rule, tally, .. } = &self.loaded[at];
+        let fault = failed.fault(&rule.name);
+        rule.failed(tally, &fault);
+        fault
+    }
+
+    /// Takes the rules as they are now. What has not changed keeps its program.
+    fn take_over(&mut self) {
+        let rules = self.set.current();
+        if self.budget != rules.budget {
+            self.budget = rules.budget;
+            self.drop_vm();
+        }
+        let mut had = std::mem::take(&mut self.loaded);
+        for rule in &rules.rules {
+            let same = had.iter().position(|loaded| Arc::ptr_eq(&loaded.rule, rule));
+            self.loaded.push(match same {
+                Some(at) => had.swap_remove(at),
+                None => Loaded::new(rule, &had),
+            });
+        }
+        if let Some(vm) = &mut self.vm {
+            had.iter().filter_map(|loaded| loaded.program).for_each(|program| vm.unload(program));
+        }
+        self.generation = rules.generation;
+    }
+
+    fn drop_vm(&mut self) {
+        self.vm = None;
+        for loaded in &mut self.loaded {
+            loaded.program = None;
+        }
+    }
 }
+
+impl Loaded {
+    /// Counts go on in the tally of the file's earlier version.
+    fn new(rule: &Arc<Rule>, had: &[Self]) -> Self {
+        let earlier = had.iter().find(|loaded| Arc::ptr_eq(&loaded.rule.counters, &rule.counters));
+        let tally = earlier.map_or_else(|| rule.counters.tally(), |loaded| Arc::clone(&loaded.tally));
+        Self { rule: Arc::clone(rule), tally, program: None }
+    }
+}
+
+#[cfg(test)]
+mod tests;

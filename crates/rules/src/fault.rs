@@ -48,6 +48,11 @@ impl FaultKind {
         }
     }
 
+    /// Whether the VM that ran the rule can only be dropped.
+    pub(crate) fn leaves_vm_unusable(self) -> bool {
+        self.is_kill() || self == Self::Vm
+    }
+
     /// Whether the evaluation was ended from outside because of its budget.
     pub fn is_kill(self) -> bool {
         matches!(self, Self::Instructions | Self::Memory)

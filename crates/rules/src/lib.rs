@@ -11,10 +11,15 @@ mod api;
 mod engine;
 mod facts;
 mod fault;
+mod ffi;
 mod native;
+mod regexp;
 mod ruleset;
 mod source;
+#[cfg(test)]
+mod testing;
 mod verdict;
+mod vm;
 
 pub use engine::Engine;
 pub use facts::{Facts, Number, Scalar, Text};

@@ -12,7 +12,9 @@ use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
 use crate::fault::{FaultKind, RuleFault};
+use crate::ffi::Code;
 use crate::source::{self, Source, Stamp};
+use crate::vm;
 
 /// Most rule files of one node.
 pub const RULE_FILES_MAX: usize = 64;
@@ -147,7 +149,7 @@ pub(crate) struct Rule {
     /// The path, as messages and verdicts name it.
     pub name: Arc<str>,
     /// Bytecode with the numbers of lines.
-    pub program: Result<Arc<[u8]>, RuleFault>,
+    pub program: Result<Code, RuleFault>,
     /// The same for all versions of the file.
     pub counters: Arc<Counters>,
     /// Kinds of faults of this version that were logged, and the latest one.
@@ -304,7 +306,7 @@ impl Entry {
         }
         let fault = match source::read(&self.file.path, &mut self.stamp) {
             Source::Same => return false,
-            Source::Text(text) => return self.replace(compile(&text, &self.name)),
+            Source::Text(text) => return self.replace(vm::compile(&text, &self.name)),
             Source::Unreadable(message) => {
                 let file = Arc::clone(&self.name);
                 RuleFault { kind: FaultKind::Unreadable, file, line: None, message }
@@ -314,7 +316,7 @@ impl Entry {
         self.rule.program.as_ref().err() != Some(&fault) && self.replace(Err(fault))
     }
 
-    fn replace(&mut self, program: Result<Arc<[u8]>, RuleFault>) -> bool {
+    fn replace(&mut self, program: Result<Code, RuleFault>) -> bool {
         let was_broken = self.rule.program.is_err() && self.rule.has_told();
         self.rule = Arc::new(Rule::new(&self.file, &self.name, program, Arc::clone(&self.rule.counters)));
         self.rule.counters.kills_in_a_row.store(0, Ordering::Relaxed);
@@ -333,7 +335,7 @@ impl Rule {
     fn new(
         file: &RuleFile,
         name: &Arc<str>,
-        program: Result<Arc<[u8]>, RuleFault>,
+        program: Result<Code, RuleFault>,
         counters: Arc<Counters>,
     ) -> Self {
         let (file, name) = (file.clone(), Arc::clone(name));
@@ -431,9 +433,4 @@ impl Tally {
     fn add(&self, count: &AtomicU64) {
         count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
-}
-
-/// TEMP
-fn compile(_text: &[u8], _name: &Arc<str>) -> Result<Arc<[u8]>, RuleFault> {
-    Ok(Arc::default())
 }

@@ -1,0 +1,360 @@
+//! Ruby's `Regexp` for rules, on the `regex` crate: searching takes time linear in the text, whatever a rule's author or a
+//! client writes.
+//!
+//! What looks around or back (`(?=`, `(?<!`, `\1`) does not exist there and raises when the rule runs. `regexp.rb` has the
+//! Ruby half: `MatchData`, `$~`, and the methods of String. Not here: how natives are called (`native`).
+
+use std::cell::RefCell;
+use std::num::NonZeroUsize;
+use std::rc::Rc;
+
+use lru::LruCache;
+use regex::bytes::{Captures, Regex, RegexBuilder};
+
+use crate::native::{Arg, Call, Native, NativeError, Prelude, Value};
+
+/// Longest pattern, in bytes.
+const PATTERN_LEN_MAX: usize = 4096;
+
+/// Most compiled patterns of one thread; others are compiled again when they are used. With the limits below they hold at
+/// most some 50 MiB, and the few patterns of usual rules some 100 KiB.
+const COMPILED_MAX: usize = 64;
+
+/// Limits of one compiled pattern, in bytes: its program, and the cache it fills while searching.
+const PROGRAM_LEN_MAX: usize = 256 << 10;
+const SEARCH_CACHE_LEN_MAX: usize = 256 << 10;
+
+/// Most matches one call gives back.
+const MATCHES_MAX: usize = 10_000;
+
+/// Longest text one replacement may make: the longest string of mruby.
+const REPLACED_LEN_MAX: usize = 1 << 20;
+
+pub const NATIVES: &[Native] = &[
+    Native::method("Regexp", "initialize", initialize),
+    Native::method("Regexp", "source", source),
+    Native::method("Regexp", "options", options),
+    Native::method("Regexp", "names", names),
+    Native::method("Regexp", "match?", is_match),
+    Native::method("Regexp", "__find", find),
+    Native::method("Regexp", "__find_all", find_all),
+    Native::method("Regexp", "__replace", replace),
+    Native::method("Regexp", "__split", split),
+    Native::singleton("Regexp", "escape", escape),
+    Native::singleton("Regexp", "quote", escape),
+];
+
+pub const PRELUDE: Prelude = Prelude { file: "regexp.rb", source: include_str!("regexp.rb") };
+
+/// What a Regexp object keeps; the compiled form is in `COMPILED`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Pattern {
+    source: Box<str>,
+    options: u8,
+}
+
+/// Ruby's numbers of the options.
+const IGNORE_CASE: u8 = 1;
+const EXTENDED: u8 = 2;
+/// The dot takes the end of a line too.
+const MULTI_LINE: u8 = 4;
+
+thread_local! {
+    static COMPILED: RefCell<LruCache<Rc<Pattern>, Regex>> =
+        RefCell::new(LruCache::new(const { NonZeroUsize::new(COMPILED_MAX).expect("not zero") }));
+}
+
+fn initialize<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    call.expect(1, 3)?;
+    let source = call.text(0)?;
+    if source.len() > PATTERN_LEN_MAX {
+        return Err(NativeError::argument(format!(
+            "a regular expression is longer than {PATTERN_LEN_MAX} bytes"
+        )));
+    }
+    let pattern = Rc::new(Pattern { source: source.into(), options: options_of(call.any(1))? });
+    // A pattern that does not compile says so here, not where it is used.
+    with_compiled(&pattern, |_| ())?;
+    call.keep(pattern);
+    Ok(Value::Nil)
+}
+
+/// As a literal has them (`"mi"`), or as `Regexp.new` is given them: a number, or true for "ignore case".
+fn options_of(given: &Arg<'_>) -> Result<u8, NativeError> {
+    match given {
+        Arg::Nil | Arg::Bool(false) => Ok(0),
+        Arg::Bool(true) => Ok(IGNORE_CASE),
+        Arg::Int(bits) => Ok(u8::try_from(*bits & 7).unwrap_or(0)),
+        Arg::Text(letters) => letters.iter().try_fold(0, |options, letter| match letter {
+            b'i' => Ok(options | IGNORE_CASE),
+            b'x' => Ok(options | EXTENDED),
+            b'm' => Ok(options | MULTI_LINE),
+            // Once is what every literal is compiled here.
+            b'o' | b'u' | b'n' => Ok(options),
+            other => Err(NativeError::argument(format!("'{}' is no option of Regexp", char::from(*other)))),
+        }),
+        other => Err(NativeError::wrong_type(format!("options of Regexp cannot be {}", other.kind()))),
+    }
+}
+
+fn source<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    Ok(call.this::<Rc<Pattern>>()?.source.to_string().into())
+}
+
+fn options<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    Ok(i64::from(call.this::<Rc<Pattern>>()?.options).into())
+}
+
+fn names<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    with_regex(call, |regex| {
+        let names = regex.capture_names().map(|name| name.map(str::to_owned).into());
+        // The first is the whole match.
+        Value::List(names.skip(1).collect())
+    })
+}
+
+fn is_match<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(Value::Bool(false)) };
+    with_regex(call, |regex| regex.is_match(text).into())
+}
+
+/// The first match from a byte on: the character it begins at, then the bytes at which it and each of its groups begin
+/// and end, -1 for a group that took no part.
+fn find<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(Value::Nil) };
+    let from = if call.args().len() > 1 { usize::try_from(call.int(1)?).unwrap_or(usize::MAX) } else { 0 };
+    if from > text.len() {
+        return Ok(Value::Nil);
+    }
+    with_regex(call, |regex| {
+        regex.captures_at(text, from).map_or(Value::Nil, |found| Value::List(places(text, &found)))
+    })
+}
+
+/// All matches that do not overlap, each as `find` gives it.
+fn find_all<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(Value::List(Vec::new())) };
+    with_regex(call, |regex| {
+        let all = regex.captures_iter(text).take(MATCHES_MAX);
+        Value::List(all.map(|found| Value::List(places(text, &found))).collect())
+    })
+}
+
+fn places<'a>(text: &[u8], found: &Captures<'_>) -> Vec<Value<'a>> {
+    let int = |at: usize| Value::Int(i64::try_from(at).unwrap_or(i64::MAX));
+    let begin = found.get(0).map_or(0, |whole| whole.start());
+    // Bytes that go on with a character (10xxxxxx) are not counted.
+    let characters = text[..begin].iter().filter(|b| **b & 0xC0 != 0x80).count();
+    let groups = found.iter().flat_map(|group| match group {
+        Some(group) => [int(group.start()), int(group.end())],
+        None => [Value::Int(-1), Value::Int(-1)],
+    });
+    std::iter::once(int(characters)).chain(groups).collect()
+}
+
+/// The text with the first match, or all, replaced; `\0` to `\9` and `\k<name>` stand for groups.
+fn replace<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(Value::Nil) };
+    let (with, all) = (call.bytes(1)?, *call.any(2) == Arg::Bool(true));
+    with_regex(call, |regex| {
+        let mut made = Vec::with_capacity(text.len());
+        let mut rest = 0;
+        for found in regex.captures_iter(text).take(if all { MATCHES_MAX } else { 1 }) {
+            let whole = found.get(0).expect("group 0 is the whole match");
+            made.extend_from_slice(&text[rest..whole.start()]);
+            expand(&found, with, &mut made);
+            rest = whole.end();
+            if made.len() > REPLACED_LEN_MAX {
+                return Err(NativeError::argument(format!(
+                    "the replaced text is longer than {REPLACED_LEN_MAX} bytes"
+                )));
+            }
+        }
+        made.extend_from_slice(&text[rest..]);
+        Ok(Value::from(into_text(made)))
+    })?
+}
+
+fn expand(found: &Captures<'_>, with: &[u8], made: &mut Vec<u8>) {
+    let mut rest = with;
+    while let Some(at) = rest.iter().position(|b| *b == b'\\') {
+        made.extend_from_slice(&rest[..at]);
+        rest = &rest[at + 1..];
+        let (group, taken) = match rest.first() {
+            Some(digit @ b'0'..=b'9') => (found.get(usize::from(digit - b'0')), 1),
+            Some(b'&') => (found.get(0), 1),
+            Some(b'k') => match group_name(rest) {
+                Some((name, taken)) => (found.name(name), taken),
+                None => (None, 0),
+            },
+            Some(b'\\') => {
+                made.push(b'\\');
+                (None, 1)
+            }
+            _ => {
+                made.push(b'\\');
+                (None, 0)
+            }
+        };
+        made.extend_from_slice(group.map_or(&[], |group| group.as_bytes()));
+        rest = &rest[taken..];
+    }
+    made.extend_from_slice(rest);
+}
+
+/// Of `k<name>...`, with how many bytes it takes.
+fn group_name(text: &[u8]) -> Option<(&str, usize)> {
+    let inner = text.strip_prefix(b"k<")?;
+    let end = inner.iter().position(|b| *b == b'>')?;
+    Some((std::str::from_utf8(&inner[..end]).ok()?, end + 3))
+}
+
+/// The parts between the matches, at most so many if the number is positive; what groups took stands between them.
+fn split<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    let Some(text) = subject(call)? else { return Ok(Value::List(Vec::new())) };
+    let limit = usize::try_from(call.int(1)?).unwrap_or(0);
+    let most = if limit == 0 { MATCHES_MAX } else { limit - 1 };
+    with_regex(call, |regex| {
+        let mut parts = Vec::new();
+        let mut rest = 0;
+        // An empty match at the beginning or end parts nothing.
+        let parting = |found: &Captures<'_>| {
+            found.get(0).is_some_and(|whole| !whole.is_empty() || (1..text.len()).contains(&whole.start()))
+        };
+        for found in regex.captures_iter(text).filter(parting).take(most) {
+            let whole = found.get(0).expect("group 0 is the whole match");
+            parts.push(into_text(text[rest..whole.start()].to_vec()).into());
+            parts.extend(
+                found.iter().skip(1).flatten().map(|group| into_text(group.as_bytes().to_vec()).into()),
+            );
+            rest = whole.end();
+        }
+        parts.push(into_text(text[rest..].to_vec()).into());
+        // As Ruby does without a limit.
+        while limit == 0 && parts.last() == Some(&Value::from("")) {
+            parts.pop();
+        }
+        Value::List(parts)
+    })
+}
+
+fn escape<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
+    call.expect(1, 1)?;
+    Ok(regex::escape(call.word(0)?).into())
+}
+
+/// The text to search in; nil is found nowhere.
+fn subject<'a>(call: &Call<'a>) -> Result<Option<&'a [u8]>, NativeError> {
+    match call.any(0) {
+        Arg::Nil => Ok(None),
+        Arg::Symbol(name) => Ok(Some(name.as_bytes())),
+        _ => call.bytes(0).map(Some),
+    }
+}
+
+/// Made of pieces of a Ruby string, which need not be UTF-8.
+fn into_text(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
+}
+
+fn with_regex<T>(call: &mut Call<'_>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
+    let pattern = Rc::clone(call.this::<Rc<Pattern>>()?);
+    with_compiled(&pattern, search)
+}
+
+fn with_compiled<T>(pattern: &Rc<Pattern>, search: impl FnOnce(&Regex) -> T) -> Result<T, NativeError> {
+    COMPILED.with_borrow_mut(|compiled| {
+        let regex = compiled.try_get_or_insert(Rc::clone(pattern), || compile(pattern))?;
+        Ok(search(regex))
+    })
+}
+
+fn compile(pattern: &Pattern) -> Result<Regex, NativeError> {
+    let has = |option| pattern.options & option != 0;
+    RegexBuilder::new(&translate(&pattern.source))
+        .case_insensitive(has(IGNORE_CASE))
+        .ignore_whitespace(has(EXTENDED))
+        .dot_matches_new_line(has(MULTI_LINE))
+        // In Ruby `^` and `$` are always those of a line.
+        .multi_line(true)
+        .size_limit(PROGRAM_LEN_MAX)
+        .dfa_size_limit(SEARCH_CACHE_LEN_MAX)
+        .build()
+        .map_err(|error| {
+            let why = error.to_string();
+            // The first lines of a syntax error draw the pattern; the last one says what is wrong.
+            let why = why.lines().last().unwrap_or_default().trim_start_matches("error: ").to_owned();
+            NativeError::argument(format!("/{}/: {why}", pattern.source))
+        })
+}
+
+/// What Ruby writes in another way than the `regex` crate.
+fn translate(source: &str) -> String {
+    let mut made = String::with_capacity(source.len());
+    let mut class_depth = 0_usize;
+    let mut rest = source;
+    while let Some(first) = rest.chars().next() {
+        let len = match first {
+            '\\' => {
+                let escaped = rest[1..].chars().next();
+                match escaped {
+                    Some('h') if class_depth > 0 => made.push_str("0-9a-fA-F"),
+                    Some('h') => made.push_str("[0-9a-fA-F]"),
+                    Some('H') => made.push_str("[^0-9a-fA-F]"),
+                    Some('Z') => made.push_str(r"(?:\n?\z)"),
+                    Some('e') => made.push_str(r"\x1B"),
+                    Some(other) => made.extend(['\\', other]),
+                    None => made.push('\\'),
+                }
+                1 + escaped.map_or(0, char::len_utf8)
+            }
+            '(' if class_depth == 0 => {
+                let group = inline_options(rest);
+                made.push_str(&group.replace('m', "s"));
+                group.len()
+            }
+            other => {
+                match other {
+                    '[' => class_depth += 1,
+                    ']' => class_depth = class_depth.saturating_sub(1),
+                    _ => {}
+                }
+                made.push(other);
+                other.len_utf8()
+            }
+        };
+        rest = &rest[len..];
+    }
+    made
+}
+
+/// `(?mi-x` at the beginning of a text, where options are set; else the parenthesis alone.
+fn inline_options(text: &str) -> &str {
+    let is_option = |c: char| matches!(c, 'm' | 'i' | 'x' | '-');
+    let options = text.strip_prefix("(?").unwrap_or_default();
+    let len = options.find(|c| !is_option(c)).unwrap_or(options.len());
+    match options[len..].chars().next() {
+        Some(':' | ')') if len > 0 => &text[..2 + len],
+        _ => "(",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::translate;
+
+    #[test]
+    fn ruby_writes_some_things_in_another_way() {
+        for (ruby, rust) in [
+            (r"\A/api/\h+\z", r"\A/api/[0-9a-fA-F]+\z"),
+            (r"[\h-]+", "[0-9a-fA-F-]+"),
+            (r"a\Z", r"a(?:\n?\z)"),
+            ("(?m:.)(?mi-x)(?<m>m)", "(?s:.)(?si-x)(?<m>m)"),
+            (r"\\h", r"\\h"),
+            ("[(?m:]", "[(?m:]"),
+            ("é\\", "é\\"),
+        ] {
+            assert_eq!(translate(ruby), rust);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! A request that knows little, for tests of this crate's own machinery.
+//!
+//! Not here: the requests the API's tests ask about (`tests/api/world.rs`).
+
+use std::borrow::Cow;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use tempfile::TempDir;
+
+use crate::facts::{Facts, Number, Scalar, Text};
+use crate::{Budget, Engine, OnError, Phase, RuleFile, RuleSet, Verdict};
+
+/// A GET of this path, of one host.
+pub struct Get(pub &'static str);
+
+impl Facts for Get {
+    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+        match text {
+            Text::Hostname => Some("www.example.com".into()),
+            Text::Method => Some("GET".into()),
+            Text::Path | Text::RawTarget => Some(self.0.into()),
+            _ => None,
+        }
+    }
+
+    fn number(&self, _: Number) -> Option<i64> {
+        None
+    }
+
+    fn header_in(&self, _: &str) -> Option<Cow<'_, str>> {
+        None
+    }
+
+    fn each_header_in(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn header_out(&self, _: &str) -> Option<Cow<'_, str>> {
+        None
+    }
+
+    fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn setting(&self, _: &str, _: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+        false
+    }
+
+    fn cell_exists(&self, _: Controller, _: &CellName) -> bool {
+        false
+    }
+
+    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
+        None
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        None
+    }
+
+    fn elapsed_us(&self) -> u64 {
+        0
+    }
+
+    fn load(&self) -> [f64; 3] {
+        [0.0; 3]
+    }
+
+    fn env(&self, _: &str) -> Option<Cow<'_, str>> {
+        None
+    }
+
+    fn each_env(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn is_tls(&self) -> bool {
+        false
+    }
+}
+
+/// Rule files in a directory of their own.
+pub struct Rules {
+    directory: TempDir,
+    files: Vec<RuleFile>,
+}
+
+impl Rules {
+    /// One file for the access phase.
+    pub fn of(source: &str) -> Self {
+        let mut rules = Self { directory: tempfile::tempdir().unwrap(), files: Vec::new() };
+        rules.add(source);
+        rules
+    }
+
+    /// One more, which is named `0.rb`, `1.rb`...
+    pub fn add(&mut self, source: &str) -> &mut RuleFile {
+        let path = self.path(self.files.len());
+        fs::write(&path, source).unwrap();
+        let (phase, on_error) = (Phase::AccessChecker, OnError::Pass);
+        self.files.push(RuleFile { phase, path, cache: false, on_error });
+        self.files.last_mut().unwrap()
+    }
+
+    pub fn path(&self, at: usize) -> PathBuf {
+        self.directory.path().join(format!("{at}.rb"))
+    }
+
+    pub fn write(&self, at: usize, source: &str) {
+        fs::write(self.path(at), source).unwrap();
+    }
+
+    pub fn set(&self) -> Arc<RuleSet> {
+        RuleSet::new(self.files.clone(), Budget::default())
+    }
+
+    pub fn engine(&self) -> (Arc<RuleSet>, Engine) {
+        let set = self.set();
+        let engine = Engine::new(Arc::clone(&set));
+        (set, engine)
+    }
+}
+
+/// What the rules of the access phase decide, and whether the request is refused.
+pub fn evaluate(engine: &mut Engine) -> (Verdict, Result<(), crate::RuleFault>) {
+    let mut verdict = Verdict::default();
+    let outcome = engine.evaluate(Phase::AccessChecker, &Get("/wiki/Main%20Page"), &mut verdict);
+    (verdict, outcome)
+}

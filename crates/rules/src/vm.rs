@@ -1,0 +1,215 @@
+//! One Ruby VM as rules need it: mruby's library, the natives, the prelude, and programs that run within a budget.
+//!
+//! What is Ruby in it is compiled once for each process, in VMs without limits and without requests; those that run rules
+//! load bytecode. A VM whose run was ended, or that has grown old, is dropped whole. Not here: which programs, and
+//! when (`engine`); the calls into C (`ffi`).
+//!
+//! Bounded are instructions, memory and symbols, and with them whatever Ruby does in loops or recursion. Not bounded is
+//! the time of one single method of mruby written in C, such as a search in a string; strings end at 1 MiB and arrays at 131,072
+//! elements.
+
+use std::ffi::CString;
+use std::sync::{Arc, OnceLock};
+
+use crate::api;
+use crate::fault::{FaultKind, RuleFault};
+use crate::ffi::{Code, Failure, Limits, Machine, Program, Scope, Status, Unit};
+use crate::native::Native;
+use crate::regexp;
+use crate::ruleset::Budget;
+
+/// New symbols of one evaluation. Ruby never forgets a symbol, and finds each more slowly.
+const SYMBOLS_PER_RUN: u32 = 1024;
+
+/// Symbols a VM may have made since it was opened before a new one takes its place.
+const SYMBOLS_KEPT_MAX: u32 = 8 * SYMBOLS_PER_RUN;
+
+/// Smallest memory a VM is given, in bytes: its library alone takes a quarter of it.
+pub const MEMORY_MIN: u64 = 1 << 20;
+
+pub struct Vm {
+    machine: Machine,
+    /// When it was opened.
+    symbols: u32,
+    /// Bytes above which it is looked at whether they are garbage.
+    memory_worn: usize,
+}
+
+/// The parts every VM is made of, as bytecode.
+struct Library {
+    units: Vec<(Unit, Code)>,
+    prelude: Vec<Code>,
+}
+
+impl Vm {
+    pub fn open(budget: Budget) -> Result<Self, Failed> {
+        let library = library()?;
+        let mut machine = Machine::open(natives()).ok_or_else(|| Failed::vm("there is no memory for it"))?;
+        library
+            .fill(&mut machine)
+            .map_err(|failure| Failed::vm(&format!("{} ({})", failure.message, failure.class)))?;
+        machine.collect();
+        let memory = usize::try_from(budget.memory.max(MEMORY_MIN)).unwrap_or(usize::MAX);
+        machine.limit(Limits { instructions: budget.instructions.max(1), memory, symbols: SYMBOLS_PER_RUN });
+        let symbols = machine.symbols();
+        let memory_worn = machine.memory() + memory.saturating_sub(machine.memory()) / 2;
+        Ok(Self { machine, symbols, memory_worn })
+    }
+
+    pub fn load(&mut self, code: &Code) -> Result<Program, Failed> {
+        Ok(self.machine.load(code)?)
+    }
+
+    pub fn unload(&mut self, program: Program) {
+        self.machine.unload(program);
+    }
+
+    /// Runs a rule. If the failure is a kill, the VM is good for nothing but being dropped.
+    pub fn run(&mut self, program: Program, scope: &mut Scope<'_>, file: &str) -> Result<(), Failed> {
+        self.machine.run(program, Some(scope)).map_err(|failure| Failed::of_rule(failure, file))
+    }
+
+    /// Whether it should give way to a new one: what it keeps has grown, and collecting garbage did not help.
+    pub fn is_worn(&mut self) -> bool {
+        if self.machine.symbols() - self.symbols > SYMBOLS_KEPT_MAX {
+            return true;
+        }
+        if self.machine.memory() <= self.memory_worn {
+            return false;
+        }
+        self.machine.collect();
+        self.machine.memory() > self.memory_worn
+    }
+}
+
+/// Bytecode of a rule file.
+pub fn compile(text: &[u8], file: &Arc<str>) -> Result<Code, RuleFault> {
+    let compiled = match CString::new(&**file) {
+        // A VM of its own each time, without limits: what one text leaves behind is no matter to the next.
+        Ok(name) => compiler().and_then(|mut machine| Ok(machine.compile(text, &name, true)?)),
+        Err(_) => Err(Failed::vm("the path holds NUL")),
+    };
+    compiled.map_err(|failed| failed.fault(file))
+}
+
+/// What went wrong, without the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failed {
+    pub kind: FaultKind,
+    pub line: Option<u32>,
+    pub message: String,
+}
+
+impl Failed {
+    pub fn fault(self, file: &Arc<str>) -> RuleFault {
+        RuleFault { kind: self.kind, file: Arc::clone(file), line: self.line, message: self.message }
+    }
+
+    fn vm(message: &str) -> Self {
+        Self { kind: FaultKind::Vm, line: None, message: format!("no Ruby VM can be made: {message}") }
+    }
+
+    /// The line is that of the rule itself, if one of its frames is in the backtrace.
+    fn of_rule(failure: Failure, file: &str) -> Self {
+        let line_in_file = |frame: &String| {
+            let rest = frame.strip_prefix(file)?.strip_prefix(':')?;
+            rest.split(':').next()?.parse().ok()
+        };
+        let line = failure.backtrace.iter().find_map(line_in_file).or(failure.line);
+        Self { line, ..Self::from(failure) }
+    }
+}
+
+impl From<Failure> for Failed {
+    fn from(failure: Failure) -> Self {
+        let Failure { status, line, class, message, .. } = failure;
+        let (kind, message) = match status {
+            Status::Syntax => (FaultKind::Syntax, message),
+            Status::Exception if message.is_empty() => (FaultKind::Exception, class),
+            Status::Exception => (FaultKind::Exception, format!("{message} ({class})")),
+            Status::Instructions => (
+                FaultKind::Instructions,
+                "stopped: it ran for more instructions than rule_limits.instructions".into(),
+            ),
+            Status::Memory => {
+                (FaultKind::Memory, "stopped: it needed more memory than rule_limits.memory".into())
+            }
+            Status::Symbols => (
+                FaultKind::Memory,
+                format!(
+                    "stopped: it made more than {SYMBOLS_PER_RUN} new symbols; use strings for what requests bring"
+                ),
+            ),
+            Status::Failed => (FaultKind::Vm, format!("the Ruby VM failed: {message}")),
+        };
+        Self { kind, line, message }
+    }
+}
+
+/// All natives, in the order of their numbers.
+fn natives() -> &'static [Native] {
+    static NATIVES: OnceLock<Box<[Native]>> = OnceLock::new();
+    let all = || api::NATIVES.iter().copied().chain([regexp::NATIVES]).flatten().copied().collect();
+    NATIVES.get_or_init(all)
+}
+
+fn library() -> Result<&'static Library, Failed> {
+    static LIBRARY: OnceLock<Result<Library, Failed>> = OnceLock::new();
+    LIBRARY.get_or_init(Library::compile).as_ref().map_err(Clone::clone)
+}
+
+impl Library {
+    /// Without lines: what a rule does wrong is then told with a line of the rule, not of the library.
+    fn compile() -> Result<Self, Failed> {
+        let mut machine = compiler()?;
+        let mut units = Vec::new();
+        for unit in Machine::units() {
+            let code = machine
+                .compile(unit.source, unit.name, false)
+                .map_err(|failure| in_library(failure, unit.name))?;
+            units.push((unit, code));
+        }
+        let mut prelude = Vec::new();
+        for part in [regexp::PRELUDE].iter().chain(api::PRELUDE) {
+            let name = CString::new(part.file).map_err(|_| Failed::vm("the name of a prelude holds NUL"))?;
+            let code = machine.compile(part.source.as_bytes(), &name, false);
+            prelude.push(code.map_err(|failure| in_library(failure, &name))?);
+        }
+        Ok(Self { units, prelude })
+    }
+
+    /// Makes an empty machine one that rules can run in.
+    fn fill(&self, machine: &mut Machine) -> Result<(), Failure> {
+        for (unit, code) in &self.units {
+            machine.init_unit(unit)?;
+            run_once(machine, code)?;
+        }
+        machine.finish()?;
+        let is_module = |class: &str| api::MODULES.contains(&class);
+        for (at, native) in natives().iter().enumerate() {
+            machine.define(at, native, is_module(native.class))?;
+        }
+        for (class, name, value) in api::CONSTANTS {
+            machine.constant(class, name, is_module(class), *value)?;
+        }
+        self.prelude.iter().try_for_each(|code| run_once(machine, code))
+    }
+}
+
+fn in_library(failure: Failure, file: &std::ffi::CStr) -> Failed {
+    let (line, file) = (failure.line.unwrap_or(0), file.to_string_lossy());
+    Failed::vm(&format!("{file}:{line}: {}", failure.message))
+}
+
+/// A machine for compiling: mruby's core is enough.
+fn compiler() -> Result<Machine, Failed> {
+    Machine::open(&[]).ok_or_else(|| Failed::vm("there is no memory for it"))
+}
+
+/// Runs a part of the library, which is not kept.
+fn run_once(machine: &mut Machine, code: &Code) -> Result<(), Failure> {
+    let program = machine.load(code)?;
+    let outcome = machine.run(program, None);
+    machine.unload(program);
+    outcome
+}
