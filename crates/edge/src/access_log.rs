@@ -14,19 +14,22 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use http::header::{REFERER, USER_AGENT};
 use http::{HeaderValue, Method, StatusCode, Version};
 use nagaya_base::{Code, RequestId};
-use nagaya_cmdb::Site;
+use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::{Site, Tenant};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use crate::message::{ConnInfo, Head};
 use crate::metrics::Metrics;
 use crate::options::LogFormat;
+use crate::receipt;
 use format::Formatter;
+pub use format::timestamp;
 use writer::{Chunk, Writer};
 
 /// Lines one edge thread collects before it hands them over, in bytes. About 300 lines.
@@ -37,11 +40,14 @@ const FLUSH_AFTER: Duration = Duration::from_secs(1);
 
 const CODE_CANNOT_OPEN: Code = Code(441);
 
-/// Everything the log says of one request. Begun with its head, filled in on its way, written when its body ended.
+/// Everything that is said of one request. Begun with its head, filled in on its way, complete when its body has ended and
+/// what its programs used is known.
 #[derive(Debug, Clone)]
 pub struct AccessRecord {
     pub id: RequestId,
-    /// When the request came; set when the account is closed, as the end less `took`.
+    /// When the request came.
+    pub begun: Instant,
+    /// The same as a date; set when the account is closed, where there is a log.
     pub started: SystemTime,
     /// The client: the peer of the connection, or whom a trusted proxy says it speaks for.
     pub client: IpAddr,
@@ -50,7 +56,7 @@ pub struct AccessRecord {
     pub method: Option<Method>,
     pub version: Version,
     /// Host and target in one allocation; the target begins at `target_at`.
-    text: Box<str>,
+    text: String,
     target_at: usize,
     pub referer: Option<HeaderValue>,
     pub user_agent: Option<HeaderValue>,
@@ -67,52 +73,89 @@ pub struct AccessRecord {
     pub took: Duration,
     /// Waiting for its turn.
     pub queued: Duration,
+    /// In the rules.
+    pub ruled: Duration,
     /// In the backend, until the head of its answer.
     pub backend: Duration,
-    /// Reason of a refusal, as in `refusal::Row`.
+    /// This thread's own time on it.
+    pub edge_cpu: Duration,
+    /// Reason of a refusal and its code, as in `refusal::Row`.
     pub refusal: Option<&'static str>,
+    pub code: Option<Code>,
+    /// What only few requests have.
+    pub more: Option<Box<More>>,
 }
 
+/// What is said of a request that a rule, a limit or a program concerned.
+#[derive(Debug, Clone, Default)]
+pub struct More {
+    /// Where its programs ran, as `nagaya cells` shows it.
+    pub cell: Option<Box<str>>,
+    pub used: Used,
+    /// How much longer its bodies took because of limits, microseconds.
+    pub paced_us: u64,
+    /// The line a rule had it wait in.
+    pub lane: Option<Box<str>>,
+    /// What held for it beneath its site's limits.
+    pub confinement: Confinement,
+    /// The rule files that said something.
+    pub ruled_by: Vec<Box<str>>,
+    /// Its tenant, as it was then.
+    pub tenant: Option<Arc<Tenant>>,
+}
+
+/// What the programs of a request used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Used {
+    /// There was no program.
+    #[default]
+    Nothing,
+    /// There was, and what it used was not told: the keeper went, or took too long.
+    Unknown,
+    Known(Usage),
+}
+
+/// Slower than this, a request is remembered longer, for whoever asks why.
+const SLOW: Duration = Duration::from_millis(100);
+
 impl AccessRecord {
-    /// `in_full`: with what only a line of the log says. A node without a log does not pay for it.
-    pub fn begin(head: &Head, client: IpAddr, in_full: bool) -> Self {
-        let brief = Self {
-            method: Some(head.method.clone()),
-            version: head.version,
-            client,
-            ..Self::without_head(head.id, &head.conn)
-        };
-        if !in_full {
-            return brief;
-        }
+    /// Becomes the record of a new request. `in_full`: with what only a line of the log says. A node without a log does
+    /// not pay for it.
+    pub fn begin(&mut self, head: &Head, client: IpAddr, in_full: bool) {
+        let mut text = std::mem::take(&mut self.text);
+        text.clear();
         let query = head.query.as_deref();
-        let len = head.host.len() + head.path.len() + query.map_or(0, |q| 1 + q.len());
-        let mut text = String::with_capacity(len);
+        text.reserve(head.host.len() + head.path.len() + query.map_or(0, |query| 1 + query.len()));
         text.push_str(&head.host);
         text.push_str(&head.path);
         if let Some(query) = query {
             text.push('?');
             text.push_str(query);
         }
-        Self {
-            text: text.into_boxed_str(),
+        let field = |name| in_full.then(|| head.headers.get(name).cloned()).flatten();
+        *self = Self {
+            method: Some(head.method.clone()),
+            version: head.version,
+            client,
+            text,
             target_at: head.host.len(),
-            referer: head.headers.get(REFERER).cloned(),
-            user_agent: head.headers.get(USER_AGENT).cloned(),
-            ..brief
-        }
+            referer: field(REFERER),
+            user_agent: field(USER_AGENT),
+            ..Self::without_head(head.id, &head.conn)
+        };
     }
 
     /// For a request that ended before its head was understood.
     pub fn without_head(id: RequestId, conn: &ConnInfo) -> Self {
         Self {
             id,
+            begun: receipt::now(),
             started: SystemTime::UNIX_EPOCH,
             client: conn.peer.ip(),
             port: conn.peer.port(),
             method: None,
             version: Version::HTTP_11,
-            text: Box::default(),
+            text: String::new(),
             target_at: 0,
             referer: None,
             user_agent: None,
@@ -123,8 +166,12 @@ impl AccessRecord {
             bytes_out: 0,
             took: Duration::ZERO,
             queued: Duration::ZERO,
+            ruled: Duration::ZERO,
             backend: Duration::ZERO,
+            edge_cpu: Duration::ZERO,
             refusal: None,
+            code: None,
+            more: None,
         }
     }
 
@@ -136,6 +183,22 @@ impl AccessRecord {
     /// Path and query as sent; empty if the head could not be read.
     pub fn target(&self) -> &str {
         &self.text[self.target_at..]
+    }
+
+    /// What its programs used.
+    pub fn used(&self) -> Used {
+        self.more.as_ref().map_or(Used::Nothing, |more| more.used)
+    }
+
+    /// There is more to explain than that a file was sent.
+    pub fn is_noteworthy(&self) -> bool {
+        self.more.is_some() || self.refusal.is_some() || !self.queued.is_zero() || self.took >= SLOW
+    }
+
+    /// Gives up what refers to the memory of the connection it came by.
+    pub fn let_go(&mut self) {
+        self.referer = None;
+        self.user_agent = None;
     }
 }
 
@@ -171,14 +234,14 @@ impl AccessLog {
     }
 
     /// The calling thread's end of the log. Call it inside a `LocalSet`: a task there hands lines over in time.
-    pub fn for_thread(self: &Arc<Self>) -> Rc<ThreadLog> {
+    pub fn for_thread(self: &Arc<Self>, node: &str) -> Rc<ThreadLog> {
         Rc::new_cyclic(|this| {
             let first_line = Rc::new(Notify::new());
             ThreadLog {
                 log: Arc::clone(self),
                 pending: RefCell::new(Pending {
                     chunk: Chunk::default(),
-                    formatter: Formatter::new(self.format),
+                    formatter: Formatter::new(self.format, node),
                 }),
                 flusher: tokio::task::spawn_local(flush_in_time(Weak::clone(this), Rc::clone(&first_line))),
                 first_line,

@@ -1,34 +1,57 @@
-//! The account of one request: opened when it arrives, written to log and counters when its body has gone.
+//! The account of one request: opened when it arrives, written to log and counters when its body has gone and what its
+//! programs used is known.
 //!
 //! Not here: the forms of the log (`access_log`), the counters (`metrics`).
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell, RefCell};
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use nagaya_base::RequestId;
+use ipnet::IpNet;
+use nagaya_base::{Code, RequestId};
+use nagaya_cmdb::cell::Confinement;
 
-use crate::access_log::{AccessRecord, ThreadLog};
+use crate::access_log::{AccessRecord, More, ThreadLog};
+use crate::forward;
 use crate::gate::Permits;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::receipt::{self, Disclosure, Figures, Ring};
 use crate::refusal::{Blame, Refusal, Row};
 use crate::route::Route;
+use crate::rules::Ruling;
+use crate::shared::Shared;
+use crate::stay::Stay;
+
+const CODE_BAD_CLIENT: Code = Code(433);
+
+/// Rule files that are remembered as having decided about one request.
+const RULED_BY_MAX: usize = 16;
+
+/// Records kept as blanks of later requests, per thread: about as many requests as run at once and are forgotten.
+const BLANKS_MAX: usize = 64;
 
 /// What a request has cost so far. Dropped without an answer, its client has left.
 pub struct Account {
-    record: AccessRecord,
-    started: Instant,
+    /// `None` once it is closed.
+    record: Option<Box<AccessRecord>>,
     route: Option<Rc<Route>>,
     /// The right to run, given back when the response's body has ended.
     permits: Option<Permits>,
     received: Option<Rc<Cell<u64>>>,
+    /// What the operator's rules decided; none where there are no rules.
+    ruling: Option<Box<Ruling>>,
+    /// Made when a rule, a limit or a program concerns the request.
+    stay: OnceCell<Rc<Stay>>,
+    /// The client is told its receipt.
+    disclosed: bool,
     recorder: Rc<Recorder>,
 }
 
@@ -36,40 +59,117 @@ pub struct Account {
 pub struct Recorder {
     pub log: Option<Rc<ThreadLog>>,
     pub metrics: Arc<Metrics>,
+    ring: Arc<Ring>,
+    blanks: RefCell<Vec<Box<AccessRecord>>>,
+    node: Rc<str>,
+    /// Clients that are told their receipts.
+    allow: Vec<IpNet>,
+}
+
+impl Recorder {
+    /// The calling thread's, with the settings as they are now. Call it inside a `LocalSet`.
+    pub fn new(shared: &Shared) -> Rc<Self> {
+        let options = shared.options();
+        Rc::new(Self {
+            log: shared.log().map(|log| log.for_thread(&options.node)),
+            metrics: Arc::clone(&shared.metrics),
+            ring: shared.receipts.for_thread(),
+            blanks: RefCell::default(),
+            node: options.node.as_str().into(),
+            allow: allowed(&options.receipts.allow),
+        })
+    }
+
+    fn is_allowed(&self, client: IpAddr) -> bool {
+        self.allow.iter().any(|network| network.contains(&client))
+    }
+
+    fn blank(&self) -> Option<Box<AccessRecord>> {
+        self.blanks.borrow_mut().pop()
+    }
+
+    /// Says everywhere what became of a request.
+    fn close(&self, mut record: Box<AccessRecord>) {
+        self.metrics.request(&record);
+        if let Some(log) = &self.log {
+            record.started = SystemTime::now() - record.begun.elapsed();
+            log.write(&record);
+        }
+        // The memory of a connection is not kept for the sake of what only the log says.
+        record.let_go();
+        if let Some(blank) = self.ring.push(record) {
+            let mut blanks = self.blanks.borrow_mut();
+            if blanks.len() < BLANKS_MAX {
+                blanks.push(blank);
+            }
+        }
+    }
+}
+
+fn allowed(networks: &[String]) -> Vec<IpNet> {
+    let read = |text: &String| {
+        let network = forward::network(text);
+        if network.is_none() {
+            tracing::error!(
+                "{CODE_BAD_CLIENT}: '{text}' in receipts.allow is not an address or a network like 192.0.2.0/24; no client gets receipts because of it"
+            );
+        }
+        network
+    };
+    networks.iter().filter_map(read).collect()
 }
 
 impl Account {
-    /// Boxed from the start: it is large, and goes with the response in the end.
+    /// Boxed from the start: it goes with the response in the end.
     pub fn open(node: &Node, request: &Request) -> Box<Self> {
         let client = node.forwarding.client(&request.head);
-        Self::new(node, AccessRecord::begin(&request.head, client, node.recorder().log.is_some()))
+        let recorder = node.recorder();
+        let mut record = recorder
+            .blank()
+            .unwrap_or_else(|| Box::new(AccessRecord::without_head(request.head.id, &request.head.conn)));
+        record.begin(&request.head, client, recorder.log.is_some());
+        Self::new(recorder, record)
     }
 
     /// Of something that was no request.
     pub fn without_request(node: &Node, id: RequestId, conn: &ConnInfo) -> Box<Self> {
-        Self::new(node, AccessRecord::without_head(id, conn))
+        Self::new(node.recorder(), Box::new(AccessRecord::without_head(id, conn)))
     }
 
-    fn new(node: &Node, mut record: AccessRecord) -> Box<Self> {
+    fn new(recorder: Rc<Recorder>, mut record: Box<AccessRecord>) -> Box<Self> {
         let gone = Refusal::ClientGone.row();
         record.status = gone.status;
         record.refusal = Some(gone.reason);
         Box::new(Self {
-            record,
-            started: Instant::now(),
+            disclosed: recorder.is_allowed(record.client),
+            record: Some(record),
             route: None,
             permits: None,
             received: None,
-            recorder: node.recorder(),
+            ruling: None,
+            stay: OnceCell::new(),
+            recorder,
         })
     }
 
+    pub(crate) fn record(&self) -> &AccessRecord {
+        self.record.as_ref().expect("it is closed by being dropped only")
+    }
+
+    fn record_mut(&mut self) -> &mut AccessRecord {
+        self.record.as_mut().expect("it is closed by being dropped only")
+    }
+
+    fn more(&mut self) -> &mut More {
+        self.record_mut().more.get_or_insert_default()
+    }
+
     pub fn id(&self) -> RequestId {
-        self.record.id
+        self.record().id
     }
 
     pub fn belongs_to(&mut self, route: &Rc<Route>) {
-        self.record.site = Some(Arc::clone(&route.site));
+        self.record_mut().site = Some(Arc::clone(&route.site));
         self.route = Some(Rc::clone(route));
     }
 
@@ -88,58 +188,154 @@ impl Account {
         self.received = Some(received);
     }
 
+    pub fn set_ruling(&mut self, ruling: Box<Ruling>) {
+        self.ruling = Some(ruling);
+    }
+
+    pub fn take_ruling(&mut self) -> Option<Box<Ruling>> {
+        self.ruling.take()
+    }
+
+    pub fn ruling(&self) -> Option<&Ruling> {
+        self.ruling.as_deref()
+    }
+
+    pub fn ruling_mut(&mut self) -> Option<&mut Ruling> {
+        self.ruling.as_deref_mut()
+    }
+
+    /// Where its programs are to run, and which limits hold for it. Before it runs.
+    pub fn confine(&mut self, confinement: Confinement) {
+        self.stay = OnceCell::from(Stay::of(confinement, self.disclosed));
+    }
+
+    /// Its stay in its cell: as it was confined, or else in a cell of its own without limits of its own.
+    pub fn stay(&self) -> Rc<Stay> {
+        Rc::clone(self.stay.get_or_init(|| Stay::of(Confinement::default(), self.disclosed)))
+    }
+
+    /// The stay, if a rule, a limit or a program made one.
+    pub fn confined(&self) -> Option<&Rc<Stay>> {
+        self.stay.get()
+    }
+
+    /// So long the rules took, all phases together.
+    pub fn ruled(&mut self, took: Duration) {
+        self.record_mut().ruled += took;
+    }
+
+    /// This rule file had something to say.
+    pub fn ruled_by(&mut self, file: &str) {
+        let files = &mut self.more().ruled_by;
+        if files.len() < RULED_BY_MAX && !files.iter().any(|have| **have == *file) {
+            files.push(file.into());
+        }
+    }
+
+    /// It waits in the line that a rule named.
+    pub fn in_lane(&mut self, lane: &str) {
+        self.more().lane = Some(lane.into());
+    }
+
     /// It may run, until this account is closed.
     pub fn admitted(&mut self, permits: Permits) {
         if permits.waited {
-            self.record.queued = self.started.elapsed();
+            let record = self.record_mut();
+            record.queued = record.begun.elapsed().saturating_sub(record.ruled);
         }
         self.permits = Some(permits);
     }
 
     /// The backend has begun to answer.
     pub fn backend_answered(&mut self) {
-        self.record.backend = self.started.elapsed().saturating_sub(self.record.queued);
+        let paced = Duration::from_micros(self.stay.get().map_or(0, |stay| stay.paced_us()));
+        let record = self.record_mut();
+        // What comes before it, and what its end was held back for, are told by themselves.
+        let apart = record.queued + record.ruled + paced;
+        record.backend = record.begun.elapsed().saturating_sub(apart);
     }
 
     pub fn refused(&mut self, refusal: &Refusal, row: &Row) {
-        self.record.refusal = Some(row.reason);
+        let record = self.record_mut();
+        (record.refusal, record.code) = (Some(row.reason), Some(row.code));
         if row.blame != Blame::Client {
-            let site = self.record.site.as_ref().map_or("-", |site| site.name.as_str());
-            tracing::warn!(code = %row.code, site, request = %self.record.id, "{refusal}");
+            let record = self.record();
+            let site = record.site.as_ref().map_or("-", |site| site.name.as_str());
+            tracing::warn!(code = %row.code, site, request = %record.id, "{refusal}");
         }
     }
 
     /// Goes with the response from here on.
     pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
-        self.record.status = response.status;
-        if self.record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
-            self.record.refusal = None;
+        let record = self.record_mut();
+        record.status = response.status;
+        if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
+            record.refusal = None;
+        }
+        let now = Instant::now();
+        record.edge_cpu = receipt::spent(now).unwrap_or_default();
+        if self.disclosed {
+            self.disclose(now, &mut response);
         }
         response.receipt = Some(self);
         response
     }
 }
 
+impl Account {
+    /// Tells the client what is known so far, and what will be known at the end.
+    fn disclose(&self, now: Instant, response: &mut Response) {
+        let record = self.record();
+        let mut figures = Figures::of(record);
+        let mut more = More::default();
+        if let Some(stay) = self.stay.get() {
+            stay.tell(&mut more);
+        }
+        figures.update(&more, now.saturating_duration_since(record.begun));
+        let (id, node, stay) = (record.id, Rc::clone(&self.recorder.node), self.stay.get().cloned());
+        Disclosure { id, node, begun: record.begun, figures, stay }.put(response);
+    }
+}
+
 impl Receipt for Account {
     fn sent(&mut self, bytes: u64, complete: bool) {
-        self.record.bytes_out = bytes;
-        if !complete && self.record.refusal.is_none() {
-            self.record.refusal = Some("broken_off");
+        let record = self.record_mut();
+        record.bytes_out = bytes;
+        if !complete && record.refusal.is_none() {
+            record.refusal = Some("broken_off");
         }
     }
 }
 
 impl Drop for Account {
     fn drop(&mut self) {
-        self.record.took = self.started.elapsed();
+        let Some(mut record) = self.record.take() else { return };
+        let now = Instant::now();
+        record.took = now.saturating_duration_since(record.begun);
+        // Where the body is not sent in the request's own turn (HTTP/2) only the time until the answer is known.
+        record.edge_cpu = receipt::spent(now).unwrap_or(record.edge_cpu);
         if let Some(received) = &self.received {
-            self.record.bytes_in = received.get();
+            record.bytes_in = received.get();
         }
-        self.recorder.metrics.request(&self.record);
-        if let Some(log) = &self.recorder.log {
-            self.record.started = SystemTime::now() - self.record.took;
-            log.write(&self.record);
-        }
+        let recorder = Rc::clone(&self.recorder);
+        let ruling = self.ruling.take();
+        let Some(stay) = self.stay.take() else {
+            if let Some(ruling) = ruling {
+                ruling.close(&record);
+            }
+            return recorder.close(record);
+        };
+        let tenant = self.route.as_ref().map(|route| Arc::clone(&route.tenant));
+        // The line is written when it is known what the programs used; the client does not wait for it.
+        Rc::clone(&stay).when_paid(move || {
+            let more = record.more.get_or_insert_default();
+            more.tenant = tenant;
+            stay.tell(more);
+            if let Some(ruling) = ruling {
+                ruling.close(&record);
+            }
+            recorder.close(record);
+        });
     }
 }
 

@@ -17,6 +17,7 @@ use rustix::buffer::spare_capacity;
 use tokio::time::{Instant, sleep_until};
 
 use crate::message::{BodyError, Part, Receipt, Response, ResponseBody};
+use crate::pace::{Flow, Slow};
 
 /// Most that is read or handed on at once. Four HTTP/2 frames or TLS records of the usual size; reading that
 /// much of a file out of the page cache takes some 10 us, less than handing it to another thread.
@@ -42,7 +43,11 @@ impl Outgoing {
     /// where the answer has none on the wire (HEAD, 204, 304).
     pub fn take(response: &mut Response, with_body: bool) -> Self {
         let body = std::mem::replace(&mut response.body, ResponseBody::Empty);
-        let source = if with_body { Source::new(body) } else { Source::new(ResponseBody::Empty) };
+        let source = match response.flow.take() {
+            Some(flow) if with_body => Source::slow(body, flow),
+            _ if with_body => Source::new(body),
+            _ => Source::new(ResponseBody::Empty),
+        };
         Self { source, sent: 0, failed: false, receipt: response.receipt.take(), pace: None }
     }
 
@@ -68,6 +73,14 @@ impl Source {
         Self::Parts { parts, left }
     }
 
+    /// Held to the limits of `flow`.
+    fn slow(body: ResponseBody, flow: Box<Flow>) -> Self {
+        match Self::new(body) {
+            Self::Stream(stream) => Self::Stream(Box::pin(Slow::new(stream, flow))),
+            parts @ Self::Parts { .. } => Self::Stream(Box::pin(Slow::new(parts, flow))),
+        }
+    }
+
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match self {
             Self::Stream(stream) => stream.as_mut().poll_frame(cx),
@@ -85,6 +98,29 @@ impl Source {
         match self {
             Self::Parts { left, .. } => *left == 0,
             Self::Stream(stream) => stream.is_end_stream(),
+        }
+    }
+}
+
+impl Body for Source {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        self.poll(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_end()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Parts { left, .. } => SizeHint::with_exact(*left),
+            Self::Stream(stream) => stream.size_hint(),
         }
     }
 }
@@ -152,10 +188,7 @@ impl Body for Outgoing {
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.source {
-            Source::Parts { left, .. } => SizeHint::with_exact(*left),
-            Source::Stream(stream) => stream.size_hint(),
-        }
+        self.source.size_hint()
     }
 }
 

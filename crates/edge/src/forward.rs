@@ -19,6 +19,7 @@ use nagaya_base::Code;
 
 use crate::message::{Head, Response};
 use crate::options::Options;
+use crate::receipt::RECEIPT;
 use crate::refusal::Refusal;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -105,8 +106,9 @@ impl Forwarding {
         Ok(())
     }
 
-    /// The application's answer, for the client.
+    /// The application's answer, for the client. What the application calls a receipt is not the node's.
     pub fn response(&self, response: &mut Response) {
+        response.headers.remove(&RECEIPT);
         let settings = self.0.borrow();
         if response.headers.contains_key(VIA) {
             let mut list = Vec::new();
@@ -193,7 +195,7 @@ impl Settings {
 }
 
 /// An address stands for itself alone.
-fn network(text: &str) -> Option<IpNet> {
+pub(crate) fn network(text: &str) -> Option<IpNet> {
     text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from)).map(|network| network.trunc())
 }
 

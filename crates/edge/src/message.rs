@@ -16,6 +16,8 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use nagaya_base::RequestId;
 
+use crate::pace::Flow;
+
 /// One request: its head, already checked, and its body, still arriving.
 pub struct Request {
     /// Boxed, because a request is handed from step to step and its head is large.
@@ -147,6 +149,8 @@ pub struct Response {
     pub body: ResponseBody,
     /// Is told how much was sent; writes the request's account when it is dropped.
     pub receipt: Option<Box<dyn Receipt>>,
+    /// Holds the body to its limits while it is sent.
+    pub flow: Option<Box<Flow>>,
 }
 
 /// Header fields of a response: its own, or those that every answer from a kept file has. Shared ones are copied
@@ -234,6 +238,22 @@ impl Part {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Takes off the first `max` bytes, or all there is.
+    pub fn split_to(&mut self, max: u64) -> Self {
+        let taken = max.min(self.len());
+        match self {
+            Self::Bytes(bytes) => {
+                Self::Bytes(bytes.split_to(usize::try_from(taken).expect("not longer than the bytes")))
+            }
+            Self::File { file, offset, len } => {
+                let slice = Self::File { file: Arc::clone(file), offset: *offset, len: taken };
+                *offset += taken;
+                *len -= taken;
+                slice
+            }
+        }
+    }
 }
 
 /// The backend's side of an upgraded connection.
@@ -264,7 +284,13 @@ impl ResponseBody {
 
 impl Response {
     pub fn new(status: StatusCode) -> Self {
-        Self { status, headers: Headers::Own(HeaderMap::new()), body: ResponseBody::Empty, receipt: None }
+        Self {
+            status,
+            headers: Headers::Own(HeaderMap::new()),
+            body: ResponseBody::Empty,
+            receipt: None,
+            flow: None,
+        }
     }
 
     pub fn with_body(mut self, body: ResponseBody) -> Self {

@@ -1,13 +1,15 @@
-//! The one thing the edge asks of the kernel for which no safe wrapper exists.
+//! What the edge asks of the kernel for which no safe wrapper exists.
 //!
 //! Not here: everything else; `rustix`, `tokio` and `std` are safe. This is the edge's only file with unsafe code.
 
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::ioctl;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// `SIOCOUTQ`, which Linux defines as `TIOCOUTQ` (asm-generic/ioctls.h).
 const SIOCOUTQ: ioctl::Opcode = 0x5411;
@@ -21,6 +23,13 @@ pub fn all_read(socket: impl AsFd) -> io::Result<bool> {
         ioctl::ioctl(socket, getter)?
     };
     Ok(queued == 0)
+}
+
+/// Has this thread's runtime watch a descriptor.
+pub fn watch(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: the descriptor is owned by what is returned, which gives out only references to it: it stays open, and the
+    // same, until the registration has ended.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
 
 #[cfg(test)]

@@ -12,8 +12,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::{HeaderValue, Version};
 
-use super::AccessRecord;
+use super::{AccessRecord, Used};
 use crate::options::LogFormat;
+use crate::receipt::Figures;
 
 /// Writes lines; remembers the date of the current second, as text.
 #[derive(Debug)]
@@ -21,11 +22,27 @@ pub(super) struct Formatter {
     format: LogFormat,
     second: u64,
     date: String,
+    /// `,"node":"NAME"` or ` node=NAME`.
+    node: Vec<u8>,
+}
+
+/// `2000-10-10T13:55:36.042Z`.
+pub fn timestamp(when: SystemTime) -> String {
+    let since_epoch = when.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let mut formatter = Formatter::new(LogFormat::Json, "");
+    formatter.write_date(since_epoch.as_secs());
+    format!("{}.{:03}Z", formatter.date, since_epoch.subsec_millis())
 }
 
 impl Formatter {
-    pub(super) fn new(format: LogFormat) -> Self {
-        let mut formatter = Self { format, second: 0, date: String::new() };
+    /// `node` is the name of this node in each line.
+    pub(super) fn new(format: LogFormat, node: &str) -> Self {
+        let mut name = Vec::new();
+        match format {
+            LogFormat::Combined => word("node", node, &mut name),
+            LogFormat::Json => text("node", node.as_bytes(), &mut name),
+        }
+        let mut formatter = Self { format, second: 0, date: String::new(), node: name };
         formatter.write_date(0);
         formatter
     }
@@ -90,6 +107,26 @@ impl Formatter {
             }
             out.push(b'"');
         }
+        self.receipt(record, out);
+    }
+
+    /// What the request used and waited for, behind what the format is made of. Numbers that are 0 are left out.
+    fn receipt(&self, record: &AccessRecord, out: &mut Vec<u8>) {
+        for (name, value) in Figures::of(record).named() {
+            if value > 0 {
+                out.push(b' ');
+                out.extend_from_slice(logged(name).as_bytes());
+                out.push(b'=');
+                number(value, out);
+            }
+        }
+        if record.used() == Used::Unknown {
+            out.extend_from_slice(b" cpu_us=-");
+        }
+        if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
+            word("cell", cell, out);
+        }
+        out.extend_from_slice(&self.node);
     }
 
     fn json(&self, record: &AccessRecord, ms: u32, out: &mut Vec<u8>) {
@@ -117,13 +154,22 @@ impl Formatter {
             ("status", record.status.as_u16().into()),
             ("bytes_in", record.bytes_in),
             ("bytes_out", record.bytes_out),
-            ("duration_us", us(record.took)),
-            ("queued_us", us(record.queued)),
-            ("backend_us", us(record.backend)),
         ] {
             key(name, out);
             number(value, out);
         }
+        for (name, value) in Figures::of(record).named() {
+            key(logged(name), out);
+            number(value, out);
+        }
+        if record.used() == Used::Unknown {
+            key("cpu_us", out);
+            out.extend_from_slice(b"null");
+        }
+        if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
+            text("cell", cell.as_bytes(), out);
+        }
+        out.extend_from_slice(&self.node);
         if let Some(site) = &record.site {
             text("site", site.name.as_str().as_bytes(), out);
             text("tenant", site.tenant.as_str().as_bytes(), out);
@@ -144,8 +190,21 @@ impl Formatter {
     }
 }
 
-fn us(duration: std::time::Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+/// The log says what these two are of.
+fn logged(name: &'static str) -> &'static str {
+    match name {
+        "took_us" => "duration_us",
+        "queue_us" => "queued_us",
+        other => other,
+    }
+}
+
+/// ` name=value`, with what could end the word left out.
+fn word(name: &str, value: &str, out: &mut Vec<u8>) {
+    out.push(b' ');
+    out.extend_from_slice(name.as_bytes());
+    out.push(b'=');
+    out.extend(value.bytes().filter(|byte| matches!(byte, b'!'..=b'~') && *byte != b'"'));
 }
 
 fn protocol(version: Version) -> &'static str {

@@ -32,7 +32,7 @@ pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
 
 fn line(format: LogFormat, record: &AccessRecord) -> String {
     let mut out = Vec::new();
-    Formatter::new(format).line(record, &mut out);
+    Formatter::new(format, "n1").line(record, &mut out);
     String::from_utf8(out).unwrap()
 }
 
@@ -79,7 +79,7 @@ fn a_json_line_says_everything_known() {
 
 #[test]
 fn the_date_follows_the_second() {
-    let mut formatter = Formatter::new(LogFormat::Json);
+    let mut formatter = Formatter::new(LogFormat::Json, "n1");
     for (second, date) in [(0, "1970-01-01T00:00:00.000Z"), (951_782_400, "2000-02-29T00:00:00.000Z")] {
         let mut at = record("/", None);
         at.started = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
@@ -121,7 +121,7 @@ fn lines_reach_the_file_and_shutdown_loses_none() {
     let metrics = Arc::new(Metrics::new());
     run_local(async {
         let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
-        let thread = log.for_thread();
+        let thread = log.for_thread("n1");
         for n in 0..2000 {
             thread.write(&record(&format!("/{n}"), None));
         }
@@ -140,7 +140,7 @@ fn a_line_waits_no_longer_than_its_time() {
     let metrics = Arc::new(Metrics::new());
     run_local(async {
         let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
-        let thread = log.for_thread();
+        let thread = log.for_thread("n1");
         thread.write(&record("/first", None));
         // Time is simulated: this passes at once, and the flush is due at its end.
         tokio::time::sleep(FLUSH_AFTER + Duration::from_millis(1)).await;
@@ -160,7 +160,7 @@ fn after_reopen_lines_go_to_the_new_file() {
     let moved = dir.path().join("access.log.1");
     run_local(async {
         let log = AccessLog::open(&path, LogFormat::Combined, Arc::new(Metrics::new())).unwrap();
-        let thread = log.for_thread();
+        let thread = log.for_thread("n1");
         thread.write(&record("/old", None));
         thread.flush();
         fs::rename(&path, &moved).unwrap();
@@ -180,7 +180,7 @@ fn a_full_disk_drops_lines_and_counts_them() {
     let metrics = Arc::new(Metrics::new());
     run_local(async {
         let log = AccessLog::open(Path::new("/dev/full"), LogFormat::Json, Arc::clone(&metrics)).unwrap();
-        let thread = log.for_thread();
+        let thread = log.for_thread("n1");
         for _ in 0..10 {
             thread.write(&record("/", None));
         }
@@ -199,7 +199,7 @@ fn a_writer_that_hangs_does_not_hold_up_a_request() {
     let metrics = Arc::new(Metrics::new());
     let total = run_local(async {
         let log = AccessLog::open(&path, LogFormat::Combined, Arc::clone(&metrics)).unwrap();
-        let thread = log.for_thread();
+        let thread = log.for_thread("n1");
         let long = record(&"/x".repeat(4000), None);
         let mut total = 0;
         while metrics.log_lines().1 == 0 {

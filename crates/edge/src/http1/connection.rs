@@ -20,9 +20,10 @@ use crate::http1::framing::Framing;
 use crate::http1::head::{self, HeadLimits, RequestHead};
 use crate::http1::tunnel;
 use crate::http1::wire::{Incoming, Stream, Wire};
-use crate::http1::write::{self, Asked};
+use crate::http1::write::{self, Asked, Sent};
 use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
+use crate::receipt::metered;
 use crate::refusal::Refusal;
 use crate::silence::Silence;
 
@@ -73,13 +74,11 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         };
         let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
-        // The client left: dropping the unfinished future gives everything back.
-        let serving = pin!(host.serve(request));
-        let Some(response) = until_gone(&wire, serving).await else { return };
-        if matches!(response.body, ResponseBody::Tunnel(_)) {
-            return tunnel::run(wire, response).await;
-        }
-        let sent = write::respond(&wire, asked, response).await;
+        let sent = match metered(exchange(&wire, &*host, request, asked)).await {
+            Exchanged::Answered(sent) => sent,
+            Exchanged::Switched(response) => return tunnel::run(wire, response).await,
+            Exchanged::Gone => return,
+        };
         if !sent.complete {
             return;
         }
@@ -91,6 +90,25 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         }
         // All guards of the exchange are gone, so the wire is ours alone again.
         debug_assert!(Rc::get_mut(&mut wire).is_some(), "a body outlived its request");
+    }
+}
+
+/// What came of a request.
+enum Exchanged {
+    Answered(Sent),
+    /// From here on the connection speaks another protocol.
+    Switched(Response),
+    /// The client left.
+    Gone,
+}
+
+async fn exchange<S: Stream, H: Host>(wire: &Wire<S>, host: &H, request: Request, asked: Asked) -> Exchanged {
+    // The client left: dropping the unfinished future gives everything back.
+    let serving = pin!(host.serve(request));
+    match until_gone(wire, serving).await {
+        None => Exchanged::Gone,
+        Some(response) if matches!(response.body, ResponseBody::Tunnel(_)) => Exchanged::Switched(response),
+        Some(response) => Exchanged::Answered(write::respond(wire, asked, response).await),
     }
 }
 

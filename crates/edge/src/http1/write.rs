@@ -11,13 +11,14 @@ use std::pin::Pin;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, DATE, HeaderMap, SERVER};
+use http::header::{CONTENT_LENGTH, DATE, HeaderMap, SERVER, TRAILER};
 use http::{StatusCode, Version};
 use http_body::Body;
 
 use crate::date;
 use crate::http1::wire::{Stream, Wire};
 use crate::message::{BodyError, Part, Response, ResponseBody};
+use crate::pace::{Flow, Slow};
 
 /// Bodies up to this many bytes are copied behind their head and sent with it.
 const JOIN_MAX: usize = 16 << 10;
@@ -64,7 +65,11 @@ pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Resp
     let body = std::mem::replace(&mut response.body, ResponseBody::Empty);
     let body = if ending == Ending::NoBody { ResponseBody::Empty } else { body };
     let mut sent = 0;
-    let result = send(wire, &mut head, body, ending, asked, &mut sent).await;
+    let result = match response.flow.take() {
+        None => send(wire, &mut head, body, ending, asked, &mut sent).await,
+        // Boxed, or what only limited bodies need would be part of every response.
+        Some(flow) => Box::pin(send_slowly(wire, &mut head, body, ending, asked, flow, &mut sent)).await,
+    };
     give_back(head);
     let complete = match result {
         Ok(()) => wire.flush().await.is_ok(),
@@ -105,7 +110,8 @@ fn encode_head(out: &mut Vec<u8>, asked: Asked, response: &Response, ending: End
         date::with_now(|date| field(out, b"date", date));
     }
     for (name, value) in response.headers.iter() {
-        if *name != CONTENT_LENGTH {
+        // Who takes no trailers is not promised any.
+        if *name != CONTENT_LENGTH && (asked.trailers || *name != TRAILER) {
             field(out, name.as_str().as_bytes(), value.as_bytes());
         }
     }
@@ -190,6 +196,58 @@ async fn send<S: Stream>(
         }
         ResponseBody::Stream(body) => send_stream(wire, head, body, ending, asked.trailers, sent).await,
     }
+}
+
+/// Sends a body slice by slice, each when its turn has come.
+async fn send_slowly<S: Stream>(
+    wire: &Wire<S>,
+    head: &mut Vec<u8>,
+    body: ResponseBody,
+    ending: Ending,
+    asked: Asked,
+    mut flow: Box<Flow>,
+    sent: &mut u64,
+) -> io::Result<()> {
+    let parts = match body {
+        ResponseBody::Bytes(bytes) => vec![Part::Bytes(bytes)],
+        ResponseBody::File { file, offset, len } => vec![Part::File { file, offset, len }],
+        ResponseBody::Parts(parts) => parts,
+        ResponseBody::Stream(body) => {
+            let slow = Box::pin(Slow::new(body, flow));
+            return send_stream(wire, head, slow, ending, asked.trailers, sent).await;
+        }
+        other => return send(wire, head, other, ending, asked, sent).await,
+    };
+    let mut front = std::mem::take(head);
+    for mut part in parts {
+        while !part.is_empty() {
+            let slice = part.split_to(flow.slice());
+            turn(wire, &mut flow, slice.len()).await?;
+            send_part(wire, &mut front, &slice).await?;
+            front.clear();
+            *sent += slice.len();
+        }
+    }
+    wire.write(&mut [IoSlice::new(&front)]).await
+}
+
+/// Waits for the turn of the next slice, unless the client leaves.
+async fn turn<S: Stream>(wire: &Wire<S>, flow: &mut Flow, len: u64) -> io::Result<()> {
+    poll_fn(|cx| {
+        if flow.poll_take(cx, len).is_ready() {
+            return Poll::Ready(Ok(()));
+        }
+        match wire.poll_gone(cx) {
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            // More may have come, and the end of it is what is waited for.
+            Poll::Ready(Ok(())) => {
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
 }
 
 async fn send_bytes<S: Stream>(wire: &Wire<S>, head: &mut Vec<u8>, bytes: &Bytes) -> io::Result<()> {

@@ -10,19 +10,52 @@ use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::Body;
+use nagaya_keeper::client::ProcessGuard;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
+use super::Running;
+use super::after::After;
 use super::answer::{Failure, Output};
 use crate::message::RequestBody;
+use crate::stay::Due;
 
 /// Asked of standard output at once, bytes: what a pipe holds by default.
 const READ_LEN: usize = 64 << 10;
+
+/// So long the keeper may take to end a program's tree and say what it used.
+const END_MAX: Duration = Duration::from_secs(2);
+
+/// The process tree of one program. Dropping it ends the tree; the request learns what it used.
+pub(super) struct Tree {
+    held: Option<(ProcessGuard, Due)>,
+    after: Rc<After>,
+    _running: Running,
+}
+
+impl Tree {
+    pub fn new(guard: ProcessGuard, due: Due, after: Rc<After>, running: Running) -> Self {
+        Self { held: Some((guard, due)), after, _running: running }
+    }
+}
+
+impl Drop for Tree {
+    fn drop(&mut self) {
+        let Some((guard, due)) = self.held.take() else { return };
+        self.after.run(async move {
+            if let Ok(Ok((_, usage))) = timeout(END_MAX, guard.end()).await {
+                due.pay(usage);
+            }
+        });
+    }
+}
 
 /// A running program.
 pub(super) struct Run<G> {

@@ -6,6 +6,7 @@
 //! Read in this order: `environment` (what a program is told), `cgi` or `pool` and `php` (how it is run),
 //! `response` and `answer` (what becomes of its output).
 
+mod after;
 mod answer;
 mod cgi;
 mod environment;
@@ -16,7 +17,7 @@ mod response;
 mod spool;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -28,18 +29,22 @@ use nagaya_cmdb::{Site, Tenant};
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure as KeeperFailure;
 
+use self::after::After;
 use self::answer::{Failure, Patience, Timed};
 use self::environment::Facts;
-use self::fastcgi::Opening;
-use self::php::{ErrorLines, Exchange, Retry};
 pub use self::environment::document_root;
+use self::fastcgi::Opening;
+use self::php::{ErrorLines, Exchange, Retry, Serving};
 pub use self::pool::PhpPools;
-use self::pool::Worker;
+use self::pool::{Lease, Place, Worker};
 use self::spool::Spool;
-use crate::message::{Request, Response};
+use crate::message::{Request, Response, ResponseBody};
 use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
+use crate::pace::{Debt, Ledger};
+use crate::receipt;
 use crate::refusal::Refusal;
+use crate::stay::{Due, Stay};
 
 /// First pause before a busy keeper is asked again. Each is twice as long as the one before and the last is shorter than
 /// `BUSY_PAUSE_MAX`, half a second in all.
@@ -76,15 +81,23 @@ pub enum Outcome {
 pub struct Programs {
     keeper: Rc<Keeper>,
     pools: Arc<PhpPools>,
+    ledger: Arc<Ledger>,
     limits: RefCell<Limits>,
     spool: Spool,
+    after: Rc<After>,
     metrics: Arc<Metrics>,
 }
 
 impl Programs {
-    pub fn new(keeper: Rc<Keeper>, pools: Arc<PhpPools>, options: &Options, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        keeper: Rc<Keeper>,
+        pools: Arc<PhpPools>,
+        ledger: Arc<Ledger>,
+        options: &Options,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         let limits = RefCell::new(options.limits.clone());
-        Self { keeper, pools, limits, spool: Spool::default(), metrics }
+        Self { keeper, pools, ledger, limits, spool: Spool::default(), after: Rc::default(), metrics }
     }
 
     /// Holds from the next request on.
@@ -92,13 +105,14 @@ impl Programs {
         *self.limits.borrow_mut() = options.limits.clone();
     }
 
-    /// Runs a CGI program once. What it holds is in the response's body and given back with it.
+    /// Runs a CGI program once, where its stay says. What it holds is in the response's body and given back with it.
     pub async fn cgi(
         &self,
         site: &Arc<Site>,
         tenant: &Arc<Tenant>,
         script: Script,
         request: Request,
+        stay: &Rc<Stay>,
     ) -> Result<Outcome, Refusal> {
         let Request { head, body } = request;
         let files = files_of(site)?;
@@ -108,38 +122,52 @@ impl Programs {
         environment::for_cgi(&facts, |name, value| {
             env.push((name.to_owned(), String::from_utf8_lossy(value).into_owned()));
         })?;
+        self.after.begin();
+        let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
         let started = self
             .keeper
-            .spawn_cgi(&site.name, &script.file, env)
+            .spawn_cgi(&site.name, &script.file, env, stay.confinement())
             .await
             .map_err(|error| not_started(&format!("{} of site {}", script.file, site.name), error))?;
+        stay.set_cell(&started.cell);
         let running = Running::begin(&self.metrics);
-        let run = cgi::Run::new(started.stdin, started.stdout, (started.guard, running), body)
+        let tree = cgi::Tree::new(started.guard, stay.begin(), Rc::clone(&self.after), running);
+        let run = cgi::Run::new(started.stdin, started.stdout, tree, body)
             .map_err(|error| Refusal::BackendUnreachable(format!("{}: its pipes: {error}", script.file)))?;
         let mut run = Timed::new(run, patience);
         let refusal = |failure: Failure| failure.refusal(&script.file);
         let (answer, rest) = run.head().await.map_err(refusal)?;
-        run.outcome(&head.method, answer, rest).await.map_err(refusal)
+        let outcome = run.outcome(&head.method, answer, rest).await.map_err(refusal)?;
+        Ok(finish(outcome, debt, stay).await)
     }
 
-    /// Runs a PHP script in one of the tenant's workers.
+    /// Runs a PHP script in one of the tenant's workers, where its stay says.
     pub async fn php(
         &self,
         site: &Arc<Site>,
         tenant: &Arc<Tenant>,
         script: Script,
         request: Request,
+        stay: &Rc<Stay>,
     ) -> Result<Outcome, Refusal> {
         let Request { head, body } = request;
         let files = files_of(site)?;
         let body = self.spool.take_in(body).await?;
         let facts = Facts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
         let opening = opening(&facts)?;
-        let lease = self.pools.lease(tenant, || self.start_php(tenant)).await?;
+        self.after.begin();
+        let mut lease = self.pools.lease(tenant, || self.start_php(tenant)).await?;
+        if self.enter(&mut lease, site, stay).await.is_err() {
+            // It may have died, or have been another keeper's, which is no fault of the request.
+            lease.renew(|| self.start_php(tenant)).await?;
+            self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
+        }
+        let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
         let errors = ErrorLines::new(site.name.clone(), head.id);
-        let mut exchange = Timed::new(Exchange::new(lease, opening, body, errors), patience);
+        let serving = self.serving(lease, stay.begin());
+        let mut exchange = Timed::new(Exchange::new(serving, opening, body, errors), patience);
         let refusal = |failure: Failure| failure.refusal(&script.file);
         let (answer, rest) = match exchange.head().await {
             Ok(complete) => complete,
@@ -149,14 +177,43 @@ impl Programs {
                 let Some(retry) = exchange.into_output().and_then(Exchange::into_retry) else {
                     return Err(refusal(Failure::Unread));
                 };
-                let Retry { mut lease, opening, body, errors } = retry;
+                let Retry { serving, opening, body, errors } = retry;
+                let (mut lease, due) = serving.into_lease();
                 lease.renew(|| self.start_php(tenant)).await?;
-                exchange = Timed::new(Exchange::new(lease, opening, body, errors), patience);
+                self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
+                let serving = self.serving(lease, due);
+                exchange = Timed::new(Exchange::new(serving, opening, body, errors), patience);
                 exchange.head().await.map_err(refusal)?
             }
             Err(failure) => return Err(refusal(failure)),
         };
-        exchange.outcome(&head.method, answer, rest).await.map_err(refusal)
+        let outcome = exchange.outcome(&head.method, answer, rest).await.map_err(refusal)?;
+        Ok(finish(outcome, debt, stay).await)
+    }
+
+    /// Moves the worker to where the request is to run, unless it is there already.
+    async fn enter(&self, lease: &mut Lease, site: &Site, stay: &Stay) -> Result<(), ClientError> {
+        let worker = lease.worker();
+        let confinement = stay.confinement();
+        // The keeper counts from here how much a request used that may be slowed down for it.
+        let is_watched = !confinement.demotions.is_empty() || !site.demotions.is_empty();
+        if let Some(place) = &worker.place
+            && !is_watched
+            && place.suits(&site.name, confinement)
+        {
+            stay.set_cell(&place.cell);
+            return Ok(());
+        }
+        // If this is given up, or fails, nobody knows where the worker is.
+        worker.place = None;
+        let cell = self.keeper.enter(worker.id, &site.name, confinement).await?;
+        stay.set_cell(&cell);
+        worker.place = Some(Place { site: site.name.clone(), confinement: confinement.clone(), cell });
+        Ok(())
+    }
+
+    fn serving(&self, lease: Lease, due: Due) -> Serving {
+        Serving::new(lease, due, Rc::clone(&self.keeper), Rc::clone(&self.after))
     }
 
     async fn start_php(&self, tenant: &Tenant) -> Result<Worker, Refusal> {
@@ -174,9 +231,33 @@ impl Programs {
                 }
             }
         };
-        Worker::new(started.socket, started.guard)
+        Worker::new(started.socket, started.guard.id(), started.guard)
             .map_err(|error| Refusal::BackendUnreachable(format!("the connection to a PHP worker: {error}")))
     }
+}
+
+/// What is left to do with an answer before it goes: its end waits for what the program owes to CPU quotas, and all of
+/// it for the figures, if the client is told them and that does not take long.
+async fn finish(outcome: Outcome, debt: Option<Debt>, stay: &Stay) -> Outcome {
+    let mut response = match (outcome, debt) {
+        (Outcome::Response(response), None) => response,
+        (Outcome::Response(response), Some(debt)) => debt.hold(response).await,
+        (redirect, debt) => {
+            if let Some(debt) = debt {
+                debt.settle().await;
+            }
+            return redirect;
+        }
+    };
+    // What a program calls a receipt is not the node's.
+    response.headers.remove(&receipt::RECEIPT);
+    if stay.is_disclosed() {
+        response.body = receipt::gather(response.body).await;
+        if response.body.len().is_some() && !matches!(response.body, ResponseBody::Stream(_)) {
+            stay.paid().await;
+        }
+    }
+    Outcome::Response(response)
 }
 
 /// Counts a CGI program for as long as it runs.
@@ -209,6 +290,10 @@ fn opening(facts: &Facts<'_>) -> Result<Vec<u8>, Refusal> {
         fits = fits && opening.put(name.as_bytes(), value).is_ok();
     })?;
     if fits { Ok(opening.finish()) } else { Err(Refusal::HeadTooLarge) }
+}
+
+fn not_entered(site: &Site, error: ClientError) -> Refusal {
+    not_started(&format!("a PHP worker for site {}", site.name), error)
 }
 
 /// What the client sees of it is little; the operator finds the reason in the log.

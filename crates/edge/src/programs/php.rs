@@ -6,24 +6,33 @@
 //! the end record came and no byte after it. The second is not a formality: PHP forgets how much of a body record a
 //! script left unread (a `PUT` handler that reads only the beginning), and would take the rest of the body, which a
 //! visitor chose, for the next FastCGI request.
+//!
+//! It also serves others only after the keeper has said what this request used: the answer may come over another
+//! connection than the next request's, so asking and going on would charge one request for the next one's work. A tenant's
+//! other workers do not wait, and neither does the client, unless a CPU quota is to be settled.
 
 use std::future::{Future, poll_fn};
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use http_body::Body;
 use nagaya_base::RequestId;
 use nagaya_cmdb::SiteName;
+use nagaya_keeper::client::Keeper;
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout, timeout_at};
 
+use super::after::After;
 use super::answer::{Failure, Output};
 use super::fastcgi::{self, CONTENT_MAX, Decoder, Event};
 use super::pool::{Lease, Worker};
 use crate::message::{BodyError, RequestBody};
+use crate::stay::Due;
 use crate::sys;
 
 /// Asked of the connection at once, bytes: PHP sends at most 8 KiB with one call.
@@ -40,13 +49,66 @@ pub(super) struct Exchange {
     answer: Receiving,
 }
 
+/// A worker that serves a request, and what is to be done when it has.
+pub(super) struct Serving {
+    lease: Lease,
+    due: Due,
+    keeper: Rc<Keeper>,
+    after: Rc<After>,
+}
+
+/// So long the keeper may take to say what a request used.
+const LEAVE_MAX: Duration = Duration::from_secs(2);
+
+impl Serving {
+    pub fn new(lease: Lease, due: Due, keeper: Rc<Keeper>, after: Rc<After>) -> Self {
+        Self { lease, due, keeper, after }
+    }
+
+    fn worker(&mut self) -> &mut Worker {
+        self.lease.worker()
+    }
+
+    /// For asking another worker in the place of one that has read nothing.
+    pub fn into_lease(self) -> (Lease, Due) {
+        (self.lease, self.due)
+    }
+
+    /// The request has ended and left nothing behind: the worker serves others, once it is known what this one used.
+    fn leave(self) {
+        let Self { mut lease, due, keeper, after } = self;
+        after.run(async move {
+            match timeout(LEAVE_MAX, keeper.leave(lease.worker().id)).await {
+                Ok(Ok(usage)) => {
+                    due.pay(usage);
+                    lease.give_back();
+                }
+                _ => end(lease, due).await,
+            }
+        });
+    }
+
+    /// Ends the worker.
+    fn abandon(self) {
+        let Self { lease, due, after, .. } = self;
+        after.run(end(lease, due));
+    }
+}
+
+async fn end(lease: Lease, due: Due) {
+    let Some(process) = lease.into_process() else { return };
+    if let Ok(Some(usage)) = timeout(LEAVE_MAX, process.end()).await {
+        due.pay(usage);
+    }
+}
+
 impl Exchange {
     /// `body` has an exact length, the one the parameters name.
-    pub fn new(lease: Lease, opening: Vec<u8>, body: RequestBody, errors: ErrorLines) -> Self {
+    pub fn new(serving: Serving, opening: Vec<u8>, body: RequestBody, errors: ErrorLines) -> Self {
         let len = body.len().expect("a body without a length was taken in before");
         let request = Sending { opening, opening_sent: 0, body, len, taken: 0, record: Record::default() };
         let answer = Receiving {
-            lease: Some(lease),
+            serving: Some(serving),
             decoder: Decoder::default(),
             errors,
             heard: false,
@@ -56,15 +118,16 @@ impl Exchange {
     }
 
     /// What is needed to ask another worker, if nothing of the request's body is gone.
-    pub fn into_retry(self) -> Option<Retry> {
+    pub fn into_retry(mut self) -> Option<Retry> {
         let Sending { opening, body, taken: 0, .. } = self.request else { return None };
-        Some(Retry { lease: self.answer.lease?, opening, body, errors: self.answer.errors })
+        let errors = self.answer.errors.clone();
+        Some(Retry { serving: self.answer.serving.take()?, opening, body, errors })
     }
 }
 
 /// A request that no worker has read.
 pub(super) struct Retry {
-    pub lease: Lease,
+    pub serving: Serving,
     pub opening: Vec<u8>,
     pub body: RequestBody,
     pub errors: ErrorLines,
@@ -73,8 +136,8 @@ pub(super) struct Retry {
 impl Output for Exchange {
     fn poll_output(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
         let Self { request, answer } = self;
-        if let Some(lease) = &mut answer.lease {
-            match request.send(&lease.worker().stream, cx) {
+        if let Some(serving) = &mut answer.serving {
+            match request.send(&serving.worker().stream, cx) {
                 Ok(()) => {}
                 // The worker may have answered before it left; what it said last decides.
                 Err(Failure::Io(error)) if is_gone(&error) => {}
@@ -89,12 +152,13 @@ impl Output for Exchange {
     }
 
     fn let_finish(self, deadline: Instant) {
-        if self.answer.lease.is_none() || self.request.progress() != Progress::Done {
-            return;
-        }
-        // Without a runtime the thread is ending, and the worker with it.
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(tokio::time::timeout_at(deadline, self.answer.finish()));
+        let Some(serving) = &self.answer.serving else { return };
+        if self.request.progress() == Progress::Done {
+            let after = Rc::clone(&serving.after);
+            after.run(async move {
+                // What has not come to its end by then is ended by being dropped.
+                let _ = timeout_at(deadline, self.answer.finish()).await;
+            });
         }
     }
 }
@@ -228,7 +292,7 @@ impl Record {
 
 struct Receiving {
     /// `None` once the request is done and the worker serves others or is ended.
-    lease: Option<Lease>,
+    serving: Option<Serving>,
     decoder: Decoder,
     errors: ErrorLines,
     /// The worker said something.
@@ -239,8 +303,8 @@ struct Receiving {
 impl Receiving {
     fn poll_output(&mut self, cx: &mut Context<'_>, sent: Progress) -> Poll<Result<Option<Bytes>, Failure>> {
         loop {
-            let Some(lease) = &mut self.lease else { return Poll::Ready(Ok(None)) };
-            let worker = lease.worker();
+            let Some(serving) = &mut self.serving else { return Poll::Ready(Ok(None)) };
+            let worker = serving.worker();
             let event = self.decoder.next(&mut worker.buffer);
             match event.map_err(|error| Failure::Protocol(error.to_string()))? {
                 Some(Event::Stdout(piece)) => return Poll::Ready(Ok(Some(piece))),
@@ -249,7 +313,7 @@ impl Receiving {
                     self.release(sent == Progress::Done);
                     return Poll::Ready(Ok(None));
                 }
-                None => match ready!(poll_read(lease, cx)) {
+                None => match ready!(poll_read(worker, cx)) {
                     Ok(0) => return Poll::Ready(Err(self.death(sent == Progress::Opening))),
                     Ok(_) => self.heard = true,
                     // Linux says so if the worker's end was closed with unread bytes in it. A worker reads all of the
@@ -271,13 +335,15 @@ impl Receiving {
     /// Gives the worker back if the connection is clean, and ends it otherwise.
     fn release(&mut self, all_sent: bool) {
         self.errors.end();
-        let Some(mut lease) = self.lease.take() else { return };
-        let worker = lease.worker();
+        let Some(mut serving) = self.serving.take() else { return };
+        let worker = serving.worker();
         let clean = all_sent
             && worker.buffer.is_empty()
             && (!self.had_body || sys::all_read(&worker.stream).unwrap_or(false));
         if clean {
-            lease.give_back();
+            serving.leave();
+        } else {
+            serving.abandon();
         }
     }
 
@@ -287,8 +353,16 @@ impl Receiving {
     }
 }
 
-fn poll_read(lease: &mut Lease, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-    let Worker { stream, buffer, .. } = lease.worker();
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        if let Some(serving) = self.serving.take() {
+            serving.abandon();
+        }
+    }
+}
+
+fn poll_read(worker: &mut Worker, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+    let Worker { stream, buffer, .. } = worker;
     buffer.reserve(READ_LEN);
     // Unlike `try_read_buf` this notes when a read took all there was, which saves the next one.
     pin!(stream.read_buf(buffer)).poll(cx)
@@ -297,6 +371,7 @@ fn poll_read(lease: &mut Lease, cx: &mut Context<'_>) -> Poll<io::Result<usize>>
 // === Error output ===
 
 /// What a script says on its error output, as lines of the node's log.
+#[derive(Clone)]
 pub(super) struct ErrorLines {
     site: SiteName,
     id: RequestId,

@@ -13,12 +13,16 @@ use std::collections::HashMap;
 use std::future::{Future, pending};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use nagaya_cmdb::{Tenant, TenantName};
+use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::{SiteName, Tenant, TenantName};
+use nagaya_keeper::client::ProcessGuard;
+use nagaya_keeper::protocol::ProcessId;
 use parking_lot::{Mutex, RwLock};
 use tokio::net::UnixStream;
 use tokio::runtime::{self, Handle};
@@ -41,6 +45,10 @@ const SWEEP_MIN: Duration = Duration::from_millis(20);
 
 /// One PHP process, able to serve one request at a time. Dropping it ends the process.
 pub(super) struct Worker {
+    /// What the keeper calls it, over the connection of any thread.
+    pub id: ProcessId,
+    /// Where it is; `None` until it serves its first request.
+    pub place: Option<Place>,
     pub stream: UnixStream,
     /// Room for what it sends; kept for the next request.
     pub buffer: BytesMut,
@@ -48,21 +56,51 @@ pub(super) struct Worker {
     runtime: runtime::Id,
     served: u32,
     idle_since: Instant,
-    _process: Box<dyn Send>,
+    process: Box<dyn Process>,
+}
+
+/// The process of a worker, which ends when this is dropped.
+pub(super) trait Process: Send + 'static {
+    /// Ends it and says what it used since it last entered or left its cell, if the keeper says so.
+    fn end(self: Box<Self>) -> Pin<Box<dyn Future<Output = Option<Usage>>>>;
+}
+
+impl Process for ProcessGuard {
+    fn end(self: Box<Self>) -> Pin<Box<dyn Future<Output = Option<Usage>>>> {
+        Box::pin(async move { (*self).end().await.ok().map(|(_, usage)| usage) })
+    }
+}
+
+/// The cell a worker stays in from one request to the next, as long as they run under the same conditions.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub site: SiteName,
+    pub confinement: Confinement,
+    /// As `nagaya cells` shows it.
+    pub cell: Box<str>,
+}
+
+impl Place {
+    /// A request of this site that is so confined may run here.
+    pub fn suits(&self, site: &SiteName, confinement: &Confinement) -> bool {
+        self.site == *site && self.confinement == *confinement
+    }
 }
 
 impl Worker {
     /// `socket` is the FastCGI connection to a process that ends when `process` is dropped.
-    pub fn new(socket: OwnedFd, process: impl Send + 'static) -> io::Result<Self> {
+    pub fn new(socket: OwnedFd, id: ProcessId, process: impl Process) -> io::Result<Self> {
         let stream = std::os::unix::net::UnixStream::from(socket);
         stream.set_nonblocking(true)?;
         Ok(Self {
+            id,
+            place: None,
             stream: UnixStream::from_std(stream)?,
             buffer: BytesMut::new(),
             runtime: Handle::current().id(),
             served: 0,
             idle_since: Instant::now(),
-            _process: Box::new(process),
+            process: Box::new(process),
         })
     }
 
@@ -250,7 +288,7 @@ impl PhpPools {
         }
         let Settings { waiting, wait, .. } = self.settings();
         let retry_after_seconds = u32::try_from(wait.as_secs()).unwrap_or(u32::MAX).max(1);
-        let _place = Place::take(&pool.waiting, waiting).ok_or(Refusal::QueueFull { retry_after_seconds })?;
+        let _spot = Spot::take(&pool.waiting, waiting).ok_or(Refusal::QueueFull { retry_after_seconds })?;
         let given = handover::line_up(pool);
         let given = async {
             match given.await {
@@ -325,16 +363,16 @@ enum Turn {
 }
 
 /// One place among those who wait.
-struct Place<'a>(&'a AtomicU32);
+struct Spot<'a>(&'a AtomicU32);
 
-impl<'a> Place<'a> {
+impl<'a> Spot<'a> {
     fn take(waiting: &'a AtomicU32, max: u32) -> Option<Self> {
         let add = |waiting| (waiting < max).then_some(waiting + 1);
         waiting.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok().map(|_| Self(waiting))
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for Spot<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -453,6 +491,13 @@ impl Lease {
             worker.idle_since = Instant::now();
             lease.pool.state.lock().idle.push(worker);
         }
+    }
+
+    /// Takes the worker's process out, to end it; the next request has its turn.
+    pub fn into_process(mut self) -> Option<Box<dyn Process>> {
+        let worker = self.worker.take()?;
+        self.pools.uncount_one();
+        Some(worker.process)
     }
 
     /// The tenant is as it was when the worker was started.

@@ -113,6 +113,7 @@ impl World {
             let programs = Programs::new(
                 Rc::clone(&keeper),
                 Arc::clone(&self.pools),
+                Arc::default(),
                 &self.options,
                 Arc::clone(&self.metrics),
             );
@@ -169,8 +170,8 @@ impl Thread {
         let script =
             Script { file: file.to_owned(), name: format!("/{file}"), path_info, variables: Vec::new() };
         match self.site.backend.kind() {
-            "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request).await,
-            _ => self.programs.php(&self.site, &self.tenant, script, request).await,
+            "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request, &self.stay()).await,
+            _ => self.programs.php(&self.site, &self.tenant, script, request, &self.stay()).await,
         }
     }
 
@@ -235,7 +236,7 @@ pub(super) fn request(method: Method, body: RequestBody) -> Request {
 }
 
 /// A body that is there and has a length.
-pub(super) fn known(body: impl Into<Bytes>) -> RequestBody {
+pub(crate) fn known(body: impl Into<Bytes>) -> RequestBody {
     let body = body.into();
     let len = Some(body.len() as u64);
     let (sender, arriving) = arriving(len);

@@ -19,6 +19,7 @@ use super::pool::{Address, Connection, Pool};
 use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
 use crate::http1::head::{self, FIELDS_MAX, HeadLimits, ResponseHead};
 use crate::message::{BodyError, RequestBody};
+use crate::receipt::RECEIPT;
 
 /// Read from the application at once.
 const READ: usize = 64 << 10;
@@ -286,8 +287,9 @@ impl Body for AnswerBody {
                     }
                     return Poll::Ready(Some(Ok(Frame::data(data))));
                 }
-                Ok(Decoded::Trailers(trailers)) => {
+                Ok(Decoded::Trailers(mut trailers)) => {
                     this.finish();
+                    trailers.remove(&RECEIPT);
                     return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
                 }
                 Ok(Decoded::End) => {

@@ -1,0 +1,88 @@
+//! One rate: who wants to send bytes is told when their turn is.
+//!
+//! The bucket knows until when it is spoken for. Bytes taken from it are appended there, so turns come in the order of asking,
+//! and a sender that woke too late loses nothing: its next turn is in the past. Time is what is exact here, not the sleep of
+//! any sender. Not here: the waiting (`flow`).
+
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+/// So much of the past can be made up for. Timers wake senders a millisecond late and a busy thread some more; a
+/// cell that was idle for longer begins anew, with no more than this in hand.
+const CATCH_UP: Duration = Duration::from_millis(100);
+
+/// A rate that one or many senders share.
+#[derive(Debug)]
+pub struct Bucket(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    /// Bytes per second, at least 1.
+    rate: u64,
+    /// All turns until then are taken.
+    taken_until: Instant,
+}
+
+impl Bucket {
+    pub fn new(rate: u64) -> Self {
+        Self(Mutex::new(State { rate: rate.max(1), taken_until: Instant::now() }))
+    }
+
+    /// Holds for what is taken from now on.
+    pub fn set_rate(&self, rate: u64) {
+        self.0.lock().rate = rate.max(1);
+    }
+
+    pub fn rate(&self) -> u64 {
+        self.0.lock().rate
+    }
+
+    /// Nobody's turn is still to come, and none can be made up for.
+    pub fn is_idle(&self) -> bool {
+        self.0.lock().taken_until + CATCH_UP <= Instant::now()
+    }
+
+    /// Takes `bytes` out of the bucket. They may go from the returned time on.
+    pub fn take(&self, bytes: u64) -> Instant {
+        let mut state = self.0.lock();
+        let now = Instant::now();
+        let turn = state.taken_until.max(now.checked_sub(CATCH_UP).unwrap_or(now));
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(state.rate);
+        state.taken_until = turn + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        turn
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn turns_follow_each_other_at_the_rate() {
+        let bucket = Bucket::new(1000);
+        let start = Instant::now();
+        let turns: Vec<_> = (0..4).map(|_| bucket.take(500) - start).collect();
+        assert_eq!(turns, [0, 500, 1000, 1500].map(Duration::from_millis));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_is_late_makes_up_for_a_little_and_not_for_a_pause() {
+        let bucket = Bucket::new(1000);
+        bucket.take(10);
+        tokio::time::advance(Duration::from_millis(50)).await;
+        assert!(bucket.take(10) < Instant::now(), "40 ms late, which counts");
+        tokio::time::advance(Duration::from_secs(60)).await;
+        let now = Instant::now();
+        let free = (0..100).filter(|_| bucket.take(10) <= now).count();
+        assert_eq!(free, 11, "a tenth of a second's bytes, and the turn that begins now");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_rate_of_nothing_is_slow_and_not_for_ever() {
+        let bucket = Bucket::new(0);
+        bucket.take(2);
+        assert_eq!(bucket.take(1) - Instant::now(), Duration::from_secs(2));
+    }
+}

@@ -1,0 +1,204 @@
+//! One body on its way, held to the rates of its cells.
+//!
+//! It goes in slices: each waits for its turn in every bucket it is charged to, then goes as fast as it can.
+//! Not here: which rates hold (`pace`), the sending (`http1::write`, `body`).
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use smallvec::SmallVec;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::bucket::Bucket;
+use crate::message::{BodyError, RequestBody};
+use crate::stay::Stay;
+
+/// Slices per second. More would be smoother and cost more; at 64 even the slowest timer keeps up.
+const SLICES_PER_SECOND: u64 = 64;
+
+/// Bounds of one slice, bytes: below the first, heads of packets would cost more than what they carry; above the second,
+/// other requests of the thread would wait for the copying.
+const SLICE_MIN: u64 = 512;
+const SLICE_MAX: u64 = 256 << 10;
+
+/// Bytes of one body, charged to one or more buckets.
+#[derive(Debug)]
+pub struct Flow {
+    buckets: SmallVec<[Arc<Bucket>; 2]>,
+    slice: u64,
+    stay: Rc<Stay>,
+    /// The turn of the slice that is being waited for.
+    turn: Option<Turn>,
+}
+
+#[derive(Debug)]
+struct Turn {
+    asked: Instant,
+    sleep: Pin<Box<Sleep>>,
+}
+
+impl Flow {
+    /// None if there is nothing to be held to.
+    pub fn new(buckets: SmallVec<[Arc<Bucket>; 2]>, stay: Rc<Stay>) -> Option<Self> {
+        let rate = buckets.iter().map(|bucket| bucket.rate()).min()?;
+        // Never more than a second's bytes, or a client that left would go unnoticed for longer.
+        let slice = (rate / SLICES_PER_SECOND).clamp(SLICE_MIN, SLICE_MAX).min(rate);
+        Some(Self { buckets, slice, stay, turn: None })
+    }
+
+    /// Most bytes to be asked for at once.
+    pub fn slice(&self) -> u64 {
+        self.slice
+    }
+
+    /// Ready when `bytes` may go. Asked again while pending, it is for the same bytes.
+    pub fn poll_take(&mut self, cx: &mut Context<'_>, bytes: u64) -> Poll<()> {
+        if self.turn.is_none() {
+            let asked = Instant::now();
+            let turn = self.buckets.iter().map(|bucket| bucket.take(bytes)).max().unwrap_or(asked);
+            if turn <= asked {
+                return Poll::Ready(());
+            }
+            self.turn = Some(Turn { asked, sleep: Box::pin(sleep_until(turn)) });
+        }
+        if let Some(turn) = &mut self.turn {
+            ready!(turn.sleep.as_mut().poll(cx));
+            self.stay.add_paced(turn.asked.elapsed());
+            self.turn = None;
+        }
+        Poll::Ready(())
+    }
+
+    pub async fn take(&mut self, bytes: u64) {
+        poll_fn(|cx| self.poll_take(cx, bytes)).await;
+    }
+
+    /// Holds what arrives of a request's body.
+    pub fn hold(self, body: RequestBody) -> RequestBody {
+        RequestBody::new(Slow::new(body, Box::new(self)))
+    }
+}
+
+/// A body that comes no faster than it may.
+pub struct Slow<B> {
+    body: B,
+    flow: Box<Flow>,
+    /// It is there, and not handed on yet.
+    piece: Bytes,
+}
+
+impl<B> Slow<B> {
+    pub fn new(body: B, flow: Box<Flow>) -> Self {
+        Self { body, flow, piece: Bytes::new() }
+    }
+}
+
+impl<B: Body<Data = Bytes, Error = BodyError> + Unpin> Body for Slow<B> {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        while this.piece.is_empty() {
+            match ready!(Pin::new(&mut this.body).poll_frame(cx)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => this.piece = data,
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                end => return Poll::Ready(end),
+            }
+        }
+        let len = (this.piece.len() as u64).min(this.flow.slice());
+        ready!(this.flow.poll_take(cx, len));
+        let slice = this.piece.split_to(usize::try_from(len).expect("not longer than the piece"));
+        Poll::Ready(Some(Ok(Frame::data(slice))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.piece.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let held = self.piece.len() as u64;
+        match self.body.size_hint().exact() {
+            Some(left) => SizeHint::with_exact(left + held),
+            None => SizeHint::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use nagaya_cmdb::cell::Confinement;
+    use smallvec::smallvec;
+
+    use super::*;
+
+    fn flow(rates: &[u64]) -> Flow {
+        let buckets = rates.iter().map(|&rate| Arc::new(Bucket::new(rate))).collect();
+        Flow::new(buckets, Stay::new(Confinement::default())).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_hundred_megabytes_take_as_long_as_their_rate_says() {
+        let (len, rate) = (100_000_000, 20_000_000);
+        let mut flow = flow(&[rate]);
+        let start = Instant::now();
+        let mut left: u64 = len;
+        while left > 0 {
+            let bytes = left.min(flow.slice());
+            flow.take(bytes).await;
+            left -= bytes;
+        }
+        let took = start.elapsed().as_secs_f64();
+        assert!((4.9..5.1).contains(&took), "{took} s");
+        let paced = flow.stay.paced_us();
+        assert!((4_900_000..5_100_000).contains(&paced), "{paced} us");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_narrowest_cell_decides_and_the_others_are_charged_too() {
+        let shared = Arc::new(Bucket::new(10_000));
+        let buckets = smallvec![Arc::new(Bucket::new(1000)), Arc::clone(&shared)];
+        let mut flow = Flow::new(buckets, Stay::new(Confinement::default())).unwrap();
+        let start = Instant::now();
+        for _ in 0..4 {
+            flow.take(500).await;
+        }
+        assert_eq!(start.elapsed().as_millis(), 1500);
+        assert!(Flow::new(SmallVec::new(), Stay::new(Confinement::default())).is_none());
+    }
+
+    #[test]
+    fn slices_fit_their_rate() {
+        for (rate, slice) in [(1, 1), (100, 100), (20_000_000, 256 << 10), (6_400_000, 100_000)] {
+            assert_eq!(flow(&[rate]).slice(), slice, "{rate}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upload_arrives_whole_at_its_rate() {
+        let whole: Bytes = (0..5000u32).map(|n| n as u8).collect();
+        let body = crate::programs::testing::known(whole.clone());
+        let mut held = flow(&[1000]).hold(body);
+        assert_eq!(held.len(), Some(5000));
+        let start = Instant::now();
+        let mut got = Vec::new();
+        while let Some(frame) = poll_fn(|cx| Pin::new(&mut held).poll_frame(cx)).await {
+            got.extend_from_slice(&frame.unwrap().into_data().unwrap());
+        }
+        assert!(got == whole);
+        let took = start.elapsed();
+        assert!((Duration::from_millis(4000)..=Duration::from_secs(5)).contains(&took), "{took:?}");
+    }
+}

@@ -1,0 +1,241 @@
+//! One request in full, for `nagaya explain`: where its time went, what limited it and who said so.
+//!
+//! Not here: keeping records (`ring`), the screen (`nagaya::cli::explain`), the asking (the admin interface).
+
+use std::time::SystemTime;
+
+use nagaya_base::RequestId;
+use nagaya_base::units::{format_bytes, format_duration};
+use nagaya_cmdb::cell::{Confinement, CpuQuota, Device, Limits, NamedCell, Scope};
+use serde_json::{Value, json};
+
+use super::Figures;
+use crate::access_log::{AccessRecord, More, Used, timestamp};
+use crate::shared::Shared;
+
+/// The receipt of the request with this id as JSON, or `null` if it is not kept (any more).
+pub fn explain(shared: &Shared, id: &str) -> String {
+    let id = u128::from_str_radix(id, 16).ok().filter(|_| id.len() == 32).map(RequestId);
+    let node = &shared.options().node;
+    let told = id.and_then(|id| shared.receipts.find(id, |record| tell(record, node)));
+    told.unwrap_or(Value::Null).to_string()
+}
+
+fn tell(record: &AccessRecord, node: &str) -> Value {
+    let nothing = More::default();
+    let more = record.more.as_deref().unwrap_or(&nothing);
+    let figures = Figures::of(record);
+    let site = record.site.as_deref();
+    let is_known = more.used != Used::Unknown;
+    json!({
+        "id": record.id.to_string(),
+        "time": timestamp(SystemTime::now() - record.begun.elapsed()),
+        "client": record.client.to_string(),
+        "method": record.method.as_ref().map(http::Method::as_str),
+        "host": record.host(),
+        "target": record.target(),
+        "status": record.status.as_u16(),
+        "site": site.map(|site| site.name.as_str()),
+        "tenant": site.map(|site| site.tenant.as_str()),
+        "backend": site.map(|site| site.backend.kind()),
+        "node": node,
+        "cell": more.cell,
+        "limits": limits(record, more),
+        "named": more.confinement.named.iter().map(named).collect::<Vec<_>>(),
+        "rules": more.ruled_by,
+        "lane": more.lane,
+        "demoted": figures.demoted,
+        "refusal": record.refusal.map(|reason| {
+            json!({ "reason": reason, "code": record.code.map(|code| code.to_string()) })
+        }),
+        "spans": spans(record, more, &figures),
+        "usage": {
+            "cpu_us": figures.cpu_us,
+            "read_bytes": is_known.then_some(figures.read_bytes),
+            "write_bytes": is_known.then_some(figures.write_bytes),
+            "throttled_us": is_known.then_some(figures.throttled_us),
+        },
+        "bytes_in": record.bytes_in,
+        "bytes_out": record.bytes_out,
+        "paced_us": figures.paced_us,
+        "took_us": figures.took_us,
+    })
+}
+
+// === Limits ===
+
+/// Every limit that held for the request, with who set it.
+fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
+    let Confinement { limits, demotions, .. } = &more.confinement;
+    let mut told = Vec::new();
+    let mut put = |what: String, value: String, from: &str| {
+        told.push(json!({ "what": what, "value": value, "from": from }));
+    };
+    let by_rules = match more.ruled_by.as_slice() {
+        [] => "a rule".to_owned(),
+        [file] => format!("rule {file}"),
+        files => format!("rules {}", files.join(", ")),
+    };
+    let site = record.site.as_deref();
+    let of_site = site.map(|site| format!("the record of site {}", site.name)).unwrap_or_default();
+    let requests = site.map(|site| written(&site.request_limits.limits())).unwrap_or_default();
+    for limit in written(limits) {
+        // A rule's limits are laid over the site's, so what is as in the record comes from there.
+        let from = if requests.contains(&limit) { &of_site } else { &by_rules };
+        put(limit.0, limit.1, from);
+    }
+    let steps: Vec<_> =
+        site.into_iter().flat_map(|site| &site.demotions).filter_map(|step| step.demotion()).collect();
+    let from = if steps == *demotions { &of_site } else { &by_rules };
+    for step in demotions {
+        let after = format_duration(std::time::Duration::from_micros(step.after_cpu_us));
+        for (what, value) in written(&step.limits) {
+            put(format!("{what} after {after} of CPU time"), value, from);
+        }
+    }
+    for cell in &more.confinement.named {
+        for (what, value) in cell.limits.iter().flat_map(written) {
+            put(format!("{what} of cell {}", cell.name), value, &by_rules);
+        }
+    }
+    for (what, value) in site.map(|site| written(&site.limits.limits())).unwrap_or_default() {
+        put(format!("{what} of the site"), value, &of_site);
+    }
+    if let Some(tenant) = &more.tenant {
+        for (what, value) in written(&tenant.limits.limits()) {
+            put(format!("{what} of the tenant"), value, &format!("the record of tenant {}", tenant.name));
+        }
+    }
+    told
+}
+
+/// Each limit as a name and a value, as an operator would write them.
+fn written(limits: &Limits) -> Vec<(String, String)> {
+    let mut all = Vec::new();
+    let mut put = |what: &str, value: Option<String>| all.extend(value.map(|value| (what.to_owned(), value)));
+    put("cpu", limits.cpu.map(percent));
+    put("cpu_shares", limits.cpu_shares.map(|shares| shares.to_string()));
+    for limit in &limits.io {
+        let of = |what: &str| match limit.device {
+            Device::Root => what.to_owned(),
+            device @ Device::Number { .. } => format!("{what} from {device}"),
+        };
+        put(&of("read"), limit.read_bps.map(rate));
+        put(&of("write"), limit.write_bps.map(rate));
+        put(&of("read_iops"), limit.read_iops.map(|n| n.to_string()));
+        put(&of("write_iops"), limit.write_iops.map(|n| n.to_string()));
+    }
+    put("processes", limits.processes.map(|n| n.to_string()));
+    put("memory", limits.memory.map(format_bytes));
+    put("cpus", limits.cpus.as_deref().map(str::to_owned));
+    put("mems", limits.mems.as_deref().map(str::to_owned));
+    all
+}
+
+fn percent(quota: CpuQuota) -> String {
+    let tenths = u128::from(quota.quota_us) * 1000 / u128::from(quota.period_us.max(1));
+    if tenths.is_multiple_of(10) {
+        format!("{}%", tenths / 10)
+    } else {
+        format!("{}.{}%", tenths / 10, tenths % 10)
+    }
+}
+
+fn rate(bytes: u64) -> String {
+    format!("{}/s", format_bytes(bytes))
+}
+
+fn named(cell: &NamedCell) -> String {
+    let controllers: Vec<_> = cell.controllers.iter().map(|controller| controller.as_str()).collect();
+    let scope = match cell.scope {
+        Scope::Node => "",
+        Scope::Tenant => " of the tenant",
+    };
+    format!("{}{scope} ({})", cell.name, controllers.join(", "))
+}
+
+// === Time ===
+
+/// Where the time went, one after the other, each wait with its reason.
+fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
+    let kind = record.site.as_ref().map_or("", |site| site.backend.kind());
+    let ran = more.used != Used::Nothing;
+    // Processes that run at once are throttled at once: their sum can be more than the time that passed.
+    let throttled = figures.throttled_us.min(figures.backend_us);
+    let answering = match kind {
+        "cgi" | "php" if ran => "program",
+        "http" | "app" => "application",
+        _ => "answer",
+    };
+    let known = figures.queue_us + figures.rules_us + figures.backend_us + figures.paced_us;
+    let spans = [
+        ("in line", figures.queue_us, Some(queued(more))),
+        ("rules", figures.rules_us, None),
+        ("throttled", throttled, Some(throttling(more))),
+        (answering, figures.backend_us - throttled, ran.then(|| running(figures))),
+        ("held back", figures.paced_us, Some(pacing(record, more, ran))),
+        ("sending", figures.took_us.saturating_sub(known), None),
+    ];
+    let told = spans.into_iter().filter(|(_, us, _)| *us > 0);
+    told.map(|(name, us, why)| json!({ "name": name, "us": us, "why": why })).collect()
+}
+
+fn queued(more: &More) -> String {
+    match &more.lane {
+        Some(lane) => format!("It waited for its turn: as many requests ran in lane {lane}, or of its site or tenant, as may."),
+        None => "It waited for its turn: as many requests of its site or tenant ran as may.".into(),
+    }
+}
+
+/// The CPU quotas that held for the request, the narrowest cell first.
+fn quotas(more: &More) -> String {
+    let own = more.confinement.limits.cpu.map(|quota| format!("its CPU quota of {}", percent(quota)));
+    let of_cell = |cell: &NamedCell| {
+        let quota = cell.limits.as_ref()?.cpu?;
+        Some(format!("the CPU quota of {} of cell {}", percent(quota), cell.name))
+    };
+    let all: Vec<_> = own.into_iter().chain(more.confinement.named.iter().filter_map(of_cell)).collect();
+    if all.is_empty() { "a CPU quota of its site, its tenant or a named cell".into() } else { all.join(" and ") }
+}
+
+fn throttling(more: &More) -> String {
+    format!("Its processes stood still because {} was used up.", quotas(more))
+}
+
+fn running(figures: &Figures) -> String {
+    match figures.cpu_us {
+        Some(us) => format!("It used {us} us of CPU time; the rest it waited, or others ran."),
+        None => "What it used is not known: the keeper did not say.".into(),
+    }
+}
+
+fn pacing(record: &AccessRecord, more: &More, ran: bool) -> String {
+    if ran {
+        return format!(
+            "The end of the answer was held back: the program had ended before {} had paid for what it used.",
+            quotas(more)
+        );
+    }
+    let Confinement { limits, named, .. } = &more.confinement;
+    let own = |limits: &Limits| {
+        let rates = limits.io.iter().flat_map(|limit| {
+            let read = limit.read_bps.map(|bps| format!("read limit {}", rate(bps)));
+            read.into_iter().chain(limit.write_bps.map(|bps| format!("write limit {}", rate(bps))))
+        });
+        rates.collect::<Vec<_>>()
+    };
+    let mut all = own(limits);
+    for cell in named {
+        all.extend(cell.limits.iter().flat_map(own).map(|rate| format!("{rate} of cell {}", cell.name)));
+    }
+    if let Some(site) = &record.site {
+        all.extend(own(&site.limits.limits()).into_iter().map(|rate| format!("{rate} of the site")));
+    }
+    if let Some(tenant) = &more.tenant {
+        all.extend(own(&tenant.limits.limits()).into_iter().map(|rate| format!("{rate} of the tenant")));
+    }
+    format!("Its bytes went as fast as they may: {}.", all.join(", "))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,100 @@
+//! The last requests of each edge thread, so that `nagaya explain` can tell of one after it is over.
+//!
+//! A thread writes to its own ring under a lock that nobody else takes but for a question, and records are moved
+//! there and come back as the blanks of later requests: keeping them costs no allocation and no copy.
+//! Not here: what is told of a record (`explain`).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+
+use nagaya_base::RequestId;
+use parking_lot::Mutex;
+
+use crate::access_log::AccessRecord;
+
+/// Requests kept per thread of those about which there is little to tell: files, mostly. At about 450 bytes each, half a
+/// mebibyte.
+const PLAIN_MAX: usize = 1024;
+
+/// Requests kept per thread that waited, were limited, refused or served by a program. At about 1 KiB each, 8 MiB.
+const NOTED_MAX: usize = 8192;
+
+/// The rings of all edge threads.
+#[derive(Debug, Default)]
+pub struct Rings(Mutex<Vec<(ThreadId, Arc<Ring>)>>);
+
+impl Rings {
+    /// The calling thread's ring.
+    pub fn for_thread(&self) -> Arc<Ring> {
+        let here = thread::current().id();
+        let mut rings = self.0.lock();
+        if let Some((_, ring)) = rings.iter().find(|(thread, _)| *thread == here) {
+            return Arc::clone(ring);
+        }
+        let ring = Arc::new(Ring::default());
+        rings.push((here, Arc::clone(&ring)));
+        ring
+    }
+
+    /// Looks at the record of this request, if it is still kept.
+    pub fn find<T>(&self, id: RequestId, look: impl FnOnce(&AccessRecord) -> T) -> Option<T> {
+        let rings: Vec<_> = self.0.lock().iter().map(|(_, ring)| Arc::clone(ring)).collect();
+        for ring in rings {
+            let kept = ring.0.lock();
+            let mut all = kept.noted.iter().rev().chain(kept.plain.iter().rev());
+            if let Some(record) = all.find(|record| record.id == id) {
+                return Some(look(record));
+            }
+        }
+        None
+    }
+}
+
+/// One thread's last requests.
+#[derive(Debug, Default)]
+pub struct Ring(Mutex<Kept>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    plain: VecDeque<Box<AccessRecord>>,
+    noted: VecDeque<Box<AccessRecord>>,
+}
+
+impl Ring {
+    /// Keeps the record; one that is kept no longer comes back.
+    pub fn push(&self, record: Box<AccessRecord>) -> Option<Box<AccessRecord>> {
+        let mut kept = self.0.lock();
+        let (ring, max) =
+            if record.is_noteworthy() { (&mut kept.noted, NOTED_MAX) } else { (&mut kept.plain, PLAIN_MAX) };
+        let oldest = if ring.len() >= max { ring.pop_front() } else { None };
+        ring.push_back(record);
+        oldest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access_log::tests::record;
+
+    fn numbered(id: u128, refusal: Option<&'static str>) -> Box<AccessRecord> {
+        Box::new(AccessRecord { id: RequestId(id), refusal, ..record("/", None) })
+    }
+
+    #[test]
+    fn files_push_out_files_and_nothing_that_can_be_explained() {
+        let rings = Rings::default();
+        let ring = rings.for_thread();
+        assert!(ring.push(numbered(0, Some("queue_full"))).is_none());
+        for id in 1..=PLAIN_MAX as u128 {
+            assert!(ring.push(numbered(id, None)).is_none());
+        }
+        let oldest = rings.for_thread().push(numbered(9999, None)).expect("it is full");
+        assert_eq!(oldest.id, RequestId(1));
+        assert!(rings.find(RequestId(0), |record| record.refusal).is_some());
+        assert!(rings.find(RequestId(1), |_| ()).is_none());
+        let other = std::thread::scope(|scope| scope.spawn(|| rings.find(RequestId(2), |_| ())).join());
+        assert_eq!(other.unwrap(), Some(()), "any thread can ask");
+    }
+}
