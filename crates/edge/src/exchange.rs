@@ -1,6 +1,7 @@
-//! Brings up what answers a site and lets it answer, by kind of backend.
+//! Brings up what answers a site, in the cell the request was given, and lets it answer, by kind of backend.
 //!
-//! Not here: how each kind works (`files`, `programs`, `upstream`), the order of a request's steps (`request`).
+//! Not here: how each kind works (`files`, `programs`, `upstream`), which cell that is (`rules`), how bodies are held to
+//! limits that no program's cell can hold them to (`pace`), the order of a request's steps (`request`).
 
 use std::time::Duration;
 
@@ -12,10 +13,12 @@ use crate::account::Account;
 use crate::files::{Ctx, Programs};
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
+use crate::pace;
 use crate::path::SitePath;
 use crate::programs::{Outcome, Script};
 use crate::refusal::Refusal;
 use crate::route::Route;
+use crate::rules;
 use crate::upstream::{self, Address, Bounds, Outgoing};
 
 /// What the fields of a request to an application mostly take, in bytes.
@@ -27,21 +30,25 @@ const LOCAL_REDIRECTS_MAX: u32 = 10;
 pub async fn run(
     node: &Node,
     route: &Route,
-    request: Request,
+    mut request: Request,
     account: &mut Account,
 ) -> Result<Response, Refusal> {
+    pace::upload(node, route, account, &mut request);
     let response = match &route.site.backend {
         // The edge itself answers: there is no backend to time.
-        Backend::Static(files) => return from_static(node, route, files, &request.head).await,
+        Backend::Static(files) => {
+            let response = from_static(node, route, files, &request.head).await?;
+            return Ok(pace::apply(node, route, account, response));
+        }
         Backend::Cgi(files) | Backend::Php(files) => {
             // Boxed, or the state of the largest exchange would be part of every request's, a file's too.
-            Box::pin(from_files(node, route, files, request)).await
+            Box::pin(from_files(node, route, files, request, account)).await
         }
         Backend::Http(http) => from_server(node, http, request).await,
         Backend::App(app) => from_app(node, route, app, request).await,
     }?;
     account.backend_answered();
-    Ok(response)
+    Ok(pace::apply(node, route, account, response))
 }
 
 /// A file.
@@ -58,6 +65,7 @@ async fn from_files(
     route: &Route,
     files: &Files,
     mut request: Request,
+    account: &Account,
 ) -> Result<Response, Refusal> {
     let programs = Programs::of(&route.site.backend);
     let root = node.root(&route.site).await?;
@@ -73,11 +81,13 @@ async fn from_files(
             name: format!("{mount}/{}", program.script),
             file: program.script,
             path_info: program.path_info,
+            variables: rules::variables(account),
         };
         let mut again = request.head.clone();
+        let stay = account.stay();
         let outcome = match programs {
-            Programs::Php => node.programs.php(&route.site, &route.tenant, script, request).await?,
-            _ => node.programs.cgi(&route.site, &route.tenant, script, request).await?,
+            Programs::Php => node.programs.php(&route.site, &route.tenant, script, request, &stay).await?,
+            _ => node.programs.cgi(&route.site, &route.tenant, script, request, &stay).await?,
         };
         match outcome {
             Outcome::Response(response) => return Ok(response),

@@ -1,4 +1,5 @@
-//! How many requests of a tenant and of a site run at once, and who waits: first come, first served.
+//! How many requests of a tenant, of a site and of a lane that a rule names run at once, and who waits: first come,
+//! first served.
 //!
 //! Shared by all threads of the edge, so a limit is one limit. Passing a gate nobody waits at is one atomic
 //! operation, and leaving it another: it stands on the way of every request, a file's too. Not here: what a
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_cmdb::{Site, Tenant, TenantName};
 use nagaya_telemetry::Gauge;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -33,7 +34,7 @@ pub struct Patience {
     pub wait: Duration,
 }
 
-/// The bound of one tenant or one site.
+/// The bound of one tenant, one site or one lane.
 ///
 /// A slot is counted in `running` from `enter` to `leave`. Who finds none waits in `line`; who leaves looks
 /// whether somebody waits, after giving back its slot, and who waits looks whether there is a slot, after having
@@ -175,6 +176,7 @@ pub struct Permits {
     /// There was a line.
     pub waited: bool,
     route: Rc<Route>,
+    lane: Option<Arc<Gate>>,
 }
 
 impl Drop for Permits {
@@ -184,28 +186,41 @@ impl Drop for Permits {
         if let Some(site) = site {
             site.leave();
         }
+        if let Some(lane) = &self.lane {
+            lane.leave();
+        }
     }
 }
 
-/// Passes the gates of `route`. The site's line comes first: who waits for one slow site does not hold its tenant's
-/// slots meanwhile.
-pub async fn admit(route: &Rc<Route>, patience: Patience) -> Result<Permits, Refusal> {
+/// Passes the lane, where a rule chose one, and the gates of `route`. The narrower line comes first: who waits for one
+/// slow script or site does not hold its tenant's slots meanwhile.
+pub async fn admit(
+    route: &Rc<Route>,
+    lane: Option<Arc<Gate>>,
+    patience: Patience,
+) -> Result<Permits, Refusal> {
     let Gates { site, tenant } = &route.gates;
     let mut waited = false;
-    if let Some(site) = site
-        && !site.enter_now()
-    {
-        waited = true;
-        site.enter(patience).await?;
+    if let Some(lane) = &lane {
+        waited |= pass(lane, patience).await?;
     }
-    if !tenant.enter_now() {
-        waited = true;
-        // The site's slot is given back if the client leaves now, or the tenant's line is too long.
-        let held = Held(site.as_deref());
-        tenant.enter(patience).await?;
-        std::mem::forget(held);
+    // What was passed is given back if the client leaves now, or the next line is too long.
+    let held_lane = Held(lane.as_deref());
+    if let Some(site) = site {
+        waited |= pass(site, patience).await?;
     }
-    Ok(Permits { waited, route: Rc::clone(route) })
+    let held_site = Held(site.as_deref());
+    waited |= pass(tenant, patience).await?;
+    std::mem::forget((held_lane, held_site));
+    Ok(Permits { waited, route: Rc::clone(route), lane })
+}
+
+/// Enters, and says whether there was a line.
+async fn pass(gate: &Gate, patience: Patience) -> Result<bool, Refusal> {
+    if gate.enter_now() {
+        return Ok(false);
+    }
+    gate.enter(patience).await.map(|()| true)
 }
 
 /// A slot that is given back unless the next one is got too.
@@ -239,6 +254,18 @@ impl GateTable {
             site: site.max_concurrent.map(|limit| self.get(&format!("site {}", site.name), limit)),
             tenant: self.get(&format!("tenant {}", tenant.name), tenant_limit),
         }
+    }
+
+    /// The lane a rule calls `name`, of which each tenant has its own: no tenant fills another's.
+    pub fn lane(&self, tenant: &TenantName, name: &str, run: u32) -> Arc<Gate> {
+        self.get(&format!("lane {tenant} {name}"), run)
+    }
+
+    /// Requests that run now, of all tenants.
+    pub fn running(&self) -> u64 {
+        let gates = self.gates.lock();
+        let tenants = gates.iter().filter(|(key, _)| key.starts_with("tenant "));
+        tenants.map(|(_, gate)| u64::from(gate.running.load(Ordering::Relaxed))).sum()
     }
 
     fn get(&self, key: &str, limit: u32) -> Arc<Gate> {
@@ -338,6 +365,41 @@ mod tests {
         let refused = gate.enter(Patience { waiting_max: 1, wait: Duration::from_secs(5) }).await;
         assert!(matches!(refused, Err(Refusal::QueueTimeout { .. })));
         assert_eq!(gate.waiting(), 0);
+    }
+
+    fn route(table: &GateTable) -> Rc<Route> {
+        let tenant: Tenant = serde_json::from_str(r#"{"name":"demo","uid":1000,"gid":1000}"#).unwrap();
+        let site = r#"{"name":"s","tenant":"demo","hosts":["s"],"backend":{"kind":"static","root":"s"}}"#;
+        let site: Site = serde_json::from_str(site).unwrap();
+        let gates = table.of(&site, &tenant, 10);
+        Rc::new(Route::new(Arc::new(site), Arc::new(tenant), gates))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lane_is_one_bound_for_its_tenant_and_is_left_with_the_permit() {
+        let table = GateTable::new(Gauge::default());
+        let route = route(&table);
+        let lane = || Some(table.lane(&route.tenant.name, "slow", 1));
+        let patience = Patience { waiting_max: 1, wait: Duration::from_secs(5) };
+        let first = admit(&route, lane(), patience).await.unwrap();
+        assert!(matches!(admit(&route, lane(), patience).await, Err(Refusal::QueueTimeout { .. })));
+        assert!(!admit(&route, None, patience).await.unwrap().waited, "requests outside the lane go on");
+        let other = Some(table.lane(&TenantName::new("other").unwrap(), "slow", 1));
+        assert!(!admit(&route, other, patience).await.unwrap().waited, "each tenant has its own");
+        assert_eq!(table.running(), 1);
+        drop(first);
+        assert!(!admit(&route, lane(), patience).await.unwrap().waited);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_gives_up_in_a_wider_line_gives_the_lane_back() {
+        let table = GateTable::new(Gauge::default());
+        let route = route(&table);
+        route.gates.tenant.set_limit(0);
+        let lane = table.lane(&route.tenant.name, "slow", 1);
+        let patience = Patience { waiting_max: 1, wait: Duration::from_secs(5) };
+        assert!(admit(&route, Some(Arc::clone(&lane)), patience).await.is_err());
+        assert_eq!(lane.running.load(Ordering::SeqCst), 0);
     }
 
     /// Threads that enter, sometimes give up, and leave: the limit holds at every moment, nobody is forgotten in

@@ -12,6 +12,7 @@ pub mod files;
 pub mod gate;
 pub mod programs;
 pub mod route;
+pub mod rules;
 pub mod upstream;
 
 pub mod authority;
@@ -28,6 +29,9 @@ pub mod tls;
 pub mod access_log;
 pub mod account;
 pub mod metrics;
+pub mod pace;
+pub mod receipt;
+pub mod stay;
 
 pub mod listen;
 pub mod node;

@@ -21,6 +21,7 @@ use crate::http1;
 use crate::http2;
 use crate::message::ConnInfo;
 use crate::node::Node;
+use crate::rules;
 use crate::shared::Shared;
 use crate::tls::{Alpn, Tls};
 
@@ -75,6 +76,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
             acceptors.push(tokio::task::spawn_local(accept(listener, tls, Rc::clone(&node))));
         }
         let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
+        let ruling = tokio::task::spawn_local(rules::follow(Rc::clone(&node), thread.tends_shared));
         if thread.tends_shared {
             tokio::task::spawn_local(Arc::clone(&shared.php).tend());
         }
@@ -92,6 +94,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
             tracing::warn!(connections = node.connections.len(), "gave up waiting for connections to end");
         }
         tending.abort();
+        ruling.abort();
         node.tend();
         Ok(())
     })

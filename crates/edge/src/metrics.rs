@@ -6,7 +6,7 @@
 use http::{Method, StatusCode, Version};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
-use crate::access_log::AccessRecord;
+use crate::access_log::{AccessRecord, More, Used};
 
 const METHODS: Dimension = Dimension {
     label: "method",
@@ -42,6 +42,7 @@ const REASONS: Dimension = Dimension {
         "site_broken",
         "loop",
         "rule_broken",
+        "ruled",
         "client_gone",
         "broken_off",
         "other",
@@ -98,6 +99,13 @@ pub struct Metrics {
     request_duration: Histogram,
     received: Counter,
     sent: Counter,
+    cell_cpu: Counters<1>,
+    cell_read: Counters<1>,
+    cell_written: Counters<1>,
+    cell_throttled: Counters<1>,
+    cell_demotions: Counters<1>,
+    paced: Counters<1>,
+    queued: Counters<1>,
     pub connections_open: Gauge,
     pub connections_accepted: Counter,
     /// Connections closed at once because as many were open as may be.
@@ -146,6 +154,37 @@ impl Metrics {
             ),
             received: r.bytes_counter("http_received", "Bytes of request bodies"),
             sent: r.bytes_counter("http_sent", "Bytes of response bodies"),
+            cell_cpu: r.time_counters("cell_cpu", "CPU time of requests' programs", [BACKENDS]),
+            cell_read: r.bytes_counters(
+                "cell_read",
+                "Bytes requests' programs read from disks",
+                [BACKENDS],
+            ),
+            cell_written: r.bytes_counters(
+                "cell_written",
+                "Bytes requests' programs wrote to disks",
+                [BACKENDS],
+            ),
+            cell_throttled: r.time_counters(
+                "cell_throttled",
+                "Time requests' programs stood still because a CPU quota was used up",
+                [BACKENDS],
+            ),
+            cell_demotions: r.counters(
+                "cell_demotions",
+                "Steps by which running requests were slowed down",
+                [BACKENDS],
+            ),
+            paced: r.time_counters(
+                "http_request_paced",
+                "Time bodies and ends of responses were held back by limits",
+                [BACKENDS],
+            ),
+            queued: r.time_counters(
+                "http_request_queued",
+                "Time requests waited for their turn",
+                [BACKENDS],
+            ),
             connections_open: r.gauge("connections_open", "Client connections open now"),
             connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
             connections_refused: r
@@ -205,10 +244,27 @@ impl Metrics {
             self.received.add(record.bytes_in);
         }
         self.sent.add(record.bytes_out);
+        if !record.queued.is_zero() {
+            self.queued.add([backend], u64::try_from(record.queued.as_micros()).unwrap_or(u64::MAX));
+        }
+        if let Some(more) = &record.more {
+            self.used(more, backend);
+        }
         if let Some(reason) = record.refusal {
             let last = REASONS.values.len() - 1;
             let at = REASONS.values.iter().position(|r| *r == reason).unwrap_or(last);
             self.refusals.add([at], 1);
+        }
+    }
+
+    fn used(&self, more: &More, backend: usize) {
+        self.paced.add([backend], more.paced_us);
+        if let Used::Known(usage) = more.used {
+            self.cell_cpu.add([backend], usage.cpu_us);
+            self.cell_read.add([backend], usage.read_bytes);
+            self.cell_written.add([backend], usage.write_bytes);
+            self.cell_throttled.add([backend], usage.throttled_us);
+            self.cell_demotions.add([backend], usage.demoted.into());
         }
     }
 

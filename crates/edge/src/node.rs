@@ -27,6 +27,7 @@ use crate::programs::Programs;
 use crate::refusal::Refusal;
 use crate::request;
 use crate::route::Router;
+use crate::rules::Rules;
 use crate::shared::Shared;
 use crate::upstream::{Address, Connector, Pool, Socket, dial};
 
@@ -38,6 +39,7 @@ pub struct Node {
     pub upstream: Rc<Pool>,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
+    pub rules: Rc<Rules>,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
@@ -56,16 +58,18 @@ impl Node {
             programs: Programs::new(
                 Rc::clone(&keeper),
                 Arc::clone(&shared.php),
+                Arc::clone(&shared.ledger),
                 &options,
                 Arc::clone(&shared.metrics),
             ),
             upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
+            rules: Rules::new(&shared),
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),
-            recorder: RefCell::new(recorder(&shared)),
+            recorder: RefCell::new(Recorder::new(&shared)),
             cached_bytes: Cell::new(0),
             ids: Ids::new(),
             shared,
@@ -79,7 +83,8 @@ impl Node {
         self.patience.set(patience(&options));
         self.forwarding.set_options(&options);
         self.programs.set_options(&options);
-        *self.recorder.borrow_mut() = recorder(&self.shared);
+        self.rules.refresh();
+        *self.recorder.borrow_mut() = Recorder::new(&self.shared);
     }
 
     pub fn limits(&self) -> Rc<Limits> {
@@ -92,6 +97,10 @@ impl Node {
 
     pub fn recorder(&self) -> Rc<Recorder> {
         Rc::clone(&self.recorder.borrow())
+    }
+
+    pub fn keeper(&self) -> &Keeper {
+        &self.keeper
     }
 
     /// The site's document root, opened by the keeper under its tenant's rights.
@@ -120,10 +129,6 @@ impl Node {
         let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
         app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
-}
-
-fn recorder(shared: &Shared) -> Rc<Recorder> {
-    Rc::new(Recorder { log: shared.log().map(|log| log.for_thread()), metrics: Arc::clone(&shared.metrics) })
 }
 
 fn patience(options: &Options) -> Patience {

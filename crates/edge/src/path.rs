@@ -51,6 +51,11 @@ impl<'a> SitePath<'a> {
         &self.text
     }
 
+    /// The same, to keep.
+    pub fn into_text(self) -> Cow<'a, str> {
+        self.text
+    }
+
     /// The path below `mount` (a site's `path`), or `None` if this path is not at or below it.
     pub fn below(&self, mount: &str) -> Result<Option<RelPath<'_>>, Refusal> {
         if !matches_prefix(&self.text, mount) {

@@ -17,6 +17,7 @@ use crate::access_log::AccessLog;
 use crate::listen::{self, Orders, Socket, Thread};
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::receipt;
 use crate::shared::Shared;
 
 /// One address, with a socket for each thread.
@@ -155,6 +156,9 @@ impl Process {
         let text = match question {
             Question::Metrics => self.shared.metrics.encode(),
             Question::Status => self.status().to_string(),
+            Question::Explain { id } => receipt::explain(&self.shared, &id),
+            // The keeper's to answer; this process has none.
+            Question::Cells => "null".into(),
             // No receipt is kept, and cells are the keeper's.
             Question::Explain { .. } | Question::Cells => "null".into(),
         };
@@ -173,6 +177,7 @@ impl Process {
             "table_bytes": bytes,
             "connections": self.shared.metrics.connections_open.get(),
             "php_workers": self.shared.php.workers(),
+            "rules": self.shared.rules.status(),
         })
     }
 

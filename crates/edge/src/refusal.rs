@@ -54,6 +54,8 @@ pub enum Refusal {
     LoopDetected,
     #[error("a rule that must not fail did: {0}")]
     RuleBroken(String),
+    #[error("this server's rules do not allow it")]
+    Ruled(StatusCode),
     #[error("the client left")]
     ClientGone,
 }
@@ -103,6 +105,7 @@ impl Refusal {
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
             Self::RuleBroken(_) => row(StatusCode::SERVICE_UNAVAILABLE, 426, "rule_broken", Node),
+            Self::Ruled(status) => row(*status, 428, "ruled", Client),
             // 499 is never sent: it is what the access log says of a client that left.
             Self::ClientGone => {
                 row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client)

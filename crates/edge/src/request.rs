@@ -1,9 +1,10 @@
 //! The life of one request, top to bottom. Start reading nagaya here.
 //!
-//!   route -> admit -> wake -> exchange -> release
+//!   route -> rules -> admit -> wake -> confine -> exchange -> release
 //!
-//! `route` finds the site, `admit` waits for the right to run, `wake` and `exchange` (both in `exchange.rs`, by
-//! kind of backend) bring up what answers and let it answer, `release` happens by itself: every guard taken on
+//! `route` finds the site, `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
+//! `exchange` (in `exchange.rs`, by kind of backend) bring up what answers, put it into its cell and let it answer,
+//! `release` happens by itself: every guard taken on
 //! the way goes with the response, in its account or its body, and is dropped when the *body* has been sent, or when
 //! the client has left.
 //!
@@ -21,13 +22,17 @@ use crate::message::{Request, Response};
 use crate::node::Node;
 use crate::refusal::Refusal;
 use crate::route::Route;
+use crate::rules;
 use crate::tls;
 
 /// Answers the request, whatever happens, and accounts for it.
 pub async fn serve(node: &Node, request: Request) -> Response {
     let mut account = Account::open(node, &request);
     let response = match run(node, request, &mut account).await {
-        Ok(response) => response,
+        Ok(mut response) => {
+            rules::on_response(&mut response, &mut account);
+            response
+        }
         Err(refusal) => refuse(node, refusal, &mut account).await,
     };
     account.answer(response)
@@ -52,9 +57,21 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     }
     account.count_body(&mut request);
 
-    // May it run now? Waits its turn in its site's and its tenant's line, no longer than is allowed.
+    // What do the operator's rules say? They may answer, change the request, or choose lane, limits and cells.
+    if let Some(answer) = rules::on_arrival(node, &route, &mut request, account)? {
+        return Ok(answer);
+    }
+
+    // May it run now? Waits its turn in its lane's, its site's and its tenant's line, no longer than is allowed.
     // The account holds the right to run until the body ends, not just until its head is sent.
-    account.admitted(gate::admit(&route, node.patience()).await?);
+    let lane = rules::lane(node, &route, account);
+    account.admitted(gate::admit(&route, lane, node.patience()).await?);
+
+    // The last word of the rules, and where the request is to run after all they said.
+    if let Some(answer) = rules::on_admission(node, &route, &mut request, account)? {
+        return Ok(answer);
+    }
+    rules::confine(node, &route, account).await;
 
     // Bring up what answers this site, and let it answer.
     exchange::run(node, &route, request, account).await

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use foldhash::fast::RandomState;
+use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::{Site, Tenant};
 
 use crate::gate::Gates;
@@ -27,6 +28,18 @@ pub struct Route {
     pub site: Arc<Site>,
     pub tenant: Arc<Tenant>,
     pub gates: Gates,
+    /// What holds for each of its requests, where its record says anything; rules lay theirs over it.
+    pub confinement: Option<Rc<Confinement>>,
+}
+
+impl Route {
+    pub fn new(site: Arc<Site>, tenant: Arc<Tenant>, gates: Gates) -> Self {
+        let demotions = site.demotions.iter().filter_map(|step| step.demotion()).collect();
+        let confinement =
+            Confinement { limits: site.request_limits.limits(), demotions, ..Confinement::default() };
+        let confinement = (confinement != Confinement::default()).then(|| Rc::new(confinement));
+        Self { site, tenant, gates, confinement }
+    }
 }
 
 /// The routes of one host, longest path first.
@@ -77,7 +90,7 @@ impl Router {
             .into_iter()
             .map(|route| {
                 let gates = self.shared.gates.of(&route.site, &route.tenant, tenant_default);
-                Rc::new(Route { site: route.site, tenant: route.tenant, gates })
+                Rc::new(Route::new(route.site, route.tenant, gates))
             })
             .collect();
         let mut known = self.known.borrow_mut();

@@ -7,13 +7,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nagaya_cmdb::record::Change;
 use nagaya_cmdb::table::{self, Table, TableError};
+use nagaya_rules::RuleSet;
 use parking_lot::RwLock;
 
 use crate::access_log::AccessLog;
 use crate::gate::GateTable;
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::pace::Ledger;
 use crate::programs::PhpPools;
+use crate::receipt::Rings;
+use crate::rules::{Load, NamedCells, Told};
 
 pub struct Shared {
     table: RwLock<Table>,
@@ -24,6 +28,17 @@ pub struct Shared {
     pub gates: GateTable,
     pub metrics: Arc<Metrics>,
     pub php: Arc<PhpPools>,
+    /// What cells that requests share have been charged.
+    pub ledger: Arc<Ledger>,
+    /// The last requests, for `nagaya explain`.
+    pub receipts: Rings,
+    /// The operator's rules, as they are on disk.
+    pub rules: Arc<RuleSet>,
+    /// Named cells, as rules see them.
+    pub named: NamedCells,
+    pub load: Load,
+    /// What was said about rules already.
+    pub told: Told,
 }
 
 impl Shared {
@@ -32,10 +47,16 @@ impl Shared {
             table: RwLock::new(Table::new()),
             generation: AtomicU64::new(1),
             php: PhpPools::new(&options, Arc::clone(&metrics)),
+            rules: RuleSet::new(options.rules.clone(), options.rule_limits),
+            named: NamedCells::default(),
+            load: Load::new(),
+            told: Told::default(),
             options: RwLock::new(Arc::new(options)),
             log: RwLock::new(log),
             gates: GateTable::new(metrics.waiting.clone()),
             metrics,
+            ledger: Arc::default(),
+            receipts: Rings::default(),
         }
     }
 
@@ -73,8 +94,16 @@ impl Shared {
 
     pub fn set_options(&self, options: Options) {
         self.php.set_options(&options);
+        self.set_rules(&options);
         *self.options.write() = Arc::new(options);
         self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    fn set_rules(&self, options: &Options) {
+        if self.options.read().rules != options.rules {
+            self.rules.set_files(options.rules.clone());
+        }
+        self.rules.set_budget(options.rule_limits);
     }
 
     pub fn log(&self) -> Option<Arc<AccessLog>> {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use nagaya_cmdb::cell::Usage;
+
 use super::*;
 use crate::access_log::tests::record;
 use crate::refusal::Refusal;
@@ -25,6 +27,33 @@ fn a_request_is_counted_under_its_own_labels() {
         r#"nagaya_http_request_duration_seconds_bucket{le="0.0005",backend="none"} 1"#,
         "nagaya_http_received_bytes_total 5",
         "nagaya_http_sent_bytes_total 7",
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+    }
+}
+
+#[test]
+fn what_programs_used_is_summed_up_by_kind_of_backend() {
+    let metrics = Metrics::new();
+    let site = r#"{"name":"w","tenant":"d","hosts":["w"],"backend":{"kind":"cgi","root":"w"}}"#;
+    let usage = Usage { cpu_us: 1_500_000, read_bytes: 3, write_bytes: 4, throttled_us: 250_000, demoted: 2 };
+    let more = More { used: Used::Known(usage), paced_us: 2_000, ..More::default() };
+    let mut seen = record("/x", None);
+    seen.site = Some(std::sync::Arc::new(serde_json::from_str(site).unwrap()));
+    seen.queued = Duration::from_millis(20);
+    seen.more = Some(Box::new(more.clone()));
+    metrics.request(&seen);
+    seen.more = Some(Box::new(More { used: Used::Unknown, ..more }));
+    metrics.request(&seen);
+    let text = metrics.encode();
+    for line in [
+        r#"nagaya_cell_cpu_seconds_total{backend="cgi"} 1.5"#,
+        r#"nagaya_cell_read_bytes_total{backend="cgi"} 3"#,
+        r#"nagaya_cell_written_bytes_total{backend="cgi"} 4"#,
+        r#"nagaya_cell_throttled_seconds_total{backend="cgi"} 0.25"#,
+        r#"nagaya_cell_demotions_total{backend="cgi"} 2"#,
+        r#"nagaya_http_request_paced_seconds_total{backend="cgi"} 0.004"#,
+        r#"nagaya_http_request_queued_seconds_total{backend="cgi"} 0.04"#,
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
     }

@@ -1,0 +1,319 @@
+//! What this process knows of the node's named cells, for rules that ask whether one is there and what it uses.
+//!
+//! The keeper owns them. While rules ask, it is asked once a second; what verdicts of this process make or remove
+//! counts at once. So a rule's question costs a look into a table, and is at most a second behind what others do.
+//!
+//! Not here: the cells (`keeper::cells`), what a rule can do to them (`nagaya_rules`).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use foldhash::fast::RandomState;
+use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, CellChange, CellName, IoLimit, Limits, NamedCell, Scope};
+use parking_lot::RwLock;
+use serde::Deserialize;
+
+/// Most names remembered. Those beyond it count as not being there, so a rule makes them once more, which changes
+/// nothing.
+const NAMES_MAX: usize = 16_384;
+
+/// One named cell of the node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Known {
+    pub limits: Limits,
+    pub use_: Use,
+}
+
+/// What runs in a cell uses, as the keeper tells it. A cell that was just made uses nothing yet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct Use {
+    pub cpu_us: u64,
+    pub read_bytes: u64,
+    pub write_bytes: u64,
+    pub throttled_us: u64,
+    pub processes: u64,
+    pub memory_bytes: u64,
+}
+
+/// What a cell without a quota, and one without a limit of memory, has in cgroup v1.
+const NO_QUOTA: &str = "-1";
+const CFS_PERIOD_US: u32 = 100_000;
+const NO_MEMORY_LIMIT: u64 = 0x7fff_ffff_ffff_f000;
+
+impl Known {
+    /// What a file of cgroup v1 with this name would hold; `None` for those that are not known here.
+    pub fn value(&self, key: &str) -> Option<String> {
+        let Self { limits, use_ } = self;
+        let bps = |of: fn(&IoLimit) -> Option<u64>| {
+            let lines = limits.io.iter().filter_map(|io| Some(format!("{} {}", io.device, of(io)?)));
+            Some(lines.collect::<Vec<_>>().join("\n")).filter(|text| !text.is_empty())
+        };
+        Some(match key {
+            "cpu.shares" => limits.cpu_shares.unwrap_or(CPU_SHARES_DEFAULT).to_string(),
+            "cpu.cfs_quota_us" => limits.cpu.map_or_else(|| NO_QUOTA.into(), |cpu| cpu.quota_us.to_string()),
+            "cpu.cfs_period_us" => limits.cpu.map_or(CFS_PERIOD_US, |cpu| cpu.period_us).to_string(),
+            "cpu.stat" => format!("throttled_time {}", use_.throttled_us.saturating_mul(1000)),
+            "cpuacct.usage" => use_.cpu_us.saturating_mul(1000).to_string(),
+            "cpuset.cpus" => limits.cpus.as_deref()?.into(),
+            "cpuset.mems" => limits.mems.as_deref()?.into(),
+            "blkio.throttle.read_bps_device" => bps(|io| io.read_bps)?,
+            "blkio.throttle.write_bps_device" => bps(|io| io.write_bps)?,
+            "blkio.throttle.read_iops_device" => bps(|io| io.read_iops)?,
+            "blkio.throttle.write_iops_device" => bps(|io| io.write_iops)?,
+            "memory.limit_in_bytes" => limits.memory.unwrap_or(NO_MEMORY_LIMIT).to_string(),
+            "memory.usage_in_bytes" => use_.memory_bytes.to_string(),
+            "pids.max" => limits.processes.map_or_else(|| "max".into(), |max| max.to_string()),
+            "pids.current" => use_.processes.to_string(),
+            _ => return None,
+        })
+    }
+}
+
+/// Shared by all threads.
+#[derive(Debug, Default)]
+pub struct NamedCells {
+    /// Some rule asked since the keeper was.
+    asked: AtomicBool,
+    table: RwLock<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    cells: HashMap<CellName, Entry, RandomState>,
+    /// Counts what verdicts changed.
+    changes: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    /// None: a verdict removed it.
+    cell: Option<Arc<Known>>,
+    /// Number of the change that made or removed it; 0 if the keeper told of it.
+    change: u64,
+}
+
+impl NamedCells {
+    /// The cell with this name, if it is there.
+    pub fn get(&self, name: &CellName) -> Option<Arc<Known>> {
+        self.note_asked();
+        self.table.read().cells.get(name)?.cell.clone()
+    }
+
+    fn note_asked(&self) {
+        // Only read, unless it has to change: the line stays shared between threads.
+        if !self.asked.load(Ordering::Relaxed) {
+            self.asked.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a rule asked since the last call.
+    pub fn take_asked(&self) -> bool {
+        self.asked.swap(false, Ordering::Relaxed)
+    }
+
+    /// A verdict attached a request to these: those that were to be made are there now.
+    pub fn attached(&self, named: &[NamedCell]) {
+        for NamedCell { name, scope, limits, .. } in named {
+            if let (Scope::Node, Some(limits)) = (scope, limits) {
+                self.set(name, limits);
+            }
+        }
+    }
+
+    /// Takes in what a verdict changes, and leaves what the keeper has to be told: not what is so already.
+    pub fn change(&self, changes: &mut Vec<CellChange>) {
+        // Whether it still is so has to be asked now and then.
+        self.note_asked();
+        changes.retain(|change| match change {
+            CellChange::Set { name, limits, .. } => self.set(name, limits),
+            CellChange::Drop { name, .. } => self.drop(name),
+        });
+    }
+
+    /// False if it is as it was, which it nearly always is: a rule says the same for each request.
+    fn set(&self, name: &CellName, limits: &Limits) -> bool {
+        let before = self.table.read().cells.get(name).and_then(|entry| entry.cell.clone());
+        let merged = before.as_ref().map_or_else(|| limits.clone(), |cell| cell.limits.overlaid(limits));
+        if before.as_ref().is_some_and(|cell| cell.limits == merged) {
+            return false;
+        }
+        let use_ = before.map_or_else(Use::default, |cell| cell.use_);
+        self.put(name, Some(Arc::new(Known { limits: merged, use_ })));
+        true
+    }
+
+    /// False if a verdict dropped it before and nobody made it since.
+    fn drop(&self, name: &CellName) -> bool {
+        if self.table.read().cells.get(name).is_some_and(|entry| entry.cell.is_none()) {
+            return false;
+        }
+        self.put(name, None);
+        true
+    }
+
+    fn put(&self, name: &CellName, cell: Option<Arc<Known>>) {
+        let mut table = self.table.write();
+        table.changes += 1;
+        let entry = Entry { cell, change: table.changes };
+        if table.cells.len() < NAMES_MAX || table.cells.contains_key(name) {
+            table.cells.insert(name.clone(), entry);
+        }
+    }
+
+    /// To be remembered before the keeper is asked.
+    pub fn moment(&self) -> u64 {
+        self.table.read().changes
+    }
+
+    /// Takes the keeper's answer in. What verdicts changed since `moment` is newer and stays.
+    ///
+    /// # Errors
+    /// If the text is not what a keeper of this version says.
+    pub fn learn(&self, json: &str, moment: u64) -> serde_json::Result<()> {
+        let Listing { cells } = serde_json::from_str(json)?;
+        let mut table = self.table.write();
+        table.cells.retain(|_, entry| entry.change > moment);
+        for cell in cells {
+            let Some(name) = cell.name() else { continue };
+            if table.cells.len() >= NAMES_MAX {
+                break;
+            }
+            let known = Known { limits: cell.limits, use_: cell.use_ };
+            table.cells.entry(name).or_insert_with(|| Entry { cell: Some(Arc::new(known)), change: 0 });
+        }
+        Ok(())
+    }
+}
+
+/// The part of the keeper's tree of cells that is of use here.
+#[derive(Deserialize)]
+struct Listing {
+    cells: Vec<Listed>,
+}
+
+#[derive(Deserialize)]
+struct Listed {
+    path: String,
+    kind: String,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default, rename = "usage")]
+    use_: Use,
+}
+
+impl Listed {
+    /// The name, if it is a named cell of the node.
+    fn name(&self) -> Option<CellName> {
+        if self.kind != "named" {
+            return None;
+        }
+        CellName::parse(self.path.strip_prefix("named/")?).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nagaya_cmdb::cell::Controller;
+
+    use super::*;
+
+    fn name(text: &str) -> CellName {
+        CellName::parse(text).unwrap()
+    }
+
+    fn set(text: &str, shares: u32) -> CellChange {
+        let limits = Limits { cpu_shares: Some(shares), ..Limits::default() };
+        CellChange::Set { name: name(text), controllers: vec![Controller::Cpu], limits }
+    }
+
+    /// What of these the keeper is told.
+    fn told(cells: &NamedCells, changes: &[CellChange]) -> usize {
+        let mut changes = changes.to_vec();
+        cells.change(&mut changes);
+        changes.len()
+    }
+
+    fn drop(text: &str) -> CellChange {
+        CellChange::Drop { name: name(text), controllers: vec![Controller::Cpu] }
+    }
+
+    const LISTING: &str = r#"{"controllers":{"cpu":"v1"},"missing":[],"left_out":0,"cells":[
+        {"path":"","kind":"node","tenant":null,"site":null,"limits":{"io":[]},"usage":{"cpu_us":9},"requests":0},
+        {"path":"named/httpd","kind":"named","tenant":null,"site":null,"limits":{"cpu_shares":75,"io":[]},
+         "usage":{"cpu_us":5,"processes":2},"pressure":null,"requests":1},
+        {"path":"demo/named/own","kind":"named","tenant":"demo","site":null,"limits":{"io":[]},"usage":{},"requests":0}]}"#;
+
+    #[test]
+    fn cells_the_keeper_tells_of_are_known_with_their_use() {
+        let cells = NamedCells::default();
+        assert!(cells.get(&name("httpd")).is_none());
+        assert!(cells.take_asked() && !cells.take_asked());
+        cells.learn(LISTING, cells.moment()).unwrap();
+        let httpd = cells.get(&name("httpd")).unwrap();
+        assert_eq!((httpd.limits.cpu_shares, httpd.use_.cpu_us, httpd.use_.processes), (Some(75), 5, 2));
+        assert!(cells.get(&name("own")).is_none(), "a tenant's cell is not the node's");
+        cells.learn(r#"{"cells":[]}"#, cells.moment()).unwrap();
+        assert!(cells.get(&name("httpd")).is_none());
+    }
+
+    #[test]
+    fn what_a_verdict_changes_counts_at_once_and_until_the_keeper_was_asked_later() {
+        let cells = NamedCells::default();
+        let before = cells.moment();
+        assert_eq!(told(&cells, &[set("new", 10), drop("httpd")]), 2);
+        assert_eq!(cells.get(&name("new")).unwrap().limits.cpu_shares, Some(10));
+        cells.learn(LISTING, before).unwrap();
+        assert!(cells.get(&name("new")).is_some() && cells.get(&name("httpd")).is_none());
+        cells.learn(LISTING, cells.moment()).unwrap();
+        assert!(cells.get(&name("new")).is_none() && cells.get(&name("httpd")).is_some());
+    }
+
+    #[test]
+    fn the_keeper_is_told_only_what_is_not_so_already() {
+        let cells = NamedCells::default();
+        assert_eq!(told(&cells, &[set("a", 10), set("a", 10)]), 1);
+        assert_eq!(told(&cells, &[set("a", 10)]), 0);
+        assert_eq!(told(&cells, &[set("a", 20), drop("a"), drop("a"), set("a", 20)]), 3);
+        assert_eq!(cells.get(&name("a")).unwrap().limits.cpu_shares, Some(20));
+        // The keeper says it is gone: somebody else removed it.
+        cells.learn(r#"{"cells":[]}"#, cells.moment()).unwrap();
+        assert_eq!(told(&cells, &[set("a", 20)]), 1);
+    }
+
+    #[test]
+    fn values_have_the_names_and_forms_of_cgroup_v1() {
+        let io = IoLimit { read_bps: Some(30), write_iops: Some(7), ..IoLimit::of("8:0".parse().unwrap()) };
+        let limits = Limits { cpu_shares: Some(25), io: vec![io], processes: Some(9), ..Limits::default() };
+        let known =
+            Known { limits, use_: Use { cpu_us: 3, throttled_us: 4, processes: 2, ..Use::default() } };
+        for (key, value) in [
+            ("cpu.shares", Some("25")),
+            ("cpu.cfs_quota_us", Some("-1")),
+            ("cpu.cfs_period_us", Some("100000")),
+            ("cpu.stat", Some("throttled_time 4000")),
+            ("cpuacct.usage", Some("3000")),
+            ("blkio.throttle.read_bps_device", Some("8:0 30")),
+            ("blkio.throttle.write_bps_device", None),
+            ("blkio.throttle.write_iops_device", Some("8:0 7")),
+            ("pids.max", Some("9")),
+            ("pids.current", Some("2")),
+            ("cpuset.cpus", None),
+            ("cpu.rt_runtime_us", None),
+        ] {
+            assert_eq!(known.value(key).as_deref(), value, "{key}");
+        }
+        assert_eq!(Known::default().value("cpu.shares").as_deref(), Some("1024"));
+    }
+
+    #[test]
+    fn names_are_bounded() {
+        let cells = NamedCells::default();
+        for n in 0..NAMES_MAX + 10 {
+            cells.set(&name(&format!("n{n}")), &Limits::default());
+        }
+        assert_eq!(cells.table.read().cells.len(), NAMES_MAX);
+        assert!(cells.get(&name(&format!("n{NAMES_MAX}"))).is_none());
+    }
+}

@@ -1,0 +1,401 @@
+//! The operator's rules in the life of a request: when they are asked, and what becomes of their verdict.
+//!
+//! A rule reads `facts` and leaves a verdict, which lives over all phases of its request; this module carries it out.
+//! With no rule configured each step here is one look at a flag. In reading order: this file, `facts`, `apply` (headers,
+//! paths, answers), `cells` and `load` (what rules ask about the node), `follow` (changed files). Not here: Ruby, budgets
+//! and compiling (`nagaya_rules`), which limits then hold (`exchange`, `pace`, `keeper`).
+
+mod apply;
+mod cells;
+mod facts;
+mod follow;
+mod load;
+mod watch;
+
+#[cfg(test)]
+mod tests;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use http::HeaderMap;
+use nagaya_base::{Code, RequestId};
+use nagaya_cmdb::cell::{CellChange, Confinement};
+use nagaya_rules::{Engine, Level, Phase, Verdict};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, mpsc};
+
+pub use self::cells::NamedCells;
+pub use self::follow::follow;
+pub use self::load::Load;
+
+use self::apply::LeftOut;
+use self::facts::RequestFacts;
+use crate::access_log::AccessRecord;
+use crate::account::Account;
+use crate::gate::Gate;
+use crate::message::{Head, Request, Response};
+use crate::node::Node;
+use crate::programs::Variable;
+use crate::refusal::Refusal;
+use crate::route::Route;
+use crate::shared::Shared;
+
+/// Batches of changes to named cells that may wait for the keeper, per thread. Beyond it they are lost, which is said.
+const CHANGES_WAITING_MAX: usize = 256;
+
+/// Kinds of things left out that are remembered as having been told.
+const TOLD_MAX: usize = 256;
+
+const CODE_LEFT_OUT: Code = Code(429);
+const CODE_CELLS: Code = Code(433);
+
+/// One thread's rules.
+pub struct Rules {
+    shared: Arc<Shared>,
+    engine: RefCell<Engine>,
+    /// Some file is configured. Looked at before anything else.
+    any: Cell<bool>,
+    /// Some file runs after the request, so what it may ask for has to be kept.
+    logs: Cell<bool>,
+    /// Name of this node.
+    node: RefCell<Rc<str>>,
+    changes: mpsc::Sender<Vec<CellChange>>,
+    /// Taken by `follow`.
+    to_keeper: Cell<Option<mpsc::Receiver<Vec<CellChange>>>>,
+    /// The list of files has changed.
+    other_files: Notify,
+}
+
+/// What rules decided about one request so far.
+pub struct Ruling {
+    rules: Rc<Rules>,
+    verdict: Verdict,
+    /// How many of `verdict.spoke` are in the account.
+    accounted: usize,
+    kept: Option<Box<Kept>>,
+}
+
+/// What rules that run after the request ask about.
+struct Kept {
+    head: Box<Head>,
+    body_len: Option<u64>,
+    route: Rc<Route>,
+    /// Of the response.
+    headers: HeaderMap,
+}
+
+/// What has been told already, in all threads.
+#[derive(Debug, Default)]
+pub struct Told(Mutex<BTreeSet<String>>);
+
+impl Told {
+    /// True the first time.
+    fn first(&self, what: &str) -> bool {
+        let mut told = self.0.lock();
+        told.len() < TOLD_MAX && !told.contains(what) && told.insert(what.to_owned())
+    }
+
+    fn forget(&self) {
+        self.0.lock().clear();
+    }
+}
+
+impl Rules {
+    pub fn new(shared: &Arc<Shared>) -> Rc<Self> {
+        let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
+        let rules = Self {
+            engine: RefCell::new(Engine::new(Arc::clone(&shared.rules))),
+            shared: Arc::clone(shared),
+            any: Cell::new(false),
+            logs: Cell::new(false),
+            node: RefCell::new("".into()),
+            changes,
+            to_keeper: Cell::new(Some(to_keeper)),
+            other_files: Notify::new(),
+        };
+        rules.refresh();
+        Rc::new(rules)
+    }
+
+    /// Takes the shared settings as they are now.
+    pub fn refresh(&self) {
+        let set = &self.shared.rules;
+        self.any.set(Phase::ALL.into_iter().any(|phase| set.has(phase)));
+        self.logs.set(set.has(Phase::LogTransaction));
+        *self.node.borrow_mut() = self.shared.options().node.as_str().into();
+        self.other_files.notify_one();
+    }
+
+    /// Asks the rules of one phase.
+    fn ask(&self, phase: Phase, facts: &RequestFacts<'_>, verdict: &mut Verdict) -> Result<(), Refusal> {
+        let asked = self.engine.borrow_mut().evaluate(phase, facts, verdict);
+        if !verdict.log.is_empty() {
+            say(facts.head.id, verdict);
+        }
+        // The client is told nothing of the operator's files; the log has been.
+        asked.map_err(|fault| Refusal::RuleBroken(fault.to_string()))
+    }
+
+    /// Sends changes of named cells to the keeper, without waiting for it.
+    fn send(&self, mut changes: Vec<CellChange>) {
+        self.shared.named.change(&mut changes);
+        if changes.is_empty() {
+            return;
+        }
+        if self.changes.try_send(changes).is_err() && self.shared.told.first("changes of cells are lost") {
+            tracing::error!(
+                code = %CODE_CELLS,
+                "changes of named cells by rules are lost: {CHANGES_WAITING_MAX} wait for the keeper already"
+            );
+        }
+    }
+
+    fn tell(&self, left_out: LeftOut, id: RequestId, route: &Route) {
+        for what in left_out.0 {
+            if self.shared.told.first(&what) {
+                let site = route.site.name.as_str();
+                tracing::warn!(code = %CODE_LEFT_OUT, site, request = %id, "left out of a rule's verdict: {what}");
+            }
+        }
+    }
+}
+
+/// Before the request is admitted: the rules may answer it, change it, or choose its lane, its limits and its cells.
+pub fn on_arrival(
+    node: &Node,
+    route: &Rc<Route>,
+    request: &mut Request,
+    account: &mut Account,
+) -> Result<Option<Response>, Refusal> {
+    if !node.rules.any.get() {
+        return Ok(None);
+    }
+    let ruling =
+        Ruling { rules: Rc::clone(&node.rules), verdict: Verdict::default(), accounted: 0, kept: None };
+    account.set_ruling(Box::new(ruling));
+    let phases = [Phase::PostReadRequest, Phase::AccessChecker];
+    let answer = run(&phases, route, request, account);
+    if node.rules.logs.get() {
+        keep(route, request, account);
+    }
+    answer
+}
+
+/// Once it is admitted, just before it runs.
+pub fn on_admission(
+    node: &Node,
+    route: &Rc<Route>,
+    request: &mut Request,
+    account: &mut Account,
+) -> Result<Option<Response>, Refusal> {
+    if !node.rules.any.get() || !node.shared.rules.has(Phase::Fixups) {
+        return Ok(None);
+    }
+    let answer = run(&[Phase::Fixups], route, request, account);
+    if node.rules.logs.get() {
+        keep(route, request, account);
+    }
+    answer
+}
+
+/// Runs these phases until one of them answers.
+fn run(
+    phases: &[Phase],
+    route: &Rc<Route>,
+    request: &mut Request,
+    account: &mut Account,
+) -> Result<Option<Response>, Refusal> {
+    // There is none only where rules were configured while the request waited.
+    let Some(mut ruling) = account.take_ruling() else { return Ok(None) };
+    let begun = Instant::now();
+    let mut ran = Ok(());
+    for &phase in phases {
+        if ruling.rules.shared.rules.has(phase) && ran.is_ok() && ruling.verdict.answer.is_none() {
+            ran = ruling.run(phase, route, request, account.record());
+        }
+    }
+    account.ruled(begun.elapsed());
+    for spoke in &ruling.verdict.spoke[ruling.accounted..] {
+        account.ruled_by(&spoke.file);
+    }
+    ruling.accounted = ruling.verdict.spoke.len();
+    let answer = ran.and_then(|()| ruling.verdict.answer.take().map(apply::answer).transpose());
+    account.set_ruling(ruling);
+    answer
+}
+
+fn keep(route: &Rc<Route>, request: &Request, account: &mut Account) {
+    if let Some(ruling) = account.ruling_mut() {
+        ruling.kept = Some(Box::new(Kept {
+            head: request.head.clone(),
+            body_len: request.body.len(),
+            route: Rc::clone(route),
+            headers: HeaderMap::new(),
+        }));
+    }
+}
+
+/// The lane a rule chose, with its bound.
+pub fn lane(node: &Node, route: &Route, account: &mut Account) -> Option<Arc<Gate>> {
+    let lane = account.ruling_mut()?.verdict.lane.take()?;
+    account.in_lane(&lane.name);
+    Some(node.shared.gates.lane(&route.tenant.name, &lane.name, lane.run))
+}
+
+/// Settles in which cells and under which limits the request runs: its site's, and over them its rules'.
+pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
+    let ruled = account.ruling_mut().map(|ruling| &mut ruling.verdict);
+    let (ruled, changes) = match ruled {
+        Some(verdict) => (std::mem::take(&mut verdict.confinement), std::mem::take(&mut verdict.changes)),
+        None => (Confinement::default(), Vec::new()),
+    };
+    if !changes.is_empty() {
+        let runs_program = matches!(route.site.backend.kind(), "cgi" | "php");
+        if runs_program && !ruled.named.is_empty() {
+            // What it is to run in is to be there when it begins.
+            Box::pin(change_now(node, changes)).await;
+        } else {
+            node.rules.send(changes);
+        }
+    }
+    if ruled == Confinement::default() {
+        if let Some(confinement) = &route.confinement {
+            account.confine(Confinement::clone(confinement));
+        }
+        return;
+    }
+    if !ruled.named.is_empty() {
+        node.shared.named.attached(&ruled.named);
+    }
+    account.confine(match &route.confinement {
+        Some(site) => overlaid(site, ruled),
+        None => ruled,
+    });
+}
+
+/// A rule's limits are laid over the site's; its steps of slowing down replace the site's.
+fn overlaid(site: &Confinement, rule: Confinement) -> Confinement {
+    let Confinement { limits, named, demotions } = rule;
+    let demotions = if demotions.is_empty() { site.demotions.clone() } else { demotions };
+    Confinement { limits: site.limits.overlaid(&limits), named, demotions }
+}
+
+async fn change_now(node: &Node, mut changes: Vec<CellChange>) {
+    node.shared.named.change(&mut changes);
+    if !changes.is_empty() {
+        follow::change_cells(node, changes).await;
+    }
+}
+
+/// What the rules set for the request's programs.
+pub fn variables(account: &Account) -> Vec<Variable> {
+    let Some(verdict) = account.ruling().map(|ruling| &ruling.verdict) else { return Vec::new() };
+    let mut variables = verdict.env.clone();
+    if let Some(user) = &verdict.rewrites.user
+        && verdict.env("REMOTE_USER").is_none()
+    {
+        variables.push(("REMOTE_USER".into(), Some(user.clone())));
+    }
+    variables
+}
+
+/// Changes the response as the rules want it.
+pub fn on_response(response: &mut Response, account: &mut Account) {
+    let Some(mut ruling) = account.take_ruling() else { return };
+    let verdict = &ruling.verdict;
+    let rewrites = &verdict.rewrites;
+    if !verdict.headers_out.is_empty() || rewrites.content_type.is_some() || rewrites.status.is_some() {
+        let mut left_out = LeftOut::default();
+        apply::response(&verdict.headers_out, rewrites, response, &mut left_out);
+        if let Some(route) = account.route() {
+            ruling.rules.tell(left_out, account.id(), route);
+        }
+    }
+    if let Some(kept) = &mut ruling.kept {
+        kept.headers = HeaderMap::clone(&response.headers);
+    }
+    account.set_ruling(ruling);
+}
+
+impl Ruling {
+    fn run(
+        &mut self,
+        phase: Phase,
+        route: &Route,
+        request: &mut Request,
+        record: &AccessRecord,
+    ) -> Result<(), Refusal> {
+        let node = self.rules.node.borrow();
+        let facts = RequestFacts {
+            shared: &self.rules.shared,
+            node: &node,
+            head: &request.head,
+            body_len: request.body.len(),
+            route,
+            record,
+            response: None,
+        };
+        let asked = self.rules.ask(phase, &facts, &mut self.verdict);
+        drop(node);
+        self.change(route, &mut request.head);
+        asked
+    }
+
+    /// Changes the request as the rules want it.
+    fn change(&mut self, route: &Route, head: &mut Head) {
+        let verdict = &mut self.verdict;
+        let rewrites = &mut verdict.rewrites;
+        let is_moved = rewrites.path.is_some()
+            || rewrites.query.is_some()
+            || rewrites.filename.is_some()
+            || rewrites.document_root.is_some();
+        if verdict.headers_in.is_empty() && !is_moved {
+            return;
+        }
+        let mut left_out = LeftOut::default();
+        apply::headers_in(&std::mem::take(&mut verdict.headers_in), &mut head.headers, &mut left_out);
+        apply::rewrite(rewrites, head, route, &mut left_out);
+        self.rules.tell(left_out, head.id, route);
+    }
+
+    /// Asks the rules that run after the request, when everything is known of it.
+    pub fn close(mut self, record: &AccessRecord) {
+        let Some(kept) = self.kept.take() else { return };
+        let rules = &self.rules;
+        let facts = RequestFacts {
+            shared: &rules.shared,
+            node: &rules.node.borrow(),
+            head: &kept.head,
+            body_len: kept.body_len,
+            route: &kept.route,
+            record,
+            response: Some(&kept.headers),
+        };
+        // Nothing can be refused any more, and a rule that failed has been logged.
+        let _ = rules.ask(Phase::LogTransaction, &facts, &mut self.verdict);
+        let changes = std::mem::take(&mut self.verdict.changes);
+        if !changes.is_empty() {
+            rules.send(changes);
+        }
+    }
+}
+
+/// Writes what rules logged to the log of the node.
+fn say(id: RequestId, verdict: &mut Verdict) {
+    for (level, text) in verdict.log.drain(..) {
+        match level {
+            Level::Error => tracing::error!(request = %id, "rule: {text}"),
+            Level::Warning => tracing::warn!(request = %id, "rule: {text}"),
+            Level::Notice | Level::Info => tracing::info!(request = %id, "rule: {text}"),
+            Level::Debug => tracing::debug!(request = %id, "rule: {text}"),
+        }
+    }
+    let left_out = std::mem::take(&mut verdict.log_left_out);
+    if left_out > 0 {
+        tracing::warn!(request = %id, "rule: {left_out} more lines of one request are left out");
+    }
+}
