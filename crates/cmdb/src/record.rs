@@ -59,10 +59,11 @@ pub struct Site {
     /// Requests of this site that may run at once. None: only its tenant's limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_concurrent: Option<u32>,
-    /// Of its cell: all that runs for this site together.
+    /// Of its cell: all that runs for this site together. Without programs (static, HTTP) only `read` and `write`.
     #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
     pub limits: CellLimits,
-    /// Of the cell that each of its requests has for itself; a rule's limits are laid over them. CGI and PHP.
+    /// Of the cell that each of its requests has for itself; a rule's limits are laid over them. Where no program runs for
+    /// a request, as for CGI and PHP, only `read` and `write`.
     #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
     pub request_limits: CellLimits,
     /// Steps in which a request that uses much CPU time is slowed down, in rising order. CGI and PHP.

@@ -15,25 +15,45 @@ pub(super) enum Level {
 }
 
 pub(super) fn of_site(site: &Site, to: &mut Findings) {
-    let runs_per_request = matches!(site.backend, Backend::Cgi(_) | Backend::Php(_));
-    let runs_here = runs_per_request || matches!(site.backend, Backend::App(_));
-    let kind = site.backend.kind();
-    if runs_here {
-        cell("limits", &site.limits, Level::TenantOrSite, to);
-    } else if !site.limits.is_empty() {
-        to.add("limits", "", format!("have no effect on a {kind} site, which runs no programs: remove them"));
+    let Site { limits, request_limits, demotions, backend, .. } = site;
+    let runs_per_request = matches!(backend, Backend::Cgi(_) | Backend::Php(_));
+    let runs_here = runs_per_request || matches!(backend, Backend::App(_));
+    cell("limits", limits, Level::TenantOrSite, to);
+    if !runs_here {
+        only_bytes("limits", limits, backend, to);
+    }
+    cell("request_limits", request_limits, Level::Request, to);
+    if !runs_per_request {
+        only_bytes("request_limits", request_limits, backend, to);
     }
     if runs_per_request {
-        cell("request_limits", &site.request_limits, Level::Request, to);
-        demotions(&site.demotions, to);
-        return;
+        steps(demotions, to);
+    } else if !demotions.is_empty() {
+        let hint = format!(
+            "have no effect on a {} site: only cgi and php run a program per request",
+            backend.kind()
+        );
+        to.add("demotions", "", hint);
     }
-    let hint = || format!("have no effect on a {kind} site: only requests of cgi and php have a cell each");
-    if !site.request_limits.is_empty() {
-        to.add("request_limits", "", hint());
-    }
-    if !site.demotions.is_empty() {
-        to.add("demotions", "", hint());
+}
+
+/// The edge holds bodies that it sends itself to rates of bytes. Everything else takes a program of one's own: where there
+/// is none, a limit would be believed to hold and would not.
+fn only_bytes(field: &str, limits: &CellLimits, backend: &Backend, to: &mut Findings) {
+    let CellLimits { cpu, cpu_shares, read: _, write: _, read_iops, write_iops, processes, memory, devices } =
+        limits;
+    let given = [
+        ("cpu", cpu.is_some()),
+        ("cpu_shares", cpu_shares.is_some()),
+        ("read_iops", read_iops.is_some()),
+        ("write_iops", write_iops.is_some()),
+        ("processes", processes.is_some()),
+        ("memory", memory.is_some() && field == "limits"),
+        ("devices", !devices.is_empty()),
+    ];
+    for (name, _) in given.into_iter().filter(|(_, is_given)| *is_given) {
+        let hint = format!("has no effect on a {} site: only read and write hold there", backend.kind());
+        to.add(format!("{field}.{name}"), "", hint);
     }
 }
 
@@ -101,7 +121,7 @@ fn amount<T>(
     }
 }
 
-fn demotions(demotions: &[Demotion], to: &mut Findings) {
+fn steps(demotions: &[Demotion], to: &mut Findings) {
     if demotions.len() > DEMOTIONS_MAX {
         to.add("demotions", demotions.len(), format!("steps are too many: at most {DEMOTIONS_MAX}"));
     }

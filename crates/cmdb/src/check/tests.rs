@@ -167,17 +167,29 @@ fn limits_that_could_not_hold_are_refused() {
             r#"{{"name":"s","tenant":"t","hosts":["s.test"],"backend":{backend},{field}}}"#
         ))
     };
-    let (files, http, app) = (
-        r#"{"kind":"static","root":"w"}"#,
-        r#"{"kind":"http","address":"a:1"}"#,
-        r#"{"kind":"app","command":["x"],"directory":"a"}"#,
-    );
-    let limits = r#"{"cpu":"50%"}"#;
-    for (backend, cell) in [(files, &["limits"][..]), (http, &["limits"]), (app, &[])] {
-        assert_eq!(on(backend, &format!(r#""limits":{limits}"#)), cell, "{backend}");
-        assert_eq!(on(backend, &format!(r#""request_limits":{limits}"#)), ["request_limits"], "{backend}");
-        let steps = format!(r#""demotions":[{{"after_cpu":"1s","limits":{limits}}}]"#);
-        assert_eq!(on(backend, &steps), ["demotions"], "{backend}");
+    let files = r#"{"kind":"static","root":"w"}"#;
+    let http = r#"{"kind":"http","address":"a:1"}"#;
+    let app = r#"{"kind":"app","command":["x"],"directory":"a"}"#;
+    let bytes = r#"{"read":"5M","write":"1M"}"#;
+    let all = r#"{"cpu":"50%","cpu_shares":2,"read_iops":1,"write_iops":1,"processes":9,"devices":{"8:0":{"read":"5M"}}}"#;
+    let names = ["cpu", "cpu_shares", "read_iops", "write_iops", "processes", "devices"];
+    for (backend, runs_here) in [(files, false), (http, false), (app, true)] {
+        for field in ["limits", "request_limits"] {
+            assert_eq!(on(backend, &format!(r#""{field}":{bytes}"#)), [""; 0], "{backend} {field}");
+            let told = on(backend, &format!(r#""{field}":{all}"#));
+            match runs_here && field == "limits" {
+                true => assert_eq!(told, [""; 0], "{backend}"),
+                false => assert_eq!(told, names.map(|name| format!("{field}.{name}")), "{backend}"),
+            }
+        }
+        let memory = r#"{"memory":"512M"}"#;
+        let told = on(backend, &format!(r#""limits":{memory},"request_limits":{memory}"#));
+        match runs_here {
+            true => assert_eq!(told, ["request_limits.memory"], "{backend}"),
+            false => assert_eq!(told, ["limits.memory", "request_limits.memory"], "{backend}"),
+        }
+        let step = r#""demotions":[{"after_cpu":"1s","limits":{"cpu":"5%"}}]"#;
+        assert_eq!(on(backend, step), ["demotions"], "{backend}");
     }
 }
 

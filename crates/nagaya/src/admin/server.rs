@@ -124,7 +124,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
 async fn explain(shared: &Shared, id: &str) -> Answer {
     if id.len() != REQUEST_ID_LEN || !id.bytes().all(|b| b.is_ascii_hexdigit()) {
         let detail = format!(
-            "a request's id has {REQUEST_ID_LEN} hexadecimal digits, as error pages and logs show it"
+            "'{id}' is not a request's id: it has {REQUEST_ID_LEN} hexadecimal digits, as error pages and logs show it"
         );
         return whole(api::refuse(&Problem::request(StatusCode::BAD_REQUEST, detail)));
     }

@@ -41,6 +41,9 @@ struct Receipt {
     tenant: Option<String>,
     node: Option<String>,
     cell: Option<String>,
+    /// Files of rules that said something.
+    #[serde(default)]
+    rules: Vec<String>,
     #[serde(default)]
     limits: Vec<Limit>,
     #[serde(default)]
@@ -77,13 +80,14 @@ struct Span {
     why: Option<String>,
 }
 
+/// None: it is not known, as where a controller is missing.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Usage {
-    cpu_us: u64,
-    read_bytes: u64,
-    write_bytes: u64,
-    throttled_us: u64,
+    cpu_us: Option<u64>,
+    read_bytes: Option<u64>,
+    write_bytes: Option<u64>,
+    throttled_us: Option<u64>,
 }
 
 fn screen(receipt: &Receipt) -> String {
@@ -112,6 +116,7 @@ fn head(receipt: &Receipt, out: &mut String) {
     let tenant = receipt.tenant.as_ref().map_or_else(String::new, |tenant| format!(" of tenant {tenant}"));
     field("site", receipt.site.as_ref().map(|site| format!("{site}{tenant}")));
     field("cell", receipt.cell.clone());
+    field("rules", (!receipt.rules.is_empty()).then(|| receipt.rules.join(" ")));
     field("lane", receipt.lane.clone());
     field(
         "refused",
@@ -179,11 +184,12 @@ fn limits(receipt: &Receipt, out: &mut String) {
 fn used(usage: &Usage, out: &mut String) {
     let Usage { cpu_us, read_bytes, write_bytes, throttled_us } = usage;
     let _ = writeln!(out, "\nWhat it used");
-    let _ = writeln!(out, "  CPU time   {}", duration(*cpu_us));
-    let _ = writeln!(out, "  read       {}", format_bytes(*read_bytes));
-    let _ = writeln!(out, "  written    {}", format_bytes(*write_bytes));
-    if *throttled_us > 0 {
-        let _ = writeln!(out, "  throttled  {}: its CPU quota was used up", duration(*throttled_us));
+    let known = |number: &Option<u64>, text: fn(u64) -> String| number.map_or("not known".into(), text);
+    let _ = writeln!(out, "  CPU time   {}", known(cpu_us, duration));
+    let _ = writeln!(out, "  read       {}", known(read_bytes, format_bytes));
+    let _ = writeln!(out, "  written    {}", known(write_bytes, format_bytes));
+    if let Some(us) = throttled_us.filter(|us| *us > 0) {
+        let _ = writeln!(out, "  throttled  {}: its CPU quota was used up", duration(us));
     }
 }
 
@@ -212,7 +218,7 @@ mod tests {
         let text = shown(json!({
             "id": "0123456789abcdef0123456789abcdef", "time": "2026-11-20T12:00:00Z", "method": "GET",
             "host": "wiki.test", "target": "/cpu.cgi?n=1", "status": 200, "site": "wiki", "tenant": "demo", "node": "n1",
-            "cell": "demo/wiki/r3", "lane": "slow", "demoted": 2, "refusal": null,
+            "cell": "demo/wiki/r3", "rules": ["cpu.rb", "b.rb"], "lane": "slow", "demoted": 2, "refusal": null,
             "limits": [
                 {"what": "cpu", "value": "10%", "from": "rule /etc/nagaya/rules/cpu.rb"},
                 {"what": "processes", "value": 64, "from": "the record of tenant demo"},
@@ -232,6 +238,7 @@ GET wiki.test/cpu.cgi?n=1: 200 in 1.0 s
   node    n1
   site    wiki of tenant demo
   cell    demo/wiki/r3
+  rules   cpu.rb b.rb
   lane    slow
 
 Where the time went
@@ -264,6 +271,7 @@ What it used
             "  refused bad \\u{1b}[31m head: see `nagaya error NGY0401`\n",
             "it took no time that can be measured",
             "What limited it\n  nothing\n",
+            "  CPU time   not known\n",
         ] {
             assert!(text.contains(part), "{part} is missing in\n{text}");
         }

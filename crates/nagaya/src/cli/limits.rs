@@ -46,7 +46,7 @@ pub struct CellFields {
 }
 
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "Limits for each request alone (cgi, php)")]
+#[command(next_help_heading = "Limits for each request alone")]
 pub struct RequestFields {
     /// CPU time as a share of one core: 50%, 150%, or unlimited
     #[arg(long, value_name = "PERCENT")]
@@ -72,7 +72,7 @@ pub struct RequestFields {
     /// Limit of another disk, like 8:0:read=30M; repeat for more
     #[arg(long = "request-device", value_name = "MAJOR:MINOR:LIMIT=VALUE", value_parser = device)]
     pub request_devices: Vec<(String, String, String)>,
-    /// Slow a request down once it has used so much CPU time, like 500ms:cpu=10%,read=1M; repeat for more steps
+    /// Slow a request (cgi, php) down once it has used so much CPU time, like 500ms:cpu=10%,read=1M; repeat for more steps
     #[arg(long = "demote", value_name = "TIME:LIMIT=VALUE", value_parser = demotion)]
     pub demotions: Vec<Value>,
 }

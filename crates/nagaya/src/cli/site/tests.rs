@@ -237,7 +237,10 @@ fn every_wrong_limit_is_told() {
         assert!(told.contains(part), "{part} is missing in {told}");
     }
     let told = world.refused("site add s --tenant t --host s --backend static --root /s --request-cpu 5%");
-    assert!(told.contains("request_limits: have no effect on a static site"), "{told}");
+    assert!(
+        told.contains("request_limits.cpu: has no effect on a static site: only read and write"),
+        "{told}"
+    );
     for line in
         ["tenant set t --device 8:0=5M", "tenant set t --device 8:0:read", "site set s --demote 5s:cpu"]
     {
