@@ -1,4 +1,6 @@
 module Cgroup
+  extend Nagaya::Gaps
+
   def root_attach(root)
     raise "root group not found" unless root.exist?
     root.attach

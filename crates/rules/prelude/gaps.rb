@@ -3,7 +3,7 @@
 module Nagaya
   module Gaps
     def method_missing(name, *args)
-      if Class === self
+      if Module === self
         why = Nagaya.gap(to_s, ".#{name}")
         raise NotImplementedError, "#{self}.#{name}: #{why}" if why
       else

@@ -2,6 +2,16 @@ class Nginx
   extend Nagaya::Gaps
   extend Nagaya::MissingClasses
 
+  def self.rputs(text)
+    Nagaya.write(text.to_s)
+    self
+  end
+
+  def self.echo(text)
+    Nagaya.write("#{text}\n")
+    self
+  end
+
   TRUE = "1"
   FALSE = "0"
 

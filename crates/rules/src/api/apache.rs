@@ -33,8 +33,6 @@ const LEVELS: [Level; 8] = [
 ];
 
 pub const NATIVES: &[Native] = &[
-    Native::singleton(APACHE, "rputs", |call| request::write(call, "")),
-    Native::singleton(APACHE, "echo", |call| request::write(call, "\n")),
     Native::singleton(APACHE, "return", set_status),
     Native::singleton(APACHE, "errlogger", log),
     Native::singleton(APACHE, "log", log),

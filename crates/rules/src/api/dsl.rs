@@ -61,6 +61,7 @@ pub const NATIVES: &[Native] = &[
     Native::singleton(NAGAYA, "seconds", seconds),
     Native::singleton(NAGAYA, "in_span?", in_span),
     Native::singleton(NAGAYA, "gap", gap),
+    Native::singleton(NAGAYA, "write", write),
 ];
 
 // === Limits ===
@@ -82,7 +83,8 @@ fn limit<'a>(call: &mut Call<'a>) -> Given<'a> {
         let words = Words::read("limit", words, &[])?;
         if words.limits.memory.is_some() {
             return Err(NativeError::argument(
-                "limit: memory is a limit of cells and tenants: write it with cell, or in the tenant's record",
+                "limit: memory is a limit of cells and tenants: write it with cell, or in the tenant's \
+                    record",
             ));
         }
         limits = limits.overlaid(&words.limits);
@@ -250,8 +252,9 @@ fn shares(value: &Arg<'_>) -> Result<u32, String> {
 /// An amount as records have it.
 fn measure<T>(value: &Arg<'_>, read: fn(&Amount) -> Result<Option<T>, String>) -> Result<Option<T>, String> {
     let amount = match value {
+        // A product such as `1.5 * 1024` that is whole.
+        Arg::Float(number) if number.fract() == 0.0 => Amount::new(&number.to_string()),
         Arg::Int(number) => Amount::from(u64::try_from(*number).map_err(|_| format!("{number} is below 0"))?),
-        Arg::Float(number) => Amount::new(&number.to_string()),
         other => Amount::new(text(other)?),
     };
     read(&amount).map_err(|why| format!("'{}' {why}", amount.as_str().escape_debug()))
@@ -313,6 +316,13 @@ fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
     call.expect(1, 2)?;
     let status = if call.args().len() == 2 { call.int(1)? } else { 302 };
     nginx::redirect_to(call, call.text(0)?, status)?;
+    Ok(Value::Nil)
+}
+
+/// `Nagaya.write(text)`: for `rputs` and `echo`, which are Ruby because they take any object.
+fn write<'a>(call: &mut Call<'a>) -> Given<'a> {
+    call.expect(1, 1)?;
+    call.verdict.write(call.bytes(0)?)?;
     Ok(Value::Nil)
 }
 

@@ -30,8 +30,6 @@ const LEVELS: [Level; 9] = [
 ];
 
 pub const NATIVES: &[Native] = &[
-    Native::singleton(NGINX, "rputs", |call| request::write(call, "")),
-    Native::singleton(NGINX, "echo", |call| request::write(call, "\n")),
     Native::singleton(NGINX, "return", set_status),
     Native::singleton(NGINX, "send_header", set_status),
     Native::singleton(NGINX, "status_code=", set_status),

@@ -29,8 +29,46 @@ pub fn read<'a>(call: &Call<'a>, text: Text) -> Option<Cow<'a, str>> {
     };
     match rewritten {
         Some(rewritten) => Some(Cow::Owned(rewritten.as_ref().to_owned())),
+        None if text == Text::User => call.facts.text(text).or_else(|| claimed_user(call)),
         None => call.facts.text(text),
     }
+}
+
+/// Whom a client says it is, by `Authorization: Basic` (RFC 7617). Nobody has checked the password.
+fn claimed_user<'a>(call: &Call<'a>) -> Option<Cow<'a, str>> {
+    let field = field(call, Direction::In, "Authorization")?;
+    let (scheme, credentials) = field.split_once(' ')?;
+    if !scheme.eq_ignore_ascii_case("Basic") {
+        return None;
+    }
+    let decoded = base64(credentials.trim())?;
+    let end = decoded.iter().position(|b| *b == b':')?;
+    let name = std::str::from_utf8(&decoded[..end]).ok()?;
+    (!name.is_empty() && !name.contains(char::is_control)).then(|| Cow::Owned(name.to_owned()))
+}
+
+/// RFC 4648, section 4.
+fn base64(text: &str) -> Option<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    let (mut bits, mut have) = (0_u32, 0);
+    for b in text.trim_end_matches('=').bytes() {
+        let six = match b {
+            b'A'..=b'Z' => b - b'A',
+            b'a'..=b'z' => b - b'a' + 26,
+            b'0'..=b'9' => b - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        bits = bits << 6 | u32::from(six);
+        have += 6;
+        if have >= 8 {
+            have -= 8;
+            bytes.push((bits >> have) as u8);
+            bits &= (1 << have) - 1;
+        }
+    }
+    Some(bytes)
 }
 
 /// A number about the request, with what stands in its place where it is not known.
@@ -168,15 +206,6 @@ fn position(all: &[(Cow<'_, str>, String)], name: &str) -> Option<usize> {
 
 // === Answers and the log ===
 
-/// `rputs`, `echo`: adds to the text of the answer.
-pub fn write<'a>(call: &mut Call<'a>, end: &str) -> Given<'a> {
-    call.expect(1, 1)?;
-    let text = display(call.any(0))?;
-    call.verdict.write(&text)?;
-    call.verdict.write(end.as_bytes())?;
-    Ok(Value::This)
-}
-
 /// Takes back the status of an answer. What the rule wrote stays: it answers with 200.
 pub fn go_on(call: &mut Call<'_>) {
     match &mut call.verdict.answer {
@@ -197,24 +226,9 @@ pub fn answer_with(call: &mut Call<'_>, status: i64) -> Result<(), NativeError> 
 pub fn log<'a>(call: &mut Call<'a>, levels: &[Level]) -> Result<String, NativeError> {
     let at = usize::try_from(call.int(0)?).unwrap_or(0);
     let level = levels.get(at).copied().unwrap_or(Level::Debug);
-    let text = String::from_utf8_lossy(&display(call.any(1))?).into_owned();
+    let text = String::from_utf8_lossy(call.bytes(1)?).into_owned();
     call.verdict.say(level, &text);
     Ok(text)
-}
-
-/// What `to_s` gives. Objects of rules come here as they are turned into a String by the prelude.
-fn display(arg: &Arg<'_>) -> Result<Vec<u8>, NativeError> {
-    Ok(match arg {
-        Arg::Nil => Vec::new(),
-        Arg::Bool(value) => value.to_string().into(),
-        Arg::Int(value) => value.to_string().into(),
-        Arg::Float(value) => value.to_string().into(),
-        Arg::Text(bytes) => bytes.to_vec(),
-        Arg::Symbol(name) => (*name).into(),
-        Arg::List(_) | Arg::Map(_) | Arg::Other => {
-            return Err(NativeError::wrong_type(format!("{} is not a text: use `to_s`", arg.kind())));
-        }
-    })
 }
 
 /// A setter's value, for a rule that calls it with `send`.

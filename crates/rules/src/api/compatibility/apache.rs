@@ -4,7 +4,8 @@ use super::Class;
 use super::Row;
 use super::Support::{Differs, Missing, Same};
 
-const NO_REWRITE: &str = "it would make the request another one for what answers than for the log; set `uri`, `args` or a header field";
+const NO_REWRITE: &str = "it would make the request another one for what answers than for the log; set \
+    `uri`, `args` or a header field";
 const USER: &str =
     "as the client names itself in `Authorization: Basic`; nobody has checked the password when rules run";
 const BACKEND: &str = "what answers is set in the site's record";
@@ -24,7 +25,8 @@ pub const CLASSES: &[Class] = &[
             Row(
                 ".return",
                 Differs(
-                    "sets the answer and goes on, like upstream; numbers that are no HTTP status are an `ArgumentError`",
+                    "sets the answer and goes on, like upstream; numbers that are no HTTP status are an \
+                        `ArgumentError`",
                 ),
             ),
             Row(".sleep", Missing("it would hold up all requests of the thread; use `limit` or `lane`")),
@@ -75,7 +77,8 @@ pub const CLASSES: &[Class] = &[
             ),
             Row("content_type= content_encoding= status=", Differs("of the response that the site gives")),
             Row(
-                "the_request= protocol= vlist_validator= ap_auth_type= unparsed_uri= canonical_filename= path_info= hostname= status_line= method= range= content_length=",
+                "the_request= protocol= vlist_validator= ap_auth_type= unparsed_uri= canonical_filename= \
+                    path_info= hostname= status_line= method= range= content_length=",
                 Missing(NO_REWRITE),
             ),
             Row("handler= proxyreq= reverse_proxy", Missing(BACKEND)),
@@ -149,7 +152,10 @@ pub const CLASSES: &[Class] = &[
             Row("document_root", Differs("of the site")),
             Row("is_virtual", Differs("1")),
             Row(
-                "error_fname error_fname= loglevel loglevel= path admin redirect_server_scheme defn_name keep_alive_max keep_alive pathlen limit_req_line limit_req_fieldsize limit_req_fields timeout timeout= keep_alive_timeout redirect_server_port defn_line_number",
+                "error_fname error_fname= loglevel loglevel= path admin redirect_server_scheme defn_name \
+                    keep_alive_max keep_alive pathlen limit_req_line limit_req_fieldsize \
+                    limit_req_fields timeout timeout= keep_alive_timeout redirect_server_port \
+                    defn_line_number",
                 Missing(CONFIGURATION),
             ),
         ],
@@ -172,7 +178,8 @@ pub const CLASSES: &[Class] = &[
             Row("loadavg", Same),
             Row("busy_worker", Differs("requests that run on this node")),
             Row(
-                "status counter pid cpu_load server_limit thread_limit access_counter total_kbyte total_access uptime restart_time idle_worker",
+                "status counter pid cpu_load server_limit thread_limit access_counter total_kbyte \
+                    total_access uptime restart_time idle_worker",
                 Missing(NO_WORKERS),
             ),
         ],
@@ -184,7 +191,8 @@ pub const CLASSES: &[Class] = &[
     Class {
         name: "Apache::Filter",
         rows: &[Row(
-            "puts insert_tail insert_head insert_eos destroy cleanup flatten length empty? first_bucket uid gid error_create body body=",
+            "puts insert_tail insert_head insert_eos destroy cleanup flatten length empty? first_bucket \
+                uid gid error_create body body=",
             Missing(BODIES),
         )],
     },

@@ -4,14 +4,17 @@ use super::Class;
 use super::Row;
 use super::Support::{Differs, Missing, Same};
 
-const NEW: &str = "anything but a String is a `TypeError`; with a name that cannot be (`/` inside, `..`) the object does nothing, and the log says so";
+const NEW: &str = "anything but a String is a `TypeError`; with a name that cannot be (`/` inside, `..`) \
+    the object does nothing, and the log says so";
 const OPEN: &str = "done when the rules have ended; all three make the group if it is not there";
 const DELETE: &str = "done when the rules have ended; a request's own cell is removed by nagaya in any case";
 const ATTACH: &str =
     "from when the request runs until its body has ended; another process's id is logged and ignored";
 const EXIST: &str = "as it was when the object was made, or true after `create`, `modify` or `open`";
-const PERIOD: &str = "a quota without a period is the same share, given in pieces of 10 ms and not 100 ms, so that what is limited stands still for shorter times";
-const DEVICES: &str = "also `:root`, the disk of the site's files; several devices can be set, one after the other; one that is not there is logged";
+const PERIOD: &str = "a quota without a period is the same share, given in pieces of 10 ms and not 100 \
+    ms, so that what is limited stands still for shorter times";
+const DEVICES: &str = "also `:root`, the disk of the site's files; several devices can be set, one after \
+    the other; one that is not there is logged";
 const AS_SEEN: &str = "as nagaya last saw the group; nil if it has none of that name";
 const NOT_A_LIMIT: &str = "read back, but not set, and logged: real-time scheduling is no limit of a request";
 const NO_SWAP: &str = "read back, but not set, and logged: nagaya sets no limits of swap";

@@ -4,13 +4,17 @@ use super::Class;
 use super::Row;
 use super::Support::{Differs, Missing, Same};
 
-const NO_REWRITE: &str = "it would make the request another one for what answers than for the log; `Apache::Request` has `uri=` and `args=`";
+const NO_REWRITE: &str = "it would make the request another one for what answers than for the log; \
+    `Apache::Request` has `uri=` and `args=`";
 const NO_BODY: &str = "rules read the head of a request; its body is passed on as it comes";
 const BACKEND: &str = "what answers is set in the site's record";
 const BODIES: &str = "rules do not change bodies";
 const CERTIFICATES: &str = "certificates are set in the site's record";
 const NO_WAITING: &str = "a rule does not wait; use `limit` or `lane`";
-const VARIABLES: &str = "the variables of the request: `host`, `http_NAME`, `sent_http_NAME`, `arg_NAME`, `request_uri`, `uri`, `args`, `request_method`, `scheme`, `https`, `remote_addr`, `remote_port`, `remote_user`, `server_addr`, `server_port`, `server_protocol`, `document_root`, `request_filename`, `request_id`, `content_length`, `body_bytes_sent`, `status`; others are nil";
+const VARIABLES: &str = "the variables of the request: `host`, `http_NAME`, `sent_http_NAME`, \
+    `arg_NAME`, `request_uri`, `uri`, `args`, `request_method`, `scheme`, `https`, `remote_addr`, \
+    `remote_port`, `remote_user`, `server_addr`, `server_port`, `server_protocol`, `document_root`, \
+    `request_filename`, `request_id`, `content_length`, `body_bytes_sent`, `status`; others are nil";
 const STREAMS: &str = "nagaya serves HTTP only";
 const TEXT: &str = "adds to the text of the answer; without `Nginx.return` it is answered with 200";
 
@@ -22,7 +26,8 @@ pub const CLASSES: &[Class] = &[
             Row(
                 ".return .send_header .status_code=",
                 Differs(
-                    "sets the answer and goes on; codes up to 0 (`OK`, `DECLINED`, ...) mean to go on. 200 without a text is an empty page, not 500",
+                    "sets the answer and goes on; codes up to 0 (`OK`, `DECLINED`, ...) mean to go on. \
+                        200 without a text is an empty page, not 500",
                 ),
             ),
             Row(".log .errlogger", Same),
@@ -51,7 +56,8 @@ pub const CLASSES: &[Class] = &[
             Row(
                 "user",
                 Differs(
-                    "the name in `Authorization: Basic`, as the client gives it; nobody has checked the password",
+                    "the name in `Authorization: Basic`, as the client gives it; nobody has checked the \
+                        password",
                 ),
             ),
             Row("filename document_root", Differs("nil for sites without files")),
@@ -114,7 +120,8 @@ pub const CLASSES: &[Class] = &[
     Class {
         name: "Nginx::SSL",
         rows: &[Row(
-            "servername local_port tls_version certificate= certificate_key= certificate_data= certificate_key_data= .errlogger .log",
+            "servername local_port tls_version certificate= certificate_key= certificate_data= \
+                certificate_key_data= .errlogger .log",
             Missing(CERTIFICATES),
         )],
     },
@@ -131,7 +138,9 @@ pub const CLASSES: &[Class] = &[
     Class {
         name: "Nginx::Stream::Connection",
         rows: &[Row(
-            "upstream_server upstream_server= stream_status stream_status= remote_ip remote_addr remote_port local_ip local_addr local_port local_ip_port proxy_protocol_ip proxy_protocol_addr",
+            "upstream_server upstream_server= stream_status stream_status= remote_ip remote_addr \
+                remote_port local_ip local_addr local_port local_ip_port proxy_protocol_ip \
+                proxy_protocol_addr",
             Missing(STREAMS),
         )],
     },

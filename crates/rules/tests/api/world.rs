@@ -1,0 +1,246 @@
+//! A request, a node and a store as rules see them, all made up; and rules run against it by the real engine.
+//!
+//! Not here: what the rules should decide (the tests beside this file).
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use nagaya_cmdb::cell::{CellName, Controller, Usage};
+use nagaya_rules::{
+    Budget, Engine, Facts, Level, Number, OnError, Phase, RuleFault, RuleFile, RuleSet, Scalar, Text, Verdict,
+};
+
+/// What a field of a setting can be, as a test writes it.
+#[derive(Clone)]
+pub enum Field {
+    Text(&'static str),
+    Int(i64),
+    Float(f64),
+    Bool(bool),
+}
+
+#[derive(Default)]
+pub struct World {
+    pub texts: Vec<(Text, String)>,
+    pub numbers: Vec<(Number, i64)>,
+    pub headers_in: Vec<(String, String)>,
+    pub headers_out: Vec<(String, String)>,
+    /// A setting's fields; one without a name is a plain value.
+    pub settings: BTreeMap<String, Vec<(Option<&'static str>, Field)>>,
+    /// What named cells have, by v1 name.
+    pub cells: Vec<(Controller, &'static str, &'static str, &'static str)>,
+    pub usage: Option<Usage>,
+    pub load: [f64; 3],
+    pub env: Vec<(&'static str, &'static str)>,
+}
+
+impl World {
+    /// `GET http://host/path?query`.
+    pub fn get(url: &str) -> Self {
+        Self::request("GET", url)
+    }
+
+    pub fn request(method: &str, url: &str) -> Self {
+        let (scheme, rest) = url.split_once("://").expect("a URL");
+        let (host, target) = rest.split_at(rest.find('/').expect("a path"));
+        let (path, query) =
+            target.split_once('?').map_or((target, None), |(path, query)| (path, Some(query)));
+        let mut world = Self::default()
+            .text(Text::Method, method)
+            .text(Text::Scheme, scheme)
+            .text(Text::Hostname, host)
+            .text(Text::Authority, host)
+            .text(Text::RawTarget, target)
+            .text(Text::Path, path)
+            .text(Text::Protocol, "HTTP/1.1")
+            .text(Text::DocumentRoot, "/home/demo/www")
+            .text(Text::Filename, &format!("/home/demo/www{path}"))
+            .text(Text::ClientIp, "192.0.2.7")
+            .text(Text::LocalIp, "198.51.100.1")
+            .text(Text::Site, "wiki")
+            .text(Text::Tenant, "demo")
+            .text(Text::RequestId, "0123456789abcdef")
+            .text(Text::Node, "n1")
+            .number(Number::ClientPort, 40_000)
+            .number(Number::LocalPort, 80)
+            .number(Number::Keepalives, 2)
+            .number(Number::ArrivedUs, 1_768_478_400_000_000)
+            .number(Number::Running, 17);
+        if let Some(query) = query {
+            world = world.text(Text::Query, query);
+        }
+        world
+    }
+
+    pub fn text(mut self, text: Text, value: &str) -> Self {
+        self.texts.retain(|(have, _)| *have != text);
+        self.texts.push((text, value.to_owned()));
+        self
+    }
+
+    pub fn number(mut self, number: Number, value: i64) -> Self {
+        self.numbers.retain(|(have, _)| *have != number);
+        self.numbers.push((number, value));
+        self
+    }
+
+    pub fn header(mut self, name: &str, value: &str) -> Self {
+        self.headers_in.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    pub fn setting(mut self, key: &str, fields: &[(Option<&'static str>, Field)]) -> Self {
+        self.settings.insert(key.to_owned(), fields.to_vec());
+        self
+    }
+
+    pub fn cell(
+        mut self,
+        controller: Controller,
+        name: &'static str,
+        key: &'static str,
+        value: &'static str,
+    ) -> Self {
+        self.cells.push((controller, name, key, value));
+        self
+    }
+
+    /// The verdict of a rule that must not fail, in `access_checker`.
+    #[track_caller]
+    pub fn decide(&self, rule: &str) -> Verdict {
+        self.decide_in(Phase::AccessChecker, rule)
+    }
+
+    #[track_caller]
+    pub fn decide_in(&self, phase: Phase, rule: &str) -> Verdict {
+        let mut verdict = Verdict::default();
+        if let Err(fault) = self.evaluate(phase, rule, &mut verdict) {
+            panic!("{fault}");
+        }
+        verdict
+    }
+
+    /// How a rule fails that must.
+    #[track_caller]
+    pub fn fault(&self, rule: &str) -> RuleFault {
+        let mut verdict = Verdict::default();
+        let fault = self.evaluate(Phase::AccessChecker, rule, &mut verdict).expect_err("the rule fails");
+        assert!(verdict.spoke.is_empty() && verdict.answer.is_none(), "it decided something: {verdict:?}");
+        fault
+    }
+
+    pub fn evaluate(&self, phase: Phase, rule: &str, verdict: &mut Verdict) -> Result<(), RuleFault> {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("rule.rb");
+        std::fs::write(&path, rule).expect("the file can be written");
+        self.evaluate_file(phase, &path, verdict)
+    }
+
+    pub fn evaluate_file(&self, phase: Phase, path: &Path, verdict: &mut Verdict) -> Result<(), RuleFault> {
+        let file = RuleFile { phase, path: path.to_owned(), cache: true, on_error: OnError::Refuse };
+        let rules = RuleSet::new(vec![file], Budget::default());
+        Engine::new(rules).evaluate(phase, self, verdict)
+    }
+
+    /// What a rule writes with `Apache.rputs`.
+    #[track_caller]
+    pub fn written(&self, rule: &str) -> String {
+        let answer = self.decide(rule).answer.unwrap_or_default();
+        String::from_utf8(answer.body).expect("UTF-8")
+    }
+
+    /// The value of an expression, as `inspect` shows it.
+    #[track_caller]
+    pub fn value(&self, expression: &str) -> String {
+        self.written(&format!("Apache.rputs(({expression}).inspect)"))
+    }
+}
+
+/// The texts of warnings.
+pub fn warnings(verdict: &Verdict) -> Vec<&str> {
+    verdict.log.iter().filter(|(level, _)| *level == Level::Warning).map(|(_, text)| text.as_str()).collect()
+}
+
+impl Facts for World {
+    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+        self.texts.iter().find(|(have, _)| *have == text).map(|(_, value)| value.as_str().into())
+    }
+
+    fn number(&self, number: Number) -> Option<i64> {
+        self.numbers.iter().find(|(have, _)| *have == number).map(|(_, value)| *value)
+    }
+
+    fn header_in(&self, name: &str) -> Option<Cow<'_, str>> {
+        first(&self.headers_in, name)
+    }
+
+    fn each_header_in(&self, each: &mut dyn FnMut(&str, &str)) {
+        self.headers_in.iter().for_each(|(name, value)| each(name, value));
+    }
+
+    fn header_out(&self, name: &str) -> Option<Cow<'_, str>> {
+        first(&self.headers_out, name)
+    }
+
+    fn each_header_out(&self, each: &mut dyn FnMut(&str, &str)) {
+        self.headers_out.iter().for_each(|(name, value)| each(name, value));
+    }
+
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+        let Some(fields) = self.settings.get(key) else {
+            return false;
+        };
+        for (name, field) in fields {
+            let scalar = match field {
+                Field::Text(text) => Scalar::Text(text),
+                Field::Int(int) => Scalar::Int(*int),
+                Field::Float(float) => Scalar::Float(*float),
+                Field::Bool(bool) => Scalar::Bool(*bool),
+            };
+            each(*name, scalar);
+        }
+        true
+    }
+
+    fn cell_exists(&self, controller: Controller, name: &CellName) -> bool {
+        self.cells.iter().any(|(of, have, _, _)| *of == controller && *have == name.as_str())
+    }
+
+    fn cell_value(&self, controller: Controller, name: &CellName, key: &str) -> Option<String> {
+        let is_it =
+            |of: Controller, have: &str, what: &str| of == controller && have == name.as_str() && what == key;
+        self.cells
+            .iter()
+            .find(|(of, have, what, _)| is_it(*of, have, what))
+            .map(|(_, _, _, value)| (*value).to_owned())
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        self.usage
+    }
+
+    fn elapsed_us(&self) -> u64 {
+        1_500
+    }
+
+    fn load(&self) -> [f64; 3] {
+        self.load
+    }
+
+    fn env(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.env.iter().find(|(have, _)| *have == name).map(|(_, value)| (*value).into())
+    }
+
+    fn each_env(&self, each: &mut dyn FnMut(&str, &str)) {
+        self.env.iter().for_each(|(name, value)| each(name, value));
+    }
+
+    fn is_tls(&self) -> bool {
+        self.text(Text::Scheme).as_deref() == Some("https")
+    }
+}
+
+fn first<'a>(fields: &'a [(String, String)], name: &str) -> Option<Cow<'a, str>> {
+    fields.iter().find(|(have, _)| have.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str().into())
+}
