@@ -45,6 +45,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=c");
     let mruby = carrier().join(MRUBY_IN_CARRIER);
+    println!("cargo:rustc-env=NAGAYA_MRUBY_VERSION={}", version(&mruby));
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
 
     let mut library = compiler(&mruby);
@@ -66,6 +67,21 @@ fn main() {
     // The shim and mruby call each other; named once more behind the shim, the linker finds what it still misses.
     println!("cargo:rustc-link-lib=static=nagaya_mruby");
     println!("cargo:rustc-link-lib=m");
+}
+
+/// What the source says of itself: `3.4.0`.
+fn version(mruby: &Path) -> String {
+    let path = mruby.join("include/mruby/version.h");
+    let header = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let number = |name: &str| {
+        let words = header.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let value = words.into_iter().find_map(|words| match words[..] {
+            ["#define", word, value] if word == name => Some(value.to_owned()),
+            _ => None,
+        });
+        value.unwrap_or_else(|| panic!("{} does not define {name}", path.display()))
+    };
+    ["MRUBY_RELEASE_MAJOR", "MRUBY_RELEASE_MINOR", "MRUBY_RELEASE_TEENY"].map(number).join(".")
 }
 
 /// The options both parts must share: they decide the layout of mruby's structures.

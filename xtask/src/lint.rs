@@ -1,8 +1,9 @@
-//! `./dev lint`: formatting, clippy, house style and licences; and the generated page of the documentation.
+//! `./dev lint`: formatting, clippy, house style and licences; and the generated pages of the documentation.
 //!
 //! Not here: the rules themselves (`Cargo.toml`, `clippy.toml`, `deny.toml`, `tests/tests/tidy.rs`).
 
 use std::fs;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -39,19 +40,32 @@ fn has_tool(verb: &str) -> bool {
     Command::new("cargo").args([verb, "--version"]).output().is_ok_and(|output| output.status.success())
 }
 
-/// `docs/configuration.md`, from the table of keys in the program.
-pub fn write_configuration_reference() -> Result<()> {
+/// The pages that are made from tables in the program: `docs/configuration.md`, `docs/rules-compatibility.md`.
+pub fn write_generated_pages() -> Result<()> {
     let output = workspace::cargo()
         .args(["run", "--quiet", "--package", "nagaya", "--", "config", "reference"])
         .output()
         .context("running nagaya config reference")?;
     ensure!(output.status.success(), "nagaya config reference: {}", String::from_utf8_lossy(&output.stderr));
     let path = workspace::root().join("docs/configuration.md");
-    if fs::read(&path).is_ok_and(|old| old == output.stdout) {
-        println!("{} is up to date", path.display());
-        return Ok(());
-    }
-    fs::write(&path, output.stdout).with_context(|| format!("writing {}", path.display()))?;
-    println!("wrote {}", path.display());
+    let old = fs::read(&path).unwrap_or_default();
+    fs::write(&path, &output.stdout).with_context(|| format!("writing {}", path.display()))?;
+    tell(&path, &old)?;
+
+    // The test that compares this page with the table is what writes it, too: the program itself has no use for it.
+    let path = workspace::root().join("docs/rules-compatibility.md");
+    let old = fs::read(&path).unwrap_or_default();
+    let output = workspace::cargo()
+        .args(["test", "--quiet", "--package", "nagaya-rules", "--lib", "the_page_is_what_the_table_says"])
+        .env("NAGAYA_WRITE_DOCS", "1")
+        .output()
+        .context("running cargo test")?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    tell(&path, &old)
+}
+
+fn tell(path: &Path, old: &[u8]) -> Result<()> {
+    let new = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    println!("{} {}", path.display(), if new == old { "is up to date" } else { "was written" });
     Ok(())
 }

@@ -40,7 +40,7 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
         "test" => test::run(rest),
         "guest" => guest::run(rest),
         "lint" => lint::run(rest),
-        "docs" => lint::write_configuration_reference().map(|()| ExitCode::SUCCESS),
+        "docs" => lint::write_generated_pages().map(|()| ExitCode::SUCCESS),
         "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),
         "experiment" => experiment::run(rest).map(|()| ExitCode::SUCCESS),
         other => bail!("unknown verb '{other}': see ./dev"),

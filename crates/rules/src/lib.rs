@@ -29,3 +29,6 @@ pub use source::SOURCE_LEN_MAX;
 pub use verdict::{
     Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Rewrites, Spoke, Topic, Verdict,
 };
+
+/// Of the mruby that is built in.
+pub const MRUBY_VERSION: &str = env!("NAGAYA_MRUBY_VERSION");

@@ -114,6 +114,12 @@ pub static ROWS: &[Row] = &[
             [first, rest @ ..] => (State::Warn, format!("{first}; and {} more", rest.len())),
         },
     },
+    Row {
+        name: "mruby",
+        why: "runs the rules; part of nagaya",
+        how: "",
+        judge: |_| (State::Ok, nagaya_rules::MRUBY_VERSION.into()),
+    },
 ];
 
 /// Where a controller is, by its names on v1 and v2. An empty name: v2 does it without a controller.
