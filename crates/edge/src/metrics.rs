@@ -155,11 +155,7 @@ impl Metrics {
             received: r.bytes_counter("http_received", "Bytes of request bodies"),
             sent: r.bytes_counter("http_sent", "Bytes of response bodies"),
             cell_cpu: r.time_counters("cell_cpu", "CPU time of requests' programs", [BACKENDS]),
-            cell_read: r.bytes_counters(
-                "cell_read",
-                "Bytes requests' programs read from disks",
-                [BACKENDS],
-            ),
+            cell_read: r.bytes_counters("cell_read", "Bytes requests' programs read from disks", [BACKENDS]),
             cell_written: r.bytes_counters(
                 "cell_written",
                 "Bytes requests' programs wrote to disks",
@@ -180,11 +176,7 @@ impl Metrics {
                 "Time bodies and ends of responses were held back by limits",
                 [BACKENDS],
             ),
-            queued: r.time_counters(
-                "http_request_queued",
-                "Time requests waited for their turn",
-                [BACKENDS],
-            ),
+            queued: r.time_counters("http_request_queued", "Time requests waited for their turn", [BACKENDS]),
             connections_open: r.gauge("connections_open", "Client connections open now"),
             connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
             connections_refused: r

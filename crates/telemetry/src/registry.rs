@@ -57,6 +57,30 @@ impl Registry {
         self.add(name, help, Counters::new(dimensions))
     }
 
+    /// Counters of bytes told apart by labels: `nagaya_{name}_bytes_total{...}`.
+    pub fn bytes_counters<const D: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        dimensions: [Dimension; D],
+    ) -> Counters<D> {
+        let counters = Counters::new(dimensions);
+        self.0.register_with_unit(name, help, Unit::Bytes, counters.clone());
+        counters
+    }
+
+    /// Sums of time told apart by labels, added to in microseconds: `nagaya_{name}_seconds_total{...}`.
+    pub fn time_counters<const D: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        dimensions: [Dimension; D],
+    ) -> Counters<D> {
+        let counters = Counters::of_time(dimensions);
+        self.0.register_with_unit(name, help, Unit::Seconds, counters.clone());
+        counters
+    }
+
     /// A gauge: `nagaya_{name}`.
     pub fn gauge(&mut self, name: &str, help: &str) -> Gauge {
         self.add(name, help, Gauge::default())
@@ -107,6 +131,10 @@ mod tests {
         let felt = registry.bytes_counter("felt", "Felt used");
         let by = registry.counters("hats_by", "Hats by kind", [COLOUR, SIZE]);
         let open = registry.gauge("shops_open", "Shops open now");
+        let worn = registry.time_counters("worn", "Time hats were worn", [COLOUR]);
+        let lace = registry.bytes_counters("lace", "Lace used", [COLOUR]);
+        worn.add([1], 1_500_000);
+        lace.add([0], 9);
         hats.add(3);
         felt.add(70);
         by.add([1, 2], 5);
@@ -123,6 +151,8 @@ mod tests {
             r#"nagaya_hats_by_total{colour="red",size="s"} 1"#,
             r#"nagaya_hats_by_total{colour="blue",size="l"} 5"#,
             "nagaya_shops_open -1",
+            r#"nagaya_worn_seconds_total{colour="blue"} 1.5"#,
+            r#"nagaya_lace_bytes_total{colour="red"} 9"#,
             "# EOF",
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");

@@ -49,17 +49,23 @@ impl EncodeMetric for Counter {
 
 /// Counters that differ in `D` labels, each label with a closed set of values.
 ///
-/// With more than one label, combinations that never occurred are left out of the text.
+/// Of events, bytes, or microseconds. With more than one label, combinations that never occurred are left out of the text.
 #[derive(Debug, Clone)]
 pub struct Counters<const D: usize> {
     dimensions: [Dimension; D],
     cells: Arc<Shards>,
+    /// Counted in whole microseconds, written out in seconds.
+    is_time: bool,
 }
 
 impl<const D: usize> Counters<D> {
     pub(crate) fn new(dimensions: [Dimension; D]) -> Self {
         let width = dimensions.iter().map(|d| d.values.len()).product();
-        Self { dimensions, cells: Arc::new(Shards::new(width)) }
+        Self { dimensions, cells: Arc::new(Shards::new(width)), is_time: false }
+    }
+
+    pub(crate) fn of_time(dimensions: [Dimension; D]) -> Self {
+        Self { is_time: true, ..Self::new(dimensions) }
     }
 
     /// `at` holds, label by label, the position of its value in the declaration.
@@ -97,7 +103,12 @@ impl<const D: usize> EncodeMetric for Counters<D> {
                 *label = (dimension.label, dimension.values[rest % dimension.values.len()]);
                 rest /= dimension.values.len();
             }
-            encoder.encode_family(&labels)?.encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            let mut series = encoder.encode_family(&labels)?;
+            if self.is_time {
+                series.encode_counter::<NoLabelSet, f64, f64>(&seconds(value), None)?;
+            } else {
+                series.encode_counter::<NoLabelSet, u64, f64>(&value, None)?;
+            }
         }
         Ok(())
     }
@@ -176,10 +187,13 @@ impl Histogram {
     }
 }
 
+#[expect(clippy::cast_precision_loss, reason = "2^53 us are 285 years")]
+fn seconds(us: u64) -> f64 {
+    us as f64 / 1e6
+}
+
 impl EncodeMetric for Histogram {
-    #[expect(clippy::cast_precision_loss, reason = "2^53 us are 285 years")]
     fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
-        let seconds = |us: u64| us as f64 / 1e6;
         for (at, value) in self.dimension.values.iter().enumerate() {
             let first = at * (self.bounds_us.len() + 2);
             let bounds = self.bounds_us.iter().map(|us| seconds(*us)).chain([f64::INFINITY]);

@@ -46,14 +46,34 @@ fn run_local<F: Future>(future: F) -> F::Output {
 fn a_combined_line_is_apaches() {
     assert_eq!(
         line(LogFormat::Combined, &record("/a?b=\"c", Some(b"curl/8 \"x\"\\\t\x80"))),
-        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"GET /a?b=\\\"c HTTP/1.1\" 200 2326 \"-\" \"curl/8 \\\"x\\\"\\\\\\t\\x80\"\n"
+        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"GET /a?b=\\\"c HTTP/1.1\" 200 2326 \"-\" \"curl/8 \\\"x\\\"\\\\\\t\\x80\" duration_us=1500 node=n1\n"
     );
     let mut unread = record("", None);
     (unread.method, unread.status, unread.bytes_out) = (None, StatusCode::BAD_REQUEST, 0);
+    unread.took = Duration::ZERO;
     assert_eq!(
         line(LogFormat::Combined, &unread),
-        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"-\" 400 - \"-\" \"-\"\n"
+        "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"-\" 400 - \"-\" \"-\" node=n1\n"
     );
+}
+
+#[test]
+fn a_combined_line_ends_with_what_the_request_used() {
+    let mut full = record("/x", None);
+    let usage = Usage { cpu_us: 9, read_bytes: 8, write_bytes: 7, throttled_us: 6, demoted: 1 };
+    let cell = Some("demo/wiki r\"3".into());
+    full.more = Some(Box::new(More { cell, used: Used::Known(usage), paced_us: 5, ..More::default() }));
+    let (queued, ruled, backend) = (4, 3, 2);
+    full.queued = Duration::from_micros(queued);
+    full.ruled = Duration::from_micros(ruled);
+    full.backend = Duration::from_micros(backend);
+    let told = line(LogFormat::Combined, &full);
+    let receipt = " duration_us=1500 queued_us=4 rules_us=3 backend_us=2 cpu_us=9 read_bytes=8 write_bytes=7 \
+                   throttled_us=6 paced_us=5 demoted=1 cell=demo/wikir3 node=n1\n";
+    assert!(told.ends_with(receipt), "{told}");
+    full.more = Some(Box::new(More { used: Used::Unknown, ..More::default() }));
+    assert!(line(LogFormat::Combined, &full).ends_with(" backend_us=2 cpu_us=- node=n1\n"));
+    assert!(line(LogFormat::Json, &full).contains("\"cpu_us\":null"));
 }
 
 #[test]
@@ -64,6 +84,9 @@ fn a_json_line_says_everything_known() {
     full.refusal = Some("queue_full");
     full.tls = Some("TLSv1_3");
     full.queued = Duration::from_micros(7);
+    let usage = Usage { cpu_us: 9, read_bytes: 8, ..Usage::default() };
+    let cell = Some("demo/wiki/r3".into());
+    full.more = Some(Box::new(More { cell, used: Used::Known(usage), ..More::default() }));
     let value: serde_json::Value = serde_json::from_str(&line(LogFormat::Json, &full)).unwrap();
     assert_eq!(
         value,
@@ -71,7 +94,8 @@ fn a_json_line_says_everything_known() {
             "time": "2000-10-10T13:55:36.042Z", "id": format!("{:032x}", 0xabc), "client": "192.0.2.7",
             "port": 5000, "host": "www.example.org", "method": "GET", "target": "/x", "protocol": "HTTP/1.1",
             "status": 200, "bytes_in": 0, "bytes_out": 2326, "duration_us": 1500, "queued_us": 7,
-            "backend_us": 0, "site": "wiki", "tenant": "demo", "backend": "php", "user_agent": "ua",
+            "rules_us": 0, "backend_us": 0, "cpu_us": 9, "read_bytes": 8, "write_bytes": 0, "throttled_us": 0, "paced_us": 0,
+            "demoted": 0, "cell": "demo/wiki/r3", "node": "n1", "site": "wiki", "tenant": "demo", "backend": "php", "user_agent": "ua",
             "refusal": "queue_full", "tls": "TLSv1_3",
         })
     );

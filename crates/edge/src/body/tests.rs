@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use http::StatusCode;
 use http_body_util::BodyExt;
+use nagaya_cmdb::cell::Confinement;
 use proptest::prelude::*;
 
 use super::*;
+use crate::stay::Stay;
 
 /// A file with `content`, already without a name.
 fn file(content: &[u8]) -> Arc<OwnedFd> {
@@ -116,4 +118,23 @@ fn only_the_client_can_stall() {
         let took = begun.elapsed();
         assert!(took >= patience * 13 / 2 && took < patience * 8, "{took:?}");
     });
+}
+
+#[test]
+fn a_limited_body_comes_slowly_and_whole() {
+    let content: Vec<u8> = (0..300_000u32).map(|n| (n >> 4) as u8).collect();
+    let (mut response, noted) =
+        response(ResponseBody::File { file: file(&content), offset: 0, len: content.len() as u64 });
+    let stay = Stay::new(Confinement::default());
+    response.flow = Flow::limited(100_000, &stay).map(Box::new);
+    block_on(async {
+        let start = Instant::now();
+        let body = Outgoing::take(&mut response, true);
+        assert_eq!(body.size_hint().exact(), Some(300_000));
+        assert!(body.collect().await.unwrap().to_bytes() == content);
+        let took = start.elapsed();
+        assert!((Duration::from_millis(2900)..=Duration::from_secs(3)).contains(&took), "{took:?}");
+    });
+    assert!(stay.paced_us() > 2_900_000);
+    assert_eq!(noted.take(), [(300_000, true)]);
 }

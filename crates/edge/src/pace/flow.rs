@@ -51,6 +51,12 @@ impl Flow {
         Some(Self { buckets, slice, stay, turn: None })
     }
 
+    /// Held to one rate, its own.
+    #[cfg(test)]
+    pub fn limited(rate: u64, stay: &Rc<Stay>) -> Option<Self> {
+        Self::new(SmallVec::from_iter([Arc::new(Bucket::new(rate))]), Rc::clone(stay))
+    }
+
     /// Most bytes to be asked for at once.
     pub fn slice(&self) -> u64 {
         self.slice

@@ -74,6 +74,12 @@ mod tests {
     /// Notes in which state its job was dropped.
     struct Note(Rc<Cell<Option<bool>>>, bool);
 
+    impl Note {
+        fn finish(&mut self) {
+            self.1 = true;
+        }
+    }
+
     impl Drop for Note {
         fn drop(&mut self) {
             self.0.set(Some(self.1));
@@ -84,7 +90,7 @@ mod tests {
         let mut note = Note(Rc::clone(how), false);
         async move {
             tokio::task::yield_now().await;
-            note.1 = true;
+            note.finish();
         }
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Not here: the tests (`cgi/tests.rs`, `php/tests.rs`).
 
+use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
@@ -18,6 +19,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Version};
 use http_body::{Body, Frame, SizeHint};
 use nagaya_base::RequestId;
+use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::{self, Down, Up};
 use nagaya_cmdb::{Change, Site, Tenant};
 use nagaya_keeper::client::Keeper;
@@ -30,6 +32,7 @@ use crate::message::{BodyError, ConnInfo, Head, Request, RequestBody, Response, 
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::refusal::Refusal;
+use crate::stay::Stay;
 
 /// Nothing in these tests takes longer than this unless it hangs.
 pub(super) const HANG: Duration = Duration::from_secs(20);
@@ -52,6 +55,7 @@ pub(super) struct Thread {
     pub keeper: Rc<Keeper>,
     site: Arc<Site>,
     tenant: Arc<Tenant>,
+    stay: RefCell<Rc<Stay>>,
 }
 
 impl World {
@@ -117,8 +121,13 @@ impl World {
                 &self.options,
                 Arc::clone(&self.metrics),
             );
-            let thread =
-                Thread { programs, keeper, site: Arc::clone(&self.site), tenant: Arc::clone(&self.tenant) };
+            let thread = Thread {
+                programs,
+                keeper,
+                site: Arc::clone(&self.site),
+                tenant: Arc::clone(&self.tenant),
+                stay: RefCell::new(Stay::new(Confinement::default())),
+            };
             tokio::time::timeout(HANG, test(thread)).await.expect("the test hangs")
         })
     }
@@ -162,6 +171,17 @@ impl Drop for World {
 }
 
 impl Thread {
+    /// How the next request is confined, and where it says what it used.
+    pub fn confine(&self, confinement: Confinement, disclosed: bool) -> Rc<Stay> {
+        let stay = Stay::of(confinement, disclosed);
+        *self.stay.borrow_mut() = Rc::clone(&stay);
+        stay
+    }
+
+    fn stay(&self) -> Rc<Stay> {
+        Rc::clone(&self.stay.borrow())
+    }
+
     pub async fn ask(&self, file: &str, request: Request) -> Result<Outcome, Refusal> {
         let (file, path_info) = match file.split_once("//") {
             Some((file, rest)) => (file, format!("/{rest}")),
@@ -245,7 +265,7 @@ pub(crate) fn known(body: impl Into<Bytes>) -> RequestBody {
 }
 
 /// A body that arrives as the test sends it.
-pub(super) fn arriving(len: Option<u64>) -> (mpsc::Sender<Result<Bytes, BodyError>>, RequestBody) {
+pub(crate) fn arriving(len: Option<u64>) -> (mpsc::Sender<Result<Bytes, BodyError>>, RequestBody) {
     let (sender, pieces) = mpsc::channel(1);
     (sender, RequestBody::new(Arriving { pieces, len }))
 }

@@ -182,7 +182,9 @@ fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
 
 fn queued(more: &More) -> String {
     match &more.lane {
-        Some(lane) => format!("It waited for its turn: as many requests ran in lane {lane}, or of its site or tenant, as may."),
+        Some(lane) => format!(
+            "It waited for its turn: as many requests ran in lane {lane}, or of its site or tenant, as may."
+        ),
         None => "It waited for its turn: as many requests of its site or tenant ran as may.".into(),
     }
 }
@@ -195,7 +197,11 @@ fn quotas(more: &More) -> String {
         Some(format!("the CPU quota of {} of cell {}", percent(quota), cell.name))
     };
     let all: Vec<_> = own.into_iter().chain(more.confinement.named.iter().filter_map(of_cell)).collect();
-    if all.is_empty() { "a CPU quota of its site, its tenant or a named cell".into() } else { all.join(" and ") }
+    if all.is_empty() {
+        "a CPU quota of its site, its tenant or a named cell".into()
+    } else {
+        all.join(" and ")
+    }
 }
 
 fn throttling(more: &More) -> String {

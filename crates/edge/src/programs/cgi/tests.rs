@@ -1,6 +1,9 @@
 //! Facts about CGI programs, run by a real keeper.
 
+use std::time::Duration;
+
 use http::Method;
+use nagaya_cmdb::cell::{self, Confinement, CpuQuota};
 
 use crate::message::{BodyError, RequestBody, ResponseBody};
 use crate::options::{Limits, Options};
@@ -224,5 +227,96 @@ fn what_cannot_be_started_is_refused() {
         assert_eq!(thread.refusal("absent.cgi", get()).await, Refusal::NotFound);
         let refusal = thread.refusal("broken.cgi", get()).await;
         assert!(refusal.row().status.is_server_error(), "{refusal}");
+    });
+}
+
+/// A program that uses some milliseconds of CPU time and then says `fine`.
+const BUSY: &str = "#!/bin/sh\ni=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; printf '\\nfine'\n";
+
+fn percent(percent: u32) -> Confinement {
+    let limits = cell::Limits { cpu: Some(CpuQuota::of_core(percent * 10)), ..cell::Limits::default() };
+    Confinement { limits, ..Confinement::default() }
+}
+
+#[test]
+fn what_a_program_used_is_known_after_its_answer() {
+    let world = world();
+    world.file("busy.cgi", BUSY);
+    world.run(async |thread| {
+        let stay = thread.confine(Confinement::default(), false);
+        assert_eq!(thread.get("busy.cgi").await, "fine");
+        assert!(stay.cell().is_some());
+        stay.paid().await;
+        let usage = stay.usage().expect("the keeper says what it used");
+        assert!(usage.cpu_us > 1000, "{usage:?}");
+    });
+}
+
+#[test]
+fn a_short_program_takes_as_long_as_its_quota_wants() {
+    let world = world();
+    world.file("busy.cgi", BUSY);
+    world.run(async |thread| {
+        let stay = thread.confine(percent(10), false);
+        let start = std::time::Instant::now();
+        assert_eq!(thread.get("busy.cgi").await, "fine");
+        let took = start.elapsed();
+        assert!(stay.is_paid(), "its end waited for what it used");
+        let usage = stay.usage().unwrap();
+        let paid = Duration::from_micros(usage.cpu_us * 10);
+        assert!(took >= paid, "{took:?} for {usage:?}");
+        assert!(stay.paced_us() + usage.throttled_us > 0);
+    });
+}
+
+#[test]
+fn a_named_cell_pays_for_all_that_ran_in_it() {
+    let world = world();
+    world.file("busy.cgi", BUSY);
+    let limits = cell::Limits { cpu: Some(CpuQuota::of_core(200)), ..cell::Limits::default() };
+    let name = cell::CellName::parse("slow").unwrap();
+    let controllers = cell::Controller::ALL.to_vec();
+    let named = cell::NamedCell { name, scope: cell::Scope::Tenant, controllers, limits: Some(limits) };
+    let confinement = Confinement { named: vec![named], ..Confinement::default() };
+    world.run(async |thread| {
+        let start = std::time::Instant::now();
+        let mut used = 0;
+        for _ in 0..3 {
+            let stay = thread.confine(confinement.clone(), false);
+            assert_eq!(thread.get("busy.cgi").await, "fine");
+            used += stay.usage().unwrap().cpu_us;
+        }
+        assert!(start.elapsed() >= Duration::from_micros(used * 5), "{used} us at 20 percent");
+    });
+}
+
+#[test]
+fn an_answer_that_streams_is_settled_at_its_end() {
+    let world = world();
+    world.file("stream.cgi", &BUSY.replace("printf '\\nfine'", "printf '\\na'; sleep 0.05; printf b"));
+    world.run(async |thread| {
+        let stay = thread.confine(percent(5), false);
+        let mut response = thread.response("stream.cgi", get()).await;
+        assert_eq!(piece(&mut response).await.unwrap().unwrap(), "a");
+        assert!(!stay.is_paid(), "the first part did not wait");
+        assert_eq!(text(response).await, "b");
+        let usage = stay.usage().unwrap();
+        assert!(stay.since().unwrap().elapsed() >= Duration::from_micros(usage.cpu_us * 20));
+    });
+}
+
+#[test]
+fn a_client_that_is_told_gets_the_answer_with_its_figures() {
+    let world = world();
+    world.file("busy.cgi", &BUSY.replace("fine", "a"));
+    world.file("forged.cgi", "#!/bin/sh\nprintf 'Nagaya-Receipt: cpu=0\\n\\nfine'; sleep 0.02; echo '!'\n");
+    world.run(async |thread| {
+        for file in ["busy.cgi", "forged.cgi"] {
+            let stay = thread.confine(Confinement::default(), true);
+            let response = thread.response(file, get()).await;
+            assert!(matches!(response.body, ResponseBody::Bytes(_)), "all of it was waited for");
+            assert!(stay.usage().is_some());
+            assert!(!response.headers.contains_key("nagaya-receipt"));
+        }
     });
 }

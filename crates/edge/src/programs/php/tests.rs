@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::Method;
+use nagaya_cmdb::cell::{self, Confinement, CpuQuota};
 
 use crate::message::{BodyError, RequestBody};
 use crate::options::{Limits, Options};
@@ -421,4 +422,67 @@ fn error_output_is_bounded_whatever_its_lines() {
     assert_eq!((errors.lines, errors.line.as_slice()), (2, &b"third"[..]));
     errors.end();
     assert_eq!((errors.lines, errors.line.len()), (3, 0));
+}
+
+const BUSY: &str = "<?php $end = hrtime(true) + 5e6; while (hrtime(true) < $end); echo getmypid();";
+
+#[test]
+fn each_request_of_a_worker_is_told_what_it_used_alone() {
+    let world = world(1);
+    world.file("busy.php", BUSY);
+    world.run(async |thread| {
+        let mut seen = Vec::new();
+        for file in ["busy.php", "pid.php", "busy.php"] {
+            let stay = thread.confine(Confinement::default(), false);
+            seen.push((thread.get(file).await, stay.cell().unwrap()));
+            stay.paid().await;
+            let usage = stay.usage().expect("the keeper says what it used");
+            assert_eq!(usage.cpu_us > 3000, file == "busy.php", "{file}: {usage:?}");
+        }
+        assert!(seen.iter().all(|first| *first == seen[0]), "one worker in one cell: {seen:?}");
+    });
+}
+
+#[test]
+fn a_worker_moves_when_its_request_is_confined_otherwise() {
+    let world = world(1);
+    let limits = cell::Limits { cpu: Some(CpuQuota::of_core(900)), ..cell::Limits::default() };
+    let other = Confinement { limits, ..Confinement::default() };
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        for confinement in [other.clone(), other, Confinement::default()] {
+            let stay = thread.confine(confinement, false);
+            assert_eq!(pid(&thread).await, first);
+            assert!(stay.cell().is_some());
+        }
+    });
+}
+
+#[test]
+fn a_short_script_takes_as_long_as_its_quota_wants() {
+    let world = world(1);
+    world.file("busy.php", BUSY);
+    let limits = cell::Limits { cpu: Some(CpuQuota::of_core(100)), ..cell::Limits::default() };
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        let stay = thread.confine(Confinement { limits, ..Confinement::default() }, false);
+        let start = std::time::Instant::now();
+        assert_eq!(thread.get("busy.php").await, first.to_string());
+        let usage = stay.usage().expect("its end waited for what it used");
+        assert!(start.elapsed() >= Duration::from_micros(usage.cpu_us * 10), "{usage:?}");
+    });
+}
+
+#[test]
+fn a_worker_the_keeper_does_not_know_any_more_is_replaced() {
+    let world = world(1);
+    world.run(async |thread| {
+        let first = pid(&thread).await;
+        signal(first, rustix::process::Signal::KILL);
+        until("the worker is gone", || !is_running(first)).await;
+        let limits = cell::Limits { cpu_shares: Some(2), ..cell::Limits::default() };
+        thread.confine(Confinement { limits, ..Confinement::default() }, false);
+        assert_ne!(pid(&thread).await, first);
+        assert_eq!(thread.running("php").await, 1);
+    });
 }

@@ -1,0 +1,137 @@
+//! Tests of explanations: limits with who set them, and time with its reasons.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_base::Code;
+use nagaya_cmdb::cell::{CellName, Controller, Demotion, IoLimit, Usage};
+use nagaya_cmdb::{Site, Tenant};
+
+use super::*;
+use crate::access_log::tests::record;
+use crate::metrics::Metrics;
+use crate::options::Options;
+
+fn site(backend: &str) -> Arc<Site> {
+    let text = format!(
+        r#"{{"name":"wiki","tenant":"demo","hosts":["w"],"backend":{{"kind":"{backend}","root":"w"}},"limits":{{"read":"4M"}},
+        "request_limits":{{"cpu":"50%","processes":"16"}},"demotions":[{{"after_cpu":"500ms","limits":{{"cpu":"5%"}}}}]}}"#
+    );
+    Arc::new(serde_json::from_str(&text).unwrap())
+}
+
+fn tenant() -> Arc<Tenant> {
+    let text = r#"{"name":"demo","uid":1000,"gid":1000,"limits":{"memory":"1G"}}"#;
+    Arc::new(serde_json::from_str(text).unwrap())
+}
+
+fn more(site: &Site) -> More {
+    let limits = Limits { cpu: Some(CpuQuota::of_core(125)), ..site.request_limits.limits() };
+    let slow = IoLimit { write_bps: Some(1000), ..IoLimit::of(Device::Number { major: 8, minor: 0 }) };
+    let named = NamedCell {
+        name: CellName::parse("slow").unwrap(),
+        scope: Scope::Node,
+        controllers: vec![Controller::Cpu, Controller::Blkio],
+        limits: Some(Limits { io: vec![slow], ..Limits::default() }),
+    };
+    let demotions: Vec<Demotion> = site.demotions.iter().filter_map(|step| step.demotion()).collect();
+    More {
+        cell: Some("demo/wiki/r3".into()),
+        confinement: Confinement { limits, named: vec![named], demotions },
+        ruled_by: vec!["/etc/nagaya/rules/a.rb".into()],
+        tenant: Some(tenant()),
+        ..More::default()
+    }
+}
+
+#[test]
+fn every_limit_says_who_set_it() {
+    let site = site("cgi");
+    let mut seen = record("/cpu.cgi?n=1", None);
+    seen.more = Some(Box::new(more(&site)));
+    seen.site = Some(site);
+    let told = tell(&seen, "n1");
+    let limit = |what: &str, value: &str, from: &str| json!({"what": what, "value": value, "from": from});
+    let (rule, of_site) = ("rule /etc/nagaya/rules/a.rb", "the record of site wiki");
+    assert_eq!(
+        told["limits"],
+        json!([
+            limit("cpu", "12.5%", rule),
+            limit("processes", "16", of_site),
+            limit("cpu after 500ms of CPU time", "5%", of_site),
+            limit("write from 8:0 of cell slow", "1000B/s", rule),
+            limit("read of the site", "4MiB/s", of_site),
+            limit("memory of the tenant", "1GiB", "the record of tenant demo"),
+        ])
+    );
+    assert_eq!(told["named"], json!(["slow (cpu, blkio)"]));
+    assert_eq!((&told["host"], &told["target"]), (&json!("www.example.org"), &json!("/cpu.cgi?n=1")));
+    assert_eq!((&told["cell"], &told["tenant"]), (&json!("demo/wiki/r3"), &json!("demo")));
+}
+
+fn named<'a>(told: &'a Value, name: &str) -> &'a Value {
+    told["spans"].as_array().unwrap().iter().find(|span| span["name"] == name).unwrap_or(&Value::Null)
+}
+
+#[test]
+fn each_wait_has_its_reason_and_together_they_are_all_the_time() {
+    let site = site("cgi");
+    let mut seen = record("/x", None);
+    let usage = Usage { cpu_us: 70_000, throttled_us: 600_000, demoted: 1, ..Usage::default() };
+    seen.more = Some(Box::new(More { used: Used::Known(usage), paced_us: 50_000, ..more(&site) }));
+    seen.site = Some(site);
+    (seen.queued, seen.backend) = (Duration::from_millis(200), Duration::from_millis(700));
+    (seen.ruled, seen.took) = (Duration::from_micros(9), Duration::from_secs(1));
+    let told = tell(&seen, "n1");
+    for (name, us, why) in [
+        ("in line", 200_000, "as may"),
+        ("throttled", 600_000, "its CPU quota of 12.5% was used up"),
+        ("program", 100_000, "70000 us of CPU time"),
+        ("held back", 50_000, "paid for what it used"),
+    ] {
+        let span = named(&told, name);
+        assert_eq!(span["us"], us, "{told}");
+        assert!(span["why"].as_str().unwrap().contains(why), "{span}");
+    }
+    let all: u64 = told["spans"].as_array().unwrap().iter().map(|span| span["us"].as_u64().unwrap()).sum();
+    assert_eq!(all, 1_000_000);
+    assert_eq!(told["usage"]["throttled_us"], 600_000);
+}
+
+#[test]
+fn a_paced_file_names_the_limits_that_slowed_it() {
+    let site = site("static");
+    let mut seen = record("/big", None);
+    seen.more = Some(Box::new(More { paced_us: 900, ..more(&site) }));
+    seen.site = Some(site);
+    let told = tell(&seen, "n1");
+    let why = named(&told, "held back")["why"].as_str().unwrap();
+    assert!(why.contains("read limit 4MiB/s of the site"), "{why}");
+    assert!(why.contains("write limit 1000B/s of cell slow"), "{why}");
+}
+
+#[test]
+fn what_is_not_known_is_not_made_up() {
+    let site = site("php");
+    let mut seen = record("/x", None);
+    seen.more = Some(Box::new(More { used: Used::Unknown, ..More::default() }));
+    seen.site = Some(site);
+    (seen.refusal, seen.code) = (Some("backend_timeout"), Some(Code(417)));
+    seen.backend = Duration::from_millis(1);
+    let told = tell(&seen, "n1");
+    assert_eq!(told["usage"]["cpu_us"], Value::Null);
+    assert_eq!(told["usage"]["read_bytes"], Value::Null);
+    assert_eq!(told["refusal"], json!({"reason": "backend_timeout", "code": "NGY0417"}));
+    assert!(named(&told, "program")["why"].as_str().unwrap().contains("not known"), "{told}");
+}
+
+#[test]
+fn only_a_request_that_is_kept_is_told_of() {
+    let shared = Shared::new(Options::default(), None, Arc::new(Metrics::new()));
+    shared.receipts.for_thread().push(Box::new(record("/x", None)));
+    let told: Value = serde_json::from_str(&explain(&shared, &format!("{:032x}", 0xabc))).unwrap();
+    assert_eq!((&told["id"], &told["node"]), (&json!(format!("{:032x}", 0xabc)), &json!("localhost")));
+    for id in ["", "abc", "nonsense", &format!("{:032x}", 1), "+0000000000000000000000000000abc"] {
+        assert_eq!(explain(&shared, id), "null", "{id}");
+    }
+}
