@@ -94,12 +94,12 @@ fn built_test(package: &str, name: &str) -> Result<PathBuf> {
         .context("running cargo test --no-run")?;
     ensure!(output.status.success(), "the test '{name}' of {package} does not build: {}", output.status);
     let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
-    let programs = messages.lines().filter_map(|line| {
+    let mut programs = messages.lines().filter_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
         let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
         is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     });
-    programs.last().with_context(|| format!("cargo names no program of the test '{name}' of {package}"))
+    programs.next_back().with_context(|| format!("cargo names no program of the test '{name}' of {package}"))
 }
 
 /// Boots, runs the job, counts. Returns whether the test program said that all is well.

@@ -268,13 +268,14 @@ mod tests {
 
     #[test]
     fn a_controller_that_cannot_be_used_says_why() {
-        let why = |change: fn(&mut Hierarchy)| {
+        type Change = fn(&mut Hierarchy);
+        let why = |change: Change| {
             let mut v2 = hierarchy(Version::V2, &["cpu", "io"]);
             change(&mut v2);
             judged(&facts(vec![v2]), "cell-cpu")
         };
         assert_eq!(why(|_| {}).0, State::Ok);
-        let cases: [(fn(&mut Hierarchy), &str); 4] = [
+        let cases: [(Change, &str); 4] = [
             (|v2| v2.read_only = true, "read-only"),
             (|v2| v2.writable = false, "cannot be written"),
             (|v2| v2.crowded = true, "no internal processes"),
