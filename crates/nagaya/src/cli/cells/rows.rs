@@ -169,9 +169,11 @@ fn pressure(pressure: Option<Pressure>) -> String {
     let Some(Pressure { cpu, io, memory }) = pressure else { return none() };
     let all = [("cpu", cpu), ("io", io), ("memory", memory)];
     let known = all.into_iter().filter_map(|(name, share)| Some((name, share?)));
-    known
-        .max_by(|a, b| a.1.total_cmp(&b.1))
-        .map_or_else(none, |(name, share)| format!("{name} {}", percent(share)))
+    match known.max_by(|a, b| a.1.total_cmp(&b.1)) {
+        None => none(),
+        Some((_, 0.0)) => percent(0.0),
+        Some((name, share)) => format!("{name} {}", percent(share)),
+    }
 }
 
 /// As they are written in records.
