@@ -4,7 +4,7 @@
 //! checks that each code used in the sources has one).
 //!
 //! Ranges: 01xx configuration, 02xx store and import, 03xx keeper (processes, files, certificates),
-//! 04xx edge (requests and refusals), 05xx supervisor and admin interface.
+//! 04xx edge (requests and refusals), 05xx supervisor and admin interface, 06xx rules.
 
 use std::fmt;
 

@@ -632,6 +632,8 @@ int32_t ng_run(ng_vm *vm, uint32_t program, ng_error *error) {
   vm->refusals = vm->is_exhausted = 0;
   vm->symbols_max = vm->mrb->symidx > UINT32_MAX - vm->limits.symbols ? UINT32_MAX
                                                                        : vm->mrb->symidx + vm->limits.symbols;
+  /* The one exception of this kind keeps the lines it was raised with first. */
+  ((struct RException*)vm->mrb->stack_err)->backtrace = NULL;
   allow(vm, vm->limits.instructions);
   vm->mrb->code_fetch_hook = hook;
   if (setjmp(vm->end)) {

@@ -232,6 +232,13 @@ impl Machine {
         unsafe { ng_symbols(self.vm.as_ptr()) }
     }
 
+    /// Ruby objects whose state is in Rust.
+    #[cfg(test)]
+    pub fn objects(&self) -> usize {
+        // SAFETY: the host is alive, and no native is running.
+        unsafe { (*self.host.as_ptr()).objects.len() }
+    }
+
     /// Collects all garbage. Not after a run was ended.
     pub fn collect(&mut self) {
         // SAFETY: the VM is open.
@@ -596,3 +603,6 @@ unsafe extern "C" {
     fn ng_symbols(vm: *const RawVm) -> u32;
     fn ng_collect(vm: *mut RawVm);
 }
+
+#[cfg(test)]
+mod tests;

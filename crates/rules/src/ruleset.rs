@@ -434,3 +434,6 @@ impl Tally {
         count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -100,3 +100,6 @@ impl Identity {
         now.checked_sub(written).is_some_and(|age| age > SETTLES_AFTER)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -443,3 +443,6 @@ impl Topic {
         1 << self as u16
     }
 }
+
+#[cfg(test)]
+mod tests;

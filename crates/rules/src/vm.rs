@@ -80,16 +80,47 @@ impl Vm {
         self.machine.collect();
         self.machine.memory() > self.memory_worn
     }
+
+    /// What it holds after all garbage is collected.
+    #[cfg(test)]
+    pub fn footprint(&mut self) -> Footprint {
+        self.machine.collect();
+        Footprint {
+            memory: self.machine.memory(),
+            symbols: self.machine.symbols(),
+            objects: self.machine.objects(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[derive(Debug)]
+pub struct Footprint {
+    pub memory: usize,
+    pub symbols: u32,
+    pub objects: usize,
 }
 
 /// Bytecode of a rule file.
 pub fn compile(text: &[u8], file: &Arc<str>) -> Result<Code, RuleFault> {
-    let compiled = match CString::new(&**file) {
+    let compiled = check_text(text).and_then(|()| {
+        let name =
+            CString::new(&**file).map_err(|_| Failed::syntax(None, "the path of the file holds NUL"))?;
         // A VM of its own each time, without limits: what one text leaves behind is no matter to the next.
-        Ok(name) => compiler().and_then(|mut machine| Ok(machine.compile(text, &name, true)?)),
-        Err(_) => Err(Failed::vm("the path holds NUL")),
-    };
+        Ok(compiler()?.compile(text, &name, true)?)
+    });
     compiled.map_err(|failed| failed.fault(file))
+}
+
+/// mruby takes any byte above 127 as a letter, and NUL, which a file has after a crash, as the end of the text.
+fn check_text(text: &[u8]) -> Result<(), Failed> {
+    let (at, what) = match (text.iter().position(|b| *b == 0), std::str::from_utf8(text)) {
+        (Some(at), _) => (at, "the file holds NUL: it is damaged or no text"),
+        (None, Err(error)) => (error.valid_up_to(), "the file is not UTF-8"),
+        (None, Ok(_)) => return Ok(()),
+    };
+    let lines = text[..at].iter().filter(|b| **b == b'\n').count();
+    Err(Failed::syntax(u32::try_from(lines + 1).ok(), what))
 }
 
 /// What went wrong, without the file.
@@ -103,6 +134,10 @@ pub struct Failed {
 impl Failed {
     pub fn fault(self, file: &Arc<str>) -> RuleFault {
         RuleFault { kind: self.kind, file: Arc::clone(file), line: self.line, message: self.message }
+    }
+
+    fn syntax(line: Option<u32>, message: &str) -> Self {
+        Self { kind: FaultKind::Syntax, line, message: message.to_owned() }
     }
 
     fn vm(message: &str) -> Self {
@@ -125,7 +160,7 @@ impl From<Failure> for Failed {
         let Failure { status, line, class, message, .. } = failure;
         let (kind, message) = match status {
             Status::Syntax => (FaultKind::Syntax, message),
-            Status::Exception if message.is_empty() => (FaultKind::Exception, class),
+            Status::Exception if message.is_empty() || message == class => (FaultKind::Exception, class),
             Status::Exception => (FaultKind::Exception, format!("{message} ({class})")),
             Status::Instructions => (
                 FaultKind::Instructions,
