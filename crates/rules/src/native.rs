@@ -65,12 +65,6 @@ pub enum Value<'a> {
     Map(Vec<(Cow<'a, str>, Value<'a>)>),
 }
 
-impl<'a> Value<'a> {
-    pub fn text(text: impl Into<Cow<'a, str>>) -> Self {
-        Self::Text(text.into())
-    }
-}
-
 impl From<bool> for Value<'_> {
     fn from(value: bool) -> Self {
         Self::Bool(value)
@@ -257,16 +251,6 @@ impl<'a> Call<'a> {
             Arg::Float(float) if float.abs() < 9_223_372_036_854_775_808.0 => Ok(*float as i64),
             Arg::Float(_) => Err(NativeError::argument("the number is not a 64-bit integer")),
             other => Err(self.wrong(at, "an Integer", other)),
-        }
-    }
-
-    /// A Float or an Integer.
-    pub fn float(&self, at: usize) -> Result<f64, NativeError> {
-        match self.any(at) {
-            Arg::Float(float) => Ok(*float),
-            #[expect(clippy::cast_precision_loss)]
-            Arg::Int(int) => Ok(*int as f64),
-            other => Err(self.wrong(at, "a number", other)),
         }
     }
 

@@ -250,3 +250,9 @@ class String
     end
   end
 end
+
+class Symbol
+  def =~(pattern)
+    pattern =~ self
+  end
+end

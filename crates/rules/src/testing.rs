@@ -125,3 +125,18 @@ pub fn evaluate(engine: &mut Engine) -> (Verdict, Result<(), crate::RuleFault>) 
     let outcome = engine.evaluate(Phase::AccessChecker, &Get("/wiki/Main%20Page"), &mut verdict);
     (verdict, outcome)
 }
+
+/// What they answer; empty if they do not.
+pub fn answer_of(engine: &mut Engine) -> String {
+    let (verdict, _) = evaluate(engine);
+    verdict.answer.map_or_else(String::new, |answer| String::from_utf8(answer.body).unwrap())
+}
+
+/// What one rule writes, which must not fail.
+#[track_caller]
+pub fn written(source: &str) -> String {
+    let (set, mut engine) = Rules::of(source).engine();
+    let answer = answer_of(&mut engine);
+    assert_eq!(set.status()[0].last_fault, None);
+    answer
+}

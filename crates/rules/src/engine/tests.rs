@@ -4,15 +4,10 @@ use std::fs;
 use std::thread;
 
 use super::*;
-use crate::testing::{Rules, evaluate};
+use crate::testing::{Rules, answer_of, evaluate, written};
 use crate::{FaultKind, RuleState, RuleStatus};
 
 // === What is asked of a rule ===
-
-fn answer_of(engine: &mut Engine) -> String {
-    let (verdict, _) = evaluate(engine);
-    verdict.answer.map_or_else(String::new, |answer| String::from_utf8(answer.body).unwrap())
-}
 
 fn status(set: &RuleSet) -> RuleStatus {
     set.status().remove(0)
@@ -43,15 +38,6 @@ fn killed(source: &str) -> RuleFault {
     let status = status(&set);
     assert_eq!((status.evaluations, status.errors, status.killed, status.killed_in_a_row), (3, 3, 3, 3));
     status.last_fault.expect("an error is counted")
-}
-
-/// What a rule wrote, which must not fail.
-#[track_caller]
-fn written(source: &str) -> String {
-    let (set, mut engine) = Rules::of(source).engine();
-    let answer = answer_of(&mut engine);
-    assert_eq!(status(&set).last_fault, None);
-    answer
 }
 
 // === Ruby ===

@@ -3,13 +3,8 @@
 use std::fs;
 
 use super::*;
-use crate::testing::{Rules, evaluate};
+use crate::testing::{Rules, answer_of, evaluate};
 use crate::{Engine, FaultKind};
-
-fn answer_of(engine: &mut Engine) -> String {
-    let (verdict, _) = evaluate(engine);
-    verdict.answer.map_or_else(String::new, |answer| String::from_utf8(answer.body).unwrap())
-}
 
 fn kind(set: &RuleSet) -> Option<FaultKind> {
     match set.status().remove(0).state {
