@@ -291,6 +291,9 @@ fn compile(pattern: &Pattern) -> Result<Regex, NativeError> {
 /// What Ruby writes in another way than the `regex` crate.
 fn translate(source: &str) -> String {
     let mut made = String::with_capacity(source.len());
+    // Where one group has a name, those without one capture nothing.
+    let has_names =
+        source.split("(?<").skip(1).any(|name| name.starts_with(|c: char| c.is_alphabetic() || c == '_'));
     let mut class_depth = 0_usize;
     let mut rest = source;
     while let Some(first) = rest.chars().next() {
@@ -311,6 +314,9 @@ fn translate(source: &str) -> String {
             '(' if class_depth == 0 => {
                 let group = inline_options(rest);
                 made.push_str(&group.replace('m', "s"));
+                if has_names && !rest[1..].starts_with('?') {
+                    made.push_str("?:");
+                }
                 group.len()
             }
             other => {
