@@ -21,6 +21,8 @@ mod testing;
 mod verdict;
 mod vm;
 
+/// `docs/rules-compatibility.md`: every method of mod_mruby and ngx_mruby, and whether it is here.
+pub use api::compatibility::page as compatibility_page;
 pub use engine::Engine;
 pub use facts::{Facts, Number, Scalar, Text};
 pub use fault::{FaultKind, RuleFault};

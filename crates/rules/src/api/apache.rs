@@ -7,6 +7,7 @@ use crate::facts::{Number, Text};
 use crate::native::{Arg, Call, Native, NativeError, Value};
 use crate::verdict::{HeaderAction, Level};
 
+use super::complaint::complain;
 use super::constants::METHODS;
 use super::request::{self, Direction, Given};
 
@@ -185,7 +186,7 @@ fn log<'a>(call: &mut Call<'a>) -> Given<'a> {
     if call.args().len() == 2 {
         request::log(call, &LEVELS)?;
     } else {
-        call.verdict.say(Level::Warning, "Apache.log takes a level and a text");
+        complain(call.facts, call.verdict, "Apache.log takes a level and a text");
     }
     Ok(Value::This)
 }

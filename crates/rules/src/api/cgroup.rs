@@ -10,8 +10,11 @@ use nagaya_cmdb::cell::{
     Limits, NamedCell, Scope,
 };
 
+use crate::facts::Facts;
 use crate::native::{Arg, Call, Native, NativeError, Value};
-use crate::verdict::{Level, Verdict};
+use crate::verdict::Verdict;
+
+use super::complaint::complain;
 
 /// The kernel's period where a group sets none, microseconds.
 const KERNEL_PERIOD_US: u32 = 100_000;
@@ -159,8 +162,8 @@ fn open<'a>(call: &mut Call<'a>, controller: Controller) -> Given<'a> {
         _ if matches!(given, "" | "/") => Name::Root,
         Ok(name) => Name::Cell(name),
         Err(error) => {
-            call.verdict
-                .say(Level::Warning, &format!("Cgroup: {error}; the rule goes on without this group"));
+            let text = format!("Cgroup: {error}; the rule goes on without this group");
+            complain(call.facts, call.verdict, &text);
             Name::Bad
         }
     };
@@ -198,14 +201,16 @@ fn exists(call: &Call<'_>, own: Controller, name: &CellName) -> bool {
 
 /// `create`, `modify` and `open` are one, as upstream: the group is there afterwards, with these limits.
 fn save<'a>(call: &mut Call<'a>) -> Given<'a> {
+    let facts = call.facts;
     let (group, verdict) = call.this_and_verdict::<Group>()?;
     group.exists = true;
-    let limits = group.limits_to_set(verdict);
+    let limits = group.limits_to_set(facts, verdict);
     match &group.name {
         Name::Cell(name) => set(verdict, group.controller, name, limits)?,
         Name::Root if limits.is_empty() => {}
-        Name::Root => verdict.say(
-            Level::Warning,
+        Name::Root => complain(
+            facts,
+            verdict,
             "Cgroup: the group \"/\" is the whole node; limit tenants and sites in their records",
         ),
         Name::Bad => {}
@@ -258,12 +263,14 @@ fn attached_to<'v>(
 fn attach<'a>(call: &mut Call<'a>) -> Given<'a> {
     call.expect(0, 1)?;
     if !call.args().is_empty() && call.int(0)? != 0 {
-        call.verdict.say(
-            Level::Warning,
+        complain(
+            call.facts,
+            call.verdict,
             "Cgroup: attach(pid) moves no other process; a rule decides about its own request",
         );
         return Ok(Value::This);
     }
+    let facts = call.facts;
     let (group, verdict) = call.this_and_verdict::<Group>()?;
     let controller = group.controller;
     match &group.name {
@@ -279,7 +286,7 @@ fn attach<'a>(call: &mut Call<'a>) -> Given<'a> {
             let cell =
                 NamedCell { name: name.clone(), scope: Scope::Node, controllers: vec![controller], limits };
             if let Err(full) = verdict.attach(cell) {
-                verdict.say(Level::Warning, &format!("Cgroup: attach to '{name}': {full}"));
+                complain(facts, verdict, &format!("Cgroup: attach to '{name}': {full}"));
             }
         }
     }
@@ -311,13 +318,13 @@ fn delete<'a>(call: &mut Call<'a>) -> Given<'a> {
 
 impl Group {
     /// What the object holds, as limits. What the kernel would refuse is logged and left out.
-    fn limits_to_set(&self, verdict: &mut Verdict) -> Limits {
+    fn limits_to_set(&self, facts: &dyn Facts, verdict: &mut Verdict) -> Limits {
         let mut limits = self.limits.clone();
         // A period alone limits nothing: the kernel's quota is unlimited until it is set.
         if let Some(quota) = self.quota_us.filter(|quota| *quota >= 0) {
             match cpu_quota(quota, self.period_us) {
                 Ok(quota) => limits.cpu = Some(quota),
-                Err(why) => verdict.say(Level::Warning, &format!("Cgroup::CPU '{}': {why}", self.given)),
+                Err(why) => complain(facts, verdict, &format!("Cgroup::CPU '{}': {why}", self.given)),
             }
         }
         limits
@@ -349,7 +356,7 @@ fn set_shares<'a>(call: &mut Call<'a>) -> Given<'a> {
     let shares = call.int(0)?;
     let fits = shares.clamp(CPU_SHARES_MIN.into(), CPU_SHARES_MAX.into());
     if fits != shares {
-        call.verdict.say(Level::Warning, &format!("Cgroup::CPU: shares {shares} are set as {fits}"));
+        complain(call.facts, call.verdict, &format!("Cgroup::CPU: shares {shares} are set as {fits}"));
     }
     call.this::<Group>()?.limits.cpu_shares = u32::try_from(fits).ok();
     Ok(Value::This)
@@ -368,7 +375,7 @@ fn set_processes<'a>(call: &mut Call<'a>) -> Given<'a> {
     let given = call.int(0)?;
     let processes = u32::try_from(given).ok().filter(|processes| *processes > 0);
     if processes.is_none() {
-        call.verdict.say(Level::Warning, &format!("Cgroup::PIDS: max {given} is not set; it is 1 or more"));
+        complain(call.facts, call.verdict, &format!("Cgroup::PIDS: max {given} is not set; it is 1 or more"));
     }
     call.this::<Group>()?.limits.processes = processes;
     Ok(Value::This)
@@ -382,7 +389,7 @@ fn set_list<'a>(call: &mut Call<'a>, put: fn(&mut Limits, Box<str>)) -> Given<'a
         put(&mut call.this::<Group>()?.limits, list.into());
     } else {
         let shown = list.escape_debug();
-        call.verdict.say(Level::Warning, &format!("Cgroup::CPUSET: '{shown}' is not a list such as 0-1,3"));
+        complain(call.facts, call.verdict, &format!("Cgroup::CPUSET: '{shown}' is not a list such as 0-1,3"));
     }
     Ok(Value::This)
 }
@@ -391,11 +398,12 @@ fn set_list<'a>(call: &mut Call<'a>, put: fn(&mut Limits, Box<str>)) -> Given<'a
 fn set_device<'a>(call: &mut Call<'a>, rate: Rate) -> Given<'a> {
     call.expect(1, 1)?;
     let text = c_text(call)?;
+    let facts = call.facts;
     let (group, verdict) = call.this_and_verdict::<Group>()?;
     group.devices[rate as usize] = Some(text.into());
     let set = device_limit(text).and_then(|(device, limit)| group.limit_device(device, rate, limit));
     if let Err(why) = set {
-        verdict.say(Level::Warning, &format!("Cgroup::BLKIO '{}': {why}, so it is not limited", group.given));
+        complain(facts, verdict, &format!("Cgroup::BLKIO '{}': {why}, so it is not limited", group.given));
     }
     Ok(Value::This)
 }
@@ -505,7 +513,7 @@ fn keep(call: &mut Call<'_>, key: &'static str, value: i64) -> Result<(), Native
 }
 
 fn ignore(call: &mut Call<'_>, key: &str, why: &str) {
-    call.verdict.say(Level::Warning, &format!("Cgroup: {key} is not set: {why}"));
+    complain(call.facts, call.verdict, &format!("Cgroup: {key} is not set: {why}"));
 }
 
 fn kept_number<'a>(call: &mut Call<'a>, key: &'static str) -> Given<'a> {

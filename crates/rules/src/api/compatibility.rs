@@ -83,7 +83,8 @@ Files written for mod_mruby and ngx_mruby run here if they use what this page ma
 *no* raises a `NotImplementedError` with the same words, so that no rule half works unnoticed: the log names file and
 line. [rules.md](rules.md) says which phases there are and what a rule can do.
 
-Names that begin with a dot are called on the class, the others on its objects. This page is generated from the program's own table (`crates/rules/src/api/compatibility.rs`); a test calls every method.
+Names that begin with a dot are called on the class, the others on its objects. The page is made from the program's own
+table (`crates/rules/src/api/compatibility.rs`), and a test calls every method.
 
 What upstream does wrong is not repeated here: a setter of `Cgroup` that frees its group when Ruby collects an older object;
 `attach(pid)` that reads its argument as another type; groups that are never given back; `Cgroup::CPU.new(1)`, which ends the

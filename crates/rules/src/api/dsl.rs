@@ -310,12 +310,18 @@ fn answer<'a>(call: &mut Call<'a>) -> Given<'a> {
     Ok(Value::Nil)
 }
 
-/// `redirect "https://www.example.com/"`, or with 301, 303, 307, 308 behind it.
+/// `redirect "https://www.example.com/"` or `redirect "/new"`; with 301, 303, 307, 308 behind it.
 fn redirect<'a>(call: &mut Call<'a>) -> Given<'a> {
     in_time(call, "redirect")?;
     call.expect(1, 2)?;
     let status = if call.args().len() == 2 { call.int(1)? } else { 302 };
-    nginx::redirect_to(call, call.text(0)?, status)?;
+    let to = call.text(0)?;
+    if !["/", "http://", "https://"].iter().any(|beginning| to.starts_with(beginning)) {
+        return Err(NativeError::argument(format!(
+            "redirect: '{to}' does not begin with '/', http:// or https://"
+        )));
+    }
+    nginx::redirect_to(call, to, status)?;
     Ok(Value::Nil)
 }
 

@@ -6,6 +6,7 @@
 mod apache;
 mod cgroup;
 pub mod compatibility;
+mod complaint;
 mod constants;
 mod dsl;
 mod kvs;

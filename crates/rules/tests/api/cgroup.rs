@@ -3,7 +3,7 @@
 use nagaya_cmdb::cell::{
     CellChange, CellName, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
 };
-use nagaya_rules::{Level, Verdict};
+use nagaya_rules::{Level, Number, Verdict};
 
 use crate::world::{World, warnings};
 
@@ -256,6 +256,15 @@ fn what_cannot_be_set_is_logged_and_the_rule_goes_on() {
             "{rule}"
         );
     }
+}
+
+#[test]
+fn the_same_complaint_is_not_logged_with_every_request() {
+    let logged = |at_s: i64| {
+        let world = world().number(Number::ArrivedUs, at_s * 1_000_000);
+        world.decide("Cgroup::CPU.new('x/y').attach").log.len()
+    };
+    assert_eq!([logged(1), logged(2), logged(60), logged(61)], [1, 0, 0, 1]);
 }
 
 #[test]

@@ -97,7 +97,7 @@ fn slips_are_errors_with_their_line() {
         ("demote after: \"1s\"", "no limit is named"),
         ("answer 42", "42: the status must be 200 to 599"),
         ("answer \"403\"", "must be an Integer"),
-        ("redirect \"/here\"", "does not begin with http"),
+        ("redirect \"here\"", "does not begin with '/', http"),
         ("between \"22\"..\"6:00\"", "'22' is not a time of day"),
         ("between 22..6", "between takes times such as"),
         ("between \"22:00\"", "between takes a span"),
@@ -166,6 +166,7 @@ fn an_answer_is_given_instead_of_the_sites() {
     assert_eq!(world().decide("answer 503").answer.unwrap().status, 503);
     let redirect = world().decide("redirect \"https://example.org/\", 308").answer.unwrap();
     assert_eq!((redirect.status, redirect.location.as_deref()), (308, Some("https://example.org/")));
+    assert_eq!(world().decide("redirect \"/new\"").answer.unwrap().location.as_deref(), Some("/new"));
 }
 
 #[test]

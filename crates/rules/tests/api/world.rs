@@ -125,7 +125,9 @@ impl World {
     #[track_caller]
     pub fn fault(&self, rule: &str) -> RuleFault {
         let mut verdict = Verdict::default();
-        let fault = self.evaluate(Phase::AccessChecker, rule, &mut verdict).expect_err("the rule fails");
+        let Err(fault) = self.evaluate(Phase::AccessChecker, rule, &mut verdict) else {
+            panic!("no fault: {rule}");
+        };
         assert!(verdict.spoke.is_empty() && verdict.answer.is_none(), "it decided something: {verdict:?}");
         fault
     }
