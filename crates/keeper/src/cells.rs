@@ -1,21 +1,64 @@
 //! Cells: where each request runs, how much it may use there, what it used, and how everything in it is ended.
 //!
-//! One `Cells` for each keeper process, used on its one thread; each call takes microseconds. Not here: what a
-//! request asks for (`cmdb::cell`), who may ask for it (`confinement`), the life of a process (`process`).
+//! One `Cells` for each keeper process, used on its one thread; each call takes microseconds. A tree of cgroups for
+//! each hierarchy that can be used (`hierarchy`), with directories for tenants, sites and named cells made on demand
+//! (`dir`, `place`, `desired`), and leaves that are used again (`branch`, `leaf`). `docs/cells.md` tells all of it to
+//! operators. Not here: what a request asks for (`cmdb::cell`), whether it may (`confinement`), the life of a process
+//! (`process`).
 
-use std::io;
-use std::sync::Arc;
+mod branch;
+pub mod codes;
+mod complaints;
+mod controllers;
+mod desired;
+mod device;
+mod dir;
+mod ending;
+mod files;
+mod hierarchy;
+mod leaf;
+mod lines;
+mod mounts;
+mod place;
+mod show;
+mod usage;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
-use nagaya_cmdb::cell::{CellChange, Confinement, Controller, Limits, Usage};
+use nagaya_cmdb::cell::{CellChange, Confinement, Controller, Limits};
 use nagaya_cmdb::{Site, Table, Tenant};
-use rustix::process::Pid;
+use parking_lot::Mutex;
 
 use crate::options::BackEnd;
-use crate::sys::Entrance;
-use crate::tree::{self, Fence};
+use branch::{Branch, Join};
+use complaints::Complaints;
+use controllers::{Controllers, Version, only};
+use desired::{Changed, Desired};
+use device::{Disks, Number};
+use dir::Dir;
+use files::FileError;
+use hierarchy::Missing;
+use leaf::Body;
+use place::{Depth, Level, Place, Wants, What};
 
-pub use crate::tree::{Kind, LOOK_AGAIN_MAX};
+pub use ending::LOOK_AGAIN_MAX;
+pub use leaf::Leaf;
+
+/// Free leaves kept on the whole node, unless the limit on open files allows fewer.
+const FREE_MAX: usize = 4096;
+
+/// Files that are open of one leaf, at most: about ten of v1's hierarchies, or seven of v2, and limits that were set.
+const FILES_PER_LEAF: usize = 16;
+
+/// How long directories stay when nothing runs in them any more.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+
+/// Places with directories, at most, apart from those in which something runs.
+const BRANCHES_MAX: usize = 4096;
 
 /// For whom a request runs.
 #[derive(Debug, Clone)]
@@ -23,8 +66,8 @@ pub struct Home {
     pub tenant: Arc<Tenant>,
     /// None: beneath the tenant alone, as a worker that has served nobody yet.
     pub site: Option<Arc<Site>>,
-    /// `st_dev` of the site's files as major and minor number, for `Device::Root`. None: the tenant's home is looked at.
-    pub device: Option<(u32, u32)>,
+    /// `st_dev` of the site's files as major and minor number, for `Device::Root`. None: nobody has asked yet.
+    pub device: Option<Number>,
 }
 
 /// Why a request has no cell.
@@ -35,121 +78,406 @@ pub struct CellError {
     pub message: String,
 }
 
-/// A controller that limits nothing here.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Missing {
-    /// `None`: the fence.
-    pub controller: Option<Controller>,
-    pub why: String,
+impl From<FileError> for CellError {
+    fn from(error: FileError) -> Self {
+        Self { code: codes::MAKE, message: format!("cannot make a cell: {error}") }
+    }
+}
+
+/// What keeps a process tree together, so that it can be ended as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    CgroupV2,
+    CgroupV1,
+    ProcessGroup,
+}
+
+impl Kind {
+    /// The word for it in status and logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::CgroupV2 => "cgroup-v2",
+            Self::CgroupV1 => "cgroup-v1",
+            Self::ProcessGroup => "process-group",
+        }
+    }
 }
 
 /// All cells of this keeper.
 #[derive(Debug)]
 pub struct Cells {
-    fence: Fence,
+    shared: Arc<Shared>,
+    missing: Vec<Missing>,
+    orphans: u64,
+    state: Mutex<State>,
+}
+
+/// What leaves need too, on whichever thread they are.
+#[derive(Debug)]
+pub struct Shared {
+    /// The keeper's own directory in each hierarchy.
+    trees: Vec<Arc<Dir>>,
+    disks: Disks,
+    complaints: Arc<Complaints>,
+    /// Free leaves of all branches.
+    free: AtomicUsize,
+    free_max: usize,
+}
+
+impl Shared {
+    fn resolve(&self, limits: &Limits, roots: &[Number]) -> Limits {
+        self.disks.resolve(limits, roots, &self.complaints)
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    desired: Desired,
+    branches: HashMap<Place, Arc<Branch>>,
+    /// The directories of each level, by hierarchy.
+    dirs: HashMap<What, Vec<Holding>>,
+    /// Raised when a limit above leaves changes.
+    generation: u64,
+    leaves_made: u64,
+}
+
+#[derive(Debug)]
+struct Holding {
+    hierarchy: usize,
+    controllers: Controllers,
+    dir: Weak<Dir>,
+}
+
+/// Where a request goes, and with what.
+struct Placed {
+    branch: Arc<Branch>,
+    joins: Arc<[Join]>,
+    roots: Vec<Number>,
 }
 
 impl Cells {
     /// Finds out what can be used here, after removing what dead keepers left behind. `processes_per_tenant` holds for
     /// tenants whose record gives no number.
-    pub fn open(back_end: BackEnd, _processes_per_tenant: u32) -> Self {
-        Self { fence: Fence::open(back_end) }
+    pub fn open(back_end: BackEnd, processes_per_tenant: u32) -> Self {
+        let found = hierarchy::find(back_end);
+        for Missing { controller, code, why } in &found.missing {
+            let what = controller.map_or("fence", Controller::as_str);
+            tracing::warn!("{code}: no {what} for cells: {why}");
+        }
+        let complaints = Arc::new(Complaints::default());
+        let trees =
+            found.hierarchies.into_iter().map(|one| Dir::node(Arc::new(one), Arc::clone(&complaints)));
+        let files_max = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        // A quarter for what is free; the other files are of leaves in use, pipes and connections.
+        let files_max =
+            files_max.map_or(usize::MAX, |files| usize::try_from(files).unwrap_or(usize::MAX)) / 4;
+        let shared = Shared {
+            trees: trees.collect(),
+            disks: Disks::new(),
+            complaints,
+            free: AtomicUsize::new(0),
+            free_max: FREE_MAX.min(files_max / FILES_PER_LEAF),
+        };
+        shared.count_disks();
+        let state = State {
+            desired: Desired::new(processes_per_tenant),
+            branches: HashMap::new(),
+            dirs: HashMap::new(),
+            generation: 0,
+            leaves_made: 0,
+        };
+        Self {
+            shared: Arc::new(shared),
+            missing: found.missing,
+            orphans: found.orphans,
+            state: Mutex::new(state),
+        }
     }
 
     /// What keeps a tree together.
     pub fn fence(&self) -> Kind {
-        self.fence.kind()
+        let fence = self.shared.trees.iter().find(|tree| tree.hierarchy.is_fence);
+        fence.map_or(Kind::ProcessGroup, |tree| match tree.hierarchy.version {
+            Version::V1 => Kind::CgroupV1,
+            Version::V2 => Kind::CgroupV2,
+        })
     }
 
-    /// What is not limited here, and why.
-    pub fn report(&self) -> &[Missing] {
-        &[]
+    /// Directories of dead keepers that were removed at the start.
+    pub fn orphans(&self) -> u64 {
+        self.orphans
     }
 
-    /// A leaf of its own for one request (or one worker), with the limits of its site's record and over them those of
-    /// `confinement`. `usage` counts from here.
-    pub fn leaf(&self, _home: &Home, _confinement: &Confinement) -> Result<Arc<Leaf>, CellError> {
-        let leaf =
-            self.fence.leaf().map_err(|error| CellError { code: Code(340), message: error.to_string() })?;
-        Ok(Arc::new(Leaf(leaf)))
+    /// How often a limit could not be set as it was asked for.
+    pub fn complaints(&self) -> u64 {
+        self.shared.complaints.total()
+    }
+
+    /// A leaf of its own for one request (or one worker), with the limits of `confinement`. `usage` counts from here.
+    pub fn leaf(&self, home: &Home, confinement: &Confinement) -> Result<Arc<Leaf>, CellError> {
+        let mut state = self.state.lock();
+        let placed = state.place(&self.shared, home, confinement)?;
+        loop {
+            let free = placed.branch.take(&self.shared);
+            let is_new = free.is_none();
+            let body = free.unwrap_or_else(|| {
+                state.leaves_made += 1;
+                Body::new(state.leaves_made, self.shared.trees.len())
+            });
+            match self.fill(body, is_new, &placed, &confinement.limits) {
+                Ok(leaf) => return Ok(leaf),
+                // Somebody removed it while it was free. There may be more like it.
+                Err(error) if !is_new && error.is_gone() => {
+                    tracing::info!(%error, "a free cell is gone; taking another one");
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn fill(
+        &self,
+        mut body: Body,
+        is_new: bool,
+        placed: &Placed,
+        limits: &Limits,
+    ) -> Result<Arc<Leaf>, FileError> {
+        let read =
+            |body: &Body| body.read().map_err(|error| FileError::new(placed.branch.path().as_ref(), error));
+        // Of a leaf that was removed, this fails.
+        let mut began = if is_new { None } else { Some(read(&body)?) };
+        let resolved = self.shared.resolve(limits, &placed.roots);
+        let mut joined = Vec::with_capacity(placed.joins.len());
+        for (index, join) in placed.joins.iter().enumerate() {
+            joined.push(match join {
+                Join::Out => None,
+                Join::Dir(dir) => dir.see_to().map(|()| Some(Arc::clone(dir)))?,
+                Join::Leaf(above) => Some(body.dir(index, above, leaf::of_leaf(&resolved, above))?),
+            });
+        }
+        if began.is_none() {
+            began = Some(read(&body)?);
+        }
+        let (branch, number) = (Arc::clone(&placed.branch), body.number);
+        let limits = (limits.clone(), placed.roots.clone());
+        let leaf = Arc::new(Leaf::new(Arc::clone(&self.shared), branch, body, joined, limits)?);
+        leaf.began_at(began.unwrap_or_default());
+        placed.branch.lives(number, &leaf);
+        Ok(leaf)
     }
 
     /// Gives a leaf that a worker is in the limits of its next request, if that is to run in the same place. False:
     /// take another `leaf`, and `adopt` the worker there.
-    pub fn refit(&self, _leaf: &Leaf, _home: &Home, _confinement: &Confinement) -> Result<bool, CellError> {
-        Ok(false)
+    pub fn refit(&self, leaf: &Leaf, home: &Home, confinement: &Confinement) -> Result<bool, CellError> {
+        let placed = self.state.lock().place(&self.shared, home, confinement)?;
+        if !Arc::ptr_eq(leaf.branch(), &placed.branch) || !leaf.is_joined(&placed.joins) {
+            return Ok(false);
+        }
+        leaf.refit(&confinement.limits, placed.roots);
+        Ok(true)
     }
 
     /// To be called when records or `processes_per_tenant` have changed: existing cells follow.
-    pub fn apply_records(&self, _table: &Table, _processes_per_tenant: u32) {}
-
-    pub fn change(&self, _change: &CellChange) -> Result<(), CellError> {
-        Ok(())
+    pub fn apply_records(&self, table: &Table, processes_per_tenant: u32) {
+        let mut state = self.state.lock();
+        let changed = state.desired.apply_records(table, processes_per_tenant);
+        state.follow(&self.shared, &changed);
+        state.desired.drop_of_absent(table);
     }
 
-    /// The tree with its limits and use, for `nagaya cells`.
-    pub fn show(&self) -> serde_json::Value {
-        serde_json::json!({"controllers": {}, "missing": [], "cells": [], "left_out": 0})
+    /// Sets or drops a named cell of the node.
+    pub fn change(&self, change: &CellChange) -> Result<(), CellError> {
+        let mut state = self.state.lock();
+        let changed = state.desired.change(change)?;
+        state.follow(&self.shared, &changed);
+        if matches!(change, CellChange::Drop { .. }) {
+            let State { desired, branches, .. } = &*state;
+            let dropped = |branch: &&Arc<Branch>| !desired.has(&branch.place.tenant, &branch.place.attached);
+            branches.values().filter(dropped).for_each(|branch| branch.discard(&self.shared));
+        }
+        Ok(())
     }
 
     /// Removes cells nobody has used for a while. To be called every few seconds.
-    pub fn sweep(&self) {}
+    pub fn sweep(&self) {
+        self.shared.disks.forget();
+        self.state.lock().sweep(&self.shared, IDLE_MAX);
+    }
 
     /// Removes everything that nothing lives in.
     pub fn close(&self) {
-        self.fence.close();
+        let mut state = self.state.lock();
+        state.sweep(&self.shared, Duration::ZERO);
+        drop(state);
+        self.shared.trees.iter().for_each(|tree| tree.hierarchy.close());
     }
 }
 
-/// The cell of one request. It goes by `release`, not by dropping: a tree that still runs keeps its leaf.
-#[derive(Debug)]
-pub struct Leaf(tree::Leaf);
+impl Shared {
+    /// v1 counts bytes only of disks for which somebody, some time, set a limit. One that limits nothing does it too.
+    fn count_disks(&self) {
+        let v1 = |tree: &&Arc<Dir>| {
+            tree.hierarchy.version == Version::V1 && tree.hierarchy.controllers.has(Controller::Blkio)
+        };
+        for tree in self.trees.iter().filter(v1) {
+            for (major, minor) in device::physical() {
+                let file = tree.file("blkio.throttle.read_bps_device");
+                if let Err(error) = files::write(&file, &format!("{major}:{minor} 0")) {
+                    tracing::info!(%error, "bytes of disk {major}:{minor} may not be counted");
+                }
+            }
+        }
+    }
+}
 
-impl Leaf {
-    /// For `sys::spawn`.
-    pub fn entrance(&self) -> Entrance {
-        self.0.entrance()
+impl State {
+    fn place(
+        &mut self,
+        shared: &Shared,
+        home: &Home,
+        confinement: &Confinement,
+    ) -> Result<Placed, CellError> {
+        let mut changed = self.desired.meet(home);
+        let (attached, of_named) = self.desired.attach(&home.tenant.name, confinement)?;
+        changed.extend(of_named);
+        self.follow(shared, &changed);
+        let site = home.site.as_ref().map(|site| site.name.clone());
+        let place = Place { tenant: home.tenant.name.clone(), site, attached };
+        let branch = match self.branches.get(&place) {
+            Some(branch) => Arc::clone(branch),
+            None => {
+                if self.branches.len() >= BRANCHES_MAX {
+                    self.sweep(shared, Duration::ZERO);
+                    // Who this is for may have had no other place.
+                    self.desired.meet(home);
+                }
+                let branch = Arc::new(Branch::new(place.clone()));
+                self.branches.insert(place, Arc::clone(&branch));
+                branch
+            }
+        };
+        // What may be limited later goes as deep from the beginning: nothing has to be moved then.
+        let leaf =
+            confinement.demotions.iter().fold(Controllers::limited_by(&confinement.limits), |all, step| {
+                all.or(Controllers::limited_by(&step.limits))
+            });
+        let joins = match branch.joins(self.generation, leaf) {
+            Some(joins) => joins,
+            None => {
+                let joins = self.join(shared, &branch.place, leaf)?;
+                branch.keep_joins(self.generation, leaf, &joins);
+                joins
+            }
+        };
+        Ok(Placed { branch, joins, roots: self.desired.roots(home) })
     }
 
-    /// Moves a running process of one thread here from the leaf it is in. Only hierarchies in which the two differ.
-    pub fn adopt(&self, _pid: Pid, _from: &Self) -> Result<(), CellError> {
-        Ok(())
+    /// The directories of a place in all hierarchies, and where a request goes in each.
+    fn join(&mut self, shared: &Shared, place: &Place, leaf: Controllers) -> Result<Arc<[Join]>, FileError> {
+        let mut joins = Vec::with_capacity(shared.trees.len());
+        for (index, tree) in shared.trees.iter().enumerate() {
+            let hierarchy = &tree.hierarchy;
+            let levels = place.levels(hierarchy.version, hierarchy.controllers);
+            let limited = |level: &Level| {
+                let limits = Controllers::limited_by(&self.desired.of(&level.what).0);
+                (limits.and(level.controllers), matches!(level.what, What::Named { .. }))
+            };
+            let limited: Vec<_> = levels.iter().map(limited).collect();
+            let wants = Wants {
+                version: hierarchy.version,
+                controllers: hierarchy.controllers,
+                is_fence: hierarchy.is_fence,
+                levels: &limited,
+                leaf,
+            };
+            if wants.is_flat_twice() {
+                shared.complaints.add(codes::FLAT, place.tenant.as_str(), || {
+                    format!(
+                        "cell {} has limits of disks at several levels. On cgroup v1 they hold for one process at one \
+                         level: each request keeps to the smallest, but several together may pass those above",
+                        place.path()
+                    )
+                });
+            }
+            joins.push(match place::depth(wants) {
+                Depth::Out => Join::Out,
+                Depth::Leaf => Join::Leaf(self.dir(shared, index, &levels)?),
+                Depth::Level(level) => Join::Dir(self.dir(shared, index, &levels[..=level])?),
+            });
+        }
+        Ok(joins.into())
     }
 
-    /// `usage` counts from now.
-    pub fn begin(&self) {}
-
-    /// What was used here since `begin`.
-    pub fn usage(&self) -> Usage {
-        Usage::default()
+    /// The directory at the end of these levels; made, with those above it, if it is not there.
+    fn dir(&mut self, shared: &Shared, hierarchy: usize, levels: &[Level]) -> Result<Arc<Dir>, FileError> {
+        let mut dir = Arc::clone(&shared.trees[hierarchy]);
+        let all = dir.hierarchy.controllers;
+        for level in levels {
+            let (limits, roots) = self.desired.of(&level.what);
+            let own = || only(&shared.resolve(&limits, roots), level.controllers);
+            dir = dir.below(&level.name(all), false, own)?;
+            self.hold(shared, hierarchy, level, &dir);
+        }
+        Ok(dir)
     }
 
-    /// Puts these limits in the place of those it has, while work runs in it.
-    pub fn set(&self, _limits: &Limits) {}
-
-    /// The limits it has.
-    pub fn limits(&self) -> Limits {
-        Limits::default()
+    fn hold(&mut self, shared: &Shared, hierarchy: usize, level: &Level, dir: &Arc<Dir>) {
+        let held = self.dirs.entry(level.what.clone()).or_default();
+        held.retain(|one| one.dir.strong_count() > 0);
+        if held.iter().any(|one| std::ptr::eq(one.dir.as_ptr(), Arc::as_ptr(dir))) {
+            return;
+        }
+        let controllers = level.controllers;
+        let shares =
+            |one: &Holding| one.hierarchy == hierarchy && !one.controllers.and(controllers).is_empty();
+        if let What::Named { name, .. } = &level.what
+            && held.iter().any(shares)
+        {
+            shared.complaints.add(codes::SEVERAL, name.as_str(), || {
+                format!(
+                    "named cell '{name}' is used together with several others, or with other controllers. On cgroup v2 \
+                     it has a directory for each: its limits hold in each of them, not for all together"
+                )
+            });
+        }
+        held.push(Holding { hierarchy, controllers, dir: Arc::downgrade(dir) });
     }
 
-    /// Kills everything in it; what dies slowly is still there afterwards. `leader` is the first process,
-    /// which must not be reaped yet: its number stands for its group.
-    pub fn end(&self, leader: Option<Pid>) -> io::Result<()> {
-        self.0.end(leader)
+    /// Gives the directories of these levels their limits.
+    fn follow(&mut self, shared: &Shared, changed: &Changed) {
+        if changed.is_empty() {
+            return;
+        }
+        self.generation += 1;
+        for what in changed {
+            let (limits, roots) = self.desired.of(what);
+            let resolved = shared.resolve(&limits, roots);
+            for held in self.dirs.get(what).into_iter().flatten() {
+                if let Some(dir) = held.dir.upgrade() {
+                    dir.set(only(&resolved, held.controllers));
+                }
+            }
+        }
     }
 
-    /// True once nothing lives in it: then it is for the next request, and no longer for this one.
-    pub fn release(&self) -> io::Result<bool> {
-        self.0.remove()
-    }
-
-    /// Where it is in the tree, as `nagaya cells` shows it: `demo/wiki/r12`.
-    pub fn name(&self) -> &str {
-        ""
-    }
-
-    /// What lives in it.
-    pub fn pids(&self) -> io::Result<Vec<Pid>> {
-        Ok(Vec::new())
+    fn sweep(&mut self, shared: &Shared, idle: Duration) {
+        let now = Instant::now();
+        self.branches.retain(|_, branch| {
+            let is_idle = branch.idle_since().is_some_and(|since| now.duration_since(since) >= idle);
+            if is_idle {
+                branch.discard(shared);
+            }
+            !is_idle
+        });
+        self.dirs.retain(|_, held| {
+            held.retain(|one| one.dir.strong_count() > 0);
+            !held.is_empty()
+        });
+        let (mut tenants, mut sites) = (HashSet::new(), HashSet::new());
+        for place in self.branches.keys() {
+            tenants.insert(place.tenant.clone());
+            sites.extend(place.site.clone());
+        }
+        self.desired.keep_only(&tenants, &sites);
     }
 }

@@ -24,7 +24,6 @@ mod roots;
 mod server;
 mod spawn;
 mod sys;
-mod tree;
 mod workers;
 
 pub use options::{BackEnd, Options};

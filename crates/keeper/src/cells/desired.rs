@@ -1,0 +1,257 @@
+//! What each level is to be limited to: by the records of tenants and sites, and by rules for named cells.
+//!
+//! Not here: directories (`dir`), which of them a request gets (`place`).
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use nagaya_cmdb::cell::{CellChange, CellName, Confinement, Limits, Scope};
+use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
+
+use super::controllers::{Controllers, only};
+use super::device::Number;
+use super::place::{Attached, What};
+use super::{CellError, Home, codes};
+
+/// Most named cells. Each can have some directories in each hierarchy while requests run in it.
+pub const NAMED_MAX: usize = 10_000;
+
+#[derive(Debug, Default)]
+pub struct Desired {
+    tenants: HashMap<TenantName, Holder>,
+    sites: HashMap<SiteName, Holder>,
+    named: HashMap<NamedKey, NamedCell>,
+    /// Disks that files of any site are on.
+    roots: Vec<Number>,
+    /// Processes of a tenant whose record gives no number.
+    processes_per_tenant: u32,
+}
+
+/// None: of the node.
+type NamedKey = (Option<TenantName>, CellName);
+
+#[derive(Debug, Default)]
+struct Holder {
+    limits: Limits,
+    /// Disks its files are on, as far as requests have told.
+    roots: Vec<Number>,
+}
+
+#[derive(Debug, Default)]
+struct NamedCell {
+    controllers: Controllers,
+    limits: Limits,
+}
+
+/// What changed, so that directories follow.
+pub type Changed = Vec<What>;
+
+impl Desired {
+    pub fn new(processes_per_tenant: u32) -> Self {
+        Self { processes_per_tenant, ..Self::default() }
+    }
+
+    /// What this level is limited to, before devices have numbers, and the disks that `:root` means for it.
+    pub fn of(&self, what: &What) -> (Limits, &[Number]) {
+        let none: (Limits, &[Number]) = (Limits::default(), &[]);
+        match what {
+            What::Tenant(name) => self.tenants.get(name).map_or(none, |holder| {
+                let processes = holder.limits.processes.or(Some(self.processes_per_tenant));
+                (Limits { processes, ..holder.limits.clone() }, &holder.roots)
+            }),
+            What::Site(name) => {
+                self.sites.get(name).map_or(none, |holder| (holder.limits.clone(), &holder.roots))
+            }
+            What::Named { name, tenant } => {
+                let cell = self.named.get(&(tenant.clone(), name.clone()));
+                cell.map_or(none, |cell| (cell.limits.clone(), &self.roots))
+            }
+        }
+    }
+
+    /// The disks that `:root` means for a request of this home.
+    pub fn roots(&self, home: &Home) -> Vec<Number> {
+        match (home.device, &home.site) {
+            (Some(device), _) => vec![device],
+            (None, Some(site)) => {
+                self.sites.get(&site.name).map(|site| site.roots.clone()).unwrap_or_default()
+            }
+            (None, None) => Vec::new(),
+        }
+    }
+
+    // === Records ===
+
+    /// Gets to know who this home is of.
+    pub fn meet(&mut self, home: &Home) -> Changed {
+        let mut changed = Changed::new();
+        let Home { tenant, site, device } = home;
+        let holder = self.tenants.entry(tenant.name.clone()).or_insert_with(|| Holder::of_tenant(tenant));
+        if holder.learn(*device) {
+            changed.push(What::Tenant(tenant.name.clone()));
+        }
+        if let Some(site) = site {
+            let holder = self.sites.entry(site.name.clone()).or_insert_with(|| Holder::of_site(site));
+            if holder.learn(*device) {
+                changed.push(What::Site(site.name.clone()));
+            }
+        }
+        if let Some(device) = device.filter(|device| !self.roots.contains(device)) {
+            self.roots.push(device);
+            changed.extend(self.named.keys().map(what));
+        }
+        changed
+    }
+
+    /// Takes changed records over.
+    pub fn apply_records(&mut self, table: &Table, processes_per_tenant: u32) -> Changed {
+        let mut changed = Changed::new();
+        let all_tenants = self.processes_per_tenant != processes_per_tenant;
+        self.processes_per_tenant = processes_per_tenant;
+        self.tenants.retain(|name, holder| {
+            let record = table.tenant(name.as_str());
+            if holder.update(record.as_ref().map(|tenant| tenant.limits.limits())) || all_tenants {
+                changed.push(What::Tenant(name.clone()));
+            }
+            record.is_some()
+        });
+        self.sites.retain(|name, holder| {
+            let record = table.site(name.as_str());
+            if holder.update(record.as_ref().map(|site| site.limits.limits())) {
+                changed.push(What::Site(name.clone()));
+            }
+            record.is_some()
+        });
+        changed
+    }
+
+    /// Forgets tenants and sites that have no place any more.
+    pub fn keep_only(&mut self, tenants: &HashSet<TenantName>, sites: &HashSet<SiteName>) {
+        self.tenants.retain(|name, _| tenants.contains(name));
+        self.sites.retain(|name, _| sites.contains(name));
+    }
+
+    // === Named cells ===
+
+    /// Sets what the request says of named cells, and returns those it runs in: one that is not there is left out.
+    pub fn attach(
+        &mut self,
+        tenant: &TenantName,
+        confinement: &Confinement,
+    ) -> Result<(Vec<Attached>, Changed), CellError> {
+        let mut changed = Changed::new();
+        let mut attached = Vec::with_capacity(confinement.named.len());
+        for cell in &confinement.named {
+            let of = (cell.scope == Scope::Tenant).then(|| tenant.clone());
+            let key = (of, cell.name.clone());
+            let mut controllers = Controllers::of(&cell.controllers);
+            match &cell.limits {
+                Some(limits) if self.set(&key, controllers, limits)? => changed.push(what(&key)),
+                Some(_) => {}
+                None => {
+                    let there = self.named.get(&key).map_or(Controllers::NONE, |cell| cell.controllers);
+                    controllers = controllers.and(there);
+                }
+            }
+            if !controllers.is_empty() {
+                attached.push(Attached { name: cell.name.clone(), scope: cell.scope, controllers });
+            }
+        }
+        Ok((attached, changed))
+    }
+
+    pub fn change(&mut self, change: &CellChange) -> Result<Changed, CellError> {
+        match change {
+            CellChange::Set { name, controllers, limits } => {
+                let key = (None, name.clone());
+                let changed = self.set(&key, Controllers::of(controllers), limits)?;
+                Ok(if changed { vec![what(&key)] } else { Changed::new() })
+            }
+            CellChange::Drop { name, controllers } => {
+                let key = (None, name.clone());
+                let Some(cell) = self.named.get_mut(&key) else { return Ok(Changed::new()) };
+                cell.controllers = cell.controllers.minus(Controllers::of(controllers));
+                cell.limits = only(&cell.limits, cell.controllers);
+                if cell.controllers.is_empty() {
+                    self.named.remove(&key);
+                }
+                Ok(vec![what(&key)])
+            }
+        }
+    }
+
+    /// With all controllers the limits are the whole of what the cell has. With some, as rules of mod_mruby have them,
+    /// each value is set by itself and the others stay. True: something is different now.
+    fn set(&mut self, key: &NamedKey, controllers: Controllers, limits: &Limits) -> Result<bool, CellError> {
+        if !self.named.contains_key(key) && self.named.len() >= NAMED_MAX {
+            return Err(CellError {
+                code: codes::NAMED_MAX,
+                message: format!(
+                    "there are {NAMED_MAX} named cells already, '{}' would be one more: use fewer names, or drop cells \
+                     that are no longer used",
+                    key.1
+                ),
+            });
+        }
+        let is_new = !self.named.contains_key(key);
+        let cell = self.named.entry(key.clone()).or_default();
+        let limits = match controllers == Controllers::ALL {
+            true => limits.clone(),
+            false => cell.limits.overlaid(&only(limits, controllers)),
+        };
+        let controllers = cell.controllers.or(controllers);
+        let is_changed = is_new || cell.limits != limits || cell.controllers != controllers;
+        (cell.limits, cell.controllers) = (limits, controllers);
+        Ok(is_changed)
+    }
+
+    /// Whether there still are all the cells a place is in.
+    pub fn has(&self, tenant: &TenantName, attached: &[Attached]) -> bool {
+        attached.iter().all(|one| {
+            let of = (one.scope == Scope::Tenant).then(|| tenant.clone());
+            let cell = self.named.get(&(of, one.name.clone()));
+            cell.is_some_and(|cell| one.controllers.minus(cell.controllers).is_empty())
+        })
+    }
+
+    /// Drops the named cells of tenants that are gone.
+    pub fn drop_of_absent(&mut self, table: &Table) {
+        self.named.retain(|(tenant, _), _| {
+            tenant.as_ref().is_none_or(|name| table.tenant(name.as_str()).is_some())
+        });
+    }
+
+    /// All named cells: of which tenant, the name, the limits.
+    pub fn named(&self) -> impl Iterator<Item = (What, Option<&TenantName>, &CellName, &Limits)> {
+        self.named.iter().map(|(key, cell)| (what(key), key.0.as_ref(), &key.1, &cell.limits))
+    }
+}
+
+impl Holder {
+    fn of_tenant(tenant: &Arc<Tenant>) -> Self {
+        Self { limits: tenant.limits.limits(), roots: Vec::new() }
+    }
+
+    fn of_site(site: &Arc<Site>) -> Self {
+        Self { limits: site.limits.limits(), roots: Vec::new() }
+    }
+
+    /// True: this disk is a new one.
+    fn learn(&mut self, device: Option<Number>) -> bool {
+        let new = device.filter(|device| !self.roots.contains(device));
+        self.roots.extend(new);
+        new.is_some()
+    }
+
+    /// True: the limits are others now.
+    fn update(&mut self, limits: Option<Limits>) -> bool {
+        let limits = limits.unwrap_or_default();
+        let is_changed = self.limits != limits;
+        self.limits = limits;
+        is_changed
+    }
+}
+
+fn what((tenant, name): &NamedKey) -> What {
+    What::Named { name: name.clone(), tenant: tenant.clone() }
+}
