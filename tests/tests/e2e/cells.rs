@@ -62,6 +62,13 @@ fn number(line: &Value, name: &str) -> u64 {
     line[name].as_u64().unwrap_or_else(|| panic!("no {name} in {line}"))
 }
 
+/// The request took at least so many times its CPU time, as a quota has it: by the kernel's doing, by being held back, or
+/// because the machine had no more to give.
+#[track_caller]
+fn assert_no_faster(line: &Value, times: u64) {
+    assert!(number(line, "duration_us") * 20 >= number(line, "cpu_us") * times * 19, "{line}");
+}
+
 fn each_request_has_a_cell_and_what_it_used() {
     let world = start(builder());
     world.write_program(
@@ -111,8 +118,9 @@ fn a_limit_slows_and_refuses_nobody() {
         assert_eq!(connection.response().expect(200).text(), format!("1000{n}"));
     }
     let lines: Vec<Value> = (0..8).map(|n| logged(&world, &format!("/count.cgi?n=1000{n}"))).collect();
-    let slowed = |line: &&Value| number(line, "throttled_us") + number(line, "paced_us") > 0;
-    assert!(lines.iter().filter(slowed).count() > 0, "none was slowed: {lines:?}");
+    for line in &lines {
+        assert_no_faster(line, 5);
+    }
     world.stop();
 }
 
@@ -229,7 +237,7 @@ fn workers_are_confined_for_each_request() {
     assert!(fast["cell"].as_str().is_some_and(|cell| cell.starts_with("alice/two/")), "{fast}");
     for line in [&slow, &again] {
         assert!(number(line, "cpu_us") > number(&fast, "cpu_us"), "{line}\n{fast}");
-        assert!(number(line, "throttled_us") + number(line, "paced_us") > 0, "{line}");
+        assert_no_faster(line, 2);
     }
     world.stop();
 }
@@ -287,7 +295,7 @@ fn a_named_cell_that_somebody_removed_is_made_again() {
         start(builder().rule("one", "access_checker", "cell \"shared\", cpu: \"90%\", of: :node\n", ""));
     world.get("a.test", "/count.cgi?n=1").expect(200);
     let keeper = world.pid_of("keeper");
-    let removed = groups_of_keeper(keeper).into_iter().flat_map(|dir| remove_beneath(&dir, "shared")).count();
+    let removed = groups_of_keeper(keeper).into_iter().flat_map(|dir| remove_beneath(&dir, "named-shared")).count();
     assert!(removed > 0, "there was no such cell: {:?}", groups_of_keeper(keeper));
     for n in 2..6 {
         world.get("a.test", &format!("/count.cgi?n={n}")).expect(200);
@@ -298,7 +306,7 @@ fn a_named_cell_that_somebody_removed_is_made_again() {
     world.stop();
 }
 
-/// Removes all empty directories at and beneath those of this name, as an administrator might.
+/// Removes all empty directories at and beneath those whose name begins so, as an administrator might.
 fn remove_beneath(dir: &Path, name: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut all = vec![dir.to_path_buf()];
@@ -313,7 +321,8 @@ fn remove_beneath(dir: &Path, name: &str) -> Vec<PathBuf> {
     }
     // Deepest first, as rmdir needs it.
     for dir in all.iter().rev() {
-        if dir.components().any(|part| part.as_os_str() == name) && fs::remove_dir(dir).is_ok() {
+        let is_beneath = dir.components().any(|part| part.as_os_str().to_string_lossy().starts_with(name));
+        if is_beneath && fs::remove_dir(dir).is_ok() {
             found.push(dir.clone());
         }
     }

@@ -82,14 +82,14 @@ fn an_allowed_client_gets_a_receipt(world: &World) {
 }
 
 fn a_client_that_is_not_allowed_gets_none(world: &World) {
-    let answer = client::get(world.address("::1", false), "cgi.test", "/x.cgi").expect(200);
+    let answer = client::get(world.address("[::1]", false), "cgi.test", "/x.cgi").expect(200);
     assert_eq!((answer.header("nagaya-receipt"), answer.header("server-timing")), (None, None), "{answer:?}");
 }
 
 fn a_tenant_cannot_forge_a_receipt(world: &World) {
     let mine = receipt(&world.get("cgi.test", "/forge.cgi").expect(200));
     assert!(!mine.contains("forged"), "{mine}");
-    let answer = client::get(world.address("::1", false), "cgi.test", "/forge.cgi").expect(200);
+    let answer = client::get(world.address("[::1]", false), "cgi.test", "/forge.cgi").expect(200);
     assert_eq!(answer.header("nagaya-receipt"), None, "{answer:?}");
 }
 
@@ -153,6 +153,5 @@ fn a_program_too_short_for_the_kernel_is_slowed_too(world: &World) {
     world.get("cgi.test", "/short.cgi?settled").expect(200);
     let line = logged(world, "/short.cgi?settled");
     let number = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("no {name} in {line}"));
-    assert!(number("throttled_us") + number("paced_us") > 0, "{line}");
-    assert!(number("duration_us") >= number("cpu_us") * 5, "{line}");
+    assert!(number("duration_us") * 20 >= number("cpu_us") * 10 * 19, "{line}");
 }

@@ -150,7 +150,7 @@ fn bad_rules_are_said_once_with_their_line_and_harm_nobody() {
     const GUARD: &str = "# the second line fails\n";
     let world = with_rule("");
     for (name, line) in [
-        ("syntax error", "if request.path == ("),
+        ("syntax error", "request.path )"),
         ("exception", "raise \"on purpose\""),
         ("wrong type", "Cgroup::CPU.new(7)"),
         ("unknown limit", "limit speed: \"10%\""),
@@ -238,9 +238,8 @@ fn a_request_goes_on_in_ten_percent_of_a_core() {
     );
     let line = logged(&world, "a.test", "/cpu.cgi", 200);
     let number = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("no {name} in {line}"));
-    assert!(number("throttled_us") + number("paced_us") > 0, "{line}");
-    // Ten times the CPU time, less what a loaded machine may misplace of it.
-    assert!(number("duration_us") >= number("cpu_us") * 5, "{line}");
+    // Ten times its CPU time, less what is rounded away.
+    assert!(number("duration_us") * 20 >= number("cpu_us") * 10 * 19, "{line}");
     assert!(line["cell"].as_str().is_some_and(|cell| cell.contains("cpu10")), "{line}");
     let line = logged(&world, "a.test", "/x.cgi", 200);
     assert!(line["cell"].as_str().is_some_and(|cell| !cell.contains("cpu10")), "{line}");

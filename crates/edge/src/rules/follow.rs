@@ -30,7 +30,12 @@ pub async fn follow(node: Rc<Node>, speaks: bool) {
 
 async fn watch_files(rules: &Rules, speaks: bool) {
     let mut watch = Watch::new(speaks);
-    watch.set_files(rules.shared.rules.paths());
+    let begin = |watch: &mut Watch| {
+        watch.set_files(rules.shared.rules.paths());
+        // What changed before it was watched tells nobody.
+        rules.shared.rules.refresh();
+    };
+    begin(&mut watch);
     loop {
         tokio::select! {
             // A file that came later than its name is read by whoever sees it first; the others find it done.
@@ -40,7 +45,7 @@ async fn watch_files(rules: &Rules, speaks: bool) {
                 }
                 rules.shared.rules.refresh();
             }
-            () = rules.other_files.notified() => watch.set_files(rules.shared.rules.paths()),
+            () = rules.other_files.notified() => begin(&mut watch),
         }
     }
 }
