@@ -186,7 +186,7 @@ fn a_fork_bomb_is_bounded_and_gone_with_its_request() {
     world.write_program(
         "alice",
         "cgi/bomb.cgi",
-        "#!/bin/sh\n# the-fork-bomb\nprintf 'Content-Type: text/plain\\n\\nlit'\nb() { b | b & }\nb 2>/dev/null\nsleep 600\n",
+        "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\nlit'\nexec perl -e 'while (1) { fork }' \"$0\"\n",
     );
     let mut bomb = Connection::open(world.http());
     bomb.send("GET /bomb.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");

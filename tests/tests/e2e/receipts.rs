@@ -104,12 +104,11 @@ fn every_request_is_accounted_in_the_log(world: &World) {
         assert!(line["cpu_us"].is_u64() && line["duration_us"].is_u64(), "{line}");
     }
     assert!(program["cell"].as_str().is_some_and(|cell| cell.starts_with("alice/cgi/")), "{program}");
-    assert!(program["cpu_us"].as_u64() > file["cpu_us"].as_u64(), "{program}\n{file}");
     assert!(file.get("cell").is_none_or(Value::is_null), "{file}");
 }
 
 fn the_metrics_count_what_cells_used(world: &World) {
-    let name = "nagaya_request_cpu_seconds_total";
+    let name = "nagaya_cell_cpu_seconds_total";
     let before = world.metric(name, "backend=\"cgi\"");
     world.get("cgi.test", "/short.cgi?counted").expect(200);
     logged(world, "/short.cgi?counted");
