@@ -47,6 +47,7 @@ use place::{Depth, Level, Place, Wants, What};
 
 pub use ending::LOOK_AGAIN_MAX;
 pub use leaf::Leaf;
+pub use show::Numbers;
 
 /// Free leaves kept on the whole node, unless the limit on open files allows fewer.
 const FREE_MAX: usize = 4096;
@@ -139,6 +140,7 @@ struct State {
     /// Raised when a limit above leaves changes.
     generation: u64,
     leaves_made: u64,
+    leaves_reused: u64,
 }
 
 #[derive(Debug)]
@@ -185,6 +187,7 @@ impl Cells {
             dirs: HashMap::new(),
             generation: 0,
             leaves_made: 0,
+            leaves_reused: 0,
         };
         Self {
             shared: Arc::new(shared),
@@ -220,6 +223,7 @@ impl Cells {
         loop {
             let free = placed.branch.take(&self.shared);
             let is_new = free.is_none();
+            state.leaves_reused += u64::from(!is_new);
             let body = free.unwrap_or_else(|| {
                 state.leaves_made += 1;
                 Body::new(state.leaves_made, self.shared.trees.len())

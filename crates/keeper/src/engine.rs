@@ -15,10 +15,10 @@ use nagaya_base::limits::KEEPER_MESSAGE_MAX;
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::apps::Apps;
-use crate::cells::{Cells, Home};
+use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
 use crate::log::Budget;
 use crate::metrics::Metrics;
@@ -62,7 +62,7 @@ impl Engine {
             move |error| EngineError { what, path, error }
         };
         let is_root = rustix::process::geteuid().is_root();
-        let cells = Rc::new(Cells::open(options.back_end, options.processes_per_tenant));
+        let cells = Arc::new(Cells::open(options.back_end, options.processes_per_tenant));
         let workers =
             Workers::start().map_err(because("cannot start threads for", Path::new("the keeper")))?;
         let metrics = Metrics::new();
@@ -105,7 +105,7 @@ impl Engine {
         self.is_root
     }
 
-    pub fn cells(&self) -> &Cells {
+    pub fn cells(&self) -> &Arc<Cells> {
         self.processes.cells()
     }
 
@@ -250,26 +250,27 @@ impl Engine {
     }
 
     /// Named cells for rules that ask, as many as fit in one answer.
-    pub fn named_cells(&self) -> String {
-        let mut shown = self.cells().show();
-        let mut room = NAMED_CELLS_JSON_MAX;
-        if let Some(cells) = shown["cells"].as_array_mut() {
-            cells.retain(|cell| cell["kind"] == "named");
-            let fits = |cell: &&serde_json::Value| {
-                let left = room.checked_sub(cell.to_string().len() + 1);
-                room = left.unwrap_or(0);
-                left.is_some()
-            };
-            let fitting = cells.iter().take_while(fits).count();
-            cells.truncate(fitting);
-        }
-        json!({"cells": shown["cells"].take()}).to_string()
+    pub async fn named_cells(&self) -> Result<String, Fault> {
+        let cells = Arc::clone(self.cells());
+        self.on_worker(move || Ok(fitted(cells.show_named(), NAMED_CELLS_JSON_MAX).to_string())).await
+    }
+
+    /// The tree of cells, for `nagaya cells`. It reads some thousand files, so not on the one thread.
+    pub async fn show_cells(&self) -> String {
+        let cells = Arc::clone(self.cells());
+        let shown = self.on_worker(move || Ok(cells.show().to_string())).await;
+        shown.unwrap_or_else(|fault| json!({"error": fault.to_string()}).to_string())
     }
 
     pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
         Order { kind, request, label, per_tenant_max, log }
+    }
+
+    /// Prometheus text.
+    pub fn encode_metrics(&self) -> String {
+        self.metrics.encode(self.cells())
     }
 
     /// For `nagaya status`.
@@ -289,9 +290,28 @@ impl Engine {
             "sites": sites,
             "connections": self.metrics.connections.get(),
             "processes": kinds.collect::<serde_json::Map<_, _>>(),
+            "cells": self.cells_status(),
             "apps": self.apps.status(),
         })
         .to_string()
+    }
+
+    fn cells_status(&self) -> Value {
+        let Numbers { tenants, sites, named, requests, free, made, reused } = self.cells().numbers();
+        json!({
+            "tenants": tenants,
+            "sites": sites,
+            "named": named,
+            "requests": requests,
+            "free": free,
+            "made": made,
+            "reused": reused,
+            "enters": self.metrics.enters.get(),
+            "moves": self.metrics.moves.get(),
+            "demotions": self.metrics.demotions.get(),
+            "limit_failures": self.cells().complaints(),
+            "orphans": self.cells().orphans(),
+        })
     }
 
     pub async fn on_worker<T: Send + 'static>(
@@ -314,6 +334,22 @@ pub fn wrong_kind(site: &Site, wanted: &str) -> Fault {
     Fault::new(Failure::Invalid, fault::WRONG_KIND, message)
 }
 
+/// A list of cells, cut so that it is no longer than this many bytes as text.
+fn fitted(mut shown: Value, len_max: usize) -> Value {
+    let mut room = len_max;
+    let Some(cells) = shown["cells"].as_array_mut() else { return shown };
+    let fits = |cell: &&Value| {
+        let left = room.checked_sub(cell.to_string().len() + 1);
+        room = left.unwrap_or(0);
+        left.is_some()
+    };
+    let fitting = cells.iter().take_while(fits).count();
+    let cut = cells.len() - fitting;
+    cells.truncate(fitting);
+    shown["left_out"] = json!(shown["left_out"].as_u64().unwrap_or(0) + cut as u64);
+    shown
+}
+
 /// An empty directory with exactly this mode. What a dead keeper left in it are sockets nobody listens on.
 fn fresh_directory(path: &Path, mode: u32) -> io::Result<()> {
     if let Some(parent) = path.parent() {
@@ -326,4 +362,18 @@ fn fresh_directory(path: &Path, mode: u32) -> io::Result<()> {
     std::fs::DirBuilder::new().mode(mode).create(path)?;
     // The process's umask may have taken bits away.
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_cells_is_cut_to_what_fits_and_says_so() {
+        let cells = |n: usize| json!({"cells": vec![json!({"path": "named/x"}); n], "left_out": 5});
+        let len = json!({"path": "named/x"}).to_string().len() + 1;
+        assert_eq!(fitted(cells(3), 3 * len), cells(3));
+        let cut = fitted(cells(3), 3 * len - 1);
+        assert_eq!((cut["cells"].as_array().unwrap().len(), &cut["left_out"]), (2, &json!(6)));
+    }
 }

@@ -6,8 +6,12 @@ use std::sync::Arc;
 
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Registry};
 
+use crate::cells::{Cells, Numbers};
+
 /// In the order of `process::KINDS`.
 const KIND: Dimension = Dimension { label: "kind", values: &["cgi", "php", "app"] };
+
+const LEAF: Dimension = Dimension { label: "leaf", values: &["made", "reused"] };
 
 #[derive(Clone)]
 pub struct Metrics {
@@ -19,26 +23,65 @@ pub struct Metrics {
     pub enters: Counter,
     pub moves: Counter,
     pub demotions: Counter,
+    leaves: Counters<1>,
+    limit_failures: Counter,
+    orphans: Counter,
+    tenants: Gauge,
+    sites: Gauge,
+    named: Gauge,
+    requests: Gauge,
+    free: Gauge,
 }
 
 impl Metrics {
     pub fn new() -> Self {
         let mut registry = Registry::new();
+        let r = &mut registry;
         Self {
-            started: registry.counters("keeper_started", "Process trees started", [KIND]),
-            failed: registry.counters("keeper_start_failures", "Process trees that failed to start", [KIND]),
-            processes: registry.gauge("keeper_processes", "Process trees that run now"),
-            connections: registry.gauge("keeper_connections", "Connections of edge threads"),
-            enters: registry
-                .counter("keeper_cell_enters", "Times a worker began to serve a request in a cell"),
-            moves: registry.counter("keeper_cell_moves", "Times a worker was moved to another cell"),
-            demotions: registry
-                .counter("keeper_demotions", "Steps in which running requests were slowed down"),
+            started: r.counters("keeper_started", "Process trees started", [KIND]),
+            failed: r.counters("keeper_start_failures", "Process trees that failed to start", [KIND]),
+            processes: r.gauge("keeper_processes", "Process trees that run now"),
+            connections: r.gauge("keeper_connections", "Connections of edge threads"),
+            enters: r.counter("keeper_cell_enters", "Times a worker began to serve a request in a cell"),
+            moves: r.counter("keeper_cell_moves", "Times a worker was moved to another cell"),
+            demotions: r.counter("keeper_demotions", "Steps in which running requests were slowed down"),
+            leaves: r.counters(
+                "keeper_cell_leaves",
+                "Cells requests got, made for them or used again",
+                [LEAF],
+            ),
+            limit_failures: r.counter(
+                "keeper_cell_limit_failures",
+                "Times a limit could not be set as it was asked for; `nagaya cells` says which",
+            ),
+            orphans: r.counter("keeper_cell_orphans", "Directories of dead keepers removed at the start"),
+            tenants: r.gauge("keeper_tenant_cells", "Tenants that have a cell now"),
+            sites: r.gauge("keeper_site_cells", "Sites that have a cell now"),
+            named: r.gauge("keeper_named_cells", "Named cells"),
+            requests: r.gauge("keeper_request_cells", "Cells of requests, idle workers and applications"),
+            free: r.gauge("keeper_free_cells", "Cells that wait for the next request"),
             registry: Arc::new(registry),
         }
     }
 
-    pub fn encode(&self) -> String {
+    /// The text, with what cells count themselves as it is now.
+    pub fn encode(&self, cells: &Cells) -> String {
+        let Numbers { tenants, sites, named, requests, free, made, reused } = cells.numbers();
+        for (gauge, number) in [
+            (&self.tenants, tenants),
+            (&self.sites, sites),
+            (&self.named, named),
+            (&self.requests, requests),
+            (&self.free, free),
+        ] {
+            gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
+        }
+        for (at, now) in [(0, made), (1, reused)] {
+            self.leaves.add([at], now.saturating_sub(self.leaves.get([at])));
+        }
+        for (counter, now) in [(&self.limit_failures, cells.complaints()), (&self.orphans, cells.orphans())] {
+            counter.add(now.saturating_sub(counter.get()));
+        }
         self.registry.encode()
     }
 }

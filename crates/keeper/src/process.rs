@@ -83,7 +83,7 @@ pub struct Order {
 
 /// All trees of this keeper.
 pub struct Processes {
-    cells: Rc<Cells>,
+    cells: Arc<Cells>,
     workers: Workers,
     running: RefCell<HashMap<ProcessId, Rc<Process>>>,
     counts: RefCell<HashMap<(Kind, TenantName), u32>>,
@@ -195,7 +195,7 @@ impl Drop for Place {
 }
 
 impl Processes {
-    pub fn new(cells: Rc<Cells>, workers: Workers, metrics: Metrics, total_max: u32) -> Rc<Self> {
+    pub fn new(cells: Arc<Cells>, workers: Workers, metrics: Metrics, total_max: u32) -> Rc<Self> {
         Rc::new(Self {
             cells,
             workers,
@@ -214,7 +214,7 @@ impl Processes {
         self.total_max.set(total_max);
     }
 
-    pub fn cells(&self) -> &Cells {
+    pub fn cells(&self) -> &Arc<Cells> {
         &self.cells
     }
 

@@ -21,7 +21,7 @@ use rustix::net::SocketFlags;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
@@ -136,7 +136,7 @@ async fn begin(
                 return Ok(engine);
             }
             (Event::Ask { question, answer }, Some(engine)) => {
-                let _ = answer.send(answer_to(engine, question));
+                answer_to(engine, question, answer);
             }
             (Event::Committed { .. } | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
             (Event::Broken(error), _) => return Err(error.into()),
@@ -175,8 +175,7 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
                 let _ = done.send(());
             }
             Event::Ask { question, answer } => {
-                // Whoever asked may have closed the feed; its end arrives next.
-                let _ = answer.send(answer_to(engine, question));
+                answer_to(engine, question, answer);
             }
             Event::Drain => return Ok(()),
             Event::Broken(error) => return Err(error.into()),
@@ -185,15 +184,21 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
     Ok(())
 }
 
-fn answer_to(engine: &Engine, question: Question) -> String {
-    match question {
-        Question::Metrics => engine.metrics.encode(),
+/// Answers at once, or as soon as a thread has looked. The feed asks one question at a time.
+fn answer_to(engine: &Rc<Engine>, question: Question, answer: oneshot::Sender<String>) {
+    let text = match question {
+        Question::Metrics => engine.encode_metrics(),
         Question::Status => engine.status(),
-        Question::Cells => engine.cells().show().to_string(),
+        Question::Cells => {
+            let engine = Rc::clone(engine);
+            spawn_local(async move { answer.send(engine.show_cells().await) });
+            return;
+        }
         // Receipts are the edge's.
         Question::Explain { .. } => "null".into(),
-        // Receipts are the edge's.
-    }
+    };
+    // Whoever asked may have closed the feed; its end arrives next.
+    let _ = answer.send(text);
 }
 
 /// Removes cells nobody uses any more, from time to time.
@@ -408,7 +413,7 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             engine.change_cells(&changes)?;
             Ok((Reply::Done, Vec::new()))
         }
-        Verb::Cells => Ok((Reply::Cells { json: engine.named_cells() }, Vec::new())),
+        Verb::Cells => Ok((Reply::Cells { json: engine.named_cells().await? }, Vec::new())),
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
         Verb::Hello { .. } | Verb::End { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))

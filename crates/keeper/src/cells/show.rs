@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use nagaya_cmdb::cell::{Controller, Limits};
 use serde_json::{Map, Value, json};
@@ -17,8 +18,23 @@ use super::place::{Place, What};
 use super::usage::{self, Counters, Meter, Source};
 use super::{Cells, Kind, State};
 
-/// Cells listed at most. Each costs some reads, on the keeper's one thread.
+/// Cells listed at most. Each costs some reads, on a thread for what blocks.
 pub const LISTED_MAX: usize = 2_000;
+
+/// How many cells there are, for metrics and the status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Numbers {
+    pub tenants: usize,
+    pub sites: usize,
+    pub named: usize,
+    /// Leaves in use: of requests, idle workers and applications.
+    pub requests: usize,
+    /// Leaves that wait for the next request.
+    pub free: usize,
+    /// Leaves that were ever made, and how often one was taken that was there.
+    pub made: u64,
+    pub reused: u64,
+}
 
 /// One line of the list.
 struct Row {
@@ -33,6 +49,20 @@ struct Row {
 }
 
 impl Cells {
+    pub fn numbers(&self) -> Numbers {
+        let state = self.state.lock();
+        let count = |wanted: fn(&What) -> bool| state.dirs.keys().filter(|what| wanted(what)).count();
+        Numbers {
+            tenants: count(|what| matches!(what, What::Tenant(_))),
+            sites: count(|what| matches!(what, What::Site(_))),
+            named: state.desired.named().count(),
+            requests: state.branches.values().map(|branch| branch.live().len()).sum(),
+            free: self.shared.free.load(Ordering::Relaxed),
+            made: state.leaves_made,
+            reused: state.leaves_reused,
+        }
+    }
+
     /// The tree with its limits and use.
     pub fn show(&self) -> Value {
         let state = self.state.lock();

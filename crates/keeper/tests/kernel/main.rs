@@ -4,8 +4,11 @@
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
 mod apps;
+mod cells;
 mod files;
+mod groups;
 mod life;
+mod limits;
 mod php;
 mod programs;
 mod world;
@@ -14,6 +17,9 @@ use libtest_mimic::{Arguments, Completion, Trial};
 
 /// One test: its name, and what panics if it is not so.
 pub type Fact = (&'static str, fn());
+
+/// One that is true only where the keeper has these controllers.
+pub type CellFact = (&'static [&'static str], &'static str, fn());
 
 fn main() {
     if world::is_keeper() {
@@ -45,6 +51,18 @@ fn main() {
         };
         trial(fact, missing)
     };
+    let of_cells = |(needs, name, fact): &CellFact| {
+        let (needs, fact) = (*needs, *fact);
+        Trial::ignorable_test(*name, move || {
+            let missing = if is_root { groups::missing(needs) } else { Some("needs root".into()) };
+            if let Some(missing) = missing {
+                return Ok(Completion::ignored_with(missing));
+            }
+            fact();
+            Ok(Completion::Completed)
+        })
+    };
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
+    let trials = trials.chain(cells::CELLS.iter().chain(limits::CELLS).map(of_cells));
     libtest_mimic::run(&arguments, trials.collect()).exit();
 }

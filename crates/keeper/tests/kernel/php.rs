@@ -2,10 +2,12 @@
 //!
 //! Not here: pools and requests of the edge (`edge`).
 
-use std::os::unix::net::UnixStream;
+use std::path::Path;
 
+use nagaya_keeper::client::{Keeper, ProcessGuard};
 use nagaya_keeper::protocol::Failure;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
 
 use crate::Fact;
 use crate::world::{ALICE, World, refusal, tenant_name};
@@ -21,29 +23,18 @@ fn answers() {
     let script = world.script("x.php", "<?php echo posix_getuid(), ' ', getmypid(), ' ', $_GET['q'];");
     let world = world.start();
     world.run(async |keeper| {
-        let worker = keeper.spawn_php(&tenant_name("alice")).await.unwrap();
-        let mut stream = tokio::net::UnixStream::from_std(UnixStream::from(worker.socket)).unwrap();
+        let mut php = Php::start(&keeper).await;
         let mut pids = Vec::new();
         for q in ["one", "two"] {
-            let query = format!("q={q}");
-            let params = [
-                ("SCRIPT_FILENAME", script.to_str().unwrap()),
-                ("REQUEST_METHOD", "GET"),
-                ("QUERY_STRING", &query),
-                ("REDIRECT_STATUS", "200"),
-            ];
-            stream.write_all(&request(&params)).await.unwrap();
-            let answer = read_answer(&mut stream).await;
-            let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-            assert!(head.contains("Content-type: text/html"), "{head}");
-            let words: Vec<&str> = body.split(' ').collect();
-            assert_eq!((words[0], words[2]), (ALICE.to_string().as_str(), q), "{answer}");
+            let said = php.ask(&script, &format!("q={q}")).await;
+            let words: Vec<&str> = said.split(' ').collect();
+            assert_eq!((words[0], words[2]), (ALICE.to_string().as_str(), q), "{said}");
             pids.push(words[1].to_owned());
         }
         assert_eq!(pids[0], pids[1], "one process serves the connection");
-        let (exit, _) = worker.guard.end().await.unwrap();
+        let (exit, _) = php.guard.end().await.unwrap();
         assert!(exit.cpu_us > 0);
-        assert_eq!(stream.read(&mut [0; 8]).await.unwrap_or(0), 0, "the connection ends with it");
+        assert_eq!(php.stream.read(&mut [0; 8]).await.unwrap_or(0), 0, "the connection ends with it");
     });
     assert_eq!(std::fs::read_dir(world.dir.path().join("run/php")).unwrap().count(), 0, "no path is left");
 }
@@ -67,6 +58,36 @@ fn not_installed() {
     world.run(async |keeper| {
         assert_eq!(refusal(keeper.spawn_php(&tenant_name("alice")).await), (Failure::Broken, 309));
     });
+}
+
+/// A worker of alice's and its connection.
+pub struct Php {
+    pub stream: UnixStream,
+    pub guard: ProcessGuard,
+    pub cell: Box<str>,
+}
+
+impl Php {
+    pub async fn start(keeper: &Keeper) -> Self {
+        let worker = keeper.spawn_php(&tenant_name("alice")).await.unwrap();
+        let stream = UnixStream::from_std(worker.socket.into()).unwrap();
+        Self { stream, guard: worker.guard, cell: worker.cell }
+    }
+
+    /// What a script says, without its header.
+    pub async fn ask(&mut self, script: &Path, query: &str) -> String {
+        let params = [
+            ("SCRIPT_FILENAME", script.to_str().unwrap()),
+            ("REQUEST_METHOD", "GET"),
+            ("QUERY_STRING", query),
+            ("REDIRECT_STATUS", "200"),
+        ];
+        self.stream.write_all(&request(&params)).await.unwrap();
+        let answer = read_answer(&mut self.stream).await;
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.contains("Content-type: text/html"), "{head}");
+        body.to_owned()
+    }
 }
 
 /// A FastCGI request without body, FCGI_KEEP_CONN set (FastCGI 1.0, sections 3.3 and 5).
@@ -94,7 +115,7 @@ fn record(kind: u8, content: &[u8]) -> Vec<u8> {
 }
 
 /// What the worker wrote to its standard output, until the end of the request.
-async fn read_answer(stream: &mut tokio::net::UnixStream) -> String {
+async fn read_answer(stream: &mut UnixStream) -> String {
     let mut out = Vec::new();
     loop {
         let mut head = [0; 8];

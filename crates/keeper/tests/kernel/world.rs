@@ -17,13 +17,13 @@ use std::time::Duration;
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::{self, Down, Question, Up};
 use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
-use nagaya_keeper::client::{CgiProcess, ClientError, Keeper};
+use nagaya_keeper::client::{CgiProcess, ClientError, Keeper, ProcessGuard};
 use nagaya_keeper::protocol::Failure;
 use nagaya_keeper::{BackEnd, Options, Start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// No test takes this long unless something hangs.
@@ -53,10 +53,10 @@ pub struct World {
     options: Options,
     listener: OwnedFd,
     changes: Vec<Change>,
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<Started>>,
 }
 
-struct Running {
+struct Started {
     keeper: Child,
     feed: UnixStream,
 }
@@ -90,7 +90,7 @@ impl World {
             world.own(&home.join("www"), uid);
             world.own(&home, uid);
             set_mode(&home, 0o700);
-            world.tenant(json!({"name": name, "uid": uid, "gid": uid, "home": home, "php_workers": 2}));
+            world.changes.push(world.tenant_with(name, json!({})));
         }
         world
     }
@@ -115,29 +115,43 @@ impl World {
         }
     }
 
-    pub fn tenant(&mut self, record: serde_json::Value) {
-        self.changes.push(Change::PutTenant(Box::new(serde_json::from_value::<Tenant>(record).unwrap())));
+    pub fn tenant(&mut self, record: Value) {
+        self.changes.push(tenant_change(record));
     }
 
-    pub fn site(&mut self, name: &str, tenant: &str, backend: serde_json::Value) {
-        let record =
-            json!({"name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend});
-        self.changes.push(Change::PutSite(Box::new(serde_json::from_value::<Site>(record).unwrap())));
+    pub fn site(&mut self, name: &str, tenant: &str, backend: Value) {
+        self.site_with(name, tenant, backend, json!({}));
+    }
+
+    /// A site with more fields than it must have.
+    pub fn site_with(&mut self, name: &str, tenant: &str, backend: Value, more: Value) {
+        self.changes.push(site_change(name, tenant, backend, more));
+    }
+
+    /// A tenant of `new` with more fields than it has there.
+    pub fn tenant_with(&self, name: &str, more: Value) -> Change {
+        let uid = if name == "alice" { ALICE } else { BOB };
+        let record = json!({"name": name, "uid": uid, "gid": uid, "home": self.home(name), "php_workers": 2});
+        tenant_change(merged(record, more))
     }
 
     /// A file of alice's in her `www`, executable.
     pub fn script(&self, name: &str, text: &str) -> PathBuf {
-        let path = self.home("alice").join("www").join(name);
+        self.script_of("alice", name, text)
+    }
+
+    pub fn script_of(&self, tenant: &str, name: &str, text: &str) -> PathBuf {
+        let path = self.home(tenant).join("www").join(name);
         fs::write(&path, text).unwrap();
         set_mode(&path, 0o755);
-        self.own(&path, ALICE);
+        self.own(&path, if tenant == "alice" { ALICE } else { BOB });
         path
     }
 
     /// A site `cgi` of alice's with one program `x.cgi`, a shell script.
     pub fn with_cgi(mut self, script: &str) -> Self {
         self.script("x.cgi", &format!("#!/bin/sh\n{script}\n"));
-        self.site("cgi", "alice", json!({"kind": "cgi", "root": "www"}));
+        self.site("cgi", "alice", cgi());
         self
     }
 
@@ -158,7 +172,7 @@ impl World {
             .spawn()
             .unwrap();
         ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-        *self.running.lock().unwrap() = Some(Running { keeper, feed: ours });
+        *self.running.lock().unwrap() = Some(Started { keeper, feed: ours });
         self.tell(&Down::Options(serde_json::to_value(&self.options).unwrap()));
         self.apply(self.changes.clone());
     }
@@ -176,6 +190,23 @@ impl World {
             Up::Answer { tag: 5, text } => text,
             other => panic!("{other:?}"),
         }
+    }
+
+    /// The tree of cells, as `nagaya cells` gets it.
+    pub fn cells(&self) -> Value {
+        serde_json::from_str(&self.ask(Question::Cells)).unwrap()
+    }
+
+    /// One cell of the tree by its path.
+    pub fn cell(&self, path: &str) -> Option<Value> {
+        self.cells()["cells"].as_array().unwrap().iter().find(|cell| cell["path"] == path).cloned()
+    }
+
+    /// The value of one line of the metrics.
+    pub fn metric(&self, line: &str) -> u64 {
+        let text = self.ask(Question::Metrics);
+        let found = text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok());
+        found.unwrap_or_else(|| panic!("no {line} in {text}"))
     }
 
     pub fn tell(&self, frame: &Down) {
@@ -240,6 +271,27 @@ impl Drop for World {
     }
 }
 
+/// A backend whose programs are in `www`.
+pub fn cgi() -> Value {
+    json!({"kind": "cgi", "root": "www"})
+}
+
+pub fn tenant_change(record: Value) -> Change {
+    Change::PutTenant(Box::new(serde_json::from_value::<Tenant>(record).unwrap()))
+}
+
+pub fn site_change(name: &str, tenant: &str, backend: Value, more: Value) -> Change {
+    let record =
+        json!({"name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend});
+    Change::PutSite(Box::new(serde_json::from_value::<Site>(merged(record, more)).unwrap()))
+}
+
+fn merged(mut record: Value, more: Value) -> Value {
+    let Value::Object(more) = more else { panic!("{more} is not an object") };
+    record.as_object_mut().unwrap().extend(more);
+    record
+}
+
 pub fn set_mode(path: &Path, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
@@ -259,7 +311,28 @@ pub fn refusal<T>(result: Result<T, ClientError>) -> (Failure, u16) {
 
 /// Runs the one program of `with_cgi` under no limits of its own.
 pub async fn run_cgi(keeper: &Keeper) -> CgiProcess {
-    keeper.spawn_cgi(&site_name("cgi"), "x.cgi", Vec::new(), &Confinement::default()).await.unwrap()
+    run_in(keeper, "cgi", &Confinement::default()).await
+}
+
+/// Runs the program `x.cgi` of a site.
+pub async fn run_in(keeper: &Keeper, site: &str, confinement: &Confinement) -> CgiProcess {
+    keeper.spawn_cgi(&site_name(site), "x.cgi", Vec::new(), confinement).await.unwrap()
+}
+
+/// Runs it and reads the pid that it says first.
+pub async fn run_and_pid(keeper: &Keeper, site: &str, confinement: &Confinement) -> (i32, Running) {
+    let CgiProcess { stdin, stdout, guard, cell } = run_in(keeper, site, confinement).await;
+    let mut out = pipe(stdout);
+    let pid = read_line(&mut out).await.parse().unwrap();
+    (pid, Running { stdin, out, guard, cell })
+}
+
+/// A program whose output is being read.
+pub struct Running {
+    pub stdin: OwnedFd,
+    pub out: tokio::net::unix::pipe::Receiver,
+    pub guard: ProcessGuard,
+    pub cell: Box<str>,
 }
 
 /// Everything until the end.
@@ -293,6 +366,14 @@ pub async fn read_socket(fd: OwnedFd) -> String {
     let mut stream = tokio::net::UnixStream::from_std(UnixStream::from(fd)).unwrap();
     stream.read_to_string(&mut text).await.unwrap();
     text
+}
+
+/// Looks until it is so; the test's own timeout ends what never is.
+pub async fn until_so(mut is_so: impl FnMut() -> bool) {
+    let mut interval = tokio::time::interval(Duration::from_millis(5));
+    while !is_so() {
+        interval.tick().await;
+    }
 }
 
 /// Whether a process runs; a zombie nobody has reaped yet does not.
