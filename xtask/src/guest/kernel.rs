@@ -15,8 +15,8 @@ use crate::workspace;
 /// Depends on the newest kernel of the release.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// What a microvm's block devices need, where the kernel does not have it built in.
-const MODULES: [&str; 2] = ["virtio_mmio", "virtio_blk"];
+/// What the guest's disks need, where the kernel does not have it built in.
+const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
 
 /// Directories of modules are this deep at most: `drivers/net/ethernet/VENDOR/CHIP`.
 const DEPTH_MAX: usize = 12;
