@@ -159,8 +159,6 @@ impl Process {
             Question::Explain { id } => receipt::explain(&self.shared, &id),
             // The keeper's to answer; this process has none.
             Question::Cells => "null".into(),
-            // No receipt is kept, and cells are the keeper's.
-            Question::Explain { .. } | Question::Cells => "null".into(),
         };
         feed::write(&mut self.feed, &Up::Answer { tag, text })
     }

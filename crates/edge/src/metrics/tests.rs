@@ -113,6 +113,8 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::BackendTimeout,
         Refusal::SiteBroken(String::new()),
         Refusal::LoopDetected,
+        Refusal::RuleBroken(String::new()),
+        Refusal::Ruled(StatusCode::FORBIDDEN),
         Refusal::ClientGone,
     ];
     for refusal in &refusals {

@@ -231,6 +231,3 @@ fn may_replace(old: StatusCode, new: StatusCode) -> bool {
     };
     old == new || !(is_special(old) || is_special(new))
 }
-
-#[cfg(test)]
-mod tests;

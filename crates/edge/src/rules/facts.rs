@@ -38,7 +38,7 @@ pub struct RequestFacts<'a> {
 
 impl RequestFacts<'_> {
     fn host(&self) -> Option<Cow<'_, str>> {
-        (!self.head.host.is_empty()).then(|| Cow::Borrowed(&*self.head.host))
+        Some(Cow::Borrowed(&*self.head.host)).filter(|host| !host.is_empty())
     }
 
     fn authority(&self) -> Option<Cow<'_, str>> {

@@ -362,24 +362,25 @@ impl Ruling {
         self.rules.tell(left_out, head.id, route);
     }
 
-    /// Asks the rules that run after the request, when everything is known of it.
+    /// Asks the rules that run after the request, when everything is known of it, and sends on what is left to do.
     pub fn close(mut self, record: &AccessRecord) {
-        let Some(kept) = self.kept.take() else { return };
-        let rules = &self.rules;
-        let facts = RequestFacts {
-            shared: &rules.shared,
-            node: &rules.node.borrow(),
-            head: &kept.head,
-            body_len: kept.body_len,
-            route: &kept.route,
-            record,
-            response: Some(&kept.headers),
-        };
-        // Nothing can be refused any more, and a rule that failed has been logged.
-        let _ = rules.ask(Phase::LogTransaction, &facts, &mut self.verdict);
+        if let Some(kept) = self.kept.take() {
+            let facts = RequestFacts {
+                shared: &self.rules.shared,
+                node: &self.rules.node.borrow(),
+                head: &kept.head,
+                body_len: kept.body_len,
+                route: &kept.route,
+                record,
+                response: Some(&kept.headers),
+            };
+            // Nothing can be refused any more, and a rule that failed has been logged.
+            let _ = self.rules.ask(Phase::LogTransaction, &facts, &mut self.verdict);
+        }
+        // Those of a request that was answered or refused before it ran, too.
         let changes = std::mem::take(&mut self.verdict.changes);
         if !changes.is_empty() {
-            rules.send(changes);
+            self.rules.send(changes);
         }
     }
 }

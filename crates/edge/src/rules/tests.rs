@@ -99,7 +99,9 @@ impl World {
         if matches!(answer, Ok(None)) {
             answer = on_admission(node, &route, &mut request, &mut account);
         }
-        confine(node, &route, &mut account).await;
+        if matches!(answer, Ok(None)) {
+            confine(node, &route, &mut account).await;
+        }
         Came { answer, request, account, waits_in }
     }
 }
@@ -282,6 +284,15 @@ async fn a_group_that_nothing_runs_in_is_the_keepers_to_make_once() {
     let mut to_keeper = world.node.rules.to_keeper.take().unwrap();
     assert_eq!(to_keeper.try_recv().unwrap().len(), 1);
     assert!(to_keeper.try_recv().is_err());
+}
+
+#[tokio::test]
+async fn a_rule_that_answers_can_make_a_group_too() {
+    let rule = "Cgroup::CPU.new(\"seen\").create\nanswer 403, \"no\"\n";
+    let world = World::new(&[(Phase::AccessChecker, rule)]);
+    let came = world.ask("/w/").await;
+    LocalSet::new().run_until(async { drop(came.account.answer(came.answer.unwrap().unwrap())) }).await;
+    assert_eq!(world.node.rules.to_keeper.take().unwrap().try_recv().unwrap().len(), 1);
 }
 
 #[tokio::test]
