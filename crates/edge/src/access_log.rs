@@ -21,6 +21,7 @@ use http::{HeaderValue, Method, StatusCode, Version};
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::{Confinement, Usage};
 use nagaya_cmdb::{Site, Tenant};
+use smallvec::SmallVec;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
@@ -99,7 +100,7 @@ pub struct More {
     /// What held for it beneath its site's limits.
     pub confinement: Confinement,
     /// The rule files that said something.
-    pub ruled_by: Vec<Box<str>>,
+    pub ruled_by: SmallVec<[Arc<str>; 2]>,
     /// Its tenant, as it was then.
     pub tenant: Option<Arc<Tenant>>,
 }

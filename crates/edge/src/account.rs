@@ -225,10 +225,10 @@ impl Account {
     }
 
     /// This rule file had something to say.
-    pub fn ruled_by(&mut self, file: &str) {
+    pub fn ruled_by(&mut self, file: &Arc<str>) {
         let files = &mut self.more().ruled_by;
-        if files.len() < RULED_BY_MAX && !files.iter().any(|have| **have == *file) {
-            files.push(file.into());
+        if files.len() < RULED_BY_MAX && !files.contains(file) {
+            files.push(Arc::clone(file));
         }
     }
 
@@ -330,7 +330,7 @@ impl Drop for Account {
         Rc::clone(&stay).when_paid(move || {
             let more = record.more.get_or_insert_default();
             more.tenant = tenant;
-            stay.tell(more);
+            stay.hand_over(more);
             if let Some(ruling) = ruling {
                 ruling.close(&record);
             }

@@ -145,7 +145,16 @@ impl Stay {
         self.state.borrow_mut().closing = Some(Closing(Box::new(close)));
     }
 
-    /// Says what it knows, for the record of the request.
+    /// Gives what it knows to the record of the request.
+    pub fn hand_over(self: Rc<Self>, more: &mut More) {
+        self.tell(more);
+        more.confinement = match Rc::try_unwrap(self) {
+            Ok(stay) => stay.confinement,
+            Err(shared) => shared.confinement.clone(),
+        };
+    }
+
+    /// Says what was used so far.
     pub fn tell(&self, more: &mut More) {
         let state = self.state.borrow();
         more.cell.clone_from(&state.cell);
@@ -155,7 +164,6 @@ impl Stay {
             Some(_) => Used::Known(state.used),
         };
         more.paced_us = self.paced_us.get();
-        more.confinement.clone_from(&self.confinement);
     }
 
     fn pay(&self, usage: Option<Usage>) {

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::Body;
+use nagaya_cmdb::cell::Usage;
 use nagaya_keeper::client::ProcessGuard;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
@@ -50,8 +51,9 @@ impl Drop for Tree {
     fn drop(&mut self) {
         let Some((guard, due)) = self.held.take() else { return };
         self.after.run(async move {
-            if let Ok(Ok((_, usage))) = timeout(END_MAX, guard.end()).await {
-                due.pay(usage);
+            if let Ok(Ok((exit, usage))) = timeout(END_MAX, guard.end()).await {
+                // Without cgroups the program's own count is all there is.
+                due.pay(Usage { cpu_us: usage.cpu_us.max(exit.cpu_us), ..usage });
             }
         });
     }

@@ -15,7 +15,8 @@ use crate::shared::Shared;
 
 /// The receipt of the request with this id as JSON, or `null` if it is not kept (any more).
 pub fn explain(shared: &Shared, id: &str) -> String {
-    let id = u128::from_str_radix(id, 16).ok().filter(|_| id.len() == 32).map(RequestId);
+    let is_id = id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let id = u128::from_str_radix(id, 16).ok().filter(|_| is_id).map(RequestId);
     let node = &shared.options().node;
     let told = id.and_then(|id| shared.receipts.find(id, |record| tell(record, node)));
     told.unwrap_or(Value::Null).to_string()
@@ -42,7 +43,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "cell": more.cell,
         "limits": limits(record, more),
         "named": more.confinement.named.iter().map(named).collect::<Vec<_>>(),
-        "rules": more.ruled_by,
+        "rules": more.ruled_by.as_slice(),
         "lane": more.lane,
         "demoted": figures.demoted,
         "refusal": record.refusal.map(|reason| {

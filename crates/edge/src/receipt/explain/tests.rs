@@ -6,6 +6,7 @@ use std::time::Duration;
 use nagaya_base::Code;
 use nagaya_cmdb::cell::{CellName, Controller, Demotion, IoLimit, Usage};
 use nagaya_cmdb::{Site, Tenant};
+use smallvec::smallvec;
 
 use super::*;
 use crate::access_log::tests::record;
@@ -38,7 +39,7 @@ fn more(site: &Site) -> More {
     More {
         cell: Some("demo/wiki/r3".into()),
         confinement: Confinement { limits, named: vec![named], demotions },
-        ruled_by: vec!["/etc/nagaya/rules/a.rb".into()],
+        ruled_by: smallvec!["/etc/nagaya/rules/a.rb".into()],
         tenant: Some(tenant()),
         ..More::default()
     }
