@@ -48,22 +48,28 @@ fn main() {
     println!("cargo:rustc-env=NAGAYA_MRUBY_VERSION={}", version(&mruby));
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
 
-    let mut library = compiler(&mruby);
-    library.warnings(false);
-    library.files(sources(&mruby.join("src"), "c").iter().filter(|path| !path.ends_with("allocf.c")));
-    library.files(["codegen.c", "y.tab.c"].map(|name| mruby.join("mrbgems/mruby-compiler/core").join(name)));
+    let mut files = sources(&mruby.join("src"), "c");
+    // The allocator is ours.
+    files.retain(|path| !path.ends_with("allocf.c"));
+    files.extend(["codegen.c", "y.tab.c"].map(|name| mruby.join("mrbgems/mruby-compiler/core").join(name)));
     let mut units = vec![Unit::new(&mruby, "mrblib", &mruby)];
     for gem in GEMS {
         let directory = mruby.join("mrbgems").join(gem);
-        library.files(sources(&directory.join("src"), "c"));
+        files.extend(sources(&directory.join("src"), "c"));
         units.push(Unit::new(&mruby, gem, &directory));
     }
+    let generated = out.join("include");
+    let symbols = symbols(&mruby, &files, &units);
+    fs::create_dir_all(generated.join("mruby/presym")).expect("OUT_DIR can be written");
+    write(&generated.join("mruby/presym/id.h"), &symbol_numbers(&symbols));
+    write(&generated.join("mruby/presym/table.h"), &symbol_table(&symbols));
     let table = out.join("units.c");
     write(&table, &units_table(&units));
-    library.file(table).include("c");
-    library.compile("nagaya_mruby");
 
-    compiler(&mruby).warnings(true).extra_warnings(true).file("c/vm.c").compile("nagaya_rules_vm");
+    let mut library = compiler(&mruby, &generated);
+    library.warnings(false).files(files).file(table).include("c").compile("nagaya_mruby");
+    let mut shim = compiler(&mruby, &generated);
+    shim.warnings(true).extra_warnings(true).file("c/vm.c").compile("nagaya_rules_vm");
     // The shim and mruby call each other; named once more behind the shim, the linker finds what it still misses.
     println!("cargo:rustc-link-lib=static=nagaya_mruby");
     println!("cargo:rustc-link-lib=m");
@@ -85,17 +91,18 @@ fn version(mruby: &Path) -> String {
 }
 
 /// The options both parts must share: they decide the layout of mruby's structures.
-fn compiler(mruby: &Path) -> cc::Build {
+fn compiler(mruby: &Path, generated: &Path) -> cc::Build {
     let mut build = cc::Build::new();
     build
         .std("gnu11")
         // Rules are on the path of each request, in builds for tests too.
         .opt_level(2)
         .define("MRB_NO_GEMS", None)
-        .define("MRB_NO_PRESYM", None)
         .define("MRB_NO_STDIO", None)
         .define("MRB_USE_DEBUG_HOOK", None)
-        .define("MRB_UTF8_STRING", None);
+        .define("MRB_UTF8_STRING", None)
+        .flag("-isystem")
+        .flag(generated);
     for directory in ["include", "src", "mrbgems/mruby-compiler/core", "mrbgems/mruby-time/include"] {
         // As the system's: its headers are not ours to warn about.
         build.flag("-isystem").flag(mruby.join(directory));
@@ -177,6 +184,134 @@ fn units_table(units: &[Unit]) -> String {
         units.len()
     );
     text
+}
+
+/// Operators, and what mruby's macro `MRB_OPSYM` calls them.
+const OPERATORS: &[(&str, &str)] = &[
+    ("!", "not"),
+    ("%", "mod"),
+    ("&", "and"),
+    ("*", "mul"),
+    ("+", "add"),
+    ("-", "sub"),
+    ("/", "div"),
+    ("<", "lt"),
+    (">", "gt"),
+    ("^", "xor"),
+    ("`", "tick"),
+    ("|", "or"),
+    ("~", "neg"),
+    ("!=", "neq"),
+    ("!~", "nmatch"),
+    ("&&", "andand"),
+    ("**", "pow"),
+    ("+@", "plus"),
+    ("-@", "minus"),
+    ("<<", "lshift"),
+    ("<=", "le"),
+    ("==", "eq"),
+    ("=~", "match"),
+    (">=", "ge"),
+    (">>", "rshift"),
+    ("[]", "aref"),
+    ("||", "oror"),
+    ("<=>", "cmp"),
+    ("===", "eqq"),
+    ("[]=", "aset"),
+];
+
+/// Macros that name a symbol, with what stands before and behind the name in the symbol itself.
+const SYMBOL_MACROS: &[(&str, &str, &str)] = &[
+    ("MRB_SYM", "", ""),
+    ("MRB_SYM_B", "", "!"),
+    ("MRB_SYM_Q", "", "?"),
+    ("MRB_SYM_E", "", "="),
+    ("MRB_IVSYM", "@", ""),
+    ("MRB_CVSYM", "@@", ""),
+    ("MRB_GVSYM", "$", ""),
+];
+
+/// Symbols that get their numbers when mruby is compiled, in the order mruby searches them. Without a number a symbol is
+/// looked up by its text wherever C code names it: a comparison of two strings took three times as long.
+///
+/// All that the macros name must be here, and what Ruby's library has for names should be: it then costs a VM nothing. What
+/// is no name after all costs a row of the table.
+fn symbols(mruby: &Path, files: &[PathBuf], units: &[Unit]) -> Vec<String> {
+    let mut found: Vec<String> = OPERATORS.iter().map(|(symbol, _)| (*symbol).to_owned()).collect();
+    let headers = [
+        "include",
+        "include/mruby",
+        "src",
+        "mrbgems/mruby-compiler/core",
+        "mrbgems/mruby-time/include/mruby",
+    ]
+    .map(|directory| sources(&mruby.join(directory), "h"));
+    for path in files.iter().chain(headers.iter().flatten()) {
+        let text = fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        symbols_of_c(&String::from_utf8_lossy(&text), &mut found);
+    }
+    for unit in units {
+        let text = String::from_utf8_lossy(&unit.source);
+        let is_part = |c: char| c.is_ascii_alphanumeric() || "_@$?!=".contains(c);
+        found.extend(text.split(|c| !is_part(c)).filter(|word| affixes(word).is_some()).map(str::to_owned));
+    }
+    found.sort_by(|a, b| (a.len(), a).cmp(&(b.len(), b)));
+    found.dedup();
+    found
+}
+
+fn symbols_of_c(text: &str, found: &mut Vec<String>) {
+    for (at, _) in text.match_indices("MRB_") {
+        let rest = &text[at..];
+        let Some((name, rest)) = rest.split_once('(') else { continue };
+        let name = name.strip_suffix("_2").unwrap_or(name);
+        let name = if name == "MRB_ERROR_SYM" { "MRB_SYM" } else { name };
+        let Some((_, before, behind)) = SYMBOL_MACROS.iter().find(|(of, ..)| *of == name) else { continue };
+        let arguments = rest.split(')').next().unwrap_or_default();
+        let argument = arguments.rsplit(',').next().unwrap_or_default().trim();
+        let symbol = format!("{before}{argument}{behind}");
+        if affixes(&symbol).is_some() {
+            found.push(symbol);
+        }
+    }
+    // Names of methods and classes stand between quotes.
+    found.extend(text.split('"').filter(|text| affixes(text).is_some()).map(str::to_owned));
+}
+
+/// The macro and the name of a symbol; `None` if no macro can name it.
+fn affixes(symbol: &str) -> Option<(&'static str, &str)> {
+    let is_name = |name: &str| {
+        name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+            && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+    };
+    SYMBOL_MACROS.iter().find_map(|(of, before, behind)| {
+        let name = symbol.strip_prefix(before)?.strip_suffix(behind)?;
+        is_name(name).then_some((*of, name))
+    })
+}
+
+fn symbol_numbers(symbols: &[String]) -> String {
+    let mut text = String::from("enum mruby_presym {\n");
+    for (at, symbol) in symbols.iter().enumerate() {
+        let operator = OPERATORS.iter().find(|(operator, _)| operator == symbol);
+        let (of, name) = operator
+            .map(|(_, name)| ("MRB_OPSYM", *name))
+            .or_else(|| affixes(symbol))
+            .expect("only such symbols are collected");
+        // 0 is no symbol.
+        let _ = writeln!(text, "  {of}__{name} = {},", at + 1);
+    }
+    let _ = write!(text, "}};\n#define MRB_PRESYM_MAX {}\n", symbols.len());
+    text
+}
+
+fn symbol_table(symbols: &[String]) -> String {
+    let lengths: Vec<_> = symbols.iter().map(|symbol| symbol.len().to_string()).collect();
+    let names: Vec<_> = symbols.iter().map(|symbol| format!("\"{symbol}\"")).collect();
+    let (lengths, names) = (lengths.join(","), names.join(",\n"));
+    format!(
+        "static const uint16_t presym_length_table[] = {{{lengths}}};\nstatic const char * const presym_name_table[] = {{\n{names}}};\n"
+    )
 }
 
 /// The files of a directory with this extension, in order; none if there is no such directory.

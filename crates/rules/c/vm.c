@@ -353,7 +353,12 @@ static mrb_value native(mrb_state *mrb, mrb_value self) {
   uint32_t id = (uint32_t)mrb_integer(mrb_proc_cfunc_env_get(mrb, 0));
   const mrb_value *argv;
   mrb_int argc;
-  mrb_get_args(mrb, "*", &argv, &argc);
+  /* `!`: read where they lie, since nothing moves the stack before the last use of them. */
+  if (mrb->c->ci->nk) mrb_get_args(mrb, "*!", &argv, &argc);
+  else {
+    argc = mrb_get_argc(mrb);
+    argv = mrb_get_argv(mrb);
+  }
   if (argc > ARGS_MAX) mrb_raise(mrb, E_ARGUMENT_ERROR, "too many arguments");
   struct values values;
   values.used = (size_t)argc;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::Phase;
 use crate::facts::Facts;
 use crate::fault::RuleFault;
-use crate::ffi::{Program, Scope};
+use crate::ffi::{Code, Program, Scope};
 use crate::ruleset::{Budget, OnError, Rule, RuleSet, Tally};
 use crate::verdict::Verdict;
 use crate::vm::{Failed, Vm};
@@ -29,6 +29,8 @@ pub struct Engine {
 /// One rule file on this thread.
 struct Loaded {
     rule: Arc<Rule>,
+    /// The file's name, of this thread alone: each verdict holds it, and threads would contend for one counter.
+    name: Arc<str>,
     tally: Arc<Tally>,
     /// In the VM that is open now.
     program: Option<Program>,
@@ -73,19 +75,18 @@ impl Engine {
     }
 
     fn evaluate_one(&mut self, at: usize, facts: &dyn Facts, verdict: &mut Verdict) -> Result<(), RuleFault> {
-        let rule = Arc::clone(&self.loaded[at].rule);
+        let loaded = &mut self.loaded[at];
         // Logged when the file was read.
-        let code = rule.program.as_ref().map_err(RuleFault::clone)?;
-        self.loaded[at].tally.evaluated();
-        let phase = rule.file.phase;
+        let code = loaded.rule.program.as_ref().map_err(RuleFault::clone)?;
+        loaded.tally.evaluated();
+        let phase = loaded.rule.file.phase;
         let checkpoint = verdict.checkpoint();
-        let outcome = self
-            .prepare(at, code)
-            .and_then(|(vm, program)| vm.run(program, &mut Scope { facts, verdict, phase }, &rule.name));
+        let outcome = prepare(&mut self.vm, self.budget, &mut loaded.program, code)
+            .and_then(|(vm, program)| vm.run(program, &mut Scope { facts, verdict, phase }, &loaded.name));
         let outcome = match outcome {
             Ok(()) => {
-                verdict.spoken(phase, &rule.name);
-                rule.survived();
+                verdict.spoken(phase, &loaded.name);
+                loaded.rule.survived();
                 Ok(())
             }
             Err(failed) => {
@@ -97,19 +98,6 @@ impl Engine {
             self.drop_vm();
         }
         outcome
-    }
-
-    /// The VM with the rule loaded.
-    fn prepare(&mut self, at: usize, code: &crate::ffi::Code) -> Result<(&mut Vm, Program), Failed> {
-        let vm = match &mut self.vm {
-            Some(vm) => vm,
-            none => none.insert(Vm::open(self.budget)?),
-        };
-        let program = match self.loaded[at].program {
-            Some(program) => program,
-            None => *self.loaded[at].program.insert(vm.load(code)?),
-        };
-        Ok((vm, program))
     }
 
     fn failed(&mut self, at: usize, failed: Failed) -> RuleFault {
@@ -156,8 +144,26 @@ impl Loaded {
     fn new(rule: &Arc<Rule>, had: &[Self]) -> Self {
         let earlier = had.iter().find(|loaded| Arc::ptr_eq(&loaded.rule.counters, &rule.counters));
         let tally = earlier.map_or_else(|| rule.counters.tally(), |loaded| Arc::clone(&loaded.tally));
-        Self { rule: Arc::clone(rule), tally, program: None }
+        Self { rule: Arc::clone(rule), name: Arc::from(&*rule.name), tally, program: None }
     }
+}
+
+/// The VM, open and with the program loaded.
+fn prepare<'a>(
+    vm: &'a mut Option<Vm>,
+    budget: Budget,
+    program: &mut Option<Program>,
+    code: &Code,
+) -> Result<(&'a mut Vm, Program), Failed> {
+    let vm = match vm {
+        Some(vm) => vm,
+        none => none.insert(Vm::open(budget)?),
+    };
+    let program = match *program {
+        Some(program) => program,
+        None => *program.insert(vm.load(code)?),
+    };
+    Ok((vm, program))
 }
 
 #[cfg(test)]
