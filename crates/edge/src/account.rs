@@ -272,10 +272,11 @@ impl Account {
         if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
             record.refusal = None;
         }
-        let now = Instant::now();
-        record.edge_cpu = receipt::spent(now).unwrap_or_default();
+        if let Some(spent) = receipt::spent_on_answer() {
+            record.edge_cpu = spent;
+        }
         if self.disclosed {
-            self.disclose(now, &mut response);
+            self.disclose(&mut response);
         }
         response.receipt = Some(self);
         response
@@ -284,7 +285,10 @@ impl Account {
 
 impl Account {
     /// Tells the client what is known so far, and what will be known at the end.
-    fn disclose(&self, now: Instant, response: &mut Response) {
+    fn disclose(&mut self, response: &mut Response) {
+        let now = Instant::now();
+        let record = self.record_mut();
+        record.edge_cpu = receipt::spent(now).unwrap_or_default();
         let record = self.record();
         let mut figures = Figures::of(record);
         let mut more = More::default();
@@ -312,7 +316,7 @@ impl Drop for Account {
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);
-        // Where the body is not sent in the request's own turn (HTTP/2) only the time until the answer is known.
+        // Where the body is sent elsewhere (HTTP/2), only the time until the answer is known.
         record.edge_cpu = receipt::spent(now).unwrap_or(record.edge_cpu);
         if let Some(received) = &self.received {
             record.bytes_in = received.get();

@@ -44,7 +44,7 @@ use crate::drain::Entered;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
-use crate::receipt::metered;
+use crate::receipt::{Covers, metered};
 use crate::refusal::Refusal;
 use incoming::Arriving;
 use streams::Streams;
@@ -154,7 +154,7 @@ impl<H: Host> Service<http::Request<Incoming>> for Exchange<H> {
     fn call(&self, request: http::Request<Incoming>) -> Self::Future {
         let pace = self.streams.begin();
         let (host, conn) = (Rc::clone(&self.host), Rc::clone(&self.conn));
-        Box::pin(async move { Ok(metered(exchange(&*host, conn, request, pace)).await) })
+        Box::pin(async move { Ok(metered(Covers::Answer, exchange(&*host, conn, request, pace)).await) })
     }
 }
 

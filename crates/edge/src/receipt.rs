@@ -11,5 +11,5 @@ mod ring;
 pub use disclose::{Disclosure, RECEIPT, gather};
 pub use explain::explain;
 pub use figures::Figures;
-pub use meter::{metered, now, spent};
+pub use meter::{Covers, metered, now, spent, spent_on_answer};
 pub use ring::{Ring, Rings};

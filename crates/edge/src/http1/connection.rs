@@ -23,7 +23,7 @@ use crate::http1::wire::{Incoming, Stream, Wire};
 use crate::http1::write::{self, Asked, Sent};
 use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
-use crate::receipt::metered;
+use crate::receipt::{Covers, metered};
 use crate::refusal::Refusal;
 use crate::silence::Silence;
 
@@ -74,7 +74,7 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         };
         let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
-        let sent = match metered(exchange(&wire, &*host, request, asked)).await {
+        let sent = match metered(Covers::Everything, exchange(&wire, &*host, request, asked)).await {
             Exchanged::Answered(sent) => sent,
             Exchanged::Switched(response) => return tunnel::run(wire, response).await,
             Exchanged::Gone => return,

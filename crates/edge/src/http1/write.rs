@@ -407,3 +407,7 @@ fn give_back(mut buffer: Vec<u8>) {
         });
     }
 }
+
+#[cfg(test)]
+#[path = "write_tests.rs"]
+mod tests;

@@ -14,21 +14,31 @@ thread_local! {
     static TURN: Cell<Option<Turn>> = const { Cell::new(None) };
 }
 
+/// How much of a request is polled in `metered`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Covers {
+    /// Until its answer is there; the body is sent elsewhere.
+    Answer,
+    /// To the end of its response.
+    Everything,
+}
+
 /// One poll of a request that is going on now.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     since: Instant,
     /// Spent in earlier polls.
     before: Duration,
+    covers: Covers,
 }
 
 /// Runs the work for one request; within it `spent` knows how much of this thread's time it has taken.
-pub async fn metered<F: Future>(work: F) -> F::Output {
+pub async fn metered<F: Future>(covers: Covers, work: F) -> F::Output {
     let mut work = pin!(work);
     let mut before = Duration::ZERO;
     poll_fn(|cx| {
         let since = Instant::now();
-        let outer = TURN.replace(Some(Turn { since, before }));
+        let outer = TURN.replace(Some(Turn { since, before, covers }));
         let polled = work.as_mut().poll(cx);
         TURN.set(outer);
         if polled.is_pending() {
@@ -42,6 +52,11 @@ pub async fn metered<F: Future>(work: F) -> F::Output {
 /// When the poll that goes on now began, which is as good as the present for whatever begins in it.
 pub fn now() -> Instant {
     TURN.get().map_or_else(Instant::now, |turn| turn.since)
+}
+
+/// Time until now, if nobody will know more: where the body is sent elsewhere.
+pub fn spent_on_answer() -> Option<Duration> {
+    TURN.get().filter(|turn| turn.covers == Covers::Answer).map(|turn| turn.before + turn.since.elapsed())
 }
 
 /// Time of this thread that the request being polled has taken until `now`. None outside of `metered`.
@@ -59,8 +74,9 @@ mod tests {
         let work = async {
             let start = now();
             while spent(Instant::now()).is_some_and(|spent| spent < Duration::from_millis(2)) {}
-            let other = metered(async { spent(Instant::now()).unwrap() }).await;
+            let other = metered(Covers::Answer, async { spent_on_answer().unwrap() }).await;
             assert!(other < Duration::from_millis(2), "another request's time is its own");
+            assert!(spent_on_answer().is_none(), "more will be known at the end");
             tokio::task::spawn_blocking(|| {
                 let start = Instant::now();
                 while start.elapsed() < Duration::from_millis(50) {}
@@ -70,7 +86,7 @@ mod tests {
             let now = Instant::now();
             (spent(now).unwrap(), now - start)
         };
-        let (spent, took) = metered(work).await;
+        let (spent, took) = metered(Covers::Everything, work).await;
         assert!(spent >= Duration::from_millis(2), "{spent:?}");
         assert!(spent + Duration::from_millis(40) < took, "{spent:?} of {took:?}");
         assert!(super::spent(Instant::now()).is_none());
