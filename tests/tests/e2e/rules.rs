@@ -163,8 +163,8 @@ fn bad_rules_are_said_once_with_their_line_and_harm_nobody() {
         ("deep recursion", "def f(n); f(n + 1); end; f(0)"),
         ("no such method", "request.colour"),
     ] {
-        world.write_rule("one", &format!("{GUARD}{line}\n"));
         let before = world.log().len();
+        world.write_rule("one", &format!("{GUARD}{line}\n"));
         for _ in 0..3 {
             world.get("a.test", "/x.cgi").expect(200);
         }
