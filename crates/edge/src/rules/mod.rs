@@ -248,11 +248,14 @@ pub fn lane(node: &Node, route: &Route, account: &mut Account) -> Option<Arc<Gat
 
 /// Settles in which cells and under which limits the request runs: its site's, and over them its rules'.
 pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
-    let ruled = account.ruling_mut().map(|ruling| &mut ruling.verdict);
-    let (ruled, changes) = match ruled {
-        Some(verdict) => (std::mem::take(&mut verdict.confinement), std::mem::take(&mut verdict.changes)),
-        None => (Confinement::default(), Vec::new()),
+    let Some(ruling) = account.ruling_mut() else {
+        if let Some(site) = &route.confinement {
+            account.confine(Confinement::clone(site));
+        }
+        return;
     };
+    let ruled = std::mem::take(&mut ruling.verdict.confinement);
+    let changes = std::mem::take(&mut ruling.verdict.changes);
     if !changes.is_empty() {
         let runs_program = matches!(route.site.backend.kind(), "cgi" | "php");
         if runs_program && !ruled.named.is_empty() {
@@ -262,19 +265,14 @@ pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
             node.rules.send(changes);
         }
     }
-    if ruled == Confinement::default() {
-        if let Some(confinement) = &route.confinement {
-            account.confine(Confinement::clone(confinement));
-        }
-        return;
-    }
     if !ruled.named.is_empty() {
         node.shared.named.attached(&ruled.named);
     }
-    account.confine(match &route.confinement {
-        Some(site) => overlaid(site, ruled),
-        None => ruled,
-    });
+    match &route.confinement {
+        Some(site) => account.confine(overlaid(site, ruled)),
+        None if ruled != Confinement::default() => account.confine(ruled),
+        None => {}
+    }
 }
 
 /// A rule's limits are laid over the site's; its steps of slowing down replace the site's.
