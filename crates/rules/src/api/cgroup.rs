@@ -37,7 +37,7 @@ pub const NATIVES: &[Native] = &[
     Native::method(ALL, "close", delete),
     Native::method(ALL, "attach", attach),
     Native::method(ALL, "exist?", |call| Ok(call.this::<Group>()?.exists.into())),
-    Native::method(ALL, "group_name", |call| Ok(call.this::<Group>()?.given.to_string().into())),
+    Native::method(ALL, "group_name", |call| Ok(call.this::<Group>()?.name.as_given().into())),
     Native::method(CPU, "initialize", |call| open(call, Controller::Cpu)),
     Native::method(CPU, "detach", detach),
     Native::method(CPU, "shares=", set_shares),
@@ -119,11 +119,10 @@ pub const NATIVES: &[Native] = &[
 const REAL_TIME: &str = "real-time scheduling is no limit of a request";
 const SWAP: &str = "nagaya sets no limits of swap";
 
-/// What one object of a `Cgroup` class holds.
+/// What one object of a `Cgroup` class holds. Two are made for each request by rules like the paper's, so that nothing
+/// is kept twice.
 struct Group {
     controller: Controller,
-    /// As the rule wrote it.
-    given: Box<str>,
     name: Name,
     /// As `exist?` says it: from when the object was made, or after `create`.
     exists: bool,
@@ -131,18 +130,32 @@ struct Group {
     /// CPU time per period as the rule set them, before they are one limit.
     quota_us: Option<i64>,
     period_us: Option<i64>,
-    /// What `throttle_..._device` was last set to, by `Rate`.
-    devices: [Option<Box<str>>; 4],
+    /// Which device of `limits` each rate was last set for, by `Rate`.
+    devices: [Option<Device>; 4],
     /// Values that are read back but not applied.
     kept: Vec<(&'static str, i64)>,
 }
 
 enum Name {
-    Cell(CellName),
-    /// `/`: where a process is that is in no group.
-    Root,
+    Cell {
+        name: CellName,
+        /// The rule wrote it with a `/` in front, which means nothing.
+        slash: bool,
+    },
+    /// `/`, or nothing: where a process is that is in no group.
+    Root(&'static str),
     /// Refused; all that the object does is nothing.
-    Bad,
+    Bad(Box<str>),
+}
+
+impl Name {
+    fn as_given(&self) -> String {
+        match self {
+            Self::Cell { name, slash } => format!("{}{name}", if *slash { "/" } else { "" }),
+            Self::Root(given) => (*given).to_owned(),
+            Self::Bad(given) => given.to_string(),
+        }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -159,28 +172,28 @@ fn open<'a>(call: &mut Call<'a>, controller: Controller) -> Given<'a> {
     call.expect(1, 1)?;
     let given = call.text(0)?;
     let name = match CellName::parse(given) {
-        _ if matches!(given, "" | "/") => Name::Root,
-        Ok(name) => Name::Cell(name),
+        _ if given.is_empty() => Name::Root(""),
+        _ if given == "/" => Name::Root("/"),
+        Ok(name) => Name::Cell { name, slash: given.starts_with('/') },
         Err(error) => {
             let text = format!("Cgroup: {error}; the rule goes on without this group");
             complain(call.facts, call.verdict, &text);
-            Name::Bad
+            Name::Bad(given.into())
         }
     };
     let exists = match &name {
-        Name::Cell(name) => exists(call, controller, name),
-        Name::Root => true,
-        Name::Bad => false,
+        Name::Cell { name, .. } => exists(call, controller, name),
+        Name::Root(_) => true,
+        Name::Bad(_) => false,
     };
     call.keep(Group {
         controller,
-        given: given.into(),
         name,
         exists,
         limits: Limits::default(),
         quota_us: None,
         period_us: None,
-        devices: [const { None }; 4],
+        devices: [None; 4],
         kept: Vec::new(),
     });
     Ok(Value::Nil)
@@ -206,14 +219,14 @@ fn save<'a>(call: &mut Call<'a>) -> Given<'a> {
     group.exists = true;
     let limits = group.limits_to_set(facts, verdict);
     match &group.name {
-        Name::Cell(name) => set(verdict, group.controller, name, limits)?,
-        Name::Root if limits.is_empty() => {}
-        Name::Root => complain(
+        Name::Cell { name, .. } => set(verdict, group.controller, name, limits)?,
+        Name::Root(_) if limits.is_empty() => {}
+        Name::Root(_) => complain(
             facts,
             verdict,
             "Cgroup: the group \"/\" is the whole node; limit tenants and sites in their records",
         ),
-        Name::Bad => {}
+        Name::Bad(_) => {}
     }
     Ok(Value::This)
 }
@@ -274,19 +287,22 @@ fn attach<'a>(call: &mut Call<'a>) -> Given<'a> {
     let (group, verdict) = call.this_and_verdict::<Group>()?;
     let controller = group.controller;
     match &group.name {
-        Name::Bad => {}
-        Name::Root => verdict.detach(&[controller]),
-        Name::Cell(name) if attached_to(verdict, controller, name).is_some() => {}
-        Name::Cell(name) => {
+        Name::Bad(_) => {}
+        Name::Root(_) => verdict.detach(&[controller]),
+        Name::Cell { name, .. } if attached_to(verdict, controller, name).is_some() => {}
+        Name::Cell { name, .. } => {
             let saved = pending(verdict, controller, name).map(|at| verdict.changes.remove(at));
-            let limits = match saved {
-                Some(CellChange::Set { limits, .. }) => Some(limits),
-                Some(CellChange::Drop { .. }) | None => None,
+            let cell = match saved {
+                Some(CellChange::Set { name, controllers, limits }) => {
+                    NamedCell { name, scope: Scope::Node, controllers, limits: Some(limits) }
+                }
+                Some(CellChange::Drop { .. }) | None => {
+                    let (name, controllers) = (name.clone(), vec![controller]);
+                    NamedCell { name, scope: Scope::Node, controllers, limits: None }
+                }
             };
-            let cell =
-                NamedCell { name: name.clone(), scope: Scope::Node, controllers: vec![controller], limits };
             if let Err(full) = verdict.attach(cell) {
-                complain(facts, verdict, &format!("Cgroup: attach to '{name}': {full}"));
+                complain(facts, verdict, &format!("Cgroup: attach: {full}"));
             }
         }
     }
@@ -302,7 +318,7 @@ fn detach<'a>(call: &mut Call<'a>) -> Given<'a> {
 /// The group goes; a request that was attached to it goes on where it would be without.
 fn delete<'a>(call: &mut Call<'a>) -> Given<'a> {
     let (group, verdict) = call.this_and_verdict::<Group>()?;
-    let Name::Cell(name) = &group.name else {
+    let Name::Cell { name, .. } = &group.name else {
         return Ok(Value::This);
     };
     if attached_to(verdict, group.controller, name).is_some() {
@@ -324,7 +340,9 @@ impl Group {
         if let Some(quota) = self.quota_us.filter(|quota| *quota >= 0) {
             match cpu_quota(quota, self.period_us) {
                 Ok(quota) => limits.cpu = Some(quota),
-                Err(why) => complain(facts, verdict, &format!("Cgroup::CPU '{}': {why}", self.given)),
+                Err(why) => {
+                    complain(facts, verdict, &format!("Cgroup::CPU '{}': {why}", self.name.as_given()))
+                }
             }
         }
         limits
@@ -400,10 +418,10 @@ fn set_device<'a>(call: &mut Call<'a>, rate: Rate) -> Given<'a> {
     let text = c_text(call)?;
     let facts = call.facts;
     let (group, verdict) = call.this_and_verdict::<Group>()?;
-    group.devices[rate as usize] = Some(text.into());
     let set = device_limit(text).and_then(|(device, limit)| group.limit_device(device, rate, limit));
     if let Err(why) = set {
-        complain(facts, verdict, &format!("Cgroup::BLKIO '{}': {why}, so it is not limited", group.given));
+        let name = group.name.as_given();
+        complain(facts, verdict, &format!("Cgroup::BLKIO '{name}': {why}, so it is not limited"));
     }
     Ok(Value::This)
 }
@@ -433,6 +451,7 @@ impl Group {
             io.push(IoLimit::of(device));
             io.len() - 1
         });
+        self.devices[rate as usize] = Some(device);
         let limit = (limit > 0).then_some(limit);
         match rate {
             Rate::ReadBps => io[at].read_bps = limit,
@@ -455,8 +474,19 @@ impl Rate {
     }
 }
 
+/// As it was set last, `8:0 30000000`; else what the group has.
 fn device<'a>(call: &mut Call<'a>, rate: Rate) -> Given<'a> {
-    text(call, rate.key(), |group| group.devices[rate as usize].as_deref())
+    let group = call.this::<Group>()?;
+    let Some(device) = group.devices[rate as usize] else {
+        return text(call, rate.key(), |_| None);
+    };
+    let limit = group.limits.device(device).map(|io| match rate {
+        Rate::ReadBps => io.read_bps,
+        Rate::WriteBps => io.write_bps,
+        Rate::ReadIops => io.read_iops,
+        Rate::WriteIops => io.write_iops,
+    });
+    Ok(format!("{device} {}", limit.flatten().unwrap_or(0)).into())
 }
 
 /// A String that C can hold: upstream raises for others too.
@@ -489,8 +519,8 @@ fn stored(call: &mut Call<'_>, key: &str) -> Result<Option<String>, NativeError>
     let facts = call.facts;
     let group = call.this::<Group>()?;
     Ok(match &group.name {
-        Name::Cell(name) => facts.cell_value(group.controller, name, key),
-        Name::Root | Name::Bad => None,
+        Name::Cell { name, .. } => facts.cell_value(group.controller, name, key),
+        Name::Root(_) | Name::Bad(_) => None,
     })
 }
 
