@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_cmdb::cell::{CellChange, CellName, Controller, CpuQuota, Limits, NamedCell, Scope};
+use nagaya_cmdb::cell::{
+    CellChange, CellName, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
+};
 use nagaya_cmdb::{SiteName, TenantName};
 use parking_lot::Mutex;
 use tokio::time::Instant;
@@ -123,21 +125,26 @@ impl Cell {
         }
     }
 
-    fn set(&mut self, limits: &Limits) {
-        for way in [Way::Out, Way::In] {
-            match rate(limits, way) {
-                Some(rate) => self.set_rate(way, rate),
-                None => *self.bucket(way) = None,
+    /// Takes over what these controllers of the cell were given; on v1 each is set apart from the others.
+    fn set(&mut self, controllers: &[Controller], limits: &Limits) {
+        if controllers.contains(&Controller::Blkio) {
+            for way in [Way::Out, Way::In] {
+                match rate(limits, way) {
+                    Some(rate) => self.set_rate(way, rate),
+                    None => *self.bucket(way) = None,
+                }
             }
         }
-        self.set_quota(limits.cpu);
+        if controllers.contains(&Controller::Cpu) {
+            self.set_quota(limits.cpu);
+        }
     }
 }
 
 /// The lowest rate these limits give, over all disks: the edge cannot tell from which one a body comes, or whether from
 /// any.
 pub fn rate(limits: &Limits, way: Way) -> Option<u64> {
-    let of = |limit: &nagaya_cmdb::cell::IoLimit| match way {
+    let of = |limit: &IoLimit| match way {
         Way::Out => limit.read_bps,
         Way::In => limit.write_bps,
     };
@@ -169,15 +176,23 @@ impl Ledger {
     /// What a rule did to named cells of the node without attaching to them.
     pub fn note(&self, changes: &[CellChange]) {
         for change in changes {
-            match change {
-                CellChange::Set { name, limits, .. } => {
-                    self.with(Shared::Named(None, name.clone()), |cell| cell.set(limits));
-                }
-                CellChange::Drop { name, .. } => {
-                    self.0.lock().remove(&Shared::Named(None, name.clone()));
-                }
-            }
+            let (name, controllers, limits) = match change {
+                CellChange::Set { name, controllers, limits } => (name, controllers, limits),
+                CellChange::Drop { name, controllers } => (name, controllers, &Limits::default()),
+            };
+            self.with(Shared::Named(None, name.clone()), |cell| cell.set(controllers, limits));
         }
+    }
+
+    /// What of a named cell's limits is known here: its quota and its rates.
+    pub fn limits(&self, named: &NamedCell, tenant: &TenantName) -> Limits {
+        let cells = self.0.lock();
+        let Some(cell) = cells.get(&Shared::named(named, tenant)) else { return Limits::default() };
+        let rate = |bucket: &Option<Arc<Bucket>>| bucket.as_ref().map(|bucket| bucket.rate());
+        let (read_bps, write_bps) = (rate(&cell.out), rate(&cell.r#in));
+        let io = IoLimit { read_bps, write_bps, ..IoLimit::of(Device::Root) };
+        let io = if read_bps.or(write_bps).is_some() { vec![io] } else { Vec::new() };
+        Limits { cpu: cell.quota, io, ..Limits::default() }
     }
 
     /// A program begins to run in these named cells.

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::Figures;
 use crate::access_log::{AccessRecord, More, Used, timestamp};
+use crate::pace::Ledger;
 use crate::shared::Shared;
 
 /// The receipt of the request with this id as JSON, or `null` if it is not kept (any more).
@@ -18,8 +19,23 @@ pub fn explain(shared: &Shared, id: &str) -> String {
     let is_id = id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     let id = u128::from_str_radix(id, 16).ok().filter(|_| is_id).map(RequestId);
     let node = &shared.options().node;
-    let told = id.and_then(|id| shared.receipts.find(id, |record| tell(record, node)));
+    let record = id.and_then(|id| {
+        shared.receipts.find(id, |record| {
+            let mut record = record.clone();
+            complete(&mut record, &shared.ledger);
+            record
+        })
+    });
+    let told = record.map(|record| tell(&record, node));
     told.unwrap_or(Value::Null).to_string()
+}
+
+/// Adds the limits of named cells that the request joined as they were. They are those of now.
+fn complete(record: &mut AccessRecord, ledger: &Ledger) {
+    let (Some(more), Some(site)) = (&mut record.more, &record.site) else { return };
+    for cell in more.confinement.named.iter_mut().filter(|cell| cell.limits.is_none()) {
+        cell.limits = Some(ledger.limits(cell, &site.tenant)).filter(|limits| !limits.is_empty());
+    }
 }
 
 fn tell(record: &AccessRecord, node: &str) -> Value {

@@ -146,6 +146,7 @@ impl Rules {
         if changes.is_empty() {
             return;
         }
+        self.shared.ledger.note(&changes);
         if self.changes.try_send(changes).is_err() && self.shared.told.first("changes of cells are lost") {
             tracing::error!(
                 code = %CODE_CELLS,
@@ -285,6 +286,7 @@ fn overlaid(site: &Confinement, rule: Confinement) -> Confinement {
 async fn change_now(node: &Node, mut changes: Vec<CellChange>) {
     node.shared.named.change(&mut changes);
     if !changes.is_empty() {
+        node.shared.ledger.note(&changes);
         follow::change_cells(node, changes).await;
     }
 }

@@ -1,7 +1,5 @@
 //! Tests of the ledger: shared rates, and CPU time that a cell pays for over its busy time.
 
-use nagaya_cmdb::cell::{Device, IoLimit};
-
 use super::*;
 
 fn tenant() -> TenantName {
@@ -54,6 +52,20 @@ async fn a_named_cell_joined_as_it_is_has_the_limits_others_gave_it() {
         limits: reading(20),
     }]);
     assert_eq!(ledger.named_bucket(&named(None), &tenant(), Way::Out).unwrap().rate(), 20);
+    let cpu = CellChange::Set { name: name.clone(), controllers: vec![Controller::Cpu], limits: half() };
+    ledger.note(&[cpu]);
+    assert_eq!(ledger.named_bucket(&named(None), &tenant(), Way::Out).unwrap().rate(), 20, "that is apart");
+    let known = ledger.limits(&named(None), &tenant());
+    assert_eq!(known, Limits { io: reading(20).io, ..half() });
+    ledger.note(&[CellChange::Drop { name, controllers }]);
+    assert_eq!(Arc::new(ledger).enter(&[named(None)], &tenant()).len(), 1, "its quota is still there");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_cell_limits_nothing() {
+    let ledger = Ledger::default();
+    ledger.named_bucket(&named(Some(reading(10))), &tenant(), Way::Out).unwrap();
+    let (name, controllers) = (CellName::parse("slow").unwrap(), Controller::ALL.to_vec());
     ledger.note(&[CellChange::Drop { name, controllers }]);
     assert!(ledger.named_bucket(&named(None), &tenant(), Way::Out).is_none());
     let only_cpu = NamedCell { controllers: vec![Controller::Cpu], ..named(Some(reading(10))) };
