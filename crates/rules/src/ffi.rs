@@ -341,7 +341,7 @@ extern "C" fn call(
             NativeError::runtime("the method failed; this is a defect of nagaya, and its log says more")
         }
     };
-    *result = host.kept.raw(Value::Text(error.message));
+    *result = host.kept.raw(&mut Value::Text(error.message));
     match error.kind {
         ErrorKind::Type => 1,
         ErrorKind::Argument => 2,
@@ -360,20 +360,33 @@ fn answer(
     // SAFETY: not null only during `Machine::run`, which borrows the scope for longer.
     let scope = unsafe { host.scope.cast::<Scope<'_>>().as_mut() }
         .ok_or(NativeError::runtime("there is no request here"))?;
-    let args: SmallVec<[Arg<'_>; 4]> = args.iter().map(RawValue::arg).collect();
-    // C has 0 for no handle, the slab counts from 0.
-    let mut at = handle.checked_sub(1);
-    let value = (native.call)(&mut Call {
+    let (only, many): (Arg<'_>, SmallVec<[Arg<'_>; 4]>);
+    let args = match args {
+        [] => &[],
+        [arg] => {
+            only = arg.arg();
+            slice::from_ref(&only)
+        }
+        args => {
+            many = args.iter().map(RawValue::arg).collect();
+            &many[..]
+        }
+    };
+    let mut call = Call {
         facts: scope.facts,
         verdict: &mut *scope.verdict,
         phase: scope.phase,
-        args: &args,
+        args,
         objects: &mut host.objects,
-        handle: &mut at,
-    })
-    .map(|value| host.kept.raw(value));
-    *handle = at.map_or(0, |at| at + 1);
-    *result = value?;
+        // C has 0 for no handle, the slab counts from 0.
+        handle: handle.checked_sub(1),
+    };
+    let mut outcome = (native.call)(&mut call);
+    *handle = call.handle.map_or(0, |at| at + 1);
+    match &mut outcome {
+        Ok(value) => *result = host.kept.raw(value),
+        Err(_) => return outcome.map(|_| ()),
+    }
     Ok(())
 }
 
@@ -388,34 +401,34 @@ extern "C" fn drop_object(state: *mut c_void, handle: usize) {
 
 impl Kept {
     /// The value as the shim reads it. Texts that are borrowed live as long as the scope they are borrowed from; those
-    /// that are owned, and lists, are kept.
-    fn raw(&mut self, value: Value<'_>) -> RawValue {
+    /// that are owned, and lists, are taken and kept. By reference, because moving an enum costs more than the rest.
+    fn raw(&mut self, value: &mut Value<'_>) -> RawValue {
         match value {
             Value::Nil => RawValue::tagged(TAG_NIL),
             Value::This => RawValue::tagged(TAG_THIS),
-            Value::Bool(bool) => RawValue::tagged(if bool { TAG_TRUE } else { TAG_FALSE }),
-            Value::Int(i) => RawValue { tag: TAG_INT, of: RawUnion { i } },
-            Value::Float(f) => RawValue { tag: TAG_FLOAT, of: RawUnion { f } },
-            Value::Text(Cow::Borrowed(text)) => RawValue::text(text),
-            Value::Text(Cow::Owned(text)) => {
-                let raw = RawValue::text(&text);
-                // The bytes of a String stay where they are when it is moved.
-                self.texts.push(text);
-                raw
-            }
+            Value::Bool(bool) => RawValue::tagged(if *bool { TAG_TRUE } else { TAG_FALSE }),
+            Value::Int(i) => RawValue { tag: TAG_INT, of: RawUnion { i: *i } },
+            Value::Float(f) => RawValue { tag: TAG_FLOAT, of: RawUnion { f: *f } },
+            Value::Text(text) => self.text(text),
             Value::List(values) => {
-                let len = values.len();
-                let list = values.into_iter().map(|value| self.raw(value)).collect();
-                self.list(TAG_LIST, list, len)
+                let list = values.iter_mut().map(|value| self.raw(value)).collect();
+                self.list(TAG_LIST, list, values.len())
             }
             Value::Map(pairs) => {
-                let len = pairs.len();
                 let list =
-                    pairs.into_iter().flat_map(|(key, value)| [self.raw(Value::Text(key)), self.raw(value)]);
-                let list = list.collect();
-                self.list(TAG_MAP, list, len)
+                    pairs.iter_mut().flat_map(|(key, value)| [self.text(key), self.raw(value)]).collect();
+                self.list(TAG_MAP, list, pairs.len())
             }
         }
+    }
+
+    fn text(&mut self, text: &mut Cow<'_, str>) -> RawValue {
+        let raw = RawValue::text(text);
+        if let Cow::Owned(text) = text {
+            // The bytes of a String stay where they are when it is moved.
+            self.texts.push(std::mem::take(text));
+        }
+        raw
     }
 
     fn list(&mut self, tag: i32, list: Box<[RawValue]>, len: usize) -> RawValue {

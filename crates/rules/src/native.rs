@@ -194,7 +194,7 @@ pub struct Call<'a> {
     pub(crate) args: &'a [Arg<'a>],
     pub(crate) objects: &'a mut Objects,
     /// Where the state of the object is; an object without state has none.
-    pub(crate) handle: &'a mut Option<usize>,
+    pub(crate) handle: Option<usize>,
 }
 
 impl<'a> Call<'a> {
@@ -258,7 +258,7 @@ impl<'a> Call<'a> {
     pub fn keep(&mut self, state: impl Any) {
         match self.handle.and_then(|at| self.objects.get_mut(at)) {
             Some(had) => *had = Box::new(state),
-            None => *self.handle = Some(self.objects.insert(Box::new(state))),
+            None => self.handle = Some(self.objects.insert(Box::new(state))),
         }
     }
 

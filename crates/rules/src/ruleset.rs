@@ -321,7 +321,9 @@ impl Entry {
         self.rule = Arc::new(Rule::new(&self.file, &self.name, program, Arc::clone(&self.rule.counters)));
         self.rule.counters.kills_in_a_row.store(0, Ordering::Relaxed);
         match &self.rule.program {
-            Err(fault) => self.rule.tell(fault),
+            Err(fault) => {
+                self.rule.tell(fault);
+            }
             Ok(_) if was_broken => tracing::info!(file = %self.name, "the rule is in force again"),
             Ok(_) => {}
         }
@@ -342,13 +344,13 @@ impl Rule {
         Self { file, name, program, counters, told: AtomicU8::new(0), last_fault: Mutex::new(None) }
     }
 
-    /// Logs a fault, once for each kind of each version of the file.
-    pub fn tell(&self, fault: &RuleFault) {
+    /// Logs a fault, once for each kind of each version of the file; whether this was the time.
+    pub fn tell(&self, fault: &RuleFault) -> bool {
         let bit = 1 << fault.kind as u8;
         if self.told.load(Ordering::Relaxed) & bit != 0
             || self.told.fetch_or(bit, Ordering::Relaxed) & bit != 0
         {
-            return;
+            return false;
         }
         let (code, phase) = (fault.kind.code(), self.file.phase.as_str());
         let requests = match self.file.on_error {
@@ -356,6 +358,7 @@ impl Rule {
             OnError::Refuse => "requests are refused",
         };
         tracing::error!(%code, phase, "{fault}; {requests}");
+        true
     }
 
     /// Counts an evaluation that failed, and logs it if it is the first of its kind.

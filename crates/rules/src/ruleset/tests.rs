@@ -168,6 +168,22 @@ fn files_are_written_as_configuration_has_them() {
 }
 
 #[test]
+fn each_kind_of_fault_is_logged_once_for_each_version() {
+    let rules = Rules::of("raise 'no'");
+    let (set, mut engine) = rules.engine();
+    let rule = || Arc::clone(&set.current().rules[0]);
+    let fault = |kind| RuleFault { kind, file: "a.rb".into(), line: None, message: String::new() };
+    evaluate(&mut engine).1.unwrap();
+    assert!(!rule().tell(&fault(FaultKind::Exception)), "the evaluation did");
+    assert!(rule().tell(&fault(FaultKind::Memory)));
+    assert!(!rule().tell(&fault(FaultKind::Memory)));
+    rules.write(0, "if");
+    set.refresh();
+    assert!(!rule().tell(&fault(FaultKind::Syntax)), "whoever read it did");
+    assert!(rule().tell(&fault(FaultKind::Memory)));
+}
+
+#[test]
 fn the_status_says_how_a_file_fares() {
     let rules = Rules::of("raise 'no' if Apache::Request.new.uri =~ /wiki/");
     let (set, mut engine) = rules.engine();
