@@ -449,14 +449,13 @@ impl State {
 
     /// Gives the directories of these levels their limits.
     fn follow(&mut self, shared: &Shared, changed: &Changed) {
-        if changed.is_empty() {
-            return;
-        }
-        self.generation += 1;
         for what in changed {
+            // Where nothing is, nobody has gone by its limits.
+            let Some(held) = self.dirs.get(what) else { continue };
+            self.generation += 1;
             let (limits, roots) = self.desired.of(what);
             let resolved = shared.resolve(&limits, roots);
-            for held in self.dirs.get(what).into_iter().flatten() {
+            for held in held {
                 if let Some(dir) = held.dir.upgrade() {
                     dir.set(only(&resolved, held.controllers));
                 }
@@ -485,3 +484,6 @@ impl State {
         self.desired.keep_only(&tenants, &sites);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -82,17 +82,19 @@ impl Desired {
 
     // === Records ===
 
-    /// Gets to know who this home is of.
+    /// Gets to know who this home is of. Directories of one that was forgotten may still be there.
     pub fn meet(&mut self, home: &Home) -> Changed {
         let mut changed = Changed::new();
         let Home { tenant, site, device } = home;
+        let is_new = !self.tenants.contains_key(&tenant.name);
         let holder = self.tenants.entry(tenant.name.clone()).or_insert_with(|| Holder::of_tenant(tenant));
-        if holder.learn(*device) {
+        if holder.learn(*device) || is_new {
             changed.push(What::Tenant(tenant.name.clone()));
         }
         if let Some(site) = site {
+            let is_new = !self.sites.contains_key(&site.name);
             let holder = self.sites.entry(site.name.clone()).or_insert_with(|| Holder::of_site(site));
-            if holder.learn(*device) {
+            if holder.learn(*device) || is_new {
                 changed.push(What::Site(site.name.clone()));
             }
         }
@@ -103,24 +105,25 @@ impl Desired {
         changed
     }
 
-    /// Takes changed records over.
+    /// Takes changed records over. Whose record is gone is forgotten, and its directories keep their limits: what still
+    /// runs there is about to be ended.
     pub fn apply_records(&mut self, table: &Table, processes_per_tenant: u32) -> Changed {
         let mut changed = Changed::new();
         let all_tenants = self.processes_per_tenant != processes_per_tenant;
         self.processes_per_tenant = processes_per_tenant;
         self.tenants.retain(|name, holder| {
-            let record = table.tenant(name.as_str());
-            if holder.update(record.as_ref().map(|tenant| tenant.limits.limits())) || all_tenants {
+            let Some(tenant) = table.tenant(name.as_str()) else { return false };
+            if holder.update(tenant.limits.limits()) || all_tenants {
                 changed.push(What::Tenant(name.clone()));
             }
-            record.is_some()
+            true
         });
         self.sites.retain(|name, holder| {
-            let record = table.site(name.as_str());
-            if holder.update(record.as_ref().map(|site| site.limits.limits())) {
+            let Some(site) = table.site(name.as_str()) else { return false };
+            if holder.update(site.limits.limits()) {
                 changed.push(What::Site(name.clone()));
             }
-            record.is_some()
+            true
         });
         changed
     }
@@ -244,8 +247,7 @@ impl Holder {
     }
 
     /// True: the limits are others now.
-    fn update(&mut self, limits: Option<Limits>) -> bool {
-        let limits = limits.unwrap_or_default();
+    fn update(&mut self, limits: Limits) -> bool {
         let is_changed = self.limits != limits;
         self.limits = limits;
         is_changed
@@ -255,3 +257,6 @@ impl Holder {
 fn what((tenant, name): &NamedKey) -> What {
     What::Named { name: name.clone(), tenant: tenant.clone() }
 }
+
+#[cfg(test)]
+mod tests;

@@ -300,3 +300,45 @@ fn move_own(base: &Path) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hierarchy(version: Version, controllers: Controllers) -> Hierarchy {
+        Hierarchy { version, controllers, is_fence: false, node: "/none".into(), base: "/none".into() }
+    }
+
+    #[test]
+    fn each_controller_is_there_or_missing_for_one_reason() {
+        let mut found = Found::default();
+        found.hierarchies.push(hierarchy(Version::V1, Controllers::of(&[Controller::Cpu, Controller::Pids])));
+        // Of v2, which has it not; v1 has it after all.
+        found.missing.push(Missing::of(Some(Controller::Cpu), "busy"));
+        found.missing.push(Missing::of(Some(Controller::Memory), "busy"));
+        found.missing.push(Missing::of(Some(Controller::Memory), "not writable"));
+        found.choose_fence();
+        found.name_the_rest(BackEnd::Auto);
+        let told: Vec<_> = found.missing.iter().map(|one| (one.controller, one.why.as_str())).collect();
+        let nowhere = "it is mounted nowhere, neither in cgroup v2 nor in v1";
+        assert_eq!(
+            told,
+            [
+                (Some(Controller::Memory), "busy"),
+                (Some(Controller::Cpuacct), nowhere),
+                (Some(Controller::Cpuset), nowhere),
+                (Some(Controller::Blkio), nowhere),
+            ]
+        );
+        assert!(found.hierarchies[0].is_fence);
+    }
+
+    #[test]
+    fn what_is_not_to_be_used_is_missing_because_of_that() {
+        let found = find(BackEnd::ProcessGroup);
+        assert!(found.hierarchies.is_empty());
+        let because = |one: &Missing| one.controller.is_none() || one.why.contains("cells.back_end");
+        assert!(found.missing.iter().all(because), "{:?}", found.missing);
+        assert_eq!(found.missing.len(), Controller::ALL.len() + 1);
+    }
+}

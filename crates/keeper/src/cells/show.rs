@@ -134,19 +134,20 @@ fn levels(state: &State) -> Vec<Row> {
         let Place { tenant, site, attached } = &branch.place;
         let live = branch.live().len();
         tenants.extend(site.as_ref().map(|site| (site.as_str(), tenant.as_str())));
-        let named = attached.iter().map(|one| branch.place.what(one));
-        let mut whats: Vec<What> = named.chain([What::Tenant(tenant.clone())]).collect();
+        let mut whats = vec![What::Tenant(tenant.clone())];
         whats.extend(site.clone().map(What::Site));
-        // Attached to one cell by several controllers, a request is one in it.
-        whats.sort_by_key(|what| format!("{what:?}"));
-        whats.dedup();
+        for what in attached.iter().map(|one| branch.place.what(one)) {
+            // Attached to one cell by several controllers, a request is one in it.
+            if !whats.contains(&what) {
+                whats.push(what);
+            }
+        }
         for what in whats {
             *counts.entry(what).or_default() += live;
         }
     }
     let here = state.dirs.keys().filter(|what| !matches!(what, What::Named { .. })).cloned();
-    let mut whats: Vec<What> = here.chain(state.desired.named().map(|(what, ..)| what)).collect();
-    whats.sort_by_key(|what| format!("{what:?}"));
+    let whats = here.chain(state.desired.named().map(|(what, ..)| what));
     let row = |what: What| {
         let (path, kind, tenant, site) = match &what {
             What::Tenant(name) => (name.to_string(), "tenant", Some(name.to_string()), None),
@@ -171,8 +172,8 @@ fn levels(state: &State) -> Vec<Row> {
             requests: counts.get(&what).copied().unwrap_or(0),
         }
     };
-    let mut rows: Vec<Row> = whats.into_iter().map(row).collect();
-    rows.sort_by(|a, b| a.path.cmp(&b.path));
+    let mut rows: Vec<Row> = whats.map(row).collect();
+    rows.sort_unstable_by(|a, b| a.path.cmp(&b.path));
     rows
 }
 
@@ -191,7 +192,7 @@ fn requests(state: &State) -> Vec<Row> {
         })
     };
     let mut rows: Vec<Row> = state.branches.values().flat_map(of_branch).collect();
-    rows.sort_by(|a, b| a.path.cmp(&b.path));
+    rows.sort_unstable_by(|a, b| a.path.cmp(&b.path));
     rows
 }
 

@@ -1,0 +1,156 @@
+//! What named cells, tenants and sites are limited to after rules and records said this and that.
+//!
+//! Not here: the directories that follow (`tests/kernel`).
+
+use nagaya_cmdb::Change;
+use nagaya_cmdb::cell::Controller::{Blkio, Cpu};
+use nagaya_cmdb::cell::{Controller, Device, IoLimit, NamedCell};
+use serde_json::json;
+
+use super::*;
+
+fn shares(count: u32) -> Limits {
+    Limits { cpu_shares: Some(count), ..Limits::default() }
+}
+
+fn name(text: &str) -> CellName {
+    CellName::parse(text).unwrap()
+}
+
+fn tenant(more: serde_json::Value) -> Tenant {
+    let mut record = json!({"name": "demo", "uid": 1001, "gid": 1001});
+    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    serde_json::from_value(record).unwrap()
+}
+
+fn home() -> Home {
+    Home { tenant: Arc::new(tenant(json!({}))), site: None, device: None }
+}
+
+fn set(text: &str, controllers: &[Controller], limits: Limits) -> CellChange {
+    CellChange::Set { name: name(text), controllers: controllers.to_vec(), limits }
+}
+
+fn node_cell(text: &str) -> What {
+    What::Named { name: name(text), tenant: None }
+}
+
+fn attach(
+    desired: &mut Desired,
+    cells: &[(&str, Scope, &[Controller], Option<Limits>)],
+) -> (Vec<String>, usize) {
+    let named = cells.iter().map(|(text, scope, controllers, limits)| NamedCell {
+        name: name(text),
+        scope: *scope,
+        controllers: controllers.to_vec(),
+        limits: limits.clone(),
+    });
+    let confinement = Confinement { named: named.collect(), ..Confinement::default() };
+    let (attached, changed) = desired.attach(&TenantName::new("demo").unwrap(), &confinement).unwrap();
+    (attached.iter().map(|one| format!("{}:{}", one.name, one.controllers)).collect(), changed.len())
+}
+
+#[test]
+fn a_cell_that_is_not_there_is_joined_only_if_it_is_made() {
+    let mut desired = Desired::new(9);
+    let joined = attach(&mut desired, &[("x", Scope::Node, &[Cpu], None)]);
+    assert_eq!(joined, (vec![], 0));
+    let joined = attach(&mut desired, &[("x", Scope::Node, &[Cpu], Some(shares(25)))]);
+    assert_eq!(joined, (vec!["x:cpu".to_owned()], 1));
+    // The same again changes nothing; by a controller it does not have it is not joined.
+    let joined = attach(&mut desired, &[("x", Scope::Node, &[Cpu], Some(shares(25)))]);
+    assert_eq!(joined, (vec!["x:cpu".to_owned()], 0));
+    let joined = attach(&mut desired, &[("x", Scope::Node, &[Cpu, Blkio], None)]);
+    assert_eq!(joined, (vec!["x:cpu".to_owned()], 0));
+    // One of a tenant is another one.
+    let joined = attach(&mut desired, &[("x", Scope::Tenant, &Controller::ALL, None)]);
+    assert_eq!(joined, (vec![], 0));
+}
+
+#[test]
+fn values_are_set_one_by_one_and_cells_as_a_whole() {
+    let mut desired = Desired::new(9);
+    let io = vec![IoLimit { read_bps: Some(5), ..IoLimit::of(Device::Root) }];
+    desired.change(&set("x", &[Blkio], Limits { io: io.clone(), ..Limits::default() })).unwrap();
+    desired.change(&set("x", &[Cpu], shares(25))).unwrap();
+    // Of other controllers than are named, nothing is taken.
+    desired.change(&set("x", &[Cpu], Limits { processes: Some(1), ..shares(30) })).unwrap();
+    let (limits, _) = desired.of(&node_cell("x"));
+    assert_eq!(limits, Limits { io, ..shares(30) });
+    desired.change(&set("x", &Controller::ALL, shares(7))).unwrap();
+    assert_eq!(desired.of(&node_cell("x")).0, shares(7));
+}
+
+#[test]
+fn a_cell_is_gone_when_its_last_controller_is_dropped() {
+    let mut desired = Desired::new(9);
+    let drop_it =
+        |controllers: &[Controller]| CellChange::Drop { name: name("x"), controllers: controllers.to_vec() };
+    desired.change(&set("x", &[Cpu, Blkio], shares(25))).unwrap();
+    let attached = [Attached { name: name("x"), scope: Scope::Node, controllers: Controllers::of(&[Cpu]) }];
+    let demo = TenantName::new("demo").unwrap();
+    assert!(desired.has(&demo, &attached));
+    assert_eq!(desired.change(&drop_it(&[Cpu])).unwrap(), [node_cell("x")]);
+    assert!(!desired.has(&demo, &attached));
+    assert_eq!((desired.of(&node_cell("x")).0, desired.named().count()), (Limits::default(), 1));
+    desired.change(&drop_it(&[Blkio])).unwrap();
+    assert_eq!(desired.named().count(), 0);
+    assert_eq!(desired.change(&drop_it(&[Blkio])).unwrap(), []);
+}
+
+#[test]
+fn there_is_an_end_to_named_cells() {
+    let mut desired = Desired::new(9);
+    for number in 0..NAMED_MAX {
+        desired.change(&set(&format!("c{number}"), &[Cpu], shares(25))).unwrap();
+    }
+    let error = desired.change(&set("more", &[Cpu], shares(25))).unwrap_err();
+    assert_eq!(error.code, codes::NAMED_MAX);
+    // Those that are there can be changed, and a dropped one makes room.
+    desired.change(&set("c7", &[Cpu], shares(26))).unwrap();
+    desired.change(&CellChange::Drop { name: name("c8"), controllers: vec![Cpu] }).unwrap();
+    desired.change(&set("more", &[Cpu], shares(25))).unwrap();
+}
+
+#[test]
+fn a_tenant_has_as_many_processes_as_its_record_or_the_node_says() {
+    let mut desired = Desired::new(9);
+    let what = What::Tenant(TenantName::new("demo").unwrap());
+    assert_eq!(desired.of(&what).0, Limits::default(), "nobody has asked for it yet");
+    desired.meet(&home());
+    assert_eq!(desired.of(&what).0.processes, Some(9));
+    let mut table = Table::new();
+    table.apply(Change::PutTenant(Box::new(tenant(json!({"limits": {"processes": 5}}))))).unwrap();
+    assert_eq!(desired.apply_records(&table, 9), [what.clone()]);
+    assert_eq!(desired.of(&what).0.processes, Some(5));
+    assert_eq!(desired.apply_records(&table, 9), []);
+    table.apply(Change::PutTenant(Box::new(tenant(json!({}))))).unwrap();
+    assert_eq!(desired.apply_records(&table, 12), [what.clone()]);
+    assert_eq!(desired.of(&what).0.processes, Some(12));
+    // What runs for one whose record is gone keeps its limits, until another one has its name.
+    assert_eq!(desired.apply_records(&Table::new(), 12), []);
+    assert_eq!(desired.meet(&home()), [what]);
+}
+
+#[test]
+fn limits_of_the_disk_follow_when_a_disk_becomes_known() {
+    let mut desired = Desired::new(9);
+    desired.change(&set("x", &[Blkio], Limits::default())).unwrap();
+    desired.meet(&home());
+    assert_eq!(desired.meet(&home()), []);
+    let on_disk = Home { device: Some((8, 1)), ..home() };
+    let changed = desired.meet(&on_disk);
+    assert_eq!(changed, [What::Tenant(on_disk.tenant.name.clone()), node_cell("x")]);
+    assert_eq!(desired.meet(&on_disk), [], "once");
+    assert_eq!((desired.of(&changed[0]).1, desired.of(&changed[1]).1), (&[(8, 1)][..], &[(8, 1)][..]));
+}
+
+#[test]
+fn tenants_that_are_gone_leave_no_named_cells() {
+    let mut desired = Desired::new(9);
+    attach(&mut desired, &[("x", Scope::Tenant, &Controller::ALL, Some(shares(2)))]);
+    desired.change(&set("x", &[Cpu], shares(3))).unwrap();
+    desired.drop_of_absent(&Table::new());
+    let left: Vec<What> = desired.named().map(|(what, ..)| what).collect();
+    assert_eq!(left, [node_cell("x")]);
+}
