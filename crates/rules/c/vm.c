@@ -587,7 +587,11 @@ int32_t ng_load(ng_vm *vm, const uint8_t *code, size_t n, uint32_t *program, ng_
   clear(error);
   if (at == PROGRAMS_MAX) return NG_FAILED;
   struct loading l = { code, n, mrb_nil_value() };
+  /* Not all of the loader looks whether it got its memory. What it needs is bounded by the text's length. */
+  const size_t memory = vm->limits.memory;
+  vm->limits.memory = SIZE_MAX / 2;
   int32_t status = protect(vm, load_body, &l, error);
+  vm->limits.memory = memory;
   if (status != NG_OK) return status;
   if (mrb_type(l.proc) != MRB_TT_PROC) return NG_FAILED;
   vm->programs[at] = l.proc;

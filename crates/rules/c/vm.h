@@ -89,7 +89,7 @@ int32_t ng_compile(ng_vm *vm, const char *text, size_t n, const char *file, int3
                    uint8_t **code, size_t *code_len, ng_error *error);
 void ng_release(ng_vm *vm, uint8_t *code);
 
-/* Makes bytecode of `ng_compile` runnable as `*program`. */
+/* Makes bytecode of `ng_compile` runnable as `*program`, whatever the limit of memory. */
 int32_t ng_load(ng_vm *vm, const uint8_t *code, size_t n, uint32_t *program, ng_error *error);
 void ng_unload(ng_vm *vm, uint32_t program);
 int32_t ng_run(ng_vm *vm, uint32_t program, ng_error *error);

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use crate::Phase;
 use crate::facts::Facts;
 use crate::fault::RuleFault;
-use crate::ffi::{Code, Program, Scope};
+use crate::ffi::{Code, Scope};
 use crate::ruleset::{Budget, OnError, Rule, RuleSet, Tally};
 use crate::verdict::Verdict;
-use crate::vm::{Failed, Vm};
+use crate::vm::{self, Failed, Vm};
 
 /// One per thread that serves requests.
 pub struct Engine {
@@ -33,7 +33,7 @@ struct Loaded {
     name: Arc<str>,
     tally: Arc<Tally>,
     /// In the VM that is open now.
-    program: Option<Program>,
+    program: Option<vm::Loaded>,
 }
 
 impl Engine {
@@ -152,9 +152,9 @@ impl Loaded {
 fn prepare<'a>(
     vm: &'a mut Option<Vm>,
     budget: Budget,
-    program: &mut Option<Program>,
+    program: &mut Option<vm::Loaded>,
     code: &Code,
-) -> Result<(&'a mut Vm, Program), Failed> {
+) -> Result<(&'a mut Vm, vm::Loaded), Failed> {
     let vm = match vm {
         Some(vm) => vm,
         none => none.insert(Vm::open(budget)?),

@@ -85,7 +85,7 @@ pub struct RuleFile {
 pub struct Budget {
     /// Instructions of the VM.
     pub instructions: u64,
-    /// Bytes of a thread's VM, with all it keeps between evaluations.
+    /// Bytes of a thread's VM, with all it keeps between evaluations; the rule files themselves are not counted.
     pub memory: u64,
 }
 

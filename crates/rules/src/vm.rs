@@ -24,15 +24,25 @@ const SYMBOLS_PER_RUN: u32 = 1024;
 /// Symbols a VM may have made since it was opened before a new one takes its place.
 const SYMBOLS_KEPT_MAX: u32 = 8 * SYMBOLS_PER_RUN;
 
-/// Smallest memory a VM is given, in bytes: its library alone takes a quarter of it.
+/// Smallest memory a VM is given, in bytes: its library alone takes a third of it.
 pub const MEMORY_MIN: u64 = 1 << 20;
 
 pub struct Vm {
     machine: Machine,
-    /// When it was opened.
+    limits: Limits,
+    /// Symbols it had when it was opened.
     symbols: u32,
-    /// Bytes above which it is looked at whether they are garbage.
-    memory_worn: usize,
+    /// Bytes it had then.
+    memory: usize,
+    /// Bytes of the loaded programs. They are bounded by the files, and do not take from what evaluations may use.
+    programs: usize,
+}
+
+/// A rule file that is loaded into a VM.
+#[derive(Debug, Clone, Copy)]
+pub struct Loaded {
+    program: Program,
+    bytes: usize,
 }
 
 /// The parts every VM is made of, as bytecode.
@@ -50,23 +60,35 @@ impl Vm {
             .map_err(|failure| Failed::vm(&format!("{} ({})", failure.message, failure.class)))?;
         machine.collect();
         let memory = usize::try_from(budget.memory.max(MEMORY_MIN)).unwrap_or(usize::MAX);
-        machine.limit(Limits { instructions: budget.instructions.max(1), memory, symbols: SYMBOLS_PER_RUN });
-        let symbols = machine.symbols();
-        let memory_worn = machine.memory() + memory.saturating_sub(machine.memory()) / 2;
-        Ok(Self { machine, symbols, memory_worn })
+        let limits = Limits { instructions: budget.instructions.max(1), memory, symbols: SYMBOLS_PER_RUN };
+        machine.limit(limits);
+        let (symbols, memory) = (machine.symbols(), machine.memory());
+        Ok(Self { machine, limits, symbols, memory, programs: 0 })
     }
 
-    pub fn load(&mut self, code: &Code) -> Result<Program, Failed> {
-        Ok(self.machine.load(code)?)
+    pub fn load(&mut self, code: &Code) -> Result<Loaded, Failed> {
+        let before = self.machine.memory();
+        let program = self.machine.load(code)?;
+        let bytes = self.machine.memory().saturating_sub(before);
+        self.programs += bytes;
+        self.limit();
+        Ok(Loaded { program, bytes })
     }
 
-    pub fn unload(&mut self, program: Program) {
-        self.machine.unload(program);
+    pub fn unload(&mut self, loaded: Loaded) {
+        self.machine.unload(loaded.program);
+        self.programs -= loaded.bytes;
+        self.limit();
+    }
+
+    fn limit(&mut self) {
+        let memory = self.limits.memory.saturating_add(self.programs);
+        self.machine.limit(Limits { memory, ..self.limits });
     }
 
     /// Runs a rule. If the failure is a kill, the VM is good for nothing but being dropped.
-    pub fn run(&mut self, program: Program, scope: &mut Scope<'_>, file: &str) -> Result<(), Failed> {
-        self.machine.run(program, Some(scope)).map_err(|failure| Failed::of_rule(failure, file))
+    pub fn run(&mut self, loaded: Loaded, scope: &mut Scope<'_>, file: &str) -> Result<(), Failed> {
+        self.machine.run(loaded.program, Some(scope)).map_err(|failure| Failed::of_rule(failure, file))
     }
 
     /// Whether it should give way to a new one: what it keeps has grown, and collecting garbage did not help.
@@ -74,11 +96,13 @@ impl Vm {
         if self.machine.symbols() - self.symbols > SYMBOLS_KEPT_MAX {
             return true;
         }
-        if self.machine.memory() <= self.memory_worn {
+        let open = self.memory + self.programs;
+        let worn = open + self.limits.memory.saturating_sub(self.memory) / 2;
+        if self.machine.memory() <= worn {
             return false;
         }
         self.machine.collect();
-        self.machine.memory() > self.memory_worn
+        self.machine.memory() > worn
     }
 
     /// What it holds after all garbage is collected.

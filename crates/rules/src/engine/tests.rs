@@ -262,6 +262,23 @@ fn memory_that_is_kept_wears_a_vm_out() {
 }
 
 #[test]
+fn large_programs_leave_evaluations_their_memory() {
+    // Some 20 KiB of text each, more than 1 MiB when loaded.
+    let text = |round| (0..1000).map(|n| format!("a{n} = '{round}text {n}'\n")).collect::<String>();
+    let mut rules = Rules::of("");
+    (0..crate::RULE_FILES_MAX - 2).for_each(|_| drop(rules.add(&text(0))));
+    rules.add("$n = ($n || 0) + 1\n$kept ||= 'x' * 300_000\nApache.rputs $n.to_s");
+    let (set, mut engine) = rules.engine();
+    set.set_budget(Budget { memory: crate::vm::MEMORY_MIN, ..Budget::default() });
+    for n in 1..=5 {
+        assert_eq!(answer_of(&mut engine), n.to_string(), "the VM stays");
+        (1..crate::RULE_FILES_MAX - 1).for_each(|at| rules.write(at, &text(n)));
+        set.refresh();
+    }
+    assert!(set.status().iter().all(|status| status.errors == 0));
+}
+
+#[test]
 fn a_budget_can_be_changed() {
     let (set, mut engine) = Rules::of("50_000.times { }\nApache.rputs 'done'").engine();
     assert_eq!(answer_of(&mut engine), "");
