@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use nagaya_cmdb::cell::{Controller, Limits, Usage};
@@ -82,7 +83,28 @@ pub struct Body {
 struct Fence {
     /// v2: children are born in it; its `cgroup.kill` and `cgroup.events`.
     v2: Option<(Arc<OwnedFd>, OwnedFd, File)>,
-    procs: File,
+    procs: Procs,
+}
+
+/// The list of who is in a directory. v1 tells who reads an open file again what it told before, for a second
+/// (`cgroup_pidlist_start` of kernel/cgroup/cgroup-v1.c), so there it is opened for each look.
+#[derive(Debug)]
+enum Procs {
+    Open(File),
+    At(PathBuf),
+}
+
+impl Procs {
+    fn look<R>(&self, read: impl FnOnce(&File) -> io::Result<R>) -> io::Result<R> {
+        match self {
+            Self::Open(file) => read(file),
+            Self::At(path) => match File::open(path) {
+                // As an open file says it whose directory was removed.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Errno::NODEV.into()),
+                opened => read(&opened?),
+            },
+        }
+    }
 }
 
 impl Fence {
@@ -96,7 +118,11 @@ impl Fence {
                 reading("cgroup.events")?,
             )),
         };
-        Ok(Self { v2, procs: reading("cgroup.procs")? })
+        let procs = match v2 {
+            Some(_) => Procs::Open(reading("cgroup.procs")?),
+            None => Procs::At(dir.file("cgroup.procs")),
+        };
+        Ok(Self { v2, procs })
     }
 
     fn is_empty(&self) -> io::Result<bool> {
@@ -107,19 +133,21 @@ impl Fence {
                 let len = events.read_at(&mut buffer, 0)?;
                 Ok(usage::keyed(str::from_utf8(&buffer[..len]).unwrap_or(""), "populated") == Some(0))
             }
-            None => Ok(self.procs.read_at(&mut buffer, 0)? == 0),
+            None => Ok(self.procs.look(|procs| procs.read_at(&mut buffer, 0))? == 0),
         }
     }
 
     fn pids(&self) -> io::Result<Vec<Pid>> {
         let mut buffer = vec![0; 512];
-        loop {
-            let len = self.procs.read_at(&mut buffer, 0)?;
-            if len < buffer.len() || len >= LIST_LEN_MAX {
-                return Ok(ending::pids(str::from_utf8(&buffer[..len]).unwrap_or("")));
+        self.procs.look(|procs| {
+            loop {
+                let len = procs.read_at(&mut buffer, 0)?;
+                if len < buffer.len() || len >= LIST_LEN_MAX {
+                    return Ok(ending::pids(str::from_utf8(&buffer[..len]).unwrap_or("")));
+                }
+                buffer.resize((len * 2).min(LIST_LEN_MAX), 0);
             }
-            buffer.resize((len * 2).min(LIST_LEN_MAX), 0);
-        }
+        })
     }
 }
 

@@ -9,14 +9,20 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use nagaya_cmdb::feed::Question;
+use nagaya_keeper::BackEnd;
 use serde_json::Value;
 
-use crate::world::World;
+use crate::world::{BACK_END, World};
 
-/// What the keeper says it can limit on this machine: the version of each controller, or why there is none.
-pub fn available() -> &'static BTreeMap<String, Result<String, String>> {
-    static AVAILABLE: OnceLock<BTreeMap<String, Result<String, String>>> = OnceLock::new();
-    AVAILABLE.get_or_init(|| {
+/// The version of each controller, or why there is none.
+type Available = BTreeMap<String, Result<String, String>>;
+
+/// What the keeper says it can limit on this machine with the back end of this thread.
+pub fn available() -> &'static Available {
+    static OF_ALL: OnceLock<Available> = OnceLock::new();
+    static OF_V1: OnceLock<Available> = OnceLock::new();
+    let of = if BACK_END.get() == BackEnd::CgroupV1 { &OF_V1 } else { &OF_ALL };
+    of.get_or_init(|| {
         let world = World::new().start();
         let shown: Value = serde_json::from_str(&world.ask(Question::Cells)).unwrap();
         let why = |name: &str| {

@@ -14,6 +14,7 @@ mod programs;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
+use nagaya_keeper::BackEnd;
 
 /// One test: its name, and what panics if it is not so.
 pub type Fact = (&'static str, fn());
@@ -51,9 +52,11 @@ fn main() {
         };
         trial(fact, missing)
     };
-    let of_cells = |(needs, name, fact): &CellFact| {
+    let of_cells = |(needs, name, fact): &CellFact, back_end: BackEnd| {
         let (needs, fact) = (*needs, *fact);
-        Trial::ignorable_test(*name, move || {
+        let alone = if back_end == BackEnd::CgroupV1 { ", with cgroup v1 alone" } else { "" };
+        Trial::ignorable_test(format!("{name}{alone}"), move || {
+            world::BACK_END.set(back_end);
             let missing = if is_root { groups::missing(needs) } else { Some("needs root".into()) };
             if let Some(missing) = missing {
                 return Ok(Completion::ignored_with(missing));
@@ -63,6 +66,11 @@ fn main() {
         })
     };
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(cells::CELLS.iter().chain(limits::CELLS).map(of_cells));
+    // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
+    let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
+    let on_cells = back_ends
+        .iter()
+        .flat_map(|back_end| cells::CELLS.iter().chain(limits::CELLS).map(|fact| of_cells(fact, *back_end)));
+    let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
 }

@@ -2,6 +2,7 @@
 //!
 //! Not here: what is tested. Nothing waits by sleeping: ends are seen by pidfds and closed pipes.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::Read;
 use std::net::Shutdown;
@@ -48,6 +49,11 @@ pub fn keeper_main() -> ! {
     std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS))
 }
 
+thread_local! {
+    /// What worlds of this thread make cells of, where they do not say.
+    pub static BACK_END: Cell<BackEnd> = const { Cell::new(BackEnd::Auto) };
+}
+
 pub struct World {
     pub dir: TempDir,
     options: Options,
@@ -82,7 +88,8 @@ impl World {
         rustix::net::listen(&listener, 64).unwrap();
         // Wider than in use, so that the keeper's own check of its peers is what refuses.
         set_mode(&path, 0o666);
-        let options = Options { runtime_dir: dir.path().join("run"), ..Options::default() };
+        let back_end = BACK_END.get();
+        let options = Options { runtime_dir: dir.path().join("run"), back_end, ..Options::default() };
         let mut world = Self { dir, options, listener, changes: Vec::new(), running: Mutex::default() };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
             let home = world.home(name);
