@@ -243,36 +243,38 @@ fn open_v2(base: &Path, name: &str, missing: &mut Vec<Missing>) -> Result<Hierar
         base: base.into(),
     };
     open(&node.join("cgroup.procs"), OFlags::WRONLY).inspect_err(|_| hierarchy(controllers).close())?;
+    let room = make_room(base);
     for controller in available {
         // Enabled only once a cell is bound to CPUs: until then it would cost each fork and move something.
-        let enabled = match controller {
-            Controller::Cpuset => Ok(()),
-            _ => enable_or_make_room(&hierarchy(controllers), controller),
+        let enabled = match (controller, &room) {
+            (Controller::Cpuset, Ok(())) => Ok(()),
+            (_, Ok(())) => hierarchy(controllers)
+                .enable_above(controller)
+                .map_err(|error| Missing::of(Some(controller), &error.to_string())),
+            (_, Err(why)) => {
+                Err(Missing { controller: Some(controller), code: codes::SHARED, why: why.clone() })
+            }
         };
         match enabled {
             Ok(()) => controllers = controllers.with(controller),
-            Err(why) => missing.push(Missing { controller: Some(controller), ..why }),
+            Err(why) => missing.push(why),
         }
     }
     Ok(hierarchy(controllers))
 }
 
-fn enable_or_make_room(hierarchy: &Hierarchy, controller: Controller) -> Result<(), Missing> {
-    let Err(error) = hierarchy.enable_above(controller) else { return Ok(()) };
-    if !error.is(Errno::BUSY) {
-        return Err(Missing::of(Some(controller), &error.to_string()));
-    }
-    // The rule of no internal processes: with processes of its own, a cgroup gives its children no controller.
-    let moved = move_own(&hierarchy.base);
-    moved.and_then(|()| Ok(hierarchy.enable_above(controller)?)).map_err(|error| Missing {
-        controller: Some(controller),
-        code: codes::SHARED,
-        why: format!(
-            "{} has processes of its own, so cells beneath it get no {}: give nagaya a cgroup of its own \
+/// Sees to it that this cgroup may have children with controllers. Only the root may while it has processes of its
+/// own; any other would refuse some controllers, and with the others become one whose children cannot have processes
+/// (cgroup-v2.rst, "No Internal Process Constraint" and "Threads").
+fn make_room(base: &Path) -> Result<(), String> {
+    let is_root = !base.join("cgroup.type").exists();
+    let moved = if is_root { Ok(()) } else { move_own(base) };
+    moved.map_err(|error| {
+        format!(
+            "{} has processes of others, so cells beneath it get no controllers: give nagaya a cgroup of its own \
              (`Delegate=yes` in its systemd unit). {error}",
-            hierarchy.base.display(),
-            v2_name(controller).unwrap_or_default()
-        ),
+            base.display()
+        )
     })
 }
 
@@ -281,12 +283,15 @@ fn move_own(base: &Path) -> io::Result<()> {
     let supervisor = rustix::process::getppid();
     let program = fs::read_link("/proc/self/exe")?;
     let pids = ending::members(base)?;
+    if pids.is_empty() {
+        return Ok(());
+    }
     let is_ours = |pid: &rustix::process::Pid| {
         Some(*pid) == supervisor
             || fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).is_ok_and(|exe| exe == program)
     };
     if let Some(other) = pids.iter().find(|pid| !is_ours(pid)) {
-        let message = format!("Process {} in it is none of nagaya's", other.as_raw_nonzero());
+        let message = format!("Process {} is none of nagaya's", other.as_raw_nonzero());
         return Err(io::Error::new(io::ErrorKind::ResourceBusy, message));
     }
     let own = base.join(TREE).join(OWN);

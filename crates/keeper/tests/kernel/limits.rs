@@ -138,7 +138,7 @@ fn processes_end() {
 }
 
 /// The disk of a directory, by the number `lsblk` shows. None: it is on none.
-fn disk_of(path: &Path) -> Option<String> {
+pub fn disk_of(path: &Path) -> Option<String> {
     let device = rustix::fs::stat(path).unwrap().st_dev;
     let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
     let dir = std::fs::canonicalize(format!("/sys/dev/block/{number}")).ok()?;
@@ -149,7 +149,7 @@ fn disk_of(path: &Path) -> Option<String> {
 }
 
 /// Any disk of this machine.
-fn some_disk() -> Option<String> {
+pub fn some_disk() -> Option<String> {
     let disks = std::fs::read_dir("/sys/block").ok()?;
     disks
         .flatten()

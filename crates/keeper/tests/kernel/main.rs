@@ -10,6 +10,7 @@ mod groups;
 mod life;
 mod limits;
 mod php;
+mod places;
 mod programs;
 mod world;
 
@@ -68,9 +69,8 @@ fn main() {
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let on_cells = back_ends
-        .iter()
-        .flat_map(|back_end| cells::CELLS.iter().chain(limits::CELLS).map(|fact| of_cells(fact, *back_end)));
+    let facts = [cells::CELLS, places::CELLS, limits::CELLS].concat();
+    let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
 }

@@ -59,6 +59,8 @@ pub struct World {
     options: Options,
     listener: OwnedFd,
     changes: Vec<Change>,
+    /// The cgroup v2 directory the keeper is started in. None: that of this process.
+    group: Option<PathBuf>,
     running: Mutex<Option<Started>>,
 }
 
@@ -90,7 +92,8 @@ impl World {
         set_mode(&path, 0o666);
         let back_end = BACK_END.get();
         let options = Options { runtime_dir: dir.path().join("run"), back_end, ..Options::default() };
-        let mut world = Self { dir, options, listener, changes: Vec::new(), running: Mutex::default() };
+        let mut world =
+            Self { dir, options, listener, changes: Vec::new(), group: None, running: Mutex::default() };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
             let home = world.home(name);
             fs::create_dir_all(home.join("www")).unwrap();
@@ -109,6 +112,11 @@ impl World {
 
     pub fn fenced(self, fence: BackEnd) -> Self {
         self.with(|options| options.back_end = fence)
+    }
+
+    pub fn inside(mut self, group: &Path) -> Self {
+        self.group = Some(group.to_owned());
+        self
     }
 
     pub fn home(&self, tenant: &str) -> PathBuf {
@@ -171,7 +179,16 @@ impl World {
     pub fn restart(&self) {
         let log = fs::File::options().create(true).append(true).open(self.log_path()).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let keeper = Command::new(std::env::current_exe().unwrap())
+        let exe = std::env::current_exe().unwrap();
+        let mut command = match &self.group {
+            None => Command::new(exe),
+            Some(group) => {
+                let mut shell = Command::new("sh");
+                shell.arg("-c").arg("echo 0 > \"$0/cgroup.procs\" && exec \"$1\"").arg(group).arg(exe);
+                shell
+            }
+        };
+        let keeper = command
             .env(KEEPER, "1")
             .stdin(Stdio::from(self.listener.try_clone().unwrap()))
             .stdout(Stdio::from(OwnedFd::from(theirs)))
