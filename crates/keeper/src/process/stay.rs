@@ -16,7 +16,7 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
 use super::{END_TIMEOUT, Kind, Process, Processes, wait_empty, wait_removed};
-use crate::cells::{Home, Leaf};
+use crate::cells::{self, Home, Leaf};
 use crate::confinement;
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
@@ -126,7 +126,7 @@ impl Processes {
         stay.stop_watch();
         let leaf = stay.leaf();
         if !self.cells.refit(&leaf, &request.home, &request.holds)? {
-            self.move_to(process, &request)?;
+            self.move_to(process, &request).await?;
             self.retire(process, leaf);
         }
         stay.request.replace(request);
@@ -202,22 +202,33 @@ impl Processes {
     }
 
     /// Puts the process into a fresh cell for this request. The cell it was in before is as it was.
-    fn move_to(self: &Rc<Self>, process: &Rc<Process>, request: &Request) -> Result<(), Fault> {
+    async fn move_to(self: &Rc<Self>, process: &Rc<Process>, request: &Request) -> Result<(), Fault> {
         let stay = &process.stay;
         if stay.retiring.get() >= RETIRING_MAX {
             let message = format!("{RETIRING_MAX} cells the worker was in before cannot be emptied");
             return Err(Fault::new(Failure::Busy, fault::UNKILLABLE, message));
         }
         let leaf = self.cells.leaf(&request.home, &request.holds)?;
-        if let Err(error) = leaf.adopt(process.pid, &stay.leaf()) {
+        if let Err(error) = self.adopt(process, &leaf).await {
             // It may be in the old cell by one controller and in the new one by another: it can only be ended.
             process.end_wanted.notify_one();
             self.retire(process, leaf);
-            return Err(error.into());
+            return Err(error);
         }
         stay.leaf.replace(leaf);
         self.metrics.moves.inc();
         Ok(())
+    }
+
+    async fn adopt(&self, process: &Process, leaf: &Arc<Leaf>) -> Result<(), Fault> {
+        let (pid, from, to) = (process.pid, process.stay.leaf(), Arc::clone(leaf));
+        if self.cells.fence() != cells::Kind::CgroupV2 {
+            return Ok(to.adopt(pid, &from)?);
+        }
+        // v2 makes who moves a process wait for a grace period now and then, some milliseconds: not the one thread.
+        let adopted = self.workers.run(move || to.adopt(pid, &from))?.await;
+        let panicked = |_| Fault::new(Failure::Broken, fault::SPAWN, "moving it panicked inside the keeper");
+        Ok(adopted.map_err(panicked)??)
     }
 
     /// Leaves everything else that is in the cell behind there and ends it: the process moves to a cell like it.
@@ -225,7 +236,7 @@ impl Processes {
         let stay = &process.stay;
         let left = stay.leaf();
         let request = stay.request.borrow().clone();
-        self.move_to(process, &request)?;
+        self.move_to(process, &request).await?;
         // What they used until they were ended belongs to this request.
         wait_empty(&left, &process.label, END_TIMEOUT).await;
         let usage = Usage { demoted: stay.demoted.get(), ..left.usage() };
