@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nagaya_cmdb::cell::Confinement;
@@ -196,7 +196,7 @@ impl World {
             .spawn()
             .unwrap();
         ours.set_read_timeout(Some(TIMEOUT)).unwrap();
-        *self.running.lock().unwrap() = Some(Started { keeper, feed: ours });
+        *self.running() = Some(Started { keeper, feed: ours });
         self.tell(&Down::Options(serde_json::to_value(&self.options).unwrap()));
         self.apply(self.changes.clone());
     }
@@ -234,32 +234,37 @@ impl World {
     }
 
     pub fn tell(&self, frame: &Down) {
-        feed::write(&mut self.running.lock().unwrap().as_mut().unwrap().feed, frame).unwrap();
+        feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
     }
 
     fn hear(&self) -> Up {
-        feed::read(&mut self.running.lock().unwrap().as_mut().unwrap().feed)
+        feed::read(&mut self.running().as_mut().unwrap().feed)
             .unwrap()
             .unwrap_or_else(|| panic!("the keeper ended:\n{}", self.log()))
     }
 
     /// Ends the keeper by closing its feed. Returns whether it ended well.
     pub fn drain(&self) -> bool {
-        let mut running = self.running.lock().unwrap().take().unwrap();
+        let mut running = self.running().take().unwrap();
         running.feed.shutdown(Shutdown::Both).unwrap();
         running.keeper.wait().unwrap().success()
     }
 
     /// `kill -9`.
     pub fn kill(&self) -> u32 {
-        let mut running = self.running.lock().unwrap().take().unwrap();
+        let mut running = self.running().take().unwrap();
         running.keeper.kill().unwrap();
         running.keeper.wait().unwrap();
         running.keeper.id()
     }
 
+    /// A test that failed while it spoke with the keeper has poisoned the lock, and not what is behind it.
+    fn running(&self) -> MutexGuard<'_, Option<Started>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub fn keeper_pid(&self) -> u32 {
-        self.running.lock().unwrap().as_ref().unwrap().keeper.id()
+        self.running().as_ref().unwrap().keeper.id()
     }
 
     fn log_path(&self) -> PathBuf {
@@ -286,7 +291,7 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        if self.running.get_mut().unwrap().is_some() {
+        if self.running().is_some() {
             self.drain();
         }
         if std::thread::panicking() {
