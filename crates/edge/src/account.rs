@@ -60,6 +60,7 @@ pub struct Recorder {
     pub log: Option<Rc<ThreadLog>>,
     pub metrics: Arc<Metrics>,
     ring: Arc<Ring>,
+    #[expect(clippy::vec_box, reason = "records move between requests and rings without being copied")]
     blanks: RefCell<Vec<Box<AccessRecord>>>,
     node: Rc<str>,
     /// Clients that are told their receipts.
@@ -88,11 +89,11 @@ impl Recorder {
         self.blanks.borrow_mut().pop()
     }
 
-    /// Says everywhere what became of a request.
-    fn close(&self, mut record: Box<AccessRecord>) {
+    /// Says everywhere what became of a request that came so long ago.
+    fn close(&self, mut record: Box<AccessRecord>, age: Duration) {
         self.metrics.request(&record);
         if let Some(log) = &self.log {
-            record.started = SystemTime::now() - record.begun.elapsed();
+            record.started = SystemTime::now() - age;
             log.write(&record);
         }
         // The memory of a connection is not kept for the sake of what only the log says.
@@ -327,7 +328,8 @@ impl Drop for Account {
             if let Some(ruling) = ruling {
                 ruling.close(&record);
             }
-            return recorder.close(record);
+            let age = record.took;
+            return recorder.close(record, age);
         };
         let tenant = self.route.as_ref().map(|route| Arc::clone(&route.tenant));
         // The line is written when it is known what the programs used; the client does not wait for it.
@@ -338,7 +340,8 @@ impl Drop for Account {
             if let Some(ruling) = ruling {
                 ruling.close(&record);
             }
-            recorder.close(record);
+            let age = record.begun.elapsed();
+            recorder.close(record, age);
         });
     }
 }

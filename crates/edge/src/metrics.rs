@@ -6,7 +6,7 @@
 use http::{Method, StatusCode, Version};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
-use crate::access_log::{AccessRecord, More, Used};
+use crate::access_log::{AccessRecord, Used};
 
 const METHODS: Dimension = Dimension {
     label: "method",
@@ -99,13 +99,7 @@ pub struct Metrics {
     request_duration: Histogram,
     received: Counter,
     sent: Counter,
-    cell_cpu: Counters<1>,
-    cell_read: Counters<1>,
-    cell_written: Counters<1>,
-    cell_throttled: Counters<1>,
-    cell_demotions: Counters<1>,
-    paced: Counters<1>,
-    queued: Counters<1>,
+    figures: Figures,
     pub connections_open: Gauge,
     pub connections_accepted: Counter,
     /// Connections closed at once because as many were open as may be.
@@ -127,6 +121,56 @@ pub struct Metrics {
     pub tenants: Gauge,
     /// Revision of the store that this process has reached.
     pub revision: Gauge,
+}
+
+/// Sums of what receipts say, by kind of backend.
+#[derive(Debug)]
+struct Figures {
+    cpu: Counters<1>,
+    read: Counters<1>,
+    written: Counters<1>,
+    throttled: Counters<1>,
+    demotions: Counters<1>,
+    paced: Counters<1>,
+    queued: Counters<1>,
+}
+
+impl Figures {
+    fn new(r: &mut Registry) -> Self {
+        let by = [BACKENDS];
+        Self {
+            cpu: r.time_counters("cell_cpu", "CPU time of requests' programs", by),
+            read: r.bytes_counters("cell_read", "Bytes requests' programs read from disks", by),
+            written: r.bytes_counters("cell_written", "Bytes requests' programs wrote to disks", by),
+            throttled: r.time_counters(
+                "cell_throttled",
+                "Time requests' programs stood still because a CPU quota was used up",
+                by,
+            ),
+            demotions: r.counters("cell_demotions", "Steps by which running requests were slowed down", by),
+            paced: r.time_counters(
+                "http_request_paced",
+                "Time bodies and ends of responses were held back by limits",
+                by,
+            ),
+            queued: r.time_counters("http_request_queued", "Time requests waited for their turn", by),
+        }
+    }
+
+    fn add(&self, record: &AccessRecord, backend: usize) {
+        if !record.queued.is_zero() {
+            self.queued.add([backend], u64::try_from(record.queued.as_micros()).unwrap_or(u64::MAX));
+        }
+        let Some(more) = &record.more else { return };
+        self.paced.add([backend], more.paced_us);
+        if let Used::Known(usage) = more.used {
+            self.cpu.add([backend], usage.cpu_us);
+            self.read.add([backend], usage.read_bytes);
+            self.written.add([backend], usage.write_bytes);
+            self.throttled.add([backend], usage.throttled_us);
+            self.demotions.add([backend], usage.demoted.into());
+        }
+    }
 }
 
 impl Default for Metrics {
@@ -154,29 +198,7 @@ impl Metrics {
             ),
             received: r.bytes_counter("http_received", "Bytes of request bodies"),
             sent: r.bytes_counter("http_sent", "Bytes of response bodies"),
-            cell_cpu: r.time_counters("cell_cpu", "CPU time of requests' programs", [BACKENDS]),
-            cell_read: r.bytes_counters("cell_read", "Bytes requests' programs read from disks", [BACKENDS]),
-            cell_written: r.bytes_counters(
-                "cell_written",
-                "Bytes requests' programs wrote to disks",
-                [BACKENDS],
-            ),
-            cell_throttled: r.time_counters(
-                "cell_throttled",
-                "Time requests' programs stood still because a CPU quota was used up",
-                [BACKENDS],
-            ),
-            cell_demotions: r.counters(
-                "cell_demotions",
-                "Steps by which running requests were slowed down",
-                [BACKENDS],
-            ),
-            paced: r.time_counters(
-                "http_request_paced",
-                "Time bodies and ends of responses were held back by limits",
-                [BACKENDS],
-            ),
-            queued: r.time_counters("http_request_queued", "Time requests waited for their turn", [BACKENDS]),
+            figures: Figures::new(&mut r),
             connections_open: r.gauge("connections_open", "Client connections open now"),
             connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
             connections_refused: r
@@ -236,27 +258,11 @@ impl Metrics {
             self.received.add(record.bytes_in);
         }
         self.sent.add(record.bytes_out);
-        if !record.queued.is_zero() {
-            self.queued.add([backend], u64::try_from(record.queued.as_micros()).unwrap_or(u64::MAX));
-        }
-        if let Some(more) = &record.more {
-            self.used(more, backend);
-        }
+        self.figures.add(record, backend);
         if let Some(reason) = record.refusal {
             let last = REASONS.values.len() - 1;
             let at = REASONS.values.iter().position(|r| *r == reason).unwrap_or(last);
             self.refusals.add([at], 1);
-        }
-    }
-
-    fn used(&self, more: &More, backend: usize) {
-        self.paced.add([backend], more.paced_us);
-        if let Used::Known(usage) = more.used {
-            self.cell_cpu.add([backend], usage.cpu_us);
-            self.cell_read.add([backend], usage.read_bytes);
-            self.cell_written.add([backend], usage.write_bytes);
-            self.cell_throttled.add([backend], usage.throttled_us);
-            self.cell_demotions.add([backend], usage.demoted.into());
         }
     }
 

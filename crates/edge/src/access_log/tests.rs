@@ -21,7 +21,7 @@ pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
     AccessRecord {
         started,
         method: Some(Method::GET),
-        text: format!("{host}{target}").into(),
+        text: format!("{host}{target}"),
         target_at: host.len(),
         user_agent: agent.map(|a| HeaderValue::from_bytes(a).unwrap()),
         bytes_out: 2326,
@@ -120,7 +120,7 @@ proptest! {
         target in "\\PC*",
     ) {
         let mut any = record("", None);
-        any.text = format!("h{target}").into();
+        any.text = format!("h{target}");
         any.target_at = 1;
         // Header values cannot hold control bytes; the formatter does not rely on it.
         any.user_agent = HeaderValue::from_bytes(&agent).ok();

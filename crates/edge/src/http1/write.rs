@@ -110,8 +110,9 @@ fn encode_head(out: &mut Vec<u8>, asked: Asked, response: &Response, ending: End
         date::with_now(|date| field(out, b"date", date));
     }
     for (name, value) in response.headers.iter() {
-        // Who takes no trailers is not promised any.
-        if *name != CONTENT_LENGTH && (asked.trailers || *name != TRAILER) {
+        // Where no trailers can follow none are promised.
+        let follows = asked.trailers && ending == Ending::Chunked;
+        if *name != CONTENT_LENGTH && (follows || *name != TRAILER) {
             field(out, name.as_str().as_bytes(), value.as_bytes());
         }
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use nagaya_cmdb::cell::Usage;
 
 use super::*;
+use crate::access_log::More;
 use crate::access_log::tests::record;
 use crate::refusal::Refusal;
 

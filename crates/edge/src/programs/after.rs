@@ -18,7 +18,7 @@ type Job = Pin<Box<dyn Future<Output = ()>>>;
 /// One edge thread's jobs.
 #[derive(Debug, Default)]
 pub(super) struct After {
-    jobs: RefCell<Option<mpsc::UnboundedSender<Job>>>,
+    jobs: RefCell<Option<mpsc::Sender<Job>>>,
     open: Rc<Cell<usize>>,
 }
 
@@ -26,8 +26,8 @@ impl After {
     /// Makes sure that there is a task to take jobs. To be called on a `LocalSet`.
     pub fn begin(&self) {
         let mut jobs = self.jobs.borrow_mut();
-        if jobs.as_ref().is_none_or(mpsc::UnboundedSender::is_closed) {
-            let (sender, mut receiver) = mpsc::unbounded_channel::<Job>();
+        if jobs.as_ref().is_none_or(mpsc::Sender::is_closed) {
+            let (sender, mut receiver) = mpsc::channel::<Job>(JOBS_MAX);
             spawn_local(async move {
                 while let Some(job) = receiver.recv().await {
                     spawn_local(job);
@@ -42,8 +42,8 @@ impl After {
         let jobs = self.jobs.borrow();
         let (Some(jobs), true) = (jobs.as_ref(), self.open.get() < JOBS_MAX) else { return };
         let open = Open::new(&self.open);
-        // Without a task to take it the thread is ending.
-        let _ = jobs.send(Box::pin(async move {
+        // There is room for as many as may be open. Without a task to take it the thread is ending.
+        let _ = jobs.try_send(Box::pin(async move {
             job.await;
             drop(open);
         }));

@@ -208,7 +208,8 @@ impl Programs {
         worker.place = None;
         let cell = self.keeper.enter(worker.id, &site.name, confinement).await?;
         stay.set_cell(&cell);
-        worker.place = Some(Place { site: site.name.clone(), confinement: confinement.clone(), cell });
+        let place = Place { site: site.name.clone(), confinement: confinement.clone(), cell };
+        worker.place = Some(Box::new(place));
         Ok(())
     }
 

@@ -48,7 +48,7 @@ pub(super) struct Worker {
     /// What the keeper calls it, over the connection of any thread.
     pub id: ProcessId,
     /// Where it is; `None` until it serves its first request.
-    pub place: Option<Place>,
+    pub place: Option<Box<Place>>,
     pub stream: UnixStream,
     /// Room for what it sends; kept for the next request.
     pub buffer: BytesMut,
