@@ -132,8 +132,10 @@ fn tests_disk(job: &Job, dir: &Path) -> Result<PathBuf> {
     }
     let mut words = vec!["env".to_string()];
     words.extend(job.environment.iter().cloned());
-    // The console is a terminal, and what is read by a program has no colours.
-    words.extend([format!("{}/program", root::TESTS), "--color=never".into()]);
+    words.push(format!("{}/program", root::TESTS));
+    // The console is a terminal, and what is read by a program has no colours. With one thread a test's name and its
+    // result would be parted by what it prints.
+    words.extend(["--color=never".into(), "--test-threads=2".into()]);
     words.extend(job.words.iter().cloned());
     ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the tests is more than one line");
     fs::write(content.join("words"), words.join("\n") + "\n").context("writing the words of the tests")?;
