@@ -222,10 +222,11 @@ impl Processes {
 
     async fn adopt(&self, process: &Process, leaf: &Arc<Leaf>) -> Result<(), Fault> {
         let (pid, from, to) = (process.pid, process.stay.leaf(), Arc::clone(leaf));
-        if self.cells.fence() != cells::Kind::CgroupV2 {
+        if self.cells.fence() == cells::Kind::ProcessGroup {
             return Ok(to.adopt(pid, &from)?);
         }
-        // v2 makes who moves a process wait for a grace period now and then, some milliseconds: not the one thread.
+        // Both versions make who moves a running process wait for a grace period now and then, some milliseconds: not
+        // the one thread. It is measured in docs/cells.md.
         let adopted = self.workers.run(move || to.adopt(pid, &from))?.await;
         let panicked = |_| Fault::new(Failure::Broken, fault::SPAWN, "moving it panicked inside the keeper");
         Ok(adopted.map_err(panicked)??)
