@@ -60,6 +60,8 @@ pub struct Recorder {
     pub log: Option<Rc<ThreadLog>>,
     pub metrics: Arc<Metrics>,
     ring: Arc<Ring>,
+    /// How many receipts the ring keeps.
+    keep: usize,
     #[expect(clippy::vec_box, reason = "records move between requests and rings without being copied")]
     blanks: RefCell<Vec<Box<AccessRecord>>>,
     node: Rc<str>,
@@ -75,10 +77,16 @@ impl Recorder {
             log: shared.log().map(|log| log.for_thread(&options.node)),
             metrics: Arc::clone(&shared.metrics),
             ring: shared.receipts.for_thread(),
+            keep: options.receipts.keep,
             blanks: RefCell::default(),
             node: options.node.as_str().into(),
             allow: allowed(&options.receipts.allow),
         })
+    }
+
+    /// Whether the edge measures its own time on requests.
+    pub fn measures(&self) -> bool {
+        self.keep > 0
     }
 
     fn is_allowed(&self, client: IpAddr) -> bool {
@@ -98,7 +106,7 @@ impl Recorder {
         }
         // The memory of a connection is not kept for the sake of what only the log says.
         record.let_go();
-        if let Some(blank) = self.ring.push(record) {
+        if let Some(blank) = self.ring.push(record, self.keep) {
             let mut blanks = self.blanks.borrow_mut();
             if blanks.len() < BLANKS_MAX {
                 blanks.push(blank);

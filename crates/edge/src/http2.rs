@@ -154,7 +154,10 @@ impl<H: Host> Service<http::Request<Incoming>> for Exchange<H> {
     fn call(&self, request: http::Request<Incoming>) -> Self::Future {
         let pace = self.streams.begin();
         let (host, conn) = (Rc::clone(&self.host), Rc::clone(&self.conn));
-        Box::pin(async move { Ok(metered(Covers::Answer, exchange(&*host, conn, request, pace)).await) })
+        Box::pin(async move {
+            let covers = host.measures().then_some(Covers::Answer);
+            Ok(metered(covers, exchange(&*host, conn, request, pace)).await)
+        })
     }
 }
 

@@ -209,6 +209,10 @@ impl Host for Node {
         account.answer(refusal.into_response(id))
     }
 
+    fn measures(&self) -> bool {
+        self.recorder.borrow().measures()
+    }
+
     fn enter(&self) -> Entered {
         self.connections.enter()
     }

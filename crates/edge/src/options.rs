@@ -79,11 +79,19 @@ pub struct LogOptions {
 }
 
 /// Who is told with the answer what a request used and waited for.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReceiptOptions {
+    /// Receipts each edge thread keeps for `nagaya explain`. 0: none, and the edge's own time on requests is not measured.
+    pub keep: usize,
     /// Addresses and networks of clients that get `Server-Timing` and `Nagaya-Receipt`. Empty: nobody.
     pub allow: Vec<String>,
+}
+
+impl Default for ReceiptOptions {
+    fn default() -> Self {
+        Self { keep: 8192, allow: Vec::new() }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -42,6 +42,8 @@ pub trait Host: 'static {
     fn refuse(&self, conn: &ConnInfo, refusal: Refusal, id: RequestId) -> Response;
     /// Counts the connection in for as long as it lives.
     fn enter(&self) -> Entered;
+    /// Whether the thread's own time on each request is wanted.
+    fn measures(&self) -> bool;
 }
 
 /// Serves the connection to its end. `input` is what was already read of it.
@@ -74,7 +76,12 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         };
         let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
-        let sent = match metered(Covers::Everything, exchange(&wire, &*host, request, asked)).await {
+        let sent = match metered(
+            host.measures().then_some(Covers::Everything),
+            exchange(&wire, &*host, request, asked),
+        )
+        .await
+        {
             Exchanged::Answered(sent) => sent,
             Exchanged::Switched(response) => return tunnel::run(wire, response).await,
             Exchanged::Gone => return,

@@ -57,6 +57,10 @@ impl Host for World {
     fn enter(&self) -> Entered {
         self.connections.enter()
     }
+
+    fn measures(&self) -> bool {
+        true
+    }
 }
 
 fn world<A: Future<Output = Response> + 'static>(answer: impl Fn(Request) -> A + 'static) -> Rc<World> {

@@ -13,12 +13,9 @@ use parking_lot::Mutex;
 
 use crate::access_log::AccessRecord;
 
-/// Requests kept per thread of those about which there is little to tell: files, mostly. At about 450 bytes each, half a
-/// mebibyte.
-const PLAIN_MAX: usize = 1024;
-
-/// Requests kept per thread that waited, were limited, refused or served by a program. At about 1 KiB each, 8 MiB.
-const NOTED_MAX: usize = 8192;
+/// For so many requests that waited, were limited, refused or served by a program, one is kept about which there is
+/// little to tell: a file, mostly.
+const NOTED_FOR_ONE_PLAIN: usize = 8;
 
 /// The rings of all edge threads.
 #[derive(Debug, Default)]
@@ -62,12 +59,22 @@ struct Kept {
 }
 
 impl Ring {
-    /// Keeps the record; one that is kept no longer comes back.
-    pub fn push(&self, record: Box<AccessRecord>) -> Option<Box<AccessRecord>> {
+    /// Keeps the record, `keep` being how many noteworthy ones are kept; one that is kept no longer comes back.
+    pub fn push(&self, record: Box<AccessRecord>, keep: usize) -> Option<Box<AccessRecord>> {
         let mut kept = self.0.lock();
-        let (ring, max) =
-            if record.is_noteworthy() { (&mut kept.noted, NOTED_MAX) } else { (&mut kept.plain, PLAIN_MAX) };
+        let (ring, max) = if record.is_noteworthy() {
+            (&mut kept.noted, keep)
+        } else {
+            (&mut kept.plain, keep.div_ceil(NOTED_FOR_ONE_PLAIN))
+        };
+        if max == 0 {
+            return Some(record);
+        }
+        // After a change to fewer one more goes with each.
         let oldest = if ring.len() >= max { ring.pop_front() } else { None };
+        if ring.len() >= max {
+            ring.pop_front();
+        }
         ring.push_back(record);
         oldest
     }
@@ -88,15 +95,29 @@ mod tests {
     fn files_push_out_files_and_nothing_that_can_be_explained() {
         let rings = Rings::default();
         let ring = rings.for_thread();
-        assert!(ring.push(numbered(0, Some("queue_full"))).is_none());
-        for id in 1..=PLAIN_MAX as u128 {
-            assert!(ring.push(numbered(id, None)).is_none());
+        assert!(ring.push(numbered(0, Some("queue_full")), 80).is_none());
+        for id in 1..=10 {
+            assert!(ring.push(numbered(id, None), 80).is_none());
         }
-        let oldest = rings.for_thread().push(numbered(9999, None)).expect("it is full");
+        let oldest = rings.for_thread().push(numbered(9999, None), 80).expect("it is full");
         assert_eq!(oldest.id, RequestId(1));
         assert!(rings.find(RequestId(0), |record| record.refusal).is_some());
         assert!(rings.find(RequestId(1), |_| ()).is_none());
         let other = std::thread::scope(|scope| scope.spawn(|| rings.find(RequestId(2), |_| ())).join());
         assert_eq!(other.unwrap(), Some(()), "any thread can ask");
+    }
+
+    #[test]
+    fn fewer_are_kept_once_fewer_are_wanted_and_none_if_none_is() {
+        let ring = Ring::default();
+        for id in 0..100 {
+            ring.push(numbered(id, Some("queue_full")), 100);
+        }
+        for id in 100..200 {
+            assert!(ring.push(numbered(id, Some("queue_full")), 10).is_some());
+        }
+        assert_eq!(ring.0.lock().noted.len(), 10);
+        let back = ring.push(numbered(7777, Some("queue_full")), 0).expect("none is kept");
+        assert_eq!(back.id, RequestId(7777));
     }
 }
