@@ -6,6 +6,7 @@
 //! operators. Not here: what a request asks for (`cmdb::cell`), whether it may (`confinement`), the life of a process
 //! (`process`).
 
+mod birth;
 mod branch;
 pub mod codes;
 mod complaints;

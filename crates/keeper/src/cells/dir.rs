@@ -254,7 +254,7 @@ impl Dir {
         if let Some(tasks) = &state.tasks {
             return Ok(Arc::clone(tasks));
         }
-        // Of v1 `tasks`: moving a thread group waits for a grace period of the kernel more often.
+        // Who writes itself to `tasks` of v1 takes no lock that waits for a grace period of the kernel.
         let file = match self.hierarchy.version {
             Version::V1 => "tasks",
             Version::V2 => "cgroup.procs",

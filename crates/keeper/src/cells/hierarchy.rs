@@ -12,6 +12,7 @@ use nagaya_cmdb::cell::Controller;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use super::birth;
 use super::codes;
 use super::controllers::{Controllers, Version, v2_name};
 use super::ending;
@@ -94,6 +95,11 @@ pub fn find(back_end: BackEnd) -> Found {
     }
     found.choose_fence();
     found.name_the_rest(back_end);
+    for one in found.hierarchies.iter().filter(|one| one.is_fence && one.version == Version::V2) {
+        if let Err(error) = birth::see_to_it(&one.node) {
+            tracing::warn!(%error, "it cannot be tried whether programs can be born in cells");
+        }
+    }
     found
 }
 
@@ -200,6 +206,7 @@ impl Hierarchy {
 
     /// Removes this keeper's own directory. Cells that still have processes keep theirs.
     pub fn close(&self) {
+        let _ = rustix::fs::rmdir(self.node.join(birth::PROBE));
         let _ = rustix::fs::rmdir(&self.node);
         // Other keepers may be in it; then it stays.
         let _ = rustix::fs::rmdir(self.base.join(TREE));

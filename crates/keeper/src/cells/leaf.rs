@@ -73,8 +73,7 @@ pub struct Body {
     meter: Meter,
     /// How often its processes were killed.
     ends: u32,
-    /// It cannot be used again: since Linux 6.14 what is born by `clone3` in a cgroup that was ever killed is killed
-    /// at once, because the kernel compares a count of kills of the parent's cgroup with that of its own.
+    /// It cannot be used again: what is born in a cgroup that was ever killed as a whole is killed at once (`birth`).
     is_spent: bool,
 }
 

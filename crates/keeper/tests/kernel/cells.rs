@@ -260,8 +260,8 @@ fn keeper_dies() {
 }
 
 fn fork_bomb() {
-    // Each shell starts two more and waits for them.
-    let script = r"echo $$; f() { f | f; }; exec 2>/dev/null; f";
+    // Each shell starts two more and waits for them; the first one waits for its end.
+    let script = r"echo $$; f() { f | f; }; exec 2>/dev/null; f & read wait";
     let mut world = World::new().with(|options| options.processes_per_tenant = 40).with_cgi(script);
     world.script_of("bob", "x.cgi", "#!/bin/sh\necho $$; exec sleep 1000\n");
     world.site("bobs", "bob", cgi());

@@ -23,6 +23,7 @@ pub const CELLS: &[CellFact] = &[
     (&["cpu"], "a larger quota beneath a smaller one holds once it is the smaller one", quotas_above),
     (&["cpu"], "directories that somebody removed are made again with their limits", removed),
     (&["cpuset"], "CPUs are given by a rule, and those that are not there are reported", cpus),
+    (&["fence"], "on v2 a keeper whose cgroup was once killed has children that live", once_killed),
     (&["cpu"], "on v2 the keeper's own processes make room for cells", room),
     (&["cpu"], "on v2 processes of others are never moved, and what they prevent is told", no_room),
 ];
@@ -185,18 +186,15 @@ fn quotas_above() {
     });
 }
 
-/// All directories beneath a keeper's own, the innermost first.
-fn beneath(keeper: u32) -> Vec<PathBuf> {
-    fn add(dir: &Path, found: &mut Vec<PathBuf>) {
-        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-            if entry.file_type().unwrap().is_dir() {
-                add(&entry.path(), found);
-                found.push(entry.path());
-            }
+/// All directories beneath this one, the innermost first.
+fn beneath(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_type().unwrap().is_dir() {
+            found.extend(beneath(&entry.path()));
+            found.push(entry.path());
         }
     }
-    let mut found = Vec::new();
-    groups::of_keeper(keeper).iter().for_each(|dir| add(dir, &mut found));
     found
 }
 
@@ -212,7 +210,8 @@ fn removed() {
         let (_, running) = run_and_pid(&keeper, "cgi", &none()).await;
         let first = running.cell.clone();
         running.guard.end().await.unwrap();
-        let dirs = beneath(world.keeper_pid());
+        let dirs: Vec<_> =
+            groups::of_keeper(world.keeper_pid()).iter().flat_map(|dir| beneath(dir)).collect();
         assert!(dirs.iter().any(|dir| dir.ends_with("site-cgi")), "{dirs:?}");
         dirs.iter().for_each(|dir| fs::remove_dir(dir).unwrap());
         // Neither the free leaf nor the directories above it are there any more.
@@ -255,11 +254,16 @@ fn cpus() {
 struct Group(PathBuf);
 
 impl Group {
+    /// With controllers, as a service manager would give it.
     fn new(name: &str) -> Self {
         let top = groups::mount("cpu");
         for controller in ["cpu", "io", "memory", "pids"] {
             fs::write(top.join("cgroup.subtree_control"), format!("+{controller}")).unwrap();
         }
+        Self::beneath(&top, name)
+    }
+
+    fn beneath(top: &Path, name: &str) -> Self {
         let dir = top.join(format!("nagaya-test-{name}-{}", std::process::id()));
         fs::create_dir(&dir).unwrap();
         Self(dir)
@@ -268,11 +272,29 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // The keeper has ended; what it made room in goes with the group.
-        for dir in ["nagaya/main", "nagaya", ""] {
-            let _ = fs::remove_dir(self.0.join(dir));
-        }
+        // The keeper has ended; where it was itself goes with the group.
+        beneath(&self.0).iter().for_each(|dir| fs::remove_dir(dir).unwrap());
+        fs::remove_dir(&self.0).unwrap();
     }
+}
+
+fn once_killed() {
+    if !groups::is_v2("fence") {
+        return;
+    }
+    let group = Group::beneath(&groups::mount("fence"), "killed");
+    fs::write(group.0.join("cgroup.kill"), "1").unwrap();
+    let world = World::new().with_cgi("echo $$; read wait; echo done").inside(&group.0).start();
+    world.run(async |keeper| {
+        for _ in 0..3 {
+            let (pid, running) = run_and_pid(&keeper, "cgi", &none()).await;
+            assert!(groups::of(pid, "fence").starts_with(&group.0));
+            drop(running.stdin);
+            let mut out = running.out;
+            assert_eq!(crate::world::read_line(&mut out).await, "done");
+        }
+    });
+    assert!(world.drain(), "{}", world.log());
 }
 
 fn room() {
