@@ -96,7 +96,8 @@ fn compiler(mruby: &Path, generated: &Path) -> cc::Build {
     build
         .std("gnu11")
         // Rules are on the path of each request, in builds for tests too.
-        .opt_level(2)
+        .opt_level(3)
+        .force_frame_pointer(false)
         .define("MRB_NO_GEMS", None)
         .define("MRB_NO_STDIO", None)
         .define("MRB_USE_DEBUG_HOOK", None)
@@ -246,7 +247,7 @@ fn symbols(mruby: &Path, files: &[PathBuf], units: &[Unit]) -> Vec<String> {
         "mrbgems/mruby-time/include/mruby",
     ]
     .map(|directory| sources(&mruby.join(directory), "h"));
-    for path in files.iter().chain(headers.iter().flatten()) {
+    for path in files.iter().chain(headers.iter().flatten()).chain([&PathBuf::from("c/vm.c")]) {
         let text = fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         symbols_of_c(&String::from_utf8_lossy(&text), &mut found);
     }

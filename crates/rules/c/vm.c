@@ -22,6 +22,7 @@
 #include <mruby/hash.h>
 #include <mruby/internal.h>
 #include <mruby/irep.h>
+#include <mruby/presym.h>
 #include <mruby/proc.h>
 #include <mruby/string.h>
 #include <mruby/variable.h>
@@ -347,18 +348,8 @@ static void drop_object(mrb_state *mrb, void *handle) {
 
 static const mrb_data_type object_type = { "native", drop_object };
 
-/* All natives: which one is a number kept with the method. */
-static mrb_value native(mrb_state *mrb, mrb_value self) {
+static mrb_value call_native(mrb_state *mrb, mrb_value self, uint32_t id, mrb_int argc, const mrb_value *argv) {
   ng_vm *vm = mrb->ud;
-  uint32_t id = (uint32_t)mrb_integer(mrb_proc_cfunc_env_get(mrb, 0));
-  const mrb_value *argv;
-  mrb_int argc;
-  /* `!`: read where they lie, since nothing moves the stack before the last use of them. */
-  if (mrb->c->ci->nk) mrb_get_args(mrb, "*!", &argv, &argc);
-  else {
-    argc = mrb_get_argc(mrb);
-    argv = mrb_get_argv(mrb);
-  }
   if (argc > ARGS_MAX) mrb_raise(mrb, E_ARGUMENT_ERROR, "too many arguments");
   struct values values;
   values.used = (size_t)argc;
@@ -384,6 +375,44 @@ static mrb_value native(mrb_state *mrb, mrb_value self) {
   mrb_exc_raise(mrb, mrb_exc_new_str(mrb, c, ruby_of(mrb, self, &result)));
 }
 
+/* All natives: which one is a number kept with the method. */
+static mrb_value native(mrb_state *mrb, mrb_value self) {
+  uint32_t id = (uint32_t)mrb_integer(mrb_proc_cfunc_env_get(mrb, 0));
+  const mrb_value *argv;
+  mrb_int argc;
+  /* `!`: read where they lie, since nothing moves the stack before the last use of them. */
+  if (mrb->c->ci->nk) mrb_get_args(mrb, "*!", &argv, &argc);
+  else {
+    argc = mrb_get_argc(mrb);
+    argv = mrb_get_argv(mrb);
+  }
+  return call_native(mrb, self, id, argc, argv);
+}
+
+/* `new` of our classes. mruby's own is Ruby code that gathers the arguments in an array and a hash, and rules make objects
+ * at each request. It still makes those of classes that have an `initialize` in Ruby. */
+static mrb_value make(mrb_state *mrb, mrb_value self) {
+  struct RClass *c = mrb_class_ptr(self), *of = c;
+  mrb_method_t method = mrb_method_search_vm(mrb, &of, MRB_SYM(initialize));
+  const struct RProc *proc = MRB_METHOD_PROC_P(method) ? MRB_METHOD_PROC(method) : NULL;
+  int is_native = proc && MRB_PROC_CFUNC_P(proc) && MRB_PROC_CFUNC(proc) == native;
+  /* What BasicObject has, which does nothing. */
+  int is_nothing = !proc && mrb_get_argc(mrb) == 0 && mrb->c->ci->nk == 0;
+  if (!is_native && !is_nothing) {
+    of = mrb->class_class;
+    method = mrb_method_search_vm(mrb, &of, MRB_SYM(new));
+    return mrb_exec_irep(mrb, self, MRB_METHOD_PROC(method));
+  }
+  mrb_value object = mrb_obj_value(mrb_obj_alloc(mrb, MRB_TT_CDATA, c));
+  if (is_native) {
+    const mrb_value *argv;
+    mrb_int argc;
+    mrb_get_args(mrb, "*!", &argv, &argc);
+    call_native(mrb, object, (uint32_t)mrb_integer(MRB_PROC_ENV(proc)->stack[0]), argc, argv);
+  }
+  return object;
+}
+
 struct definition {
   const char *class_name, *name;
   int32_t is_module, is_singleton;
@@ -399,6 +428,7 @@ static struct RClass *inner_of(mrb_state *mrb, struct RClass *outer, const char 
   if (is_module) return mrb_define_module_under(mrb, outer, name);
   struct RClass *c = mrb_define_class_under(mrb, outer, name, mrb->object_class);
   MRB_SET_INSTANCE_TT(c, MRB_TT_CDATA);
+  mrb_define_class_method(mrb, c, "new", make, MRB_ARGS_ANY());
   return c;
 }
 

@@ -312,7 +312,7 @@ struct Host {
 #[derive(Default)]
 struct Kept {
     texts: Vec<String>,
-    lists: Vec<Box<[RawValue]>>,
+    lists: Vec<Vec<RawValue>>,
 }
 
 /// A native is called: the only way from Ruby into Rust.
@@ -341,7 +341,7 @@ extern "C" fn call(
             NativeError::runtime("the method failed; this is a defect of nagaya, and its log says more")
         }
     };
-    *result = host.kept.raw(&mut Value::Text(error.message));
+    host.kept.text(&mut { error.message }, result);
     match error.kind {
         ErrorKind::Type => 1,
         ErrorKind::Argument => 2,
@@ -384,7 +384,7 @@ fn answer(
     let mut outcome = (native.call)(&mut call);
     *handle = call.handle.map_or(0, |at| at + 1);
     match &mut outcome {
-        Ok(value) => *result = host.kept.raw(value),
+        Ok(value) => host.kept.raw(value, result),
         Err(_) => return outcome.map(|_| ()),
     }
     Ok(())
@@ -400,41 +400,46 @@ extern "C" fn drop_object(state: *mut c_void, handle: usize) {
 }
 
 impl Kept {
-    /// The value as the shim reads it. Texts that are borrowed live as long as the scope they are borrowed from; those
-    /// that are owned, and lists, are taken and kept. By reference, because moving an enum costs more than the rest.
-    fn raw(&mut self, value: &mut Value<'_>) -> RawValue {
+    /// Writes the value as the shim reads it. Texts that are borrowed live as long as the scope they are borrowed from; those
+    /// that are owned, and lists, are taken and kept. All is written in place: a processor waits long for a value that was
+    /// written in parts and is copied as a whole.
+    fn raw(&mut self, value: &mut Value<'_>, to: &mut RawValue) {
         match value {
-            Value::Nil => RawValue::tagged(TAG_NIL),
-            Value::This => RawValue::tagged(TAG_THIS),
-            Value::Bool(bool) => RawValue::tagged(if *bool { TAG_TRUE } else { TAG_FALSE }),
-            Value::Int(i) => RawValue { tag: TAG_INT, of: RawUnion { i: *i } },
-            Value::Float(f) => RawValue { tag: TAG_FLOAT, of: RawUnion { f: *f } },
-            Value::Text(text) => self.text(text),
+            Value::Nil => to.tag = TAG_NIL,
+            Value::This => to.tag = TAG_THIS,
+            Value::Bool(bool) => to.tag = if *bool { TAG_TRUE } else { TAG_FALSE },
+            Value::Int(i) => (to.tag, to.of.i) = (TAG_INT, *i),
+            Value::Float(f) => (to.tag, to.of.f) = (TAG_FLOAT, *f),
+            Value::Text(text) => self.text(text, to),
             Value::List(values) => {
-                let list = values.iter_mut().map(|value| self.raw(value)).collect();
-                self.list(TAG_LIST, list, values.len())
+                let mut list = vec![RawValue::NIL; values.len()];
+                values.iter_mut().zip(&mut list).for_each(|(value, to)| self.raw(value, to));
+                self.list(TAG_LIST, list, values.len(), to);
             }
             Value::Map(pairs) => {
-                let list =
-                    pairs.iter_mut().flat_map(|(key, value)| [self.text(key), self.raw(value)]).collect();
-                self.list(TAG_MAP, list, pairs.len())
+                let mut list = vec![RawValue::NIL; 2 * pairs.len()];
+                for ((key, value), to) in pairs.iter_mut().zip(list.chunks_exact_mut(2)) {
+                    self.text(key, &mut to[0]);
+                    self.raw(value, &mut to[1]);
+                }
+                self.list(TAG_MAP, list, pairs.len(), to);
             }
         }
     }
 
-    fn text(&mut self, text: &mut Cow<'_, str>) -> RawValue {
-        let raw = RawValue::text(text);
+    fn text(&mut self, text: &mut Cow<'_, str>, to: &mut RawValue) {
+        to.tag = TAG_TEXT;
+        to.of.bytes = RawBytes { first: text.as_ptr(), len: text.len() };
         if let Cow::Owned(text) = text {
             // The bytes of a String stay where they are when it is moved.
             self.texts.push(std::mem::take(text));
         }
-        raw
     }
 
-    fn list(&mut self, tag: i32, list: Box<[RawValue]>, len: usize) -> RawValue {
-        let raw = RawValue { tag, of: RawUnion { list: RawList { first: list.as_ptr(), len } } };
+    fn list(&mut self, tag: i32, list: Vec<RawValue>, len: usize, to: &mut RawValue) {
+        to.tag = tag;
+        to.of.list = RawList { first: list.as_ptr(), len };
         self.lists.push(list);
-        raw
     }
 }
 
@@ -520,15 +525,10 @@ impl RawError {
 }
 
 impl RawValue {
-    fn tagged(tag: i32) -> Self {
-        Self { tag, of: RawUnion { i: 0 } }
-    }
-
-    fn text(text: &str) -> Self {
-        Self { tag: TAG_TEXT, of: RawUnion { bytes: RawBytes { first: text.as_ptr(), len: text.len() } } }
-    }
+    const NIL: Self = Self { tag: TAG_NIL, of: RawUnion { i: 0 } };
 
     /// What the shim made of a Ruby value.
+    #[inline(always)]
     fn arg(&self) -> Arg<'_> {
         // SAFETY: the tag says which field the shim has set; bytes and lists live as long as the arguments, which are the
         // shim's local variables and Ruby objects on the VM's stack.

@@ -162,6 +162,24 @@ fn states_go_with_their_objects() {
 }
 
 #[test]
+fn classes_of_ruby_can_build_on_those_of_natives() {
+    let mut machine = machine();
+    let source = "
+        class Named < Probe
+          def initialize(name, times: 1, &block)
+            super(block.call(name) * times)
+          end
+        end
+        class Plain < Probe
+        end
+        Probe.show(Named.new('a', times: 2) { |name| name + 'b' }.name, Plain.new('c').name)
+    ";
+    assert_eq!(run(&mut machine, source).unwrap(), "Text([97, 98, 97, 98]) Text([99])");
+    let failure = run(&mut machine, "\nProbe.new(1)").unwrap_err();
+    assert_eq!((&*failure.class, &*failure.backtrace[0]), ("TypeError", "probe.rb:2:in new"));
+}
+
+#[test]
 fn states_go_with_a_machine_whose_run_was_ended() {
     let mut machine = machine();
     machine.limit(limits());
