@@ -38,6 +38,10 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a kept program has after `SIGTERM`.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// A program that has said all it had to say is about to end. Letting it costs less than ending it, and more is not given
+/// to one whose client has left.
+const LAST_STEPS: Duration = Duration::from_millis(2);
+
 /// After this a tree that survives `SIGKILL` is reported, and its end no longer waited for.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -93,6 +97,8 @@ pub struct Processes {
     next_id: Cell<u64>,
     closing: Cell<bool>,
     one_less: Notify,
+    /// When a process was last moved.
+    moved: Cell<Option<std::time::Instant>>,
 }
 
 /// One tree.
@@ -207,6 +213,7 @@ impl Processes {
             next_id: Cell::new(1),
             closing: Cell::new(false),
             one_less: Notify::new(),
+            moved: Cell::new(None),
         })
     }
 
@@ -421,12 +428,10 @@ impl Ending<'_> {
             let _ = pidfd_send_signal(pidfd, Signal::KILL);
         }
         let exit = self.reap(END_TIMEOUT).await;
-        // Read when nothing in it runs any more, and before the cell is another's.
-        let empty = wait_empty(&leaf, label, END_TIMEOUT).await;
+        let removed = wait_removed(&leaf, label, END_TIMEOUT).await;
+        // A cell that was given back knows what it had used when nothing ran in it any more.
         let usage = stay.usage();
-        let gone = empty
-            && wait_removed(&leaf, label, END_TIMEOUT).await
-            && timeout(END_TIMEOUT, stay.all_retired()).await.is_ok();
+        let gone = removed && timeout(END_TIMEOUT, stay.all_retired()).await.is_ok();
         ((exit.unwrap_or(UNKNOWN_END.0), usage), gone && exit.is_some())
     }
 
@@ -445,8 +450,11 @@ impl Ending<'_> {
             () = &mut dies => false,
             () = self.process.end_wanted.notified() => true,
         };
-        if asked && self.process.kind.is_kept() && pidfd_send_signal(pidfd, Signal::TERM).is_ok() {
-            let _ = timeout(GRACE, &mut dies).await;
+        if asked {
+            let is_kept = self.process.kind.is_kept();
+            if !is_kept || pidfd_send_signal(pidfd, Signal::TERM).is_ok() {
+                let _ = timeout(if is_kept { GRACE } else { LAST_STEPS }, &mut dies).await;
+            }
         }
         asked
     }

@@ -95,7 +95,7 @@ fn each_request_has_a_cell_and_what_it_used() {
 }
 
 fn home_is_on_a_disk(world: &World) -> bool {
-    let device = rustix::fs::stat(&world.home("alice")).expect("our own directory").st_dev;
+    let device = rustix::fs::stat(world.home("alice")).expect("our own directory").st_dev;
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     Path::new(&format!("/sys/dev/block/{major}:{minor}")).exists()
 }
@@ -295,7 +295,8 @@ fn a_named_cell_that_somebody_removed_is_made_again() {
         start(builder().rule("one", "access_checker", "cell \"shared\", cpu: \"90%\", of: :node\n", ""));
     world.get("a.test", "/count.cgi?n=1").expect(200);
     let keeper = world.pid_of("keeper");
-    let removed = groups_of_keeper(keeper).into_iter().flat_map(|dir| remove_beneath(&dir, "named-shared")).count();
+    let removed =
+        groups_of_keeper(keeper).into_iter().flat_map(|dir| remove_beneath(&dir, "named-shared")).count();
     assert!(removed > 0, "there was no such cell: {:?}", groups_of_keeper(keeper));
     for n in 2..6 {
         world.get("a.test", &format!("/count.cgi?n={n}")).expect(200);

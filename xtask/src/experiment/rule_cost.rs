@@ -205,7 +205,7 @@ impl Hosts {
 
 impl Facts for Hosts {
     fn text(&self, text: Text) -> Option<Cow<'_, str>> {
-        (text == Text::Hostname).then(|| Cow::Borrowed(self.host.as_str()))
+        (text == Text::Hostname).then_some(Cow::Borrowed(self.host.as_str()))
     }
 
     fn number(&self, _: Number) -> Option<i64> {

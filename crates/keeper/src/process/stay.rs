@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::Site;
 use nagaya_cmdb::cell::{Confinement, Demotion, Limits, Usage};
@@ -26,6 +26,9 @@ const LOOK_MIN: Duration = Duration::from_millis(5);
 
 /// Longest time between two looks while a request uses nothing: it waits for a database, or for its client.
 const LOOK_IDLE_MAX: Duration = Duration::from_millis(100);
+
+/// So shortly after a move the kernel takes another one without waiting: half of what was measured.
+const MOVES_STAY_HOT: Duration = Duration::from_millis(5);
 
 /// Cells a process has left and in which something still lives, at most. Each is gone in a moment, unless the kernel
 /// does not let go of a process.
@@ -225,8 +228,13 @@ impl Processes {
         if self.cells.fence() == cells::Kind::ProcessGroup {
             return Ok(to.adopt(pid, &from)?);
         }
-        // Both versions make who moves a running process wait for a grace period now and then, some milliseconds: not
-        // the one thread. It is measured in docs/cells.md.
+        // Both versions make who moves a running process wait for a grace period, some milliseconds, unless another
+        // move has just done so: not the one thread. It is measured in docs/cells.md.
+        let is_hot =
+            self.moved.replace(Some(Instant::now())).is_some_and(|last| last.elapsed() < MOVES_STAY_HOT);
+        if is_hot {
+            return Ok(to.adopt(pid, &from)?);
+        }
         let adopted = self.workers.run(move || to.adopt(pid, &from))?.await;
         let panicked = |_| Fault::new(Failure::Broken, fault::SPAWN, "moving it panicked inside the keeper");
         Ok(adopted.map_err(panicked)??)
