@@ -15,11 +15,12 @@ use tokio::sync::oneshot;
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 
-/// Threads. A program's start blocks one for less than a millisecond; a file system that does not answer
-/// blocks one until it does, and so many of them before the keeper says that it is busy.
-const WORKERS: usize = 8;
+/// Threads. A program's start blocks one for less than a millisecond, but in a cell that is out of CPU time for as long as
+/// it takes to get that millisecond; a file system that does not answer blocks one until it does, and so many of them
+/// before others have to wait.
+const WORKERS: usize = 64;
 
-/// Jobs that may wait. At a millisecond each on `WORKERS` threads, the last one waits half a second.
+/// Jobs that may wait. At a millisecond each on two cores, the last one waits two seconds.
 const JOBS_MAX: usize = 4096;
 
 type Job = Box<dyn FnOnce() + Send>;
