@@ -34,6 +34,7 @@ async fn watch_files(rules: &Rules, speaks: bool) {
         watch.set_files(rules.shared.rules.paths());
         // What changed before it was watched tells nobody.
         rules.shared.rules.refresh();
+        rules.events.replace(watch.events());
     };
     begin(&mut watch);
     loop {
@@ -44,6 +45,7 @@ async fn watch_files(rules: &Rules, speaks: bool) {
                     rules.shared.told.forget();
                 }
                 rules.shared.rules.refresh();
+                rules.events.replace(watch.events());
             }
             () = rules.other_files.notified() => begin(&mut watch),
         }

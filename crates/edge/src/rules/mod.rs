@@ -34,6 +34,7 @@ pub use self::load::Load;
 
 use self::apply::LeftOut;
 use self::facts::RequestFacts;
+use self::watch::Events;
 use crate::access_log::AccessRecord;
 use crate::account::Account;
 use crate::gate::Gate;
@@ -68,6 +69,8 @@ pub struct Rules {
     to_keeper: Cell<Option<mpsc::Receiver<Vec<CellChange>>>>,
     /// The list of files has changed.
     other_files: Notify,
+    /// What is told of the files; none before they are watched.
+    events: RefCell<Option<Rc<Events>>>,
 }
 
 /// What rules decided about one request so far.
@@ -116,6 +119,7 @@ impl Rules {
             changes,
             to_keeper: Cell::new(Some(to_keeper)),
             other_files: Notify::new(),
+            events: RefCell::default(),
         };
         rules.refresh();
         Rc::new(rules)
@@ -128,6 +132,13 @@ impl Rules {
         self.logs.set(set.has(Phase::LogTransaction));
         *self.node.borrow_mut() = self.shared.options().node.as_str().into();
         self.other_files.notify_one();
+    }
+
+    /// Takes files that have changed until now. The task that follows them may not have had its turn yet.
+    fn see_changes(&self) {
+        if self.events.borrow().as_ref().is_none_or(|events| events.wait()) {
+            self.shared.rules.refresh();
+        }
     }
 
     /// Asks the rules of one phase.
@@ -175,6 +186,7 @@ pub fn on_arrival(
     if !node.rules.any.get() {
         return Ok(None);
     }
+    node.rules.see_changes();
     let ruling =
         Ruling { rules: Rc::clone(&node.rules), verdict: Verdict::default(), accounted: 0, kept: None };
     account.set_ruling(Box::new(ruling));

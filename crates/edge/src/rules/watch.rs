@@ -1,9 +1,9 @@
-//! Sees that a rule file changed, in the same turn of the event loop in which a later request is seen.
+//! Sees that a rule file changed, before the next request is answered.
 //!
-//! Each edge thread watches the directories of all rule files with an inotify descriptor of its own. The kernel reports
-//! descriptors in the order in which they became ready, and a thread works in that order: who closes a file and then
-//! sends a request has it answered by the new rule, and no request pays a system call for it. A directory that cannot be
-//! watched is looked at once a second instead.
+//! Each edge thread watches the directories of all rule files with an inotify descriptor of its own. The kernel has put the
+//! event there before the call returns that closed the file, so who then sends a request has it answered by the new
+//! rule: each request asks the descriptor whether something waits in it. A task takes the events, also while no request
+//! comes. A directory that cannot be watched is looked at once a second instead.
 //!
 //! Not here: reading and compiling the files (`nagaya_rules::RuleSet::refresh`).
 
@@ -12,6 +12,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::Duration;
 
 use nagaya_base::Code;
@@ -40,10 +41,21 @@ const CHANGES: WatchFlags = WatchFlags::CLOSE_WRITE
     .union(WatchFlags::MOVE_SELF)
     .union(WatchFlags::ONLYDIR);
 
+/// What the kernel tells of the directories.
+pub struct Events(AsyncFd<OwnedFd>);
+
+impl Events {
+    /// Something was told that nobody has taken yet.
+    pub fn wait(&self) -> bool {
+        // One that cannot be asked says nothing of what changed, so looking is right.
+        rustix::io::ioctl_fionread(&self.0).map_or(true, |bytes| bytes > 0)
+    }
+}
+
 /// One thread's watch on the directories of rule files.
 pub struct Watch {
     /// Made when there is something to watch; the kernel may refuse one.
-    inotify: Option<AsyncFd<OwnedFd>>,
+    inotify: Option<Rc<Events>>,
     files: Vec<PathBuf>,
     /// The kernel's numbers of the directories that are watched.
     watched: BTreeSet<i32>,
@@ -65,6 +77,11 @@ impl Watch {
         self.begin();
     }
 
+    /// For requests to ask. `None`: the kernel gives no descriptor.
+    pub fn events(&self) -> Option<Rc<Events>> {
+        self.inotify.clone()
+    }
+
     /// Returns when something has changed (true), and every `LOOK_EVERY` (false): a directory may have become another
     /// one by what happened above it, and file systems of other machines tell nothing. Never while there is no file.
     pub async fn changed(&mut self) -> bool {
@@ -82,7 +99,7 @@ impl Watch {
     async fn event(&self) -> bool {
         let Some(inotify) = &self.inotify else { return std::future::pending().await };
         loop {
-            let Ok(mut ready) = inotify.readable().await else { return std::future::pending().await };
+            let Ok(mut ready) = inotify.0.readable().await else { return std::future::pending().await };
             if let Ok(taken) = ready.try_io(|fd| take(fd.get_ref())) {
                 // Whatever it is that cannot be read: looking at everything anew is right.
                 return taken.unwrap_or(true);
@@ -117,7 +134,7 @@ impl Watch {
         if let Some(inotify) = &self.inotify {
             for &number in self.watched.difference(&watched) {
                 // It fails for a directory that is gone, whose watch the kernel has ended itself.
-                let _ = inotify::remove_watch(inotify, number);
+                let _ = inotify::remove_watch(&inotify.0, number);
             }
         }
         self.watched = watched;
@@ -130,10 +147,10 @@ impl Watch {
             Some(inotify) => inotify,
             None => {
                 let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-                self.inotify.insert(sys::watch(fd, Interest::READABLE)?)
+                self.inotify.insert(Rc::new(Events(sys::watch(fd, Interest::READABLE)?)))
             }
         };
-        Ok(inotify::add_watch(inotify, directory, CHANGES)?)
+        Ok(inotify::add_watch(&inotify.0, directory, CHANGES)?)
     }
 }
 
@@ -193,8 +210,11 @@ mod tests {
             &|| std::os::unix::fs::symlink("elsewhere", &file).unwrap(),
         ];
         assert!(!sees(&watch).await);
+        let events = watch.events().unwrap();
         for change in changes {
+            assert!(!events.wait());
             change();
+            assert!(events.wait(), "a request that comes now is told");
             assert!(sees(&watch).await);
             assert!(!sees(&watch).await, "all of it was taken");
         }
