@@ -2,16 +2,7 @@
 class Apache
   extend Nagaya::Gaps
   extend Nagaya::MissingClasses
-
-  def self.rputs(text)
-    Nagaya.write(text.to_s)
-    self
-  end
-
-  def self.echo(text)
-    Nagaya.write("#{text}\n")
-    self
-  end
+  extend Nagaya::Writing
 
   class Notes
     include Nagaya::Gaps

@@ -1,5 +1,5 @@
-# What mod_mruby and ngx_mruby have and nagaya has not says why when it is called. The reasons stand in
-# src/api/compatibility.rs.
+# What the classes of mod_mruby and ngx_mruby have in common. What those servers have and nagaya has not says why when it
+# is called; the reasons stand in src/api/compatibility.rs.
 module Nagaya
   module Gaps
     def method_missing(name, *args)
@@ -12,6 +12,19 @@ module Nagaya
         raise NotImplementedError, "#{of}##{name}: #{why}" if why
       end
       super
+    end
+  end
+
+  # Both servers' words for writing an answer.
+  module Writing
+    def rputs(text)
+      Nagaya.write(text.to_s)
+      self
+    end
+
+    def echo(text)
+      Nagaya.write("#{text}\n")
+      self
     end
   end
 

@@ -1,16 +1,7 @@
 class Nginx
   extend Nagaya::Gaps
   extend Nagaya::MissingClasses
-
-  def self.rputs(text)
-    Nagaya.write(text.to_s)
-    self
-  end
-
-  def self.echo(text)
-    Nagaya.write("#{text}\n")
-    self
-  end
+  extend Nagaya::Writing
 
   TRUE = "1"
   FALSE = "0"

@@ -37,13 +37,13 @@ fn node() -> World {
 }
 
 /// A backend whose answers wait until they are let go, each request being noted as it comes.
-struct Held {
-    backend: Backend,
+pub struct Held {
+    pub backend: Backend,
     gate: Arc<(Mutex<usize>, Condvar)>,
 }
 
 impl Held {
-    fn start() -> Self {
+    pub fn start() -> Self {
         let gate = Arc::new((Mutex::new(0), Condvar::new()));
         let theirs = Arc::clone(&gate);
         let backend = Backend::answering(move |peer, request| {
@@ -58,13 +58,13 @@ impl Held {
     }
 
     /// Lets this many requests be answered.
-    fn let_go(&self, count: usize) {
+    pub fn let_go(&self, count: usize) {
         *self.gate.0.lock().expect("no holder panics") += count;
         self.gate.1.notify_all();
     }
 
     /// Targets in the order in which they arrived.
-    fn arrived(&self) -> Vec<String> {
+    pub fn arrived(&self) -> Vec<String> {
         let received = self.backend.received();
         let lines = received.lines().filter(|line| line.starts_with("GET "));
         lines.filter_map(|line| line.split(' ').nth(1)).map(str::to_owned).collect()

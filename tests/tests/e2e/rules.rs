@@ -6,12 +6,13 @@
 use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use nagaya_tests::backend::Backend;
 use nagaya_tests::client::{self, Connection};
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
 use nagaya_tests::world::{Builder, World};
 use serde_json::{Value, json};
+
+use crate::limits::Held;
 
 /// The published figure, unchanged but for what its scan had lost.
 const FIGURE_4: &str = include_str!("../../../crates/rules/fixtures/figure4.rb");
@@ -287,18 +288,8 @@ fn phases_run_in_their_order_and_share_notes() {
 }
 
 fn a_lane_lets_one_request_in_after_the_other() {
-    use std::sync::{Arc, Condvar, Mutex};
-    let gate = Arc::new((Mutex::new(0_usize), Condvar::new()));
-    let theirs = Arc::clone(&gate);
-    let backend = Backend::answering(move |peer, request| {
-        let (free, changed) = &*theirs;
-        let free = free.lock().expect("no holder panics");
-        let mut free = changed.wait_while(free, |free| *free == 0).expect("no holder panics");
-        *free -= 1;
-        drop(free);
-        peer.answer("200 OK", request.target())
-    });
-    let address = backend.address.to_string();
+    let held = Held::start();
+    let address = held.backend.address.to_string();
     let world = World::builder()
         .site_of("alice", "slow", json!({ "kind": "http", "address": address }))
         .rule("one", "access_checker", "lane \"one-by-one\", run: 1\n", "")
@@ -309,15 +300,14 @@ fn a_lane_lets_one_request_in_after_the_other() {
             connection.send(format!("GET /{n} HTTP/1.1\r\nHost: slow.test\r\n\r\n"));
             wait::until(&format!("request {n} runs or waits"), || {
                 let waiting = world.metric("nagaya_requests_waiting", "");
-                waiting == f64::from(n) && !backend.received().is_empty()
+                waiting == f64::from(n) && !held.arrived().is_empty()
             });
             connection
         })
         .collect();
-    assert_eq!(backend.received().matches("GET /").count(), 1);
+    assert_eq!(held.arrived(), ["/0"]);
     for (n, connection) in asked.iter_mut().enumerate() {
-        *gate.0.lock().expect("no holder panics") += 1;
-        gate.1.notify_all();
+        held.let_go(1);
         assert_eq!(connection.response().expect(200).text(), format!("/{n}"));
     }
     world.stop();
