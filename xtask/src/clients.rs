@@ -11,6 +11,9 @@ use anyhow::{Result, anyhow};
 
 use crate::{http, interrupt};
 
+/// Characters of an unwanted answer that are told.
+const SAID_MAX: usize = 2_000;
+
 /// What many requests came to.
 #[derive(Debug, Clone, Default)]
 pub struct Answers {
@@ -18,6 +21,8 @@ pub struct Answers {
     pub times_ms: Vec<f64>,
     /// Requests that failed or were answered with another status.
     pub failed: usize,
+    /// Why the first of them failed.
+    pub why: Option<String>,
     /// From the first request to the last answer, in seconds.
     pub seconds: f64,
 }
@@ -51,10 +56,17 @@ pub struct Question {
 }
 
 impl Question {
-    fn ask(&self) -> Option<f64> {
+    fn ask(&self) -> Result<f64> {
         let begun = Instant::now();
-        let answered = http::get(self.address, &self.host, &self.path).is_ok_and(|(status, _)| status == 200);
-        answered.then(|| begun.elapsed().as_secs_f64() * 1e3)
+        let told = |why: String| anyhow!("after {:.1} s: {why}", begun.elapsed().as_secs_f64());
+        match http::get(self.address, &self.host, &self.path) {
+            Ok((200, _)) => Ok(begun.elapsed().as_secs_f64() * 1e3),
+            Ok((status, body)) => {
+                let said: String = String::from_utf8_lossy(&body).chars().take(SAID_MAX).collect();
+                Err(told(format!("{status} {said}")))
+            }
+            Err(error) => Err(told(format!("{error:#}"))),
+        }
     }
 }
 
@@ -139,16 +151,23 @@ fn gather(at_once: usize, client: impl Fn() -> Answers + Sync) -> Result<Answers
 }
 
 impl Answers {
-    fn add(&mut self, time_ms: Option<f64>) {
+    fn add(&mut self, time_ms: Result<f64>) {
         match time_ms {
-            Some(time) => self.times_ms.push(time),
-            None => self.failed += 1,
+            Ok(time) => self.times_ms.push(time),
+            Err(error) => {
+                if self.why.is_none() {
+                    eprintln!("a request failed {error}");
+                    self.why = Some(error.to_string());
+                }
+                self.failed += 1;
+            }
         }
     }
 
     fn join(&mut self, other: Self) {
         self.times_ms.extend(other.times_ms);
         self.failed += other.failed;
+        self.why = self.why.take().or(other.why);
     }
 }
 

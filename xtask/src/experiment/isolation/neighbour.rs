@@ -92,7 +92,8 @@ pub fn run(setting: &Setting) -> Result<()> {
 
 fn visit(report: &mut Report, round: usize, variant: &str, wiki: &Question, window: Duration) -> Result<()> {
     let pages = clients::ask_steadily(wiki, EVERY, window)?;
-    ensure!(pages.failed == 0, "{} pages of the wiki failed ({variant})", pages.failed);
+    let why = pages.why.as_deref().unwrap_or_default();
+    ensure!(pages.failed == 0, "{} pages of the wiki failed ({variant}), the first {why}", pages.failed);
     report.sample(round, "page", variant, "p50_ms", pages.percentile_ms(0.5));
     report.sample(round, "page", variant, "p99_ms", pages.percentile_ms(0.99));
     Ok(())
