@@ -23,13 +23,16 @@ use tokio::time::timeout;
 
 use crate::apps::START_MAX;
 use crate::codec::{self, CodecError};
+use crate::process::START_TIMEOUT;
 use crate::protocol::{Answer, Ask, Exit, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
 use crate::server::{PROCESSES_PER_CONNECTION_MAX, receive, send};
 use crate::sys;
 
-/// Longest wait for an answer that does not start an application. The keeper's own bound on a start that
-/// hangs is shorter.
+/// Longest wait for an answer that starts nothing.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest wait for a program to begin. The keeper's own bound on a start that hangs is shorter.
+pub const SPAWN_TIMEOUT: Duration = START_TIMEOUT.saturating_add(CALL_TIMEOUT);
 
 /// Longest wait for a connection to an application, which may have to be started.
 pub const APP_TIMEOUT: Duration = START_MAX.saturating_add(CALL_TIMEOUT);
@@ -167,7 +170,7 @@ impl Keeper {
             env,
             confinement: Box::new(confinement.clone()),
         };
-        let (reply, fds, guard) = self.call(verb, CALL_TIMEOUT).await?;
+        let (reply, fds, guard) = self.call(verb, SPAWN_TIMEOUT).await?;
         match (<[OwnedFd; 2]>::try_from(fds), guard, reply) {
             (Ok([stdin, stdout]), Some(guard), Reply::Spawned { cell, .. }) => {
                 Ok(CgiProcess { stdin, stdout, guard, cell: cell.into() })
@@ -177,7 +180,7 @@ impl Keeper {
     }
 
     pub async fn spawn_php(&self, tenant: &TenantName) -> Result<PhpWorker, ClientError> {
-        let (reply, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, CALL_TIMEOUT).await?;
+        let (reply, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, SPAWN_TIMEOUT).await?;
         match (one_of(fds), guard, reply) {
             (Ok(socket), Some(guard), Reply::Spawned { cell, .. }) => {
                 Ok(PhpWorker { socket, guard, cell: cell.into() })

@@ -32,8 +32,9 @@ use crate::workers::Workers;
 pub use stay::Request;
 use stay::Stay;
 
-/// A program that has not begun to run after this is ended: a tenant may have stopped it on its way.
-const START_TIMEOUT: Duration = Duration::from_secs(5);
+/// A program that has not begun to run after this is ended: a tenant may have stopped it on its way. Long, because in a
+/// cell that is out of CPU time all programs begin slowly.
+pub const START_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// How long a kept program has after `SIGTERM`.
 const GRACE: Duration = Duration::from_secs(2);
@@ -247,7 +248,8 @@ impl Processes {
         let place = self.take_place(&order)?;
         let leaf = self.cells.leaf(&order.request.home, order.request.confinement())?;
         let for_worker = Arc::clone(&leaf);
-        let making = self.workers.run(move || make(&for_worker))?;
+        let tenant = &order.request.home.tenant.name;
+        let making = self.workers.start_for(tenant, move || make(&for_worker))?;
         let (answer, answered) = oneshot::channel();
         // A task of its own, because what the worker starts must be looked after even if the caller leaves.
         spawn_local(Rc::clone(self).live(order, place, leaf, making, answer));

@@ -1,10 +1,11 @@
-//! From a running program's output to the answer of a request: the head, the time limits, the body's length.
+//! From a running program's output to the answer of a request: the head and the body's length.
 //!
-//! The same for CGI processes and PHP workers. Not here: the grammar of the head (`response`), where the output comes
+//! The same for CGI processes and PHP workers. Not here: the grammar of the head (`response`), how long it may take
+//! (`patience`), where the output comes
 //! from (`cgi`, `php`).
 
 use std::collections::VecDeque;
-use std::future::{Future as _, poll_fn};
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -13,13 +14,12 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use http::{Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
-use nagaya_cmdb::record::Files;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Instant;
 
 use super::Outcome;
+use super::patience::Alarm;
 use super::response::{HeadError, HeadReader, ScriptHead};
 use crate::message::{BodyError, Response, ResponseBody};
-use crate::options::Limits;
 use crate::refusal::Refusal;
 
 /// What has arrived together with the head is looked at up to here, bytes, to see whether the answer is complete already.
@@ -88,50 +88,18 @@ impl Failure {
     }
 }
 
-/// How long a program may take.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
-    /// Longest time without output and without taking any of the request's body.
-    silence: Duration,
-    /// The end of its whole run, if the site sets one.
-    end: Option<Instant>,
-}
-
-impl Patience {
-    /// `timeout_seconds` of the site bounds the whole run. Without it only silence is bounded, so that a long
-    /// download or event stream is not cut.
-    pub fn of(files: &Files, limits: &Limits) -> Self {
-        match files.timeout_seconds {
-            Some(seconds) => {
-                let run = Duration::from_secs(seconds.into());
-                Self { silence: run, end: Some(Instant::now() + run) }
-            }
-            None => Self { silence: Duration::from_millis(limits.backend_ms), end: None },
-        }
-    }
-
-    fn deadline(&self) -> Instant {
-        let silence = Instant::now() + self.silence;
-        self.end.map_or(silence, |end| end.min(silence))
-    }
-}
-
 /// Output under a time limit.
 /// Dropped before the output's end, nobody wants the rest: the program may come to its end, within a bound.
 pub(super) struct Timed<O: Output> {
     /// `None` once it has ended, failed or been taken.
     output: Option<O>,
-    patience: Patience,
-    /// Made when something is waited for the first time.
-    alarm: Option<Pin<Box<Sleep>>>,
-    /// Something came since the alarm was set.
-    moved: bool,
+    alarm: Alarm,
     fed: u64,
 }
 
 impl<O: Output> Timed<O> {
-    pub fn new(output: O, patience: Patience) -> Self {
-        Self { output: Some(output), patience, alarm: None, moved: false, fed: 0 }
+    pub fn new(output: O, alarm: Alarm) -> Self {
+        Self { output: Some(output), alarm, fed: 0 }
     }
 
     /// The output, unless it has ended.
@@ -154,24 +122,15 @@ impl<O: Output> Timed<O> {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Failure>> {
         if let Poll::Ready(ready) = self.poll_output(cx) {
-            self.moved = true;
+            self.alarm.put_off();
             return Poll::Ready(ready);
         }
         // An upload that goes on is no silence.
         let fed = self.output.as_ref().map_or(self.fed, Output::fed);
-        let moved = std::mem::take(&mut self.moved) || fed != self.fed;
-        self.fed = fed;
-        let patience = self.patience;
-        let alarm = match &mut self.alarm {
-            Some(alarm) => {
-                if moved {
-                    alarm.as_mut().reset(patience.deadline());
-                }
-                alarm
-            }
-            None => self.alarm.insert(Box::pin(tokio::time::sleep_until(patience.deadline()))),
-        };
-        ready!(alarm.as_mut().poll(cx));
+        if std::mem::replace(&mut self.fed, fed) != fed {
+            self.alarm.put_off();
+        }
+        ready!(self.alarm.poll(cx));
         self.output = None;
         Poll::Ready(Err(Failure::Timeout))
     }
@@ -210,7 +169,7 @@ impl<O: Output> Timed<O> {
             while room > 0 {
                 match self.poll_output(cx) {
                     Poll::Ready(Ok(Some(piece))) => {
-                        self.moved = true;
+                        self.alarm.put_off();
                         room = room.saturating_sub(piece.len());
                         pieces.push_back(piece);
                     }
@@ -273,7 +232,7 @@ impl<O: Output> Timed<O> {
 impl<O: Output> Drop for Timed<O> {
     fn drop(&mut self) {
         if let Some(output) = self.output.take() {
-            output.let_finish(self.patience.deadline().min(Instant::now() + ABANDONED_MAX));
+            output.let_finish(self.alarm.deadline().min(Instant::now() + ABANDONED_MAX));
         }
     }
 }
@@ -406,7 +365,7 @@ impl<O: Output> Drop for ProgramBody<O> {
         if self.left == Some(0)
             && let Some(timed) = self.output.take()
         {
-            let deadline = timed.patience.deadline();
+            let deadline = timed.alarm.deadline();
             if let Some(output) = timed.into_output() {
                 output.let_finish(deadline);
             }

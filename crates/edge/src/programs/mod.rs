@@ -4,13 +4,14 @@
 //! wants followed inside the server (`request`, which bounds them).
 //!
 //! Read in this order: `environment` (what a program is told), `cgi` or `pool` and `php` (how it is run),
-//! `response` and `answer` (what becomes of its output).
+//! `response` and `answer` (what becomes of its output), `patience` (how long it may take).
 
 mod after;
 mod answer;
 mod cgi;
 mod environment;
 mod fastcgi;
+mod patience;
 mod php;
 mod pool;
 mod response;
@@ -30,10 +31,11 @@ use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure as KeeperFailure;
 
 use self::after::After;
-use self::answer::{Failure, Patience, Timed};
+use self::answer::{Failure, Timed};
 use self::environment::Facts;
 pub use self::environment::document_root;
 use self::fastcgi::Opening;
+use self::patience::{Alarm, Gauge, Patience};
 use self::php::{ErrorLines, Exchange, Retry, Serving};
 pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
@@ -131,11 +133,12 @@ impl Programs {
             .await
             .map_err(|error| not_started(&format!("{} of site {}", script.file, site.name), error))?;
         stay.set_cell(&started.cell);
+        let gauge = Gauge::of(&self.keeper, started.guard.id(), (site, tenant), stay.confinement());
         let running = Running::begin(&self.metrics);
         let tree = cgi::Tree::new(started.guard, stay.begin(), Rc::clone(&self.after), running);
         let run = cgi::Run::new(started.stdin, started.stdout, tree, body)
             .map_err(|error| Refusal::BackendUnreachable(format!("{}: its pipes: {error}", script.file)))?;
-        let mut run = Timed::new(run, patience);
+        let mut run = Timed::new(run, Alarm::new(patience, gauge));
         let refusal = |failure: Failure| failure.refusal(&script.file);
         let (answer, rest) = run.head().await.map_err(refusal)?;
         let outcome = run.outcome(&head.method, answer, rest).await.map_err(refusal)?;
@@ -166,8 +169,13 @@ impl Programs {
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
         let errors = ErrorLines::new(site.name.clone(), head.id);
+        let alarm = |lease: &mut Lease| {
+            let id = lease.worker().id;
+            Alarm::new(patience, Gauge::of(&self.keeper, id, (site, tenant), stay.confinement()))
+        };
+        let set = alarm(&mut lease);
         let serving = self.serving(lease, stay.begin());
-        let mut exchange = Timed::new(Exchange::new(serving, opening, body, errors), patience);
+        let mut exchange = Timed::new(Exchange::new(serving, opening, body, errors), set);
         let refusal = |failure: Failure| failure.refusal(&script.file);
         let (answer, rest) = match exchange.head().await {
             Ok(complete) => complete,
@@ -181,8 +189,9 @@ impl Programs {
                 let (mut lease, due) = serving.into_lease();
                 lease.renew(|| self.start_php(tenant)).await?;
                 self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
+                let set = alarm(&mut lease);
                 let serving = self.serving(lease, due);
-                exchange = Timed::new(Exchange::new(serving, opening, body, errors), patience);
+                exchange = Timed::new(Exchange::new(serving, opening, body, errors), set);
                 exchange.head().await.map_err(refusal)?
             }
             Err(failure) => return Err(refusal(failure)),

@@ -229,8 +229,12 @@ impl Leaf {
         (limits, roots): (Limits, Vec<Number>),
     ) -> Result<Self, FileError> {
         let name = format!("{}/r{}", branch.path(), body.number).into();
-        let v1 = joined.iter().flatten().filter(|dir| dir.hierarchy.version == Version::V1);
-        let tasks = v1.map(|dir| dir.tasks()).collect::<Result<_, _>>()?;
+        let mut v1: Vec<_> =
+            joined.iter().flatten().filter(|dir| dir.hierarchy.version == Version::V1).collect();
+        // Who enters holds the kernel's lock on all cgroups meanwhile. In a directory that is out of CPU time it would hold
+        // it until there is some, and with it every fork and move of the machine.
+        v1.sort_by_key(|dir| dir.hierarchy.controllers.has(Controller::Cpu));
+        let tasks = v1.into_iter().map(|dir| dir.tasks()).collect::<Result<_, _>>()?;
         let counted = |dir: &Arc<Dir>| dir.hierarchy.controllers.has(Controller::Blkio) && dir.is_leaf();
         let asks = !joined.iter().flatten().any(counted);
         let state = State {

@@ -487,7 +487,7 @@ const LIMITS: &[Key<Settings>] = &[
         "0.1",
         time(100, DAY),
         edge.limits.backend_ms,
-        "From the request to the head of the backend's answer, where the site gives no number."
+        "From the request to the head of the backend's answer, where the site gives no number. A CGI or PHP program under a limit may use that much CPU time, for an hour at most, as long as it gets on."
     ),
     key!(
         "backend_connect_timeout",

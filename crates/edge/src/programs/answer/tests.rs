@@ -6,6 +6,7 @@ use std::rc::Rc;
 use proptest::prelude::*;
 
 use super::*;
+use crate::programs::patience::Patience;
 use crate::programs::testing::{piece, read};
 
 /// Output that is known beforehand. `None` in it stands for output that comes later.
@@ -48,7 +49,7 @@ fn run_of(steps: impl IntoIterator<Item = Option<Result<Bytes, Failure>>>) -> Ru
     let may_finish = Rc::default();
     let script = Script { steps: steps.into_iter().collect(), may_finish: Rc::clone(&may_finish) };
     let patience = Patience { silence: Duration::from_secs(20), end: None };
-    Run { output: Timed::new(script, patience), may_finish }
+    Run { output: Timed::new(script, Alarm::new(patience, None)), may_finish }
 }
 
 async fn answer(mut output: Timed<Script>, method: Method) -> Result<Response, Failure> {
@@ -123,13 +124,15 @@ async fn without_a_body_the_output_is_read_and_thrown_away() {
 #[tokio::test(start_paused = true)]
 async fn silence_is_bounded_and_movement_is_not() {
     let patience = Patience { silence: Duration::from_secs(1), end: None };
-    let mut silent = Timed::new(Never, patience);
+    let mut silent = Timed::new(Never, Alarm::new(patience, None));
     let start = Instant::now();
     assert!(matches!(silent.head().await, Err(Failure::Timeout)));
     assert_eq!(start.elapsed().as_secs(), 1);
     let end = Some(Instant::now() + Duration::from_secs(5));
-    let mut moving =
-        Timed::new(Ticking(tokio::time::interval(Duration::from_millis(500))), Patience { end, ..patience });
+    let mut moving = Timed::new(
+        Ticking(tokio::time::interval(Duration::from_millis(500))),
+        Alarm::new(Patience { end, ..patience }, None),
+    );
     let start = Instant::now();
     assert!(matches!(moving.head().await, Err(Failure::Timeout)));
     assert_eq!(start.elapsed().as_secs(), 5, "movement does not move the end of the whole run");

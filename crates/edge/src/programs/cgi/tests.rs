@@ -240,6 +240,23 @@ fn percent(percent: u32) -> Confinement {
 }
 
 #[test]
+fn a_limit_slows_a_program_beyond_its_time_and_does_not_refuse_it() {
+    let world = impatient(1000);
+    // Some 150 ms of CPU time on a present-day core: three seconds at a twentieth of it.
+    world.file(
+        "busy.cgi",
+        "#!/bin/sh\ni=0\nwhile [ $i -lt 300000 ]; do i=$((i + 1)); done\nprintf 'X-A: 1\\n\\nfine'\n",
+    );
+    world.file("silent.cgi", "#!/bin/sh\nexec sleep 1000\n");
+    world.run(async |thread| {
+        thread.confine(percent(5), false);
+        assert_eq!(thread.get("busy.cgi").await, "fine");
+        assert_eq!(thread.refusal("silent.cgi", get()).await, Refusal::BackendTimeout, "it does nothing");
+        thread.until_none_runs("cgi").await;
+    });
+}
+
+#[test]
 fn what_a_program_used_is_known_after_its_answer() {
     let world = world();
     world.file("busy.cgi", BUSY);
