@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::rc::{Rc, Weak};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use http::header::{REFERER, USER_AGENT};
@@ -97,12 +97,20 @@ pub struct More {
     pub paced_us: u64,
     /// The line a rule had it wait in.
     pub lane: Option<Box<str>>,
-    /// What held for it beneath its site's limits.
-    pub confinement: Confinement,
+    /// What held for it beneath its site's limits; none, if nothing did.
+    pub confinement: Option<Arc<Confinement>>,
     /// The rule files that said something.
     pub ruled_by: SmallVec<[Arc<str>; 2]>,
     /// Its tenant, as it was then.
     pub tenant: Option<Arc<Tenant>>,
+}
+
+impl More {
+    /// What held for it beneath its site's limits.
+    pub fn confinement(&self) -> &Confinement {
+        static NOTHING: LazyLock<Confinement> = LazyLock::new(Confinement::default);
+        self.confinement.as_deref().unwrap_or(&NOTHING)
+    }
 }
 
 /// What the programs of a request used.

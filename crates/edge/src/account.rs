@@ -214,7 +214,7 @@ impl Account {
     }
 
     /// Where its programs are to run, and which limits hold for it. Before it runs.
-    pub fn confine(&mut self, confinement: Confinement) {
+    pub fn confine(&mut self, confinement: Arc<Confinement>) {
         self.stay = OnceCell::from(Stay::of(confinement, self.disclosed));
     }
 

@@ -26,7 +26,7 @@ use smallvec::SmallVec;
 use self::bucket::Bucket;
 use self::ledger::{Shared, Way};
 use crate::account::Account;
-use crate::message::{Request, RequestBody, Response};
+use crate::message::{Request, RequestBody, Response, ResponseBody};
 use crate::node::Node;
 use crate::route::Route;
 
@@ -37,7 +37,15 @@ pub fn apply(node: &Node, route: &Route, account: &Account, mut response: Respon
     if response.body.is_empty() || !is_limited(route, account) || is_of_program() {
         return response;
     }
-    response.flow = flow(node, route, account, Way::Out).map(Box::new);
+    let Some(mut flow) = flow(node, route, account, Way::Out) else { return response };
+    // What is small and may go at once goes as if there were no limit, with its head.
+    let may_go = match &response.body {
+        ResponseBody::Bytes(bytes) => bytes.len() as u64 <= flow.slice() && flow.try_take(bytes.len() as u64),
+        _ => false,
+    };
+    if !may_go {
+        response.flow = Some(Box::new(flow));
+    }
     response
 }
 

@@ -29,7 +29,7 @@ pub struct Route {
     pub tenant: Arc<Tenant>,
     pub gates: Gates,
     /// What holds for each of its requests, where its record says anything; rules lay theirs over it.
-    pub confinement: Option<Rc<Confinement>>,
+    pub confinement: Option<Arc<Confinement>>,
 }
 
 impl Route {
@@ -37,7 +37,7 @@ impl Route {
         let demotions = site.demotions.iter().filter_map(|step| step.demotion()).collect();
         let confinement =
             Confinement { limits: site.request_limits.limits(), demotions, ..Confinement::default() };
-        let confinement = (confinement != Confinement::default()).then(|| Rc::new(confinement));
+        let confinement = (confinement != Confinement::default()).then(|| Arc::new(confinement));
         Self { site, tenant, gates, confinement }
     }
 }

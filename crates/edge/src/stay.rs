@@ -8,6 +8,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::cell::{Confinement, CpuQuota, Usage};
@@ -23,7 +24,7 @@ pub const USAGE_WAIT: Duration = Duration::from_secs(2);
 /// Where one request's programs run, and what they used. Only requests that a limit or a program concerns have one.
 #[derive(Debug)]
 pub struct Stay {
-    confinement: Confinement,
+    confinement: Arc<Confinement>,
     /// The client gets the receipt, so its figures are worth waiting for.
     disclosed: bool,
     state: RefCell<State>,
@@ -55,14 +56,14 @@ impl std::fmt::Debug for Closing {
 }
 
 impl Stay {
-    pub fn new(confinement: Confinement) -> Rc<Self> {
+    pub fn new(confinement: impl Into<Arc<Confinement>>) -> Rc<Self> {
         Self::of(confinement, false)
     }
 
     /// `disclosed`: the client is told what was used.
-    pub fn of(confinement: Confinement, disclosed: bool) -> Rc<Self> {
+    pub fn of(confinement: impl Into<Arc<Confinement>>, disclosed: bool) -> Rc<Self> {
         Rc::new(Self {
-            confinement,
+            confinement: confinement.into(),
             disclosed,
             state: RefCell::default(),
             paced_us: Cell::new(0),
@@ -146,12 +147,9 @@ impl Stay {
     }
 
     /// Gives what it knows to the record of the request.
-    pub fn hand_over(self: Rc<Self>, more: &mut More) {
+    pub fn hand_over(&self, more: &mut More) {
         self.tell(more);
-        more.confinement = match Rc::try_unwrap(self) {
-            Ok(stay) => stay.confinement,
-            Err(shared) => shared.confinement.clone(),
-        };
+        more.confinement = Some(Arc::clone(&self.confinement));
     }
 
     /// Says what was used so far.

@@ -22,6 +22,7 @@
 #include <mruby/hash.h>
 #include <mruby/internal.h>
 #include <mruby/irep.h>
+#include <mruby/opcode.h>
 #include <mruby/presym.h>
 #include <mruby/proc.h>
 #include <mruby/string.h>
@@ -680,6 +681,74 @@ int32_t ng_run(ng_vm *vm, uint32_t program, ng_error *error) {
     return vm->ended;
   }
   return run_to_end(vm, program, error);
+}
+
+/* === What a program uses === */
+
+/* Bytes of operands by the letters of mruby/ops.h. */
+enum { OPERANDS_Z = 0, OPERANDS_B = 1, OPERANDS_BB = 2, OPERANDS_BBB = 3, OPERANDS_BS = 3, OPERANDS_BSS = 5, OPERANDS_S = 2,
+       OPERANDS_W = 3 };
+
+#define OPCODE(_, letters) OPERANDS_##letters,
+static const uint8_t operands[] = {
+#include <mruby/ops.h>
+};
+#undef OPCODE
+
+/* How many operands of one byte an instruction has, of which a prefix can make the first and the second wider. */
+#define OPCODE(_, letters) sizeof #letters - 1 > 1 ? (#letters[0] == 'B') + (#letters[1] == 'B') : #letters[0] == 'B',
+static const uint8_t narrow[] = {
+#include <mruby/ops.h>
+};
+#undef OPCODE
+
+static mrb_bool outlives_run(uint8_t op) {
+  switch (op) {
+    case OP_GETGV: case OP_SETGV: case OP_GETSV: case OP_SETSV: case OP_GETIV: case OP_SETIV: case OP_GETCV: case OP_SETCV:
+    case OP_SETCONST: case OP_SETMCNST: case OP_METHOD: case OP_CLASS: case OP_MODULE: case OP_EXEC: case OP_DEF:
+    case OP_ALIAS: case OP_UNDEF: case OP_SCLASS: case OP_TCLASS: case OP_SUPER:
+      return TRUE;
+    default:
+      return FALSE;
+  }
+}
+
+static mrb_bool is_within_run(const mrb_irep *irep) {
+  const size_t kinds = sizeof operands / sizeof *operands;
+  size_t at = 0;
+  while (at < irep->ilen) {
+    uint8_t op = irep->iseq[at++];
+    size_t wide = 0;
+    if (op == OP_EXT1 || op == OP_EXT2 || op == OP_EXT3) {
+      if (at >= irep->ilen) return FALSE;
+      const uint8_t prefix = op;
+      op = irep->iseq[at++];
+      if (op >= kinds) return FALSE;
+      wide = (prefix != OP_EXT2 && narrow[op] > 0) + (prefix != OP_EXT1 && narrow[op] > 1);
+    }
+    if (op >= kinds || outlives_run(op)) return FALSE;
+    at += operands[op] + wide;
+  }
+  return at == irep->ilen;
+}
+
+static mrb_bool names_of(mrb_state *mrb, const mrb_irep *irep, void (*tell)(void*, const char*, size_t), void *state) {
+  for (uint16_t at = 0; at < irep->slen; at++) {
+    mrb_int n = 0;
+    const char *name = mrb_sym_name_len(mrb, irep->syms[at], &n);
+    if (name) tell(state, name, (size_t)n);
+  }
+  mrb_bool within = is_within_run(irep);
+  for (uint16_t at = 0; at < irep->rlen; at++) within = names_of(mrb, irep->reps[at], tell, state) && within;
+  return within;
+}
+
+int32_t ng_names(ng_vm *vm, uint32_t program, void (*tell)(void *state, const char *name, size_t n), void *state) {
+  if (vm->ended != NG_OK || program >= PROGRAMS_MAX || !vm->is_loaded[program]) return FALSE;
+  const struct RProc *proc = mrb_proc_ptr(vm->programs[program]);
+  if (MRB_PROC_CFUNC_P(proc)) return FALSE;
+  current = vm;
+  return names_of(vm->mrb, proc->body.irep, tell, state);
 }
 
 /* === The VM === */

@@ -94,6 +94,10 @@ int32_t ng_load(ng_vm *vm, const uint8_t *code, size_t n, uint32_t *program, ng_
 void ng_unload(ng_vm *vm, uint32_t program);
 int32_t ng_run(ng_vm *vm, uint32_t program, ng_error *error);
 
+/* Tells every name a program uses: of methods, constants and keywords. False if it also defines something, or reads or
+ * writes variables that outlive a run. `tell` may not call the VM; `name` is good until it returns. */
+int32_t ng_names(ng_vm *vm, uint32_t program, void (*tell)(void *state, const char *name, size_t n), void *state);
+
 size_t ng_memory(const ng_vm *vm);
 uint32_t ng_symbols(const ng_vm *vm);
 void ng_collect(ng_vm *vm);

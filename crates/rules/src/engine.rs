@@ -1,14 +1,16 @@
 //! Evaluation of rules on one thread: its VM, what is loaded into it, and what happens when a rule fails.
 //!
-//! Not here: what a VM is (`vm`), the files and their logging (`ruleset`).
+//! Not here: what a VM is (`vm`), the files and their logging (`ruleset`), which runs can be spared (`remembered`).
 
 use std::marker::PhantomData;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::Phase;
 use crate::facts::Facts;
 use crate::fault::RuleFault;
 use crate::ffi::{Code, Scope};
+use crate::remembered::{Noted, Remembered};
 use crate::ruleset::{Budget, OnError, Rule, RuleSet, Tally};
 use crate::verdict::Verdict;
 use crate::vm::{self, Failed, Vm};
@@ -22,6 +24,10 @@ pub struct Engine {
     loaded: Vec<Loaded>,
     /// Opened when the first rule runs, and again after one was dropped.
     vm: Option<Vm>,
+    /// What the files of each phase said before.
+    remembered: [Remembered; Phase::ALL.len()],
+    /// Of a request for which no rule has decided anything.
+    blank: Rc<Verdict>,
     /// A VM belongs to its thread.
     not_send: PhantomData<*mut ()>,
 }
@@ -40,16 +46,34 @@ impl Engine {
     /// Costs nothing until a rule runs.
     pub fn new(set: Arc<RuleSet>) -> Self {
         let budget = Budget::default();
-        Self { set, generation: 0, budget, loaded: Vec::new(), vm: None, not_send: PhantomData }
+        let blank = Rc::default();
+        let remembered = std::array::from_fn(|_| Remembered::new(&blank));
+        Self {
+            set,
+            generation: 0,
+            budget,
+            loaded: Vec::new(),
+            vm: None,
+            remembered,
+            blank,
+            not_send: PhantomData,
+        }
     }
 
-    /// Runs the files of the phase in order, until one of them answers. An error is one of a file with
+    /// What each request begins with.
+    pub fn blank(&self) -> Rc<Verdict> {
+        Rc::clone(&self.blank)
+    }
+
+    /// What the files of the phase say, in order, until one of them answers. An error is one of a file with
     /// `OnError::Refuse`; all others are logged and counted, and leave nothing in the verdict.
+    ///
+    /// A verdict may be shared with other requests of which the rules say the same.
     pub fn evaluate(
         &mut self,
         phase: Phase,
         facts: &dyn Facts,
-        verdict: &mut Verdict,
+        verdict: &mut Rc<Verdict>,
     ) -> Result<(), RuleFault> {
         if !self.set.has(phase) {
             return Ok(());
@@ -57,21 +81,60 @@ impl Engine {
         if self.set.generation() != self.generation {
             self.take_over();
         }
+        // What earlier files decided is told to later ones too, and is none of the facts.
+        if !Rc::ptr_eq(verdict, &self.blank) {
+            return self.run(phase, facts, Rc::make_mut(verdict)).map(drop);
+        }
+        if let Some((found, files)) = self.remembered[phase as usize].find(facts) {
+            self.of(phase).take(files).for_each(|loaded| loaded.tally.evaluated());
+            *verdict = found;
+            return Ok(());
+        }
+        let may_repeat = |loaded: &Loaded| loaded.program.is_none_or(|program| program.repeats);
+        if !self.of(phase).all(may_repeat) || !self.remembered[phase as usize].wants() {
+            return self.run(phase, facts, Rc::make_mut(verdict)).map(drop);
+        }
+        let noted = Noted::new(facts);
+        let ran = self.run(phase, &noted, Rc::make_mut(verdict))?;
+        let repeats = |loaded: &Loaded| loaded.program.is_some_and(|program| program.repeats);
+        if let Some(files) = ran
+            && verdict.log.is_empty()
+            && self.of(phase).take(files).all(repeats)
+        {
+            noted.into_memory(&mut self.remembered[phase as usize], verdict, files);
+        }
+        Ok(())
+    }
+
+    fn of(&self, phase: Phase) -> impl Iterator<Item = &Loaded> {
+        self.loaded.iter().filter(move |loaded| loaded.rule.file.phase == phase)
+    }
+
+    /// Runs the files of the phase. Returns how many there were until one answered; none if one of them failed.
+    fn run(
+        &mut self,
+        phase: Phase,
+        facts: &dyn Facts,
+        verdict: &mut Verdict,
+    ) -> Result<Option<usize>, RuleFault> {
         let had_answer = verdict.answer.is_some();
+        let (mut files, mut failed) = (0, false);
         for at in 0..self.loaded.len() {
             if self.loaded[at].rule.file.phase != phase {
                 continue;
             }
-            if let Err(fault) = self.evaluate_one(at, facts, verdict)
-                && self.loaded[at].rule.file.on_error == OnError::Refuse
-            {
-                return Err(fault);
+            files += 1;
+            if let Err(fault) = self.evaluate_one(at, facts, verdict) {
+                failed = true;
+                if self.loaded[at].rule.file.on_error == OnError::Refuse {
+                    return Err(fault);
+                }
             }
             if verdict.answer.is_some() && !had_answer {
                 break;
             }
         }
-        Ok(())
+        Ok((!failed).then_some(files))
     }
 
     fn evaluate_one(&mut self, at: usize, facts: &dyn Facts, verdict: &mut Verdict) -> Result<(), RuleFault> {
@@ -117,6 +180,7 @@ impl Engine {
             self.budget = rules.budget;
             self.drop_vm();
         }
+        self.remembered = std::array::from_fn(|_| Remembered::new(&self.blank));
         let mut had = std::mem::take(&mut self.loaded);
         for rule in &rules.rules {
             let same = had.iter().position(|loaded| Arc::ptr_eq(&loaded.rule, rule));

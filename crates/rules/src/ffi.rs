@@ -220,6 +220,15 @@ impl Machine {
         self.outcome(status)
     }
 
+    /// The names of methods, constants and keywords a program uses, each told once or more. False if it also defines
+    /// something, or reads or writes variables that outlive a run.
+    pub fn names(&mut self, program: Program, mut each: impl FnMut(&str)) -> bool {
+        let mut each: &mut dyn FnMut(&str) = &mut each;
+        let state = ptr::from_mut(&mut each).cast();
+        // SAFETY: the VM is open; `state` is read by `tell_name` during the call only, as what it is.
+        unsafe { ng_names(self.vm.as_ptr(), program.0, tell_name, state) != 0 }
+    }
+
     /// Bytes the VM has allocated.
     pub fn memory(&self) -> usize {
         // SAFETY: the VM is open.
@@ -388,6 +397,19 @@ fn answer(
         Err(_) => return outcome.map(|_| ()),
     }
     Ok(())
+}
+
+/// One name of a program, for `Machine::names`.
+extern "C" fn tell_name(state: *mut c_void, name: *const c_char, len: usize) {
+    // SAFETY: `state` is what `Machine::names` made of its closure, which nothing else uses meanwhile; the name is good for
+    // `len` bytes during this call.
+    let (each, name) = unsafe {
+        (&mut *state.cast::<&mut dyn FnMut(&str)>(), slice::from_raw_parts(name.cast::<u8>(), len))
+    };
+    // What is no text is no name that anybody knows.
+    let name = str::from_utf8(name).unwrap_or("\0");
+    // A panic must not unwind into C.
+    let _ = catch_unwind(AssertUnwindSafe(|| each(name)));
 }
 
 /// An object with state was collected.
@@ -612,6 +634,12 @@ unsafe extern "C" {
     fn ng_load(vm: *mut RawVm, code: *const u8, len: usize, program: *mut u32, error: *mut RawError) -> i32;
     fn ng_unload(vm: *mut RawVm, program: u32);
     fn ng_run(vm: *mut RawVm, program: u32, error: *mut RawError) -> i32;
+    fn ng_names(
+        vm: *mut RawVm,
+        program: u32,
+        tell: extern "C" fn(*mut c_void, *const c_char, usize),
+        state: *mut c_void,
+    ) -> i32;
     fn ng_memory(vm: *const RawVm) -> usize;
     fn ng_symbols(vm: *const RawVm) -> u32;
     fn ng_collect(vm: *mut RawVm);

@@ -14,12 +14,14 @@ mod fault;
 mod ffi;
 mod native;
 mod regexp;
+mod remembered;
 mod ruleset;
 mod source;
 #[cfg(test)]
 mod testing;
 mod verdict;
 mod vm;
+mod vocabulary;
 
 /// `docs/rules-compatibility.md`: every method of mod_mruby and ngx_mruby, and whether it is here.
 pub use api::compatibility::page as compatibility_page;
@@ -29,7 +31,7 @@ pub use fault::{FaultKind, RuleFault};
 pub use ruleset::{Budget, OnError, Phase, RULE_FILES_MAX, RuleFile, RuleSet, RuleState, RuleStatus};
 pub use source::SOURCE_LEN_MAX;
 pub use verdict::{
-    Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Rewrites, Spoke, Topic, Verdict,
+    Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Mark, Rewrites, Spoke, Topic, Verdict,
 };
 
 /// Of the mruby that is built in.

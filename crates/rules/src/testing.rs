@@ -121,9 +121,9 @@ impl Rules {
 
 /// What the rules of the access phase decide, and whether the request is refused.
 pub fn evaluate(engine: &mut Engine) -> (Verdict, Result<(), crate::RuleFault>) {
-    let mut verdict = Verdict::default();
+    let mut verdict = engine.blank();
     let outcome = engine.evaluate(Phase::AccessChecker, &Get("/wiki/Main%20Page"), &mut verdict);
-    (verdict, outcome)
+    (Verdict::clone(&verdict), outcome)
 }
 
 /// What they answer; empty if they do not.

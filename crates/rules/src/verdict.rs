@@ -4,6 +4,7 @@
 //! One verdict lives over all phases of its request, so that notes set in one are read in the next; the edge takes out
 //! what it has carried out. Not here: who acts (`edge`, `keeper`), how cells look (`cmdb::cell`).
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use nagaya_cmdb::cell::{
@@ -44,7 +45,7 @@ pub struct Verdict {
     /// Given instead of the site's own response.
     pub answer: Option<Answer>,
     /// Where the request runs.
-    pub confinement: Confinement,
+    pub confinement: Arc<Confinement>,
     /// To be done to named cells, in this order.
     pub changes: Vec<CellChange>,
     pub lane: Option<Lane>,
@@ -63,6 +64,29 @@ pub struct Verdict {
     pub spoke: Vec<Spoke>,
     /// What the running evaluation decided so far.
     decided: Decided,
+    /// When its changes of cells were last found to be so already.
+    pub settled: Mark,
+}
+
+/// A moment that whoever carries verdicts out notes on one that many requests share. No part of what it says.
+#[derive(Debug, Clone, Default)]
+pub struct Mark(Cell<u64>);
+
+impl Mark {
+    /// The noted moment; 0: never.
+    pub fn get(&self) -> u64 {
+        self.0.get()
+    }
+
+    pub fn set(&self, moment: u64) {
+        self.0.set(moment);
+    }
+}
+
+impl PartialEq for Mark {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -174,6 +198,10 @@ impl Verdict {
         self.decided.has(topic) || self.spoke.iter().any(|spoke| spoke.decided.has(topic))
     }
 
+    pub(crate) fn confinement_mut(&mut self) -> &mut Confinement {
+        Arc::make_mut(&mut self.confinement)
+    }
+
     /// The answer, made if there is none.
     pub fn answer_mut(&mut self) -> &mut Answer {
         self.decided.add(Topic::Answer);
@@ -208,31 +236,34 @@ impl Verdict {
     /// Limits of the request's own cell, laid over those earlier rules gave it.
     pub fn limit(&mut self, limits: &Limits) {
         self.decided.add(Topic::Limits);
-        self.confinement.limits = self.confinement.limits.overlaid(limits);
+        let confinement = self.confinement_mut();
+        confinement.limits = confinement.limits.overlaid(limits);
     }
 
     /// Attaches the request. Each controller is in one named cell: an earlier one loses those this one takes.
     pub fn attach(&mut self, cell: NamedCell) -> Result<(), Full> {
         self.detach(&cell.controllers);
-        if self.confinement.named.len() >= NAMED_PER_REQUEST_MAX {
+        let named = &mut self.confinement_mut().named;
+        if named.len() >= NAMED_PER_REQUEST_MAX {
             return Err(Full::TooMany { what: "named cells", most: NAMED_PER_REQUEST_MAX });
         }
-        self.confinement.named.push(cell);
+        named.push(cell);
         Ok(())
     }
 
     /// Takes these controllers out of the named cells they were attached to.
     pub fn detach(&mut self, controllers: &[Controller]) {
         self.decided.add(Topic::Named);
-        for cell in &mut self.confinement.named {
+        let named = &mut self.confinement_mut().named;
+        for cell in &mut *named {
             cell.controllers.retain(|controller| !controllers.contains(controller));
         }
-        self.confinement.named.retain(|cell| !cell.controllers.is_empty());
+        named.retain(|cell| !cell.controllers.is_empty());
     }
 
     /// One more step in which the request is slowed down; kept in rising order, one for each time.
     pub fn demote(&mut self, demotion: Demotion) -> Result<(), Full> {
-        let steps = &mut self.confinement.demotions;
+        let steps = &mut self.confinement_mut().demotions;
         match steps.binary_search_by_key(&demotion.after_cpu_us, |step| step.after_cpu_us) {
             Ok(at) => steps[at].limits = steps[at].limits.overlaid(&demotion.limits),
             Err(_) if steps.len() >= DEMOTIONS_MAX => {

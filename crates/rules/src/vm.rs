@@ -17,6 +17,7 @@ use crate::ffi::{Code, Failure, Limits, Machine, Program, Scope, Status, Unit};
 use crate::native::Native;
 use crate::regexp;
 use crate::ruleset::Budget;
+use crate::vocabulary;
 
 /// New symbols of one evaluation. Ruby never forgets a symbol, and finds each more slowly.
 const SYMBOLS_PER_RUN: u32 = 1024;
@@ -43,6 +44,8 @@ pub struct Vm {
 pub struct Loaded {
     program: Program,
     bytes: usize,
+    /// Each run does the same when it is told the same.
+    pub repeats: bool,
 }
 
 /// The parts every VM is made of, as bytecode.
@@ -72,7 +75,9 @@ impl Vm {
         let bytes = self.machine.memory().saturating_sub(before);
         self.programs += bytes;
         self.limit();
-        Ok(Loaded { program, bytes })
+        let mut knows_all = true;
+        let keeps_nothing = self.machine.names(program, |name| knows_all &= vocabulary::has(name));
+        Ok(Loaded { program, bytes, repeats: knows_all && keeps_nothing })
     }
 
     pub fn unload(&mut self, loaded: Loaded) {

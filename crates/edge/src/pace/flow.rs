@@ -64,13 +64,8 @@ impl Flow {
 
     /// Ready when `bytes` may go. Asked again while pending, it is for the same bytes.
     pub fn poll_take(&mut self, cx: &mut Context<'_>, bytes: u64) -> Poll<()> {
-        if self.turn.is_none() {
-            let asked = Instant::now();
-            let turn = self.buckets.iter().map(|bucket| bucket.take(bytes)).max().unwrap_or(asked);
-            if turn <= asked {
-                return Poll::Ready(());
-            }
-            self.turn = Some(Turn { asked, sleep: Box::pin(sleep_until(turn)) });
+        if self.turn.is_none() && self.try_take(bytes) {
+            return Poll::Ready(());
         }
         if let Some(turn) = &mut self.turn {
             ready!(turn.sleep.as_mut().poll(cx));
@@ -78,6 +73,17 @@ impl Flow {
             self.turn = None;
         }
         Poll::Ready(())
+    }
+
+    /// Whether `bytes` may go now. If not, their turn is noted for `poll_take`, which is to be asked for the same bytes.
+    pub fn try_take(&mut self, bytes: u64) -> bool {
+        let asked = Instant::now();
+        let turn = self.buckets.iter().map(|bucket| bucket.take(bytes)).max().unwrap_or(asked);
+        if turn <= asked {
+            return true;
+        }
+        self.turn = Some(Turn { asked, sleep: Box::pin(sleep_until(turn)) });
+        false
     }
 
     pub async fn take(&mut self, bytes: u64) {

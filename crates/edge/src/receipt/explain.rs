@@ -2,6 +2,7 @@
 //!
 //! Not here: keeping records (`ring`), the screen (`nagaya::cli::explain`), the asking (the admin interface).
 
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use nagaya_base::RequestId;
@@ -33,7 +34,9 @@ pub fn explain(shared: &Shared, id: &str) -> String {
 /// Adds the limits of named cells that the request joined as they were. They are those of now.
 fn complete(record: &mut AccessRecord, ledger: &Ledger) {
     let (Some(more), Some(site)) = (&mut record.more, &record.site) else { return };
-    for cell in more.confinement.named.iter_mut().filter(|cell| cell.limits.is_none()) {
+    let Some(confinement) = &mut more.confinement else { return };
+    let named = &mut Arc::make_mut(confinement).named;
+    for cell in named.iter_mut().filter(|cell| cell.limits.is_none()) {
         cell.limits = Some(ledger.limits(cell, &site.tenant)).filter(|limits| !limits.is_empty());
     }
 }
@@ -58,7 +61,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "node": node,
         "cell": more.cell,
         "limits": limits(record, more),
-        "named": more.confinement.named.iter().map(named).collect::<Vec<_>>(),
+        "named": more.confinement().named.iter().map(named).collect::<Vec<_>>(),
         "rules": more.ruled_by.as_slice(),
         "lane": more.lane,
         "demoted": figures.demoted,
@@ -83,7 +86,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
 
 /// Every limit that held for the request, with who set it.
 fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
-    let Confinement { limits, demotions, .. } = &more.confinement;
+    let Confinement { limits, demotions, .. } = more.confinement();
     let mut told = Vec::new();
     let mut put = |what: String, value: String, from: &str| {
         told.push(json!({ "what": what, "value": value, "from": from }));
@@ -110,7 +113,7 @@ fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
             put(format!("{what} after {after} of CPU time"), value, from);
         }
     }
-    for cell in &more.confinement.named {
+    for cell in &more.confinement().named {
         for (what, value) in cell.limits.iter().flat_map(written) {
             put(format!("{what} of cell {}", cell.name), value, &by_rules);
         }
@@ -208,12 +211,12 @@ fn queued(more: &More) -> String {
 
 /// The CPU quotas that held for the request, the narrowest cell first.
 fn quotas(more: &More) -> String {
-    let own = more.confinement.limits.cpu.map(|quota| format!("its CPU quota of {}", percent(quota)));
+    let own = more.confinement().limits.cpu.map(|quota| format!("its CPU quota of {}", percent(quota)));
     let of_cell = |cell: &NamedCell| {
         let quota = cell.limits.as_ref()?.cpu?;
         Some(format!("the CPU quota of {} of cell {}", percent(quota), cell.name))
     };
-    let all: Vec<_> = own.into_iter().chain(more.confinement.named.iter().filter_map(of_cell)).collect();
+    let all: Vec<_> = own.into_iter().chain(more.confinement().named.iter().filter_map(of_cell)).collect();
     if all.is_empty() {
         "a CPU quota of its site, its tenant or a named cell".into()
     } else {
@@ -239,7 +242,7 @@ fn pacing(record: &AccessRecord, more: &More, ran: bool) -> String {
             quotas(more)
         );
     }
-    let Confinement { limits, named, .. } = &more.confinement;
+    let Confinement { limits, named, .. } = more.confinement();
     let own = |limits: &Limits| {
         let rates = limits.io.iter().flat_map(|limit| {
             let read = limit.read_bps.map(|bps| format!("read limit {}", rate(bps)));

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use foldhash::fast::RandomState;
 use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, CellChange, CellName, IoLimit, Limits, NamedCell, Scope};
@@ -77,6 +77,8 @@ pub struct NamedCells {
     /// Some rule asked since the keeper was.
     asked: AtomicBool,
     table: RwLock<Table>,
+    /// Counts what may have changed the table. Read without its lock.
+    moment: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -101,7 +103,8 @@ impl NamedCells {
         self.table.read().cells.get(name)?.cell.clone()
     }
 
-    fn note_asked(&self) {
+    /// Some rule counts on what is known here.
+    pub fn note_asked(&self) {
         // Only read, unless it has to change: the line stays shared between threads.
         if !self.asked.load(Ordering::Relaxed) {
             self.asked.store(true, Ordering::Relaxed);
@@ -156,6 +159,7 @@ impl NamedCells {
     fn put(&self, name: &CellName, cell: Option<Arc<Known>>) {
         let mut table = self.table.write();
         table.changes += 1;
+        self.moment.fetch_add(1, Ordering::Release);
         let entry = Entry { cell, change: table.changes };
         if table.cells.len() < NAMES_MAX || table.cells.contains_key(name) {
             table.cells.insert(name.clone(), entry);
@@ -163,18 +167,24 @@ impl NamedCells {
     }
 
     /// To be remembered before the keeper is asked.
-    pub fn moment(&self) -> u64 {
+    pub fn changes(&self) -> u64 {
         self.table.read().changes
     }
 
-    /// Takes the keeper's answer in. What verdicts changed since `moment` is newer and stays.
+    /// A number that is another one after each change of the table; never 0.
+    pub fn moment(&self) -> u64 {
+        self.moment.load(Ordering::Acquire) + 1
+    }
+
+    /// Takes the keeper's answer in. What verdicts changed since `changes` is newer and stays.
     ///
     /// # Errors
     /// If the text is not what a keeper of this version says.
-    pub fn learn(&self, json: &str, moment: u64) -> serde_json::Result<()> {
+    pub fn learn(&self, json: &str, changes: u64) -> serde_json::Result<()> {
         let Listing { cells } = serde_json::from_str(json)?;
         let mut table = self.table.write();
-        table.cells.retain(|_, entry| entry.change > moment);
+        self.moment.fetch_add(1, Ordering::Release);
+        table.cells.retain(|_, entry| entry.change > changes);
         for cell in cells {
             let Some(name) = cell.name() else { continue };
             if table.cells.len() >= NAMES_MAX {
@@ -250,23 +260,23 @@ mod tests {
         let cells = NamedCells::default();
         assert!(cells.get(&name("httpd")).is_none());
         assert!(cells.take_asked() && !cells.take_asked());
-        cells.learn(LISTING, cells.moment()).unwrap();
+        cells.learn(LISTING, cells.changes()).unwrap();
         let httpd = cells.get(&name("httpd")).unwrap();
         assert_eq!((httpd.limits.cpu_shares, httpd.use_.cpu_us, httpd.use_.processes), (Some(75), 5, 2));
         assert!(cells.get(&name("own")).is_none(), "a tenant's cell is not the node's");
-        cells.learn(r#"{"cells":[]}"#, cells.moment()).unwrap();
+        cells.learn(r#"{"cells":[]}"#, cells.changes()).unwrap();
         assert!(cells.get(&name("httpd")).is_none());
     }
 
     #[test]
     fn what_a_verdict_changes_counts_at_once_and_until_the_keeper_was_asked_later() {
         let cells = NamedCells::default();
-        let before = cells.moment();
+        let before = cells.changes();
         assert_eq!(told(&cells, &[set("new", 10), drop("httpd")]), 2);
         assert_eq!(cells.get(&name("new")).unwrap().limits.cpu_shares, Some(10));
         cells.learn(LISTING, before).unwrap();
         assert!(cells.get(&name("new")).is_some() && cells.get(&name("httpd")).is_none());
-        cells.learn(LISTING, cells.moment()).unwrap();
+        cells.learn(LISTING, cells.changes()).unwrap();
         assert!(cells.get(&name("new")).is_none() && cells.get(&name("httpd")).is_some());
     }
 
@@ -278,7 +288,7 @@ mod tests {
         assert_eq!(told(&cells, &[set("a", 20), drop("a"), drop("a"), set("a", 20)]), 3);
         assert_eq!(cells.get(&name("a")).unwrap().limits.cpu_shares, Some(20));
         // The keeper says it is gone: somebody else removed it.
-        cells.learn(r#"{"cells":[]}"#, cells.moment()).unwrap();
+        cells.learn(r#"{"cells":[]}"#, cells.changes()).unwrap();
         assert_eq!(told(&cells, &[set("a", 20)]), 1);
     }
 

@@ -75,9 +75,9 @@ async fn learn_cells(node: &Node) {
         if !named.take_asked() {
             continue;
         }
-        let moment = named.moment();
+        let changes = named.changes();
         let learnt = match node.keeper().cells().await {
-            Ok(json) => named.learn(&json, moment).map_err(|error| error.to_string()),
+            Ok(json) => named.learn(&json, changes).map_err(|error| error.to_string()),
             // What was known stays; requests find out themselves whether the keeper is there.
             Err(ClientError::Gone) => Ok(()),
             Err(error) => Err(error.to_string()),

@@ -58,6 +58,8 @@ const CODE_CELLS: Code = Code(433);
 pub struct Rules {
     shared: Arc<Shared>,
     engine: RefCell<Engine>,
+    /// What each request begins with.
+    blank: Rc<Verdict>,
     /// Some file is configured. Looked at before anything else.
     any: Cell<bool>,
     /// Some file runs after the request, so what it may ask for has to be kept.
@@ -76,7 +78,10 @@ pub struct Rules {
 /// What rules decided about one request so far.
 pub struct Ruling {
     rules: Rc<Rules>,
-    verdict: Verdict,
+    /// Shared with other requests of which the rules say the same.
+    verdict: Rc<Verdict>,
+    /// How many of its changes of cells are done.
+    changed: usize,
     /// How many of `verdict.spoke` are in the account.
     accounted: usize,
     kept: Option<Box<Kept>>,
@@ -110,8 +115,10 @@ impl Told {
 impl Rules {
     pub fn new(shared: &Arc<Shared>) -> Rc<Self> {
         let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
+        let engine = Engine::new(Arc::clone(&shared.rules));
         let rules = Self {
-            engine: RefCell::new(Engine::new(Arc::clone(&shared.rules))),
+            blank: engine.blank(),
+            engine: RefCell::new(engine),
             shared: Arc::clone(shared),
             any: Cell::new(false),
             logs: Cell::new(false),
@@ -142,10 +149,10 @@ impl Rules {
     }
 
     /// Asks the rules of one phase.
-    fn ask(&self, phase: Phase, facts: &RequestFacts<'_>, verdict: &mut Verdict) -> Result<(), Refusal> {
+    fn ask(&self, phase: Phase, facts: &RequestFacts<'_>, verdict: &mut Rc<Verdict>) -> Result<(), Refusal> {
         let asked = self.engine.borrow_mut().evaluate(phase, facts, verdict);
         if !verdict.log.is_empty() {
-            say(facts.head.id, verdict);
+            say(facts.head.id, Rc::make_mut(verdict));
         }
         // The client is told nothing of the operator's files; the log has been.
         asked.map_err(|fault| Refusal::RuleBroken(fault.to_string()))
@@ -154,6 +161,10 @@ impl Rules {
     /// Sends changes of named cells to the keeper, without waiting for it.
     fn send(&self, mut changes: Vec<CellChange>) {
         self.shared.named.change(&mut changes);
+        self.send_new(changes);
+    }
+
+    fn send_new(&self, changes: Vec<CellChange>) {
         if changes.is_empty() {
             return;
         }
@@ -187,9 +198,9 @@ pub fn on_arrival(
         return Ok(None);
     }
     node.rules.see_changes();
-    let ruling =
-        Ruling { rules: Rc::clone(&node.rules), verdict: Verdict::default(), accounted: 0, kept: None };
-    account.set_ruling(Box::new(ruling));
+    let verdict = Rc::clone(&node.rules.blank);
+    let rules = Rc::clone(&node.rules);
+    account.set_ruling(Box::new(Ruling { rules, verdict, changed: 0, accounted: 0, kept: None }));
     let phases = [Phase::PostReadRequest, Phase::AccessChecker];
     let answer = run(&phases, route, request, account);
     if node.rules.logs.get() {
@@ -236,7 +247,7 @@ fn run(
         account.ruled_by(&spoke.file);
     }
     ruling.accounted = ruling.verdict.spoke.len();
-    let answer = ran.and_then(|()| ruling.verdict.answer.take().map(apply::answer).transpose());
+    let answer = ran.and_then(|()| ruling.verdict.answer.clone().map(apply::answer).transpose());
     account.set_ruling(ruling);
     answer
 }
@@ -254,7 +265,7 @@ fn keep(route: &Rc<Route>, request: &Request, account: &mut Account) {
 
 /// The lane a rule chose, with its bound.
 pub fn lane(node: &Node, route: &Route, account: &mut Account) -> Option<Arc<Gate>> {
-    let lane = account.ruling_mut()?.verdict.lane.take()?;
+    let lane = account.ruling()?.verdict.lane.clone()?;
     account.in_lane(&lane.name);
     Some(node.shared.gates.lane(&route.tenant.name, &lane.name, lane.run))
 }
@@ -263,43 +274,57 @@ pub fn lane(node: &Node, route: &Route, account: &mut Account) -> Option<Arc<Gat
 pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
     let Some(ruling) = account.ruling_mut() else {
         if let Some(site) = &route.confinement {
-            account.confine(Confinement::clone(site));
+            account.confine(Arc::clone(site));
         }
         return;
     };
-    let ruled = std::mem::take(&mut ruling.verdict.confinement);
-    let changes = std::mem::take(&mut ruling.verdict.changes);
-    if !changes.is_empty() {
-        let runs_program = matches!(route.site.backend.kind(), "cgi" | "php");
-        if runs_program && !ruled.named.is_empty() {
-            // What it is to run in is to be there when it begins.
-            Box::pin(change_now(node, changes)).await;
-        } else {
-            node.rules.send(changes);
-        }
-    }
-    if !ruled.named.is_empty() {
-        node.shared.named.attached(&ruled.named);
-    }
+    let verdict = Rc::clone(&ruling.verdict);
+    ruling.changed = verdict.changes.len();
+    change_cells(node, route, &verdict).await;
+    let ruled = &verdict.confinement;
     match &route.confinement {
-        Some(site) => account.confine(overlaid(site, ruled)),
-        None if ruled != Confinement::default() => account.confine(ruled),
+        Some(site) => account.confine(Arc::new(overlaid(site, ruled))),
+        None if **ruled != Confinement::default() => account.confine(Arc::clone(ruled)),
         None => {}
     }
 }
 
-/// A rule's limits are laid over the site's; its steps of slowing down replace the site's.
-fn overlaid(site: &Confinement, rule: Confinement) -> Confinement {
-    let Confinement { limits, named, demotions } = rule;
-    let demotions = if demotions.is_empty() { site.demotions.clone() } else { demotions };
-    Confinement { limits: site.limits.overlaid(&limits), named, demotions }
+/// Carries out what a verdict wants of named cells, unless all of it was so already when the table of cells was as it is.
+async fn change_cells(node: &Node, route: &Route, verdict: &Verdict) {
+    let named = &verdict.confinement.named;
+    if verdict.changes.is_empty() && named.is_empty() {
+        return;
+    }
+    let cells = &node.shared.named;
+    let moment = cells.moment();
+    if verdict.settled.get() == moment {
+        cells.note_asked();
+        return;
+    }
+    let mut changes = verdict.changes.clone();
+    cells.change(&mut changes);
+    let is_settled = changes.is_empty();
+    let runs_program = matches!(route.site.backend.kind(), "cgi" | "php");
+    if !is_settled && runs_program && !named.is_empty() {
+        // What it is to run in is to be there when it begins.
+        node.shared.ledger.note(&changes);
+        Box::pin(follow::change_cells(node, changes)).await;
+    } else {
+        node.rules.send_new(changes);
+    }
+    cells.attached(named);
+    if is_settled && cells.moment() == moment {
+        verdict.settled.set(moment);
+    }
 }
 
-async fn change_now(node: &Node, mut changes: Vec<CellChange>) {
-    node.shared.named.change(&mut changes);
-    if !changes.is_empty() {
-        node.shared.ledger.note(&changes);
-        follow::change_cells(node, changes).await;
+/// A rule's limits are laid over the site's; its steps of slowing down replace the site's.
+fn overlaid(site: &Confinement, rule: &Confinement) -> Confinement {
+    let demotions = if rule.demotions.is_empty() { &site.demotions } else { &rule.demotions };
+    Confinement {
+        limits: site.limits.overlaid(&rule.limits),
+        named: rule.named.clone(),
+        demotions: demotions.clone(),
     }
 }
 
@@ -359,15 +384,16 @@ impl Ruling {
 
     /// Changes the request as the rules want it.
     fn change(&mut self, route: &Route, head: &mut Head) {
-        let verdict = &mut self.verdict;
-        let rewrites = &mut verdict.rewrites;
+        let rewrites = &self.verdict.rewrites;
         let is_moved = rewrites.path.is_some()
             || rewrites.query.is_some()
             || rewrites.filename.is_some()
             || rewrites.document_root.is_some();
-        if verdict.headers_in.is_empty() && !is_moved {
+        if self.verdict.headers_in.is_empty() && !is_moved {
             return;
         }
+        let verdict = Rc::make_mut(&mut self.verdict);
+        let rewrites = &mut verdict.rewrites;
         let mut left_out = LeftOut::default();
         apply::headers_in(&std::mem::take(&mut verdict.headers_in), &mut head.headers, &mut left_out);
         apply::rewrite(rewrites, head, route, &mut left_out);
@@ -390,9 +416,8 @@ impl Ruling {
             let _ = self.rules.ask(Phase::LogTransaction, &facts, &mut self.verdict);
         }
         // Those of a request that was answered or refused before it ran, too.
-        let changes = std::mem::take(&mut self.verdict.changes);
-        if !changes.is_empty() {
-            self.rules.send(changes);
+        if let Some(changes) = self.verdict.changes.get(self.changed..).filter(|left| !left.is_empty()) {
+            self.rules.send(changes.to_vec());
         }
     }
 }

@@ -267,7 +267,7 @@ fn attached_to<'v>(
     controller: Controller,
     name: &CellName,
 ) -> Option<&'v mut NamedCell> {
-    verdict.confinement.named.iter_mut().find(|cell| {
+    verdict.confinement_mut().named.iter_mut().find(|cell| {
         cell.scope == Scope::Node && cell.name == *name && cell.controllers.contains(&controller)
     })
 }

@@ -58,7 +58,7 @@ fn of_others() -> Confinement {
 fn figure_4_confines_each_target_to_the_limited_groups() {
     for host in 1..=4 {
         let verdict = decide(&World::get(&format!("http://target{host}.example.com/")), "figure4.rb");
-        assert_eq!(verdict.confinement, of_targets(), "target{host}");
+        assert_eq!(*verdict.confinement, of_targets(), "target{host}");
         assert_eq!((verdict.answer, verdict.changes, verdict.lane), (None, Vec::new(), None));
         assert_eq!(verdict.log, []);
     }
@@ -68,7 +68,7 @@ fn figure_4_confines_each_target_to_the_limited_groups() {
 fn figure_4_confines_all_others_to_the_common_group() {
     for host in ["www.example.com", "target5.example.com", "target1.example.com.example.org"] {
         let verdict = decide(&World::get(&format!("http://{host}/")), "figure4.rb");
-        assert_eq!(verdict.confinement, of_others(), "{host}");
+        assert_eq!(*verdict.confinement, of_others(), "{host}");
         assert_eq!((verdict.answer, verdict.changes, verdict.lane), (None, Vec::new(), None));
         assert_eq!(verdict.log, []);
     }
@@ -79,9 +79,9 @@ fn figure_4_says_the_same_whether_the_groups_are_there_or_not() {
     let target = World::get("http://target1.example.com/")
         .cell(Controller::Cpu, "httpd-limiterd", "cpu.shares", "512")
         .cell(Controller::Blkio, "httpd-limited", "", "");
-    assert_eq!(decide(&target, "figure4.rb").confinement, of_targets());
+    assert_eq!(*decide(&target, "figure4.rb").confinement, of_targets());
     let other = World::get("http://www.example.com/").cell(Controller::Cpu, "httpd", "cpu.shares", "75");
-    assert_eq!(decide(&other, "figure4.rb").confinement, of_others());
+    assert_eq!(*decide(&other, "figure4.rb").confinement, of_others());
 }
 
 #[test]
@@ -91,6 +91,6 @@ fn figure_3_gives_cpu_cgi_a_tenth_of_a_core_and_leaves_the_rest_alone() {
     let limits = Limits { cpu: Some(quota), ..Limits::default() };
     let confinement =
         Confinement { named: vec![named("cpu-cgi", Controller::Cpu, limits)], ..Confinement::default() };
-    assert_eq!(verdict.confinement, confinement);
+    assert_eq!(*verdict.confinement, confinement);
     assert!(decide(&World::get("http://www.example.com/other.cgi"), "figure3.rb").is_silent());
 }

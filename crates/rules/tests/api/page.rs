@@ -96,6 +96,7 @@ fn days_and_nights_differ() {
             .decide(&rule)
             .confinement
             .limits
+            .clone()
     };
     assert_eq!(at(2), cpu(2000));
     assert_eq!(at(14), with_disk(cpu(500), Some(10 * M), Some(10 * M)));

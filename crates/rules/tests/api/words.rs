@@ -12,7 +12,7 @@ fn world() -> World {
 }
 
 fn limits(rule: &str) -> Limits {
-    world().decide(rule).confinement.limits
+    world().decide(rule).confinement.limits.clone()
 }
 
 fn root(limit: impl FnOnce(&mut IoLimit)) -> Limits {
@@ -114,7 +114,7 @@ fn slips_are_errors_with_their_line() {
 #[test]
 fn a_cell_is_the_tenants_unless_it_says_otherwise() {
     let cell = |rule: &str| {
-        let mut named = world().decide(rule).confinement.named;
+        let mut named = world().decide(rule).confinement.named.clone();
         assert_eq!(named.len(), 1, "{rule}");
         named.remove(0)
     };

@@ -6,6 +6,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use std::rc::Rc;
+
 use nagaya_cmdb::cell::{CellName, Controller, Usage};
 use nagaya_rules::{
     Budget, Engine, Facts, Level, Number, OnError, Phase, RuleFault, RuleFile, RuleSet, Scalar, Text, Verdict,
@@ -142,7 +144,10 @@ impl World {
     pub fn evaluate_file(&self, phase: Phase, path: &Path, verdict: &mut Verdict) -> Result<(), RuleFault> {
         let file = RuleFile { phase, path: path.to_owned(), cache: true, on_error: OnError::Refuse };
         let rules = RuleSet::new(vec![file], Budget::default());
-        Engine::new(rules).evaluate(phase, self, verdict)
+        let mut shared = Rc::new(std::mem::take(verdict));
+        let outcome = Engine::new(rules).evaluate(phase, self, &mut shared);
+        *verdict = Rc::unwrap_or_clone(shared);
+        outcome
     }
 
     /// What a rule writes with `Apache.rputs`.

@@ -38,7 +38,7 @@ fn more(site: &Site) -> More {
     let demotions: Vec<Demotion> = site.demotions.iter().filter_map(|step| step.demotion()).collect();
     More {
         cell: Some("demo/wiki/r3".into()),
-        confinement: Confinement { limits, named: vec![named], demotions },
+        confinement: Some(Arc::new(Confinement { limits, named: vec![named], demotions })),
         ruled_by: smallvec!["/etc/nagaya/rules/a.rb".into()],
         tenant: Some(tenant()),
         ..More::default()

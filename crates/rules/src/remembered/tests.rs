@@ -1,0 +1,271 @@
+//! Which runs are spared, and that a spared run says what a run would have said.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::testing::Rules;
+use crate::{Engine, Phase};
+
+/// A request of which a few things are known. It counts what it is asked.
+#[derive(Debug, Clone, Default)]
+struct Asked {
+    host: String,
+    path: String,
+    agent: Option<String>,
+    cells: RefCell<Vec<String>>,
+    settings: BTreeMap<String, i64>,
+    arrived: i64,
+    questions: Cell<u32>,
+}
+
+impl Asked {
+    fn host(host: &str) -> Self {
+        Self { host: host.to_owned(), path: "/".into(), ..Self::default() }
+    }
+
+    fn count(&self) {
+        self.questions.set(self.questions.get() + 1);
+    }
+}
+
+impl Facts for Asked {
+    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+        self.count();
+        match text {
+            Text::Hostname => Some(self.host.as_str().into()),
+            Text::Path => Some(self.path.as_str().into()),
+            Text::RequestId => Some("1".into()),
+            _ => None,
+        }
+    }
+
+    fn number(&self, number: Number) -> Option<i64> {
+        (number == Number::ArrivedUs).then_some(self.arrived)
+    }
+
+    fn header_in(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.count();
+        self.agent.as_deref().filter(|_| name == "User-Agent").map(Cow::Borrowed)
+    }
+
+    fn each_header_in(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn header_out(&self, _: &str) -> Option<Cow<'_, str>> {
+        None
+    }
+
+    fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+        let found = self.settings.get(key);
+        if let Some(value) = found {
+            each(None, Scalar::Int(*value));
+        }
+        found.is_some()
+    }
+
+    fn cell_exists(&self, _: Controller, name: &CellName) -> bool {
+        self.cells.borrow().iter().any(|cell| *cell == name.as_str())
+    }
+
+    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
+        None
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        None
+    }
+
+    fn elapsed_us(&self) -> u64 {
+        7
+    }
+
+    fn load(&self) -> [f64; 3] {
+        [0.5; 3]
+    }
+
+    fn env(&self, _: &str) -> Option<Cow<'_, str>> {
+        None
+    }
+
+    fn each_env(&self, _: &mut dyn FnMut(&str, &str)) {}
+
+    fn is_tls(&self) -> bool {
+        false
+    }
+}
+
+fn ask(engine: &mut Engine, request: &Asked) -> Rc<Verdict> {
+    let mut verdict = engine.blank();
+    engine.evaluate(Phase::AccessChecker, request, &mut verdict).unwrap();
+    verdict
+}
+
+/// What a run says, whatever is remembered.
+fn run(engine: &mut Engine, request: &Asked) -> Verdict {
+    let mut verdict = Rc::new(Verdict::default());
+    engine.evaluate(Phase::AccessChecker, request, &mut verdict).unwrap();
+    Rc::unwrap_or_clone(verdict)
+}
+
+/// Whether the second of two equal requests is spared a run: they share a verdict then.
+#[track_caller]
+fn is_remembered(source: &str) -> bool {
+    let (set, mut engine) = Rules::of(source).engine();
+    let request = Asked { agent: Some("curl".into()), ..Asked::host("a.example") };
+    let (first, second) = (ask(&mut engine, &request), ask(&mut engine, &request));
+    assert_eq!(set.status()[0].last_fault, None, "{source}");
+    assert_eq!(set.status()[0].evaluations, 2, "a spared run counts too");
+    assert_eq!(first, second);
+    Rc::ptr_eq(&first, &second)
+}
+
+#[test]
+fn a_rule_that_asks_for_what_can_be_asked_again_is_spared_runs() {
+    for source in [
+        "limit cpu: \"10%\" if request.host == \"a.example\"",
+        "r = Apache::Request.new\nif %w(a.example b.example).include? r.hostname\n  c = Cgroup::CPU.new \"x\"\n  c.shares = 25\n  \
+         c.exist? ? c.modify : c.create\n  c.attach\nend",
+        "answer 403 if request.header[\"User-Agent\"] =~ /curl/",
+        "limit cpu: KVS.get(request.host) || \"50%\"",
+        "request.path.split(\"/\").each { |part| lane \"x\", run: 2 if part == \"slow\" }",
+        "nil",
+    ] {
+        assert!(is_remembered(source), "{source}");
+    }
+}
+
+#[test]
+fn what_differs_each_time_or_outlives_a_run_is_run_each_time() {
+    for source in [
+        "limit cpu: \"10%\" if now.hour < 25",
+        "limit cpu: \"10%\" if node.load < 1",
+        "answer 200, request.id",
+        "limit cpu: \"10%\" if rand < 2",
+        "$count = ($count || 0) + 1",
+        "@seen ||= request.host",
+        "def slow; limit cpu: \"10%\"; end\nslow",
+        "class String; def shout; upcase; end; end\nanswer 200, request.host.shout",
+        "LIMIT = \"10%\" unless Object.const_defined?(:LIMIT)",
+        "limit cpu: \"10%\" if request.elapsed_ms >= 0",
+        "log \"seen\"",
+    ] {
+        assert!(!is_remembered(source), "{source}");
+    }
+}
+
+#[test]
+fn a_remembered_verdict_needs_no_more_questions_than_the_rule_asked() {
+    let (_set, mut engine) = Rules::of("limit cpu: \"10%\" if request.host == \"a.example\"").engine();
+    let request = Asked::host("a.example");
+    ask(&mut engine, &request);
+    request.questions.set(0);
+    assert!(ask(&mut engine, &request).confinement.limits.cpu.is_some());
+    assert_eq!(request.questions.get(), 1);
+    assert!(ask(&mut engine, &Asked::host("b.example")).is_silent());
+}
+
+#[test]
+fn a_changed_file_is_believed_at_once() {
+    let rules = Rules::of("limit cpu: \"10%\"");
+    let (set, mut engine) = rules.engine();
+    let request = Asked::host("a.example");
+    assert_eq!(ask(&mut engine, &request), ask(&mut engine, &request));
+    rules.write(0, "answer 403");
+    set.refresh();
+    assert!(ask(&mut engine, &request).answer.is_some());
+}
+
+#[test]
+fn a_later_phase_is_told_what_an_earlier_one_decided() {
+    let mut rules = Rules::of("Apache::Request.new.notes[\"who\"] = request.host");
+    rules.add("answer 200, Apache::Request.new.notes[\"who\"]").phase = Phase::Fixups;
+    let (_set, mut engine) = rules.engine();
+    for host in ["a.example", "b.example", "a.example", "b.example"] {
+        let mut verdict = ask(&mut engine, &Asked::host(host));
+        engine.evaluate(Phase::Fixups, &Asked::host("other"), &mut verdict).unwrap();
+        assert_eq!(verdict.answer.as_ref().unwrap().body, host.as_bytes());
+        assert!(ask(&mut engine, &Asked::host(host)).answer.is_none(), "the shared one is as it was");
+    }
+}
+
+#[test]
+fn a_cell_that_comes_or_goes_changes_the_verdict() {
+    let source = "c = Cgroup::CPU.new \"x\"\nanswer(c.exist? ? 204 : 404)";
+    let (_set, mut engine) = Rules::of(source).engine();
+    let request = Asked::host("a.example");
+    let status = |engine: &mut Engine| ask(engine, &request).answer.as_ref().unwrap().status;
+    assert_eq!([status(&mut engine), status(&mut engine)], [404, 404]);
+    request.cells.borrow_mut().push("x".into());
+    assert_eq!([status(&mut engine), status(&mut engine)], [204, 204]);
+    request.cells.borrow_mut().clear();
+    assert_eq!(status(&mut engine), 404);
+}
+
+#[test]
+fn rules_that_contradict_themselves_are_not_remembered() {
+    let mut remembered = Remembered::new(&Rc::default());
+    let says = |status| {
+        let mut verdict = Verdict::default();
+        verdict.set_status(status).unwrap();
+        Rc::new(verdict)
+    };
+    let trail = |host: &str| vec![(Question::Text(Text::Hostname), Told::Text(host.into()))];
+    remembered.learn(trail("a"), &says(403), 1);
+    assert!(remembered.find(&Asked::host("a")).is_some());
+    remembered.learn(trail("a"), &says(404), 1);
+    assert!(remembered.find(&Asked::host("a")).is_none() && !remembered.wants());
+    let mut other = Remembered::new(&Rc::default());
+    other.learn(trail("a"), &says(403), 1);
+    other.learn(vec![(Question::Tls, Told::Number(0))], &says(403), 1);
+    assert!(!other.wants(), "its first question was another one");
+}
+
+#[test]
+fn what_is_remembered_is_bounded_and_rests_when_it_serves_nobody() {
+    let mut remembered = Remembered::new(&Rc::default());
+    let blank = Rc::default();
+    for n in 0..=ANSWERS_MAX {
+        assert!(remembered.wants());
+        let told = Told::Text(format!("h{n}").into());
+        remembered.learn(vec![(Question::Text(Text::Hostname), told)], &blank, 1);
+    }
+    assert!(remembered.answers <= 1, "it was full, and forgot");
+    assert!(!remembered.wants(), "nobody asked for any of it");
+}
+
+const RULE: &str = "\
+case request.host
+when \"a\"
+  limit cpu: \"10%\" if request.path.start_with?(\"/slow\")
+when \"b\"
+  answer 403 if request.header[\"User-Agent\"] == \"bot\"
+else
+  lane KVS.get(request.host).to_s + \"x\", run: 3
+end
+c = Cgroup::BLKIO.new \"g\"
+c.attach if c.exist?
+";
+
+proptest! {
+    #[test]
+    fn a_spared_run_says_what_a_run_would_have_said(
+        requests in prop::collection::vec(
+            ("[abcd]", "(/slow|/x)", prop::option::of("(bot|man)"), any::<bool>(), prop::option::of(0..3_i64)),
+            1..40,
+        )
+    ) {
+        let (_set, mut engine) = Rules::of(RULE).engine();
+        for (host, path, agent, has_cell, setting) in requests {
+            let request = Asked { host: host.clone(), path, agent, ..Asked::default() };
+            request.cells.borrow_mut().extend(has_cell.then(|| "g".to_owned()));
+            let settings = setting.map(|value| (host, value)).into_iter().collect();
+            let request = Asked { settings, ..request };
+            let said = ask(&mut engine, &request);
+            prop_assert_eq!(&*said, &run(&mut engine, &request));
+        }
+    }
+}
