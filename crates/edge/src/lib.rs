@@ -38,6 +38,7 @@ pub mod node;
 pub mod options;
 pub mod shared;
 mod sys;
+pub mod turns;
 
 mod process;
 

@@ -75,6 +75,8 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
             let tls = socket.tls.then(|| Rc::clone(&tls));
             acceptors.push(tokio::task::spawn_local(accept(listener, tls, Rc::clone(&node))));
         }
+        let turns = Rc::clone(&node.turns);
+        tokio::task::spawn_local(async move { turns.count().await });
         let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
         let ruling = tokio::task::spawn_local(rules::follow(Rc::clone(&node), thread.tends_shared));
         if thread.tends_shared {

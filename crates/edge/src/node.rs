@@ -29,6 +29,7 @@ use crate::request;
 use crate::route::Router;
 use crate::rules::Rules;
 use crate::shared::Shared;
+use crate::turns::Turns;
 use crate::upstream::{Address, Connector, Pool, Socket, dial};
 
 pub struct Node {
@@ -40,6 +41,7 @@ pub struct Node {
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
     pub rules: Rc<Rules>,
+    pub turns: Rc<Turns>,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
@@ -52,9 +54,10 @@ pub struct Node {
 impl Node {
     pub fn new(shared: Arc<Shared>, keeper: Rc<Keeper>) -> Self {
         let options = shared.options();
+        let turns = Rc::<Turns>::default();
         Self {
             router: Router::new(Arc::clone(&shared)),
-            files: FileServer::new(options.limits.file_cache_bytes),
+            files: FileServer::new(options.limits.file_cache_bytes, Rc::clone(&turns)),
             programs: Programs::new(
                 Rc::clone(&keeper),
                 Arc::clone(&shared.php),
@@ -65,7 +68,8 @@ impl Node {
             upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
-            rules: Rules::new(&shared),
+            rules: Rules::new(&shared, Rc::clone(&turns)),
+            turns,
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),

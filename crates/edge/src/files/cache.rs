@@ -1,7 +1,7 @@
 //! What a thread remembers of the files it served: the least recently used goes first, within a budget of bytes.
 //!
-//! An entry is never believed without looking at the file again; that check is `load::Entry::is_current`. Not
-//! here: reading files (`load`).
+//! An entry is never believed without looking at the file again in each turn of the event loop; that check is
+//! `load::Entry::is_current`. Not here: reading files (`load`).
 
 use std::hash::BuildHasher;
 use std::rc::Rc;

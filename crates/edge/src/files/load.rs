@@ -61,6 +61,8 @@ pub(super) struct Entry {
     plain: Representation,
     variants: SmallVec<[Variant; 3]>,
     probed: Cell<Instant>,
+    /// The turn of the event loop in which it was last found to be current, and what of it.
+    looked: Cell<(u64, Option<usize>)>,
     settled: bool,
 }
 
@@ -123,7 +125,8 @@ impl Entry {
         chosen.map_or(&self.plain, |place| &self.variants[place].representation)
     }
 
-    /// Whether everything `chosen` would send is what lies on disk now, made for this `cache_control`.
+    /// Whether everything `chosen` would send is what lies on disk in this turn of the event loop, made for this
+    /// `cache_control`.
     ///
     /// The look at the file follows symbolic links without the confinement of `openat2`, at half the cost of
     /// opening it anew. That is safe because nothing is read through it: it only answers whether the path leads to
@@ -136,15 +139,24 @@ impl Entry {
         root: &Root,
         chosen: Option<usize>,
         cache_control: Option<&str>,
-        now: Instant,
+        (now, turn): (Instant, u64),
     ) -> bool {
-        is_unchanged(root, &self.path, &self.plain)
+        if self.cache_control.as_deref() != cache_control {
+            return false;
+        }
+        if self.looked.get() == (turn, chosen) {
+            return true;
+        }
+        let is_current = is_unchanged(root, &self.path, &self.plain)
             && chosen.is_none_or(|place| {
                 let variant = &self.variants[place];
                 is_unchanged(root, &variant.path, &variant.representation)
             })
-            && self.cache_control.as_deref() == cache_control
-            && !self.has_new_sibling(root, now)
+            && !self.has_new_sibling(root, now);
+        if is_current {
+            self.looked.set((turn, chosen));
+        }
+        is_current
     }
 
     fn has_new_sibling(&self, root: &Root, now: Instant) -> bool {
@@ -227,6 +239,7 @@ pub(super) fn load(
         plain: source.represent(fields, wall),
         variants,
         probed: Cell::new(now),
+        looked: Cell::new((0, None)),
         settled,
     })))
 }

@@ -51,6 +51,7 @@ use self::root::Roots;
 use crate::message::{Head, Headers, Response, ResponseBody};
 use crate::path::{RelPath, SitePath, matches_prefix};
 use crate::refusal::Refusal;
+use crate::turns::Turns;
 
 /// The methods files answer to.
 const ALLOWED: &str = "GET, HEAD, OPTIONS";
@@ -84,6 +85,7 @@ pub struct FileServer {
     /// Where paths of index files are put together, so that a request for a directory allocates nothing.
     scratch: RefCell<String>,
     clock: Rc<dyn Clock>,
+    turns: Rc<Turns>,
     hits: Cell<u64>,
     misses: Cell<u64>,
 }
@@ -118,11 +120,11 @@ pub struct ErrorDocument {
 
 impl FileServer {
     /// `cache_bytes` bounds what is kept of files, in bytes (`Limits::file_cache_bytes`); 0 keeps nothing.
-    pub fn new(cache_bytes: usize) -> Self {
-        Self::with_clock(cache_bytes, Rc::new(SystemClock))
+    pub fn new(cache_bytes: usize, turns: Rc<Turns>) -> Self {
+        Self::with_clock(cache_bytes, Rc::new(SystemClock), turns)
     }
 
-    pub fn with_clock(cache_bytes: usize, clock: Rc<dyn Clock>) -> Self {
+    pub fn with_clock(cache_bytes: usize, clock: Rc<dyn Clock>, turns: Rc<Turns>) -> Self {
         Self {
             roots: Roots::new(),
             cache: RefCell::new(Cache::new(cache_bytes)),
@@ -130,6 +132,7 @@ impl FileServer {
             hits: Cell::new(0),
             misses: Cell::new(0),
             clock,
+            turns,
         }
     }
 
@@ -248,7 +251,7 @@ impl FileServer {
         let kept = self.cache.borrow_mut().get(root.id(), path, now);
         if let Some(entry) = kept {
             let chosen = entry.choose(headers);
-            if entry.is_current(root, chosen, cache_control, now) {
+            if entry.is_current(root, chosen, cache_control, (now, self.turns.now())) {
                 self.hits.set(self.hits.get() + 1);
                 return Ok(Fetched::File(entry, chosen));
             }

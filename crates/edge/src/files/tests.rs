@@ -92,7 +92,7 @@ impl World {
         Self {
             root: open_root(&dir.path().join("root")),
             dir,
-            server: FileServer::with_clock(bytes, clock.clone()),
+            server: FileServer::with_clock(bytes, clock.clone(), Rc::default()),
             clock,
             files: Files::default(),
             programs: Programs::None,

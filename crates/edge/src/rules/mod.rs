@@ -44,6 +44,7 @@ use crate::programs::Variable;
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::shared::Shared;
+use crate::turns::Turns;
 
 /// Batches of changes to named cells that may wait for the keeper, per thread. Beyond it they are lost, which is said.
 const CHANGES_WAITING_MAX: usize = 256;
@@ -73,6 +74,9 @@ pub struct Rules {
     other_files: Notify,
     /// What is told of the files; none before they are watched.
     events: RefCell<Option<Rc<Events>>>,
+    turns: Rc<Turns>,
+    /// The turn in which they were last asked for.
+    looked: Cell<u64>,
 }
 
 /// What rules decided about one request so far.
@@ -113,7 +117,7 @@ impl Told {
 }
 
 impl Rules {
-    pub fn new(shared: &Arc<Shared>) -> Rc<Self> {
+    pub fn new(shared: &Arc<Shared>, turns: Rc<Turns>) -> Rc<Self> {
         let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
         let engine = Engine::new(Arc::clone(&shared.rules));
         let rules = Self {
@@ -127,6 +131,8 @@ impl Rules {
             to_keeper: Cell::new(Some(to_keeper)),
             other_files: Notify::new(),
             events: RefCell::default(),
+            turns,
+            looked: Cell::new(0),
         };
         rules.refresh();
         Rc::new(rules)
@@ -143,6 +149,10 @@ impl Rules {
 
     /// Takes files that have changed until now. The task that follows them may not have had its turn yet.
     fn see_changes(&self) {
+        let turn = self.turns.now();
+        if self.looked.replace(turn) == turn {
+            return;
+        }
         if self.events.borrow().as_ref().is_none_or(|events| events.wait()) {
             self.shared.rules.refresh();
         }
