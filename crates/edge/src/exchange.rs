@@ -40,12 +40,12 @@ pub async fn run(
             let response = from_static(node, route, files, &request.head).await?;
             return Ok(pace::apply(node, route, account, response));
         }
+        // Boxed, or the state of the largest exchange would be part of every request's, a file's too.
         Backend::Cgi(files) | Backend::Php(files) => {
-            // Boxed, or the state of the largest exchange would be part of every request's, a file's too.
             Box::pin(from_files(node, route, files, request, account)).await
         }
-        Backend::Http(http) => from_server(node, http, request).await,
-        Backend::App(app) => from_app(node, route, app, request).await,
+        Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
+        Backend::App(app) => Box::pin(from_app(node, route, app, request)).await,
     }?;
     account.backend_answered();
     Ok(pace::apply(node, route, account, response))

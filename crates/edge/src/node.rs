@@ -110,7 +110,10 @@ impl Node {
     /// The site's document root, opened by the keeper under its tenant's rights.
     pub async fn root(&self, site: &Site) -> Result<Root, Refusal> {
         self.files
-            .root(site, async || self.keeper.open_root(&site.name).await.map_err(RootError::Keeper))
+            // Boxed, because most requests find it open.
+            .root(site, async || {
+                Box::pin(self.keeper.open_root(&site.name)).await.map_err(RootError::Keeper)
+            })
             .await
             .map_err(Refusal::from)
     }

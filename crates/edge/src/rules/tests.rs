@@ -362,3 +362,12 @@ async fn settings_change_while_requests_run() {
     world.node.refresh();
     assert!(world.ask("/w/").await.answer.is_ok());
 }
+
+/// It is made for each request, on the stack, and moved once or twice: what only some backends need is in boxes.
+#[tokio::test]
+async fn what_a_request_of_a_file_carries_along_is_small() {
+    let world = World::new(&[]);
+    let serving = crate::request::serve(&world.node, world.request("/"));
+    let len = size_of_val(&serving);
+    assert!(len <= 1024, "{len} bytes");
+}
