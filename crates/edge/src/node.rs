@@ -23,6 +23,7 @@ use crate::gate::Patience;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, Response};
 use crate::options::{Limits, Options};
+use crate::pace::Plans;
 use crate::programs::Programs;
 use crate::refusal::Refusal;
 use crate::request;
@@ -42,6 +43,7 @@ pub struct Node {
     pub connections: Rc<Connections>,
     pub rules: Rc<Rules>,
     pub turns: Rc<Turns>,
+    pub plans: Plans,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
     patience: Cell<Patience>,
@@ -70,6 +72,7 @@ impl Node {
             connections: Rc::default(),
             rules: Rules::new(&shared, Rc::clone(&turns)),
             turns,
+            plans: Plans::default(),
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
             patience: Cell::new(patience(&options)),
@@ -111,9 +114,7 @@ impl Node {
     pub async fn root(&self, site: &Site) -> Result<Root, Refusal> {
         self.files
             // Boxed, because most requests find it open.
-            .root(site, async || {
-                Box::pin(self.keeper.open_root(&site.name)).await.map_err(RootError::Keeper)
-            })
+            .root(site, async || Box::pin(self.keeper.open_root(&site.name)).await.map_err(RootError::Keeper))
             .await
             .map_err(Refusal::from)
     }

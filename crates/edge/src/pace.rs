@@ -18,9 +18,11 @@ pub use flow::{Flow, Slow};
 pub use ledger::Ledger;
 pub use settle::Debt;
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
-use nagaya_cmdb::cell::Limits;
+use nagaya_cmdb::cell::{Confinement, Limits};
+use nagaya_cmdb::{Site, Tenant};
 use smallvec::SmallVec;
 
 use self::bucket::Bucket;
@@ -66,14 +68,90 @@ fn is_limited(route: &Route, account: &Account) -> bool {
 }
 
 fn flow(node: &Node, route: &Route, account: &Account, way: Way) -> Option<Flow> {
-    let ledger = &node.shared.ledger;
-    let tenant = &route.tenant.name;
-    let mut buckets = SmallVec::new();
-    if let Some(stay) = account.confined() {
-        let confinement = stay.confinement();
-        buckets.extend(ledger::rate(&confinement.limits, way).map(|rate| Arc::new(Bucket::new(rate))));
-        buckets.extend(confinement.named.iter().filter_map(|named| ledger.named_bucket(named, tenant, way)));
+    let confinement = account.confined().map(|stay| stay.confinement());
+    let mut buckets = node.plans.find(&node.shared.ledger, route, confinement, way);
+    // The request's own: nobody else's, so no part of the plan.
+    let own = confinement.and_then(|confinement| ledger::rate(&confinement.limits, way));
+    buckets.extend(own.map(|rate| Arc::new(Bucket::new(rate))));
+    if buckets.is_empty() {
+        return None;
     }
+    Flow::new(buckets, account.stay())
+}
+
+/// Buckets of shared cells.
+type Buckets = SmallVec<[Arc<Bucket>; 2]>;
+
+/// What a thread found out about the requests it met last: most are like one before them.
+#[derive(Default)]
+pub struct Plans(RefCell<SmallVec<[Plan; PLANS_MAX]>>);
+
+const PLANS_MAX: usize = 8;
+
+/// Which shared buckets requests of one site under one confinement are charged to.
+struct Plan {
+    site: Arc<Site>,
+    tenant: Arc<Tenant>,
+    confinement: Option<Arc<Confinement>>,
+    way: Way,
+    /// What `Ledger::buckets` was.
+    counted: u64,
+    buckets: Buckets,
+}
+
+impl Plans {
+    fn find(
+        &self,
+        ledger: &Ledger,
+        route: &Route,
+        confinement: Option<&Arc<Confinement>>,
+        way: Way,
+    ) -> Buckets {
+        let counted = ledger.buckets();
+        let same = |a: &Option<Arc<Confinement>>| match (a, confinement) {
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            (None, None) => true,
+            _ => false,
+        };
+        let mut plans = self.0.borrow_mut();
+        let found = plans.iter().position(|plan| {
+            plan.way == way
+                && Arc::ptr_eq(&plan.site, &route.site)
+                && Arc::ptr_eq(&plan.tenant, &route.tenant)
+                && same(&plan.confinement)
+        });
+        if let Some(at) = found {
+            if plans[at].counted == counted {
+                return plans[at].buckets.clone();
+            }
+            plans.swap_remove(at);
+        }
+        let buckets = shared_buckets(ledger, route, confinement, way);
+        if plans.len() >= PLANS_MAX {
+            plans.remove(0);
+        }
+        plans.push(Plan {
+            site: Arc::clone(&route.site),
+            tenant: Arc::clone(&route.tenant),
+            confinement: confinement.cloned(),
+            way,
+            // From before the look: what was made meanwhile, here or elsewhere, makes the next look another one.
+            counted,
+            buckets: buckets.clone(),
+        });
+        buckets
+    }
+}
+
+fn shared_buckets(
+    ledger: &Ledger,
+    route: &Route,
+    confinement: Option<&Arc<Confinement>>,
+    way: Way,
+) -> Buckets {
+    let tenant = &route.tenant.name;
+    let named = confinement.iter().flat_map(|confinement| &confinement.named);
+    let mut buckets: Buckets = named.filter_map(|named| ledger.named_bucket(named, tenant, way)).collect();
     let mut shared = |cell: fn(&Route) -> Shared, limits: Limits| {
         buckets.extend(ledger.bucket(cell(route), &limits, way));
     };
@@ -83,8 +161,5 @@ fn flow(node: &Node, route: &Route, account: &Account, way: Way) -> Option<Flow>
     if !route.tenant.limits.is_empty() {
         shared(|route| Shared::Tenant(route.tenant.name.clone()), route.tenant.limits.limits());
     }
-    if buckets.is_empty() {
-        return None;
-    }
-    Flow::new(buckets, account.stay())
+    buckets
 }

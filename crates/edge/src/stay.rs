@@ -71,7 +71,7 @@ impl Stay {
         })
     }
 
-    pub fn confinement(&self) -> &Confinement {
+    pub fn confinement(&self) -> &Arc<Confinement> {
         &self.confinement
     }
 

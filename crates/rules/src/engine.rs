@@ -65,10 +65,23 @@ impl Engine {
         Rc::clone(&self.blank)
     }
 
+    /// What the files of the phase said when they were told the same, if that is remembered. The verdict is shared with
+    /// other requests then. False: `evaluate` is to find it.
+    pub fn recall(&mut self, phase: Phase, facts: &dyn Facts, verdict: &mut Rc<Verdict>) -> bool {
+        if !self.set.has(phase) {
+            return true;
+        }
+        if self.set.generation() != self.generation || !Rc::ptr_eq(verdict, &self.blank) {
+            return false;
+        }
+        let Some((found, files)) = self.remembered[phase as usize].find(facts) else { return false };
+        self.of(phase).take(files).for_each(|loaded| loaded.tally.evaluated());
+        *verdict = found;
+        true
+    }
+
     /// What the files of the phase say, in order, until one of them answers. An error is one of a file with
-    /// `OnError::Refuse`; all others are logged and counted, and leave nothing in the verdict.
-    ///
-    /// A verdict may be shared with other requests of which the rules say the same.
+    /// `OnError::Refuse`; all others are logged and counted, and leave nothing in the verdict. It may be remembered.
     pub fn evaluate(
         &mut self,
         phase: Phase,
@@ -84,11 +97,6 @@ impl Engine {
         // What earlier files decided is told to later ones too, and is none of the facts.
         if !Rc::ptr_eq(verdict, &self.blank) {
             return self.run(phase, facts, Rc::make_mut(verdict)).map(drop);
-        }
-        if let Some((found, files)) = self.remembered[phase as usize].find(facts) {
-            self.of(phase).take(files).for_each(|loaded| loaded.tally.evaluated());
-            *verdict = found;
-            return Ok(());
         }
         let may_repeat = |loaded: &Loaded| loaded.program.is_none_or(|program| program.repeats);
         if !self.of(phase).all(may_repeat) || !self.remembered[phase as usize].wants() {

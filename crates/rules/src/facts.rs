@@ -95,6 +95,11 @@ pub trait Facts {
     /// Whether a named cell of the node with this name is there under this controller.
     fn cell_exists(&self, controller: Controller, name: &CellName) -> bool;
 
+    /// A number that is another one after any named cell has come or gone; 0 if that is not counted.
+    fn cells_moment(&self) -> u64 {
+        0
+    }
+
     /// What a named cell has for a key of its controller, by its v1 name: `cpu.shares`, `cpuacct.usage`.
     fn cell_value(&self, controller: Controller, name: &CellName, key: &str) -> Option<String>;
 

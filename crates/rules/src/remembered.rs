@@ -66,6 +66,8 @@ struct Asks {
     nothing: Option<Node>,
     numbers: HashMap<i64, Option<Node>, RandomState>,
     texts: HashMap<Box<str>, Option<Node>, RandomState>,
+    /// Of a question about a cell: the last answer, and the moment of which it is.
+    cell: Cell<(u64, bool)>,
 }
 
 /// One phase's tree.
@@ -169,7 +171,8 @@ impl Remembered {
 
 impl Asks {
     fn new(question: Question) -> Self {
-        Self { question, nothing: None, numbers: HashMap::default(), texts: HashMap::default() }
+        let (numbers, texts) = (HashMap::default(), HashMap::default());
+        Self { question, nothing: None, numbers, texts, cell: Cell::new((0, false)) }
     }
 
     fn place(&mut self, told: Told) -> &mut Option<Node> {
@@ -198,7 +201,13 @@ impl Asks {
             Question::HeaderOut(name) => text(facts.header_out(name)),
             Question::Variable(name) => text(facts.env(name)),
             Question::CellExists(controller, name) => {
-                number(Some(facts.cell_exists(*controller, name).into()))
+                let moment = facts.cells_moment();
+                let (of, mut exists) = self.cell.get();
+                if of != moment || moment == 0 {
+                    exists = facts.cell_exists(*controller, name);
+                    self.cell.set((moment, exists));
+                }
+                number(Some(exists.into()))
             }
             Question::Tls => number(Some(facts.is_tls().into())),
             Question::Setting(key) => {
@@ -325,6 +334,10 @@ impl Facts for Noted<'_> {
         let exists = self.facts.cell_exists(controller, name);
         self.note(Question::CellExists(controller, name.clone()), Told::Number(exists.into()));
         exists
+    }
+
+    fn cells_moment(&self) -> u64 {
+        self.facts.cells_moment()
     }
 
     fn cell_value(&self, controller: Controller, name: &CellName, key: &str) -> Option<String> {

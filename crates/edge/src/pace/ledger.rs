@@ -4,8 +4,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use foldhash::fast::RandomState;
 use nagaya_cmdb::cell::{
     CellChange, CellName, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
 };
@@ -49,7 +51,11 @@ pub enum Way {
 
 /// The accounts of all shared cells of this process.
 #[derive(Debug, Default)]
-pub struct Ledger(Mutex<HashMap<Shared, Cell>>);
+pub struct Ledger {
+    cells: Mutex<HashMap<Shared, Cell, RandomState>>,
+    /// Counts when a cell gets a bucket or loses one.
+    buckets: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Cell {
@@ -161,6 +167,11 @@ impl Ledger {
         })?
     }
 
+    /// Another number than before means that a cell has got a bucket or lost one.
+    pub fn buckets(&self) -> u64 {
+        self.buckets.load(Ordering::Acquire)
+    }
+
     /// The bucket of a named cell that this request is attached to: with the limits that it sets, or as others have set them.
     pub fn named_bucket(&self, named: &NamedCell, tenant: &TenantName, way: Way) -> Option<Arc<Bucket>> {
         if !named.controllers.contains(&Controller::Blkio) {
@@ -169,7 +180,7 @@ impl Ledger {
         let cell = Shared::named(named, tenant);
         match &named.limits {
             Some(limits) => self.bucket(cell, limits, way),
-            None => self.0.lock().get_mut(&cell)?.bucket(way).clone(),
+            None => self.cells.lock().get_mut(&cell)?.bucket(way).clone(),
         }
     }
 
@@ -186,7 +197,7 @@ impl Ledger {
 
     /// What of a named cell's limits is known here: its quota and its rates.
     pub fn limits(&self, named: &NamedCell, tenant: &TenantName) -> Limits {
-        let cells = self.0.lock();
+        let cells = self.cells.lock();
         let Some(cell) = cells.get(&Shared::named(named, tenant)) else { return Limits::default() };
         let rate = |bucket: &Option<Arc<Bucket>>| bucket.as_ref().map(|bucket| bucket.rate());
         let (read_bps, write_bps) = (rate(&cell.out), rate(&cell.r#in));
@@ -215,14 +226,20 @@ impl Ledger {
 
     /// None if there is no room for one more.
     fn with<T>(&self, cell: Shared, act: impl FnOnce(&mut Cell) -> T) -> Option<T> {
-        let mut cells = self.0.lock();
+        let mut cells = self.cells.lock();
         if cells.len() >= CELLS_MAX && !cells.contains_key(&cell) {
             cells.retain(|_, cell| !cell.is_idle());
             if cells.len() >= CELLS_MAX {
                 return None;
             }
         }
-        Some(act(cells.entry(cell).or_default()))
+        let cell = cells.entry(cell).or_default();
+        let before = (cell.out.is_some(), cell.r#in.is_some());
+        let done = act(cell);
+        if before != (cell.out.is_some(), cell.r#in.is_some()) {
+            self.buckets.fetch_add(1, Ordering::Release);
+        }
+        Some(done)
     }
 }
 
@@ -237,7 +254,7 @@ impl Entered {
     /// Charges what the program used, and says when the cell's quota has paid for it and for all that the cell was charged
     /// since it became busy. What still runs is charged when it ends; until then the kernel alone holds it.
     pub fn charge(&self, cpu_us: u64) -> Option<Instant> {
-        let mut cells = self.ledger.0.lock();
+        let mut cells = self.ledger.cells.lock();
         let cell = cells.get_mut(&self.cell)?;
         let quota = cell.quota?;
         let busy = cell.busy.get_or_insert(Busy { since: Instant::now(), cpu_us: 0 });
@@ -248,7 +265,7 @@ impl Entered {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        if let Some(cell) = self.ledger.0.lock().get_mut(&self.cell) {
+        if let Some(cell) = self.ledger.cells.lock().get_mut(&self.cell) {
             cell.running = cell.running.saturating_sub(1);
         }
     }

@@ -217,7 +217,7 @@ impl Programs {
         worker.place = None;
         let cell = self.keeper.enter(worker.id, &site.name, confinement).await?;
         stay.set_cell(&cell);
-        let place = Place { site: site.name.clone(), confinement: confinement.clone(), cell };
+        let place = Place { site: site.name.clone(), confinement: Arc::clone(confinement), cell };
         worker.place = Some(Box::new(place));
         Ok(())
     }

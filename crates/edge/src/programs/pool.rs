@@ -75,7 +75,7 @@ impl Process for ProcessGuard {
 #[derive(Debug)]
 pub(super) struct Place {
     pub site: SiteName,
-    pub confinement: Confinement,
+    pub confinement: Arc<Confinement>,
     /// As `nagaya cells` shows it.
     pub cell: Box<str>,
 }
@@ -83,7 +83,7 @@ pub(super) struct Place {
 impl Place {
     /// A request of this site that is so confined may run here.
     pub fn suits(&self, site: &SiteName, confinement: &Confinement) -> bool {
-        self.site == *site && self.confinement == *confinement
+        self.site == *site && *self.confinement == *confinement
     }
 }
 

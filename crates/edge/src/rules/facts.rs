@@ -195,6 +195,11 @@ impl Facts for RequestFacts<'_> {
         self.shared.named.get(name).is_some()
     }
 
+    fn cells_moment(&self) -> u64 {
+        self.shared.named.note_asked();
+        self.shared.named.moment()
+    }
+
     fn cell_value(&self, _: Controller, name: &CellName, key: &str) -> Option<String> {
         self.shared.named.get(name)?.value(key)
     }

@@ -19,7 +19,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use http::HeaderMap;
 use nagaya_base::{Code, RequestId};
@@ -158,9 +158,21 @@ impl Rules {
         }
     }
 
-    /// Asks the rules of one phase.
-    fn ask(&self, phase: Phase, facts: &RequestFacts<'_>, verdict: &mut Rc<Verdict>) -> Result<(), Refusal> {
-        let asked = self.engine.borrow_mut().evaluate(phase, facts, verdict);
+    /// Asks the rules of one phase. `took` is how long they ran.
+    fn ask(
+        &self,
+        phase: Phase,
+        facts: &RequestFacts<'_>,
+        verdict: &mut Rc<Verdict>,
+        took: &mut Duration,
+    ) -> Result<(), Refusal> {
+        let mut engine = self.engine.borrow_mut();
+        if engine.recall(phase, facts, verdict) {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let asked = engine.evaluate(phase, facts, verdict);
+        *took += begun.elapsed();
         if !verdict.log.is_empty() {
             say(facts.head.id, Rc::make_mut(verdict));
         }
@@ -245,14 +257,15 @@ fn run(
 ) -> Result<Option<Response>, Refusal> {
     // There is none only where rules were configured while the request waited.
     let Some(mut ruling) = account.take_ruling() else { return Ok(None) };
-    let begun = Instant::now();
-    let mut ran = Ok(());
+    let (mut took, mut ran) = (Duration::ZERO, Ok(()));
     for &phase in phases {
         if ruling.rules.shared.rules.has(phase) && ran.is_ok() && ruling.verdict.answer.is_none() {
-            ran = ruling.run(phase, route, request, account.record());
+            ran = ruling.run(phase, route, request, account.record(), &mut took);
         }
     }
-    account.ruled(begun.elapsed());
+    if !took.is_zero() {
+        account.ruled(took);
+    }
     for spoke in &ruling.verdict.spoke[ruling.accounted..] {
         account.ruled_by(&spoke.file);
     }
@@ -375,6 +388,7 @@ impl Ruling {
         route: &Route,
         request: &mut Request,
         record: &AccessRecord,
+        took: &mut Duration,
     ) -> Result<(), Refusal> {
         let node = self.rules.node.borrow();
         let facts = RequestFacts {
@@ -386,7 +400,7 @@ impl Ruling {
             record,
             response: None,
         };
-        let asked = self.rules.ask(phase, &facts, &mut self.verdict);
+        let asked = self.rules.ask(phase, &facts, &mut self.verdict, took);
         drop(node);
         self.change(route, &mut request.head);
         asked
@@ -423,7 +437,8 @@ impl Ruling {
                 response: Some(&kept.headers),
             };
             // Nothing can be refused any more, and a rule that failed has been logged.
-            let _ = self.rules.ask(Phase::LogTransaction, &facts, &mut self.verdict);
+            let mut took = Duration::ZERO;
+            let _ = self.rules.ask(Phase::LogTransaction, &facts, &mut self.verdict, &mut took);
         }
         // Those of a request that was answered or refused before it ran, too.
         if let Some(changes) = self.verdict.changes.get(self.changed..).filter(|left| !left.is_empty()) {

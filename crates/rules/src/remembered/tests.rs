@@ -100,7 +100,9 @@ impl Facts for Asked {
 
 fn ask(engine: &mut Engine, request: &Asked) -> Rc<Verdict> {
     let mut verdict = engine.blank();
-    engine.evaluate(Phase::AccessChecker, request, &mut verdict).unwrap();
+    if !engine.recall(Phase::AccessChecker, request, &mut verdict) {
+        engine.evaluate(Phase::AccessChecker, request, &mut verdict).unwrap();
+    }
     verdict
 }
 

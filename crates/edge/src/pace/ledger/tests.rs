@@ -122,5 +122,5 @@ async fn idle_cells_make_room_for_others() {
     kept.take(5);
     let again = ledger.bucket(cell(0), &reading(1), Way::Out).unwrap();
     assert!(Arc::ptr_eq(&kept, &again), "one in use is not forgotten");
-    assert_eq!(ledger.0.lock().len(), 2);
+    assert_eq!(ledger.cells.lock().len(), 2);
 }
