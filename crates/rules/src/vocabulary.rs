@@ -217,6 +217,7 @@ const RUBY: &[&str] = &[
     "delete_prefix",
     "delete_suffix",
     "getbyte",
+    "compile",
     "match",
     "match?",
     "captures",
