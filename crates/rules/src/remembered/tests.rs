@@ -113,16 +113,19 @@ fn run(engine: &mut Engine, request: &Asked) -> Verdict {
     Rc::unwrap_or_clone(verdict)
 }
 
-/// Whether the second of two equal requests is spared a run: they share a verdict then.
+/// Whether later ones of equal requests are spared a run: they share a verdict then.
 #[track_caller]
 fn is_remembered(source: &str) -> bool {
     let (set, mut engine) = Rules::of(source).engine();
     let request = Asked { agent: Some("curl".into()), ..Asked::host("a.example") };
-    let (first, second) = (ask(&mut engine, &request), ask(&mut engine, &request));
+    let [first, second, third] = std::array::from_fn(|_| ask(&mut engine, &request));
     assert_eq!(set.status()[0].last_fault, None, "{source}");
-    assert_eq!(set.status()[0].evaluations, 2, "a spared run counts too");
-    assert_eq!(first, second);
-    Rc::ptr_eq(&first, &second)
+    assert_eq!(set.status()[0].evaluations, 3, "a spared run counts too");
+    let is_same = |a: &Rc<Verdict>, b: &Rc<Verdict>| Rc::ptr_eq(a, b);
+    if is_same(&second, &third) {
+        assert_eq!(first, second);
+    }
+    is_same(&second, &third)
 }
 
 #[test]
