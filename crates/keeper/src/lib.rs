@@ -26,5 +26,5 @@ mod spawn;
 mod sys;
 mod workers;
 
-pub use options::{BackEnd, Options};
+pub use options::{BackEnd, IdleOptions, InstanceOptions, Options};
 pub use server::{Start, run};
