@@ -61,6 +61,8 @@ pub struct IdleOptions {
     pub frozen_ms: u64,
     pub reclaimed_ms: u64,
     pub image_ms: u64,
+    /// Of one that has no image: until its processes end.
+    pub cold_ms: u64,
 }
 
 /// What cells are made of: what limits a process tree, and keeps it together so that it can be ended as one.
@@ -111,6 +113,6 @@ impl Default for InstanceOptions {
 
 impl Default for IdleOptions {
     fn default() -> Self {
-        Self { quiet_ms: 2_000, frozen_ms: 10_000, reclaimed_ms: 120_000, image_ms: 900_000 }
+        Self { quiet_ms: 2_000, frozen_ms: 10_000, reclaimed_ms: 120_000, image_ms: 900_000, cold_ms: 3_600_000 }
     }
 }
