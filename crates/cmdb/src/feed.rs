@@ -9,6 +9,7 @@ use std::io::{self, Read, Write};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::instance::Act;
 use crate::record::Change;
 
 /// Longest frame, in bytes. The largest is one batch of changes: `BATCH_MAX` records of at most 64 KiB.
@@ -45,6 +46,10 @@ pub enum Question {
     Status,
     /// The keeper: the tree of cells as JSON.
     Cells,
+    /// The keeper: all instances as JSON, `{"instances": [...], ...}`.
+    Instances,
+    /// The keeper: does this to the instance of a site. Answered when it is done, which may take as long as a start.
+    Instance { site: String, act: Act },
     /// The edge: the receipt of the request with this id as JSON.
     Explain { id: String },
 }

@@ -126,8 +126,8 @@ impl Node {
     }
 
     async fn connect_app(&self, site: &SiteName, tcp: bool) -> Result<Socket, Refusal> {
-        let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
-        app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
+        let instance = self.keeper.use_instance(site).await.map_err(refuse_app)?;
+        app_socket(instance.socket, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
 }
 

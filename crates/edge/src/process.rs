@@ -158,7 +158,7 @@ impl Process {
             Question::Status => self.status().to_string(),
             Question::Explain { id } => receipt::explain(&self.shared, &id),
             // The keeper's to answer; this process has none.
-            Question::Cells => "null".into(),
+            Question::Cells | Question::Instances | Question::Instance { .. } => "null".into(),
         };
         feed::write(&mut self.feed, &Up::Answer { tag, text })
     }

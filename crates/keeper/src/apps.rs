@@ -28,7 +28,7 @@ use crate::cells::Home;
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::process::{Handle, Kind, Request};
-use crate::protocol::Failure;
+use crate::protocol::{Failure, InstanceId};
 use crate::spawn::{self, Address, Runner};
 
 /// Longest time an application may be given to listen, whatever its record says.
@@ -60,6 +60,9 @@ const DIR_NAME_MAX: usize = 32;
 /// Applications listed by name in the status.
 const STATUS_MAX: usize = 200;
 
+/// Longest wait for an application.
+pub const WAKE_MAX: Duration = START_MAX;
+
 pub struct Apps {
     dir: PathBuf,
     running: RefCell<HashMap<SiteName, Rc<App>>>,
@@ -78,6 +81,7 @@ struct Failures {
 struct App {
     site: Arc<Site>,
     tenant: Arc<Tenant>,
+    id: InstanceId,
     phase: watch::Sender<Phase>,
     dropped: Notify,
 }
@@ -95,24 +99,39 @@ impl Apps {
     }
 
     /// A connection to the site's application, once it listens.
-    pub async fn connect(&self, engine: &Rc<Engine>, name: &SiteName) -> Result<OwnedFd, Fault> {
-        let mut phase = self.running_or_new(engine, name)?.phase.subscribe();
+    pub async fn connect(
+        &self,
+        engine: &Rc<Engine>,
+        name: &SiteName,
+    ) -> Result<(InstanceId, OwnedFd), Fault> {
+        let app = self.running_or_new(engine, name)?;
+        let mut phase = app.phase.subscribe();
         let settled =
             phase.wait_for(|phase| !matches!(phase, Phase::Starting)).await.map(|phase| phase.clone());
         match settled {
             Ok(Phase::Listening(address)) => {
                 let (_, tenant) = engine.site(name)?;
                 let owner = engine.runner(&tenant)?.identity.map(|identity| identity.uid);
-                connect_patiently(&address, owner).await.map_err(|error| {
+                let socket = connect_patiently(&address, owner).await.map_err(|error| {
                     let message = format!("the application of '{name}' does not take a connection: {error}");
                     Fault::new(Failure::Broken, fault::APP, message)
-                })
+                })?;
+                Ok((app.id, socket))
             }
             Ok(Phase::Failed(fault)) => Err(fault),
             Ok(Phase::Starting) | Err(_) => {
                 let message = format!("the application of '{name}' was ended while it started");
                 Err(Fault::new(Failure::Busy, fault::APP, message))
             }
+        }
+    }
+
+    /// Another connection to one that runs.
+    pub async fn connect_again(&self, engine: &Rc<Engine>, id: InstanceId) -> Result<OwnedFd, Fault> {
+        let name = self.running.borrow().values().find(|app| app.id == id).map(|app| app.site.name.clone());
+        match name {
+            Some(name) => Ok(self.connect(engine, &name).await?.1),
+            None => Err(Fault::new(Failure::NotFound, fault::UNKNOWN, "the instance has ended")),
         }
     }
 
@@ -133,7 +152,8 @@ impl Apps {
             return Err(Fault::new(Failure::Busy, fault::APP_BACKOFF, message));
         }
         let (phase, _) = watch::channel(Phase::Starting);
-        let app = Rc::new(App { site, tenant, phase, dropped: Notify::new() });
+        let number = self.starts.replace(self.starts.get() + 1);
+        let app = Rc::new(App { site, tenant, id: InstanceId(number), phase, dropped: Notify::new() });
         self.running.borrow_mut().insert(name.clone(), Rc::clone(&app));
         spawn_local(live(Rc::clone(engine), Rc::clone(&app)));
         Ok(app)
@@ -191,9 +211,8 @@ impl Apps {
 /// One application from its start to its end.
 async fn live(engine: Rc<Engine>, app: Rc<App>) {
     let name = &app.site.name;
-    let number = engine.apps.starts.replace(engine.apps.starts.get() + 1);
     let short: String = name.as_str().chars().take(DIR_NAME_MAX).collect();
-    let dir = engine.apps.dir.join(format!("{short}.{number}"));
+    let dir = engine.apps.dir.join(format!("{short}.{}", app.id.0));
     let work = async {
         let (handle, began) = match start(&engine, &app, &dir).await {
             Ok((handle, address)) => {
@@ -271,6 +290,7 @@ async fn start(engine: &Rc<Engine>, app: &App, dir: &Path) -> Result<(Handle, Ad
 
 fn give_address(listen: Listen, dir: &Path, runner: &Runner) -> Result<Address, Fault> {
     match listen {
+        Listen::Fd => Err(Fault::new(Failure::Broken, fault::APP, "listen = fd is not supported yet")),
         Listen::Port => {
             // Free now; whether it is the application's later is checked once it listens.
             let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());

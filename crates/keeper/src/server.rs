@@ -44,6 +44,9 @@ const IN_FLIGHT_MAX: usize = 1024;
 /// Process trees leased to one connection.
 pub const PROCESSES_PER_CONNECTION_MAX: usize = 4096;
 
+/// Uses of instances one connection may have at once: an edge thread has one for each site it serves.
+pub const INSTANCE_USES_PER_CONNECTION_MAX: usize = 16_384;
+
 /// Answers that may wait for a peer to read them: each verb and each process has at most one.
 const ANSWERS_MAX: usize = IN_FLIGHT_MAX + PROCESSES_PER_CONNECTION_MAX;
 
@@ -195,7 +198,7 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: oneshot::Sender<St
             return;
         }
         // Receipts are the edge's.
-        Question::Explain { .. } => "null".into(),
+        Question::Explain { .. } | Question::Instances | Question::Instance { .. } => "null".into(),
     };
     // Whoever asked may have closed the feed; its end arrives next.
     let _ = answer.send(text);
@@ -364,6 +367,7 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
         Verb::End { process } => {
             connection.leased.borrow_mut().remove(&process);
         }
+        Verb::LeaveInstance { .. } => {}
         _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
             refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
         }
@@ -392,7 +396,13 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         Verb::OpenCertificate { name } => {
             Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
         }
-        Verb::ConnectApp { site } => Ok((Reply::Connected, vec![engine.apps.connect(engine, &site).await?])),
+        Verb::UseInstance { site } => {
+            let (instance, socket) = engine.apps.connect(engine, &site).await?;
+            Ok((Reply::Using { instance, wake: None }, vec![socket]))
+        }
+        Verb::ConnectInstance { instance } => {
+            Ok((Reply::Connected, vec![engine.apps.connect_again(engine, instance).await?]))
+        }
         Verb::SpawnCgi { site, script, env, confinement } => {
             connection.room_for_process()?;
             let (handle, fds) = engine.spawn_cgi(&site, script, env, *confinement).await?;
@@ -415,7 +425,7 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         }
         Verb::Cells => Ok((Reply::Cells { json: engine.named_cells().await? }, Vec::new())),
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
-        Verb::Hello { .. } | Verb::End { .. } => {
+        Verb::Hello { .. } | Verb::End { .. } | Verb::LeaveInstance { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
         }
     }

@@ -3,10 +3,10 @@
 //! A harness of its own, because this binary is also the keeper it tests, and because what needs root must
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
-mod apps;
 mod cells;
 mod files;
 mod groups;
+mod instances;
 mod life;
 mod limits;
 mod php;
@@ -30,7 +30,7 @@ fn main() {
     let arguments = Arguments::from_args();
     let is_root = rustix::process::geteuid().is_root();
     let any = [programs::ANYONE, life::ANYONE].concat();
-    let root = [programs::ROOT, files::ROOT, php::ROOT, apps::ROOT, life::ROOT].concat();
+    let root = [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, life::ROOT].concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));

@@ -2,9 +2,11 @@
 //!
 //! Not here: HTTP to them (`edge`).
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use nagaya_cmdb::Change;
+use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
@@ -46,6 +48,11 @@ $SIG{PIPE} = 'IGNORE';
 while (accept(C, S)) { syswrite(C, "$> port"); close C; }
 "#;
 
+/// A connection to a site's instance, which may rest again at once.
+async fn connect(keeper: &Keeper, site: &str) -> Result<OwnedFd, ClientError> {
+    keeper.use_instance(&site_name(site)).await.map(|instance| instance.socket)
+}
+
 fn app(mode: &str) -> Value {
     json!({"kind": "app", "command": ["perl", "www/server.pl", "{socket}"], "directory": "", "env": {"MODE": mode}})
 }
@@ -71,7 +78,7 @@ fn started_once() {
         let calls: Vec<_> = (0..20)
             .map(|_| {
                 let keeper = keeper.clone();
-                tokio::task::spawn_local(async move { keeper.connect_app(&site_name("app")).await.unwrap() })
+                tokio::task::spawn_local(async move { connect(&keeper, "app").await.unwrap() })
             })
             .collect();
         let mut said = Vec::new();
@@ -91,7 +98,7 @@ fn on_a_port() {
     world.site("app", "alice", record);
     let world = world.start();
     world.run(async |keeper| {
-        let socket = keeper.connect_app(&site_name("app")).await.unwrap();
+        let socket = connect(&keeper, "app").await.unwrap();
         let mut stream = tokio::net::TcpStream::from_std(std::net::TcpStream::from(socket)).unwrap();
         let mut said = String::new();
         stream.read_to_string(&mut said).await.unwrap();
@@ -105,9 +112,9 @@ fn ends_early() {
     world.site("lost", "alice", json!({"kind": "app", "command": ["no-such-program"], "directory": ""}));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Broken, 310));
-        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Busy, 311));
-        assert_eq!(refusal(keeper.connect_app(&site_name("lost")).await), (Failure::Broken, 308));
+        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Busy, 311));
+        assert_eq!(refusal(connect(&keeper, "lost").await), (Failure::Broken, 308));
     });
     assert!(world.log().contains("its last words"), "{}", world.log());
 }
@@ -117,7 +124,7 @@ fn never_listens() {
     world.site("app", "alice", shell("echo $$ > pid; exec sleep 1000"));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.connect_app(&site_name("app")).await), (Failure::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "app").await), (Failure::Broken, 310));
     });
     let pid = std::fs::read_to_string(world.home("alice").join("www/pid")).unwrap();
     wait_dead(pid.trim().parse().unwrap());
@@ -126,8 +133,7 @@ fn never_listens() {
 fn restarted_after_crash() {
     let world = with_server().start();
     world.run(async |keeper| {
-        let app = site_name("app");
-        let first = pid_of(&read_socket(keeper.connect_app(&app).await.unwrap()).await);
+        let first = pid_of(&read_socket(connect(&keeper, "app").await.unwrap()).await);
         let pid = rustix::process::Pid::from_raw(first).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         wait_dead(first);
@@ -136,7 +142,7 @@ fn restarted_after_crash() {
         let mut paused = 0;
         let second = loop {
             interval.tick().await;
-            match keeper.connect_app(&app).await {
+            match connect(&keeper, "app").await {
                 Ok(socket) => break pid_of(&read_socket(socket).await),
                 Err(error) => {
                     // The keeper may notice the death a moment after this test has.
@@ -158,15 +164,14 @@ fn ends_with_record() {
         Change::PutSite(Box::new(serde_json::from_value(record).unwrap()))
     };
     let last = world.run(async |keeper| {
-        let name = site_name("app");
-        let first = read_socket(keeper.connect_app(&name).await.unwrap()).await;
+        let first = read_socket(connect(&keeper, "app").await.unwrap()).await;
         // The same record again is no change.
         world.apply(vec![changed("one")]);
-        assert_eq!(read_socket(keeper.connect_app(&name).await.unwrap()).await, first);
+        assert_eq!(read_socket(connect(&keeper, "app").await.unwrap()).await, first);
         world.apply(vec![changed("two")]);
         wait_dead(pid_of(&first));
         let second = loop {
-            let said = read_socket(keeper.connect_app(&name).await.unwrap()).await;
+            let said = read_socket(connect(&keeper, "app").await.unwrap()).await;
             // A connection made before the keeper's main loop saw the change may still be the old one's.
             if !said.is_empty() {
                 break said;
@@ -194,7 +199,7 @@ fn no_foreign_socket() {
     );
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.connect_app(&site_name("link")).await), (Failure::Broken, 310));
+        assert_eq!(refusal(connect(&keeper, "link").await), (Failure::Broken, 310));
     });
     let nobody = listener.accept().unwrap_err();
     assert_eq!(nobody.kind(), std::io::ErrorKind::WouldBlock);
