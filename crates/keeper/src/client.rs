@@ -129,6 +129,8 @@ pub struct InstanceUse {
 #[derive(Debug)]
 pub struct InstanceGuard {
     instance: InstanceId,
+    /// Number of the connection to the keeper that it was given by.
+    connection: u64,
     /// As that of a `ProcessGuard`.
     leave: Option<mpsc::OwnedPermit<Farewell>>,
 }
@@ -169,9 +171,12 @@ pub struct Keeper {
     connection: RefCell<Option<Rc<Connection>>>,
     /// Held while connecting, so that many calls make one connection.
     connecting: Mutex<()>,
+    /// Connections made so far.
+    connections: Cell<u64>,
 }
 
 struct Connection {
+    number: u64,
     socket: AsyncFd<OwnedFd>,
     open: Cell<bool>,
     next_tag: Cell<u64>,
@@ -184,15 +189,19 @@ struct Connection {
 impl Keeper {
     /// Connects and greets. To be called on a `LocalSet`; all other calls too.
     pub async fn connect(path: &Path) -> Result<Rc<Self>, ClientError> {
-        let keeper =
-            Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) };
+        let keeper = Self::later(path);
         keeper.connected().await?;
-        Ok(Rc::new(keeper))
+        Ok(keeper)
     }
 
     /// As `connect`, but the connection is made by the first call.
     pub fn later(path: &Path) -> Rc<Self> {
-        Rc::new(Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) })
+        Rc::new(Self {
+            path: path.to_owned(),
+            connection: RefCell::default(),
+            connecting: Mutex::new(()),
+            connections: Cell::new(0),
+        })
     }
 
     /// The site's document root, `O_PATH | O_DIRECTORY`.
@@ -302,6 +311,11 @@ impl Keeper {
         one_of(self.call(Verb::ConnectInstance { instance }, CALL_TIMEOUT).await?.1)
     }
 
+    /// Whether this guard still keeps its instance awake: a keeper that was started anew knows nothing of it.
+    pub fn knows(&self, guard: &InstanceGuard) -> bool {
+        self.open().is_some_and(|open| open.number == guard.connection)
+    }
+
     /// Chain and key (PEM) for a name, if there is one.
     pub async fn open_certificate(&self, name: &str) -> Result<Option<OwnedFd>, ClientError> {
         match self.call(Verb::OpenCertificate { name: name.to_owned() }, CALL_TIMEOUT).await {
@@ -334,7 +348,8 @@ impl Keeper {
         if let Some(open) = self.open() {
             return Ok(open);
         }
-        let connection = Connection::open(&self.path).map_err(|error| {
+        self.connections.set(self.connections.get() + 1);
+        let connection = Connection::open(&self.path, self.connections.get()).map_err(|error| {
             tracing::debug!(%error, "no connection to the keeper at {}", self.path.display());
             ClientError::Gone
         })?;
@@ -361,7 +376,7 @@ impl Drop for Keeper {
 }
 
 impl Connection {
-    fn open(path: &Path) -> io::Result<Rc<Self>> {
+    fn open(path: &Path, number: u64) -> io::Result<Rc<Self>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
@@ -372,6 +387,7 @@ impl Connection {
         let (farewells, to_say) =
             mpsc::channel(PROCESSES_PER_CONNECTION_MAX + INSTANCE_USES_PER_CONNECTION_MAX);
         let connection = Rc::new(Self {
+            number,
             socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
             open: Cell::new(true),
             next_tag: Cell::new(1),
@@ -458,7 +474,7 @@ impl Connection {
                 Some(Guard::Process(ProcessGuard { process, end: Some(place), end_told }))
             }
             Reply::Using { instance, .. } => {
-                Some(Guard::Instance(InstanceGuard { instance, leave: Some(place) }))
+                Some(Guard::Instance(InstanceGuard { instance, connection: self.number, leave: Some(place) }))
             }
             _ => None,
         }

@@ -113,6 +113,12 @@ impl Default for InstanceOptions {
 
 impl Default for IdleOptions {
     fn default() -> Self {
-        Self { quiet_ms: 2_000, frozen_ms: 10_000, reclaimed_ms: 120_000, image_ms: 900_000, cold_ms: 3_600_000 }
+        Self {
+            quiet_ms: 2_000,
+            frozen_ms: 10_000,
+            reclaimed_ms: 120_000,
+            image_ms: 900_000,
+            cold_ms: 3_600_000,
+        }
     }
 }
