@@ -50,6 +50,8 @@ pub enum Question {
     Instances,
     /// The keeper: does this to the instance of a site. Answered when it is done, which may take as long as a start.
     Instance { site: String, act: Act },
+    /// The edge: sites, tenants and lanes of which requests run or wait, as JSON.
+    Requests,
     /// The edge: the receipt of the request with this id as JSON.
     Explain { id: String },
 }

@@ -5,6 +5,8 @@
 //! wake goes on while the request waits its turn, and an upgraded connection keeps its instance for as long as it lives.
 //! Not here: waking and resting (`keeper`), what is said to an instance (`upstream`), telling of a wake (`receipt`).
 
+mod needs;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
@@ -25,6 +27,9 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::metrics::Metrics;
 use crate::refusal::Refusal;
+pub use needs::Needs;
+use needs::Share;
+
 use crate::upstream::{Address, Connector, Pool, Socket};
 
 /// So long after the last request that needed it, a thread closes its connections to an instance and tells the keeper that
@@ -40,6 +45,7 @@ pub struct Instances {
     keeper: Rc<Keeper>,
     pool: Rc<Pool>,
     metrics: Arc<Metrics>,
+    needs: Arc<Needs>,
     /// Asked for, or awake. What failed or was lost is not here any more: the next request asks anew.
     uses: RefCell<HashMap<SiteName, Rc<Use>>>,
 }
@@ -62,6 +68,7 @@ struct Use {
     /// The connection that came with the answer, until somebody takes it.
     first: RefCell<Option<OwnedFd>>,
     task: RefCell<Option<AbortHandle>>,
+    share: Share,
 }
 
 #[derive(Debug, Clone)]
@@ -72,15 +79,15 @@ enum Phase {
 }
 
 impl Instances {
-    pub fn new(keeper: Rc<Keeper>, pool: Rc<Pool>, metrics: Arc<Metrics>) -> Rc<Self> {
-        Rc::new(Self { keeper, pool, metrics, uses: RefCell::default() })
+    pub fn new(keeper: Rc<Keeper>, pool: Rc<Pool>, metrics: Arc<Metrics>, needs: Arc<Needs>) -> Rc<Self> {
+        Rc::new(Self { keeper, pool, metrics, needs, uses: RefCell::default() })
     }
 
     /// A request needs the instance of this site: it is asked for now, unless this thread uses it or has asked already.
     pub fn hold(self: &Rc<Self>, site: &SiteName) -> Hold {
         let used = self.used(site);
         let waits = matches!(*used.phase.borrow(), Phase::Asked);
-        used.holds.set(used.holds.get() + 1);
+        used.take();
         Hold { instances: Rc::clone(self), used: RefCell::new(used), waits: Cell::new(waits) }
     }
 
@@ -101,6 +108,7 @@ impl Instances {
             guard: RefCell::default(),
             first: RefCell::default(),
             task: RefCell::default(),
+            share: self.needs.share(site),
         });
         if let Some(lost) = self.uses.borrow_mut().insert(site.clone(), Rc::clone(&used)) {
             lost.lose();
@@ -188,9 +196,16 @@ impl Use {
         self.turn.notify_one();
     }
 
+    /// One request more needs it.
+    fn take(&self) {
+        self.holds.set(self.holds.get() + 1);
+        self.share.begin();
+    }
+
     /// One request fewer needs it. True: it was the last one, and there is no answer yet.
     fn let_go(&self) -> bool {
         self.holds.set(self.holds.get() - 1);
+        self.share.end();
         if self.holds.get() > 0 {
             return false;
         }
@@ -221,7 +236,9 @@ pub struct Awake {
 impl Hold {
     /// Waits until the instance can answer.
     pub async fn awake(&self) -> Result<Awake, Refusal> {
-        let mut phase = self.used.borrow().phase.subscribe();
+        let used = Rc::clone(&self.used.borrow());
+        let _waiting = matches!(*used.phase.borrow(), Phase::Asked).then(|| used.share.wait());
+        let mut phase = used.phase.subscribe();
         let phase = phase.wait_for(|phase| !matches!(phase, Phase::Asked)).await;
         match phase.as_deref() {
             Ok(Phase::Awake { instance, wake, .. }) => {
@@ -242,7 +259,7 @@ impl Hold {
             held.lose();
         }
         let next = self.instances.used(&held.site);
-        next.holds.set(next.holds.get() + 1);
+        next.take();
         self.waits.set(matches!(*next.phase.borrow(), Phase::Asked));
         self.give_back(&std::mem::replace(&mut *held, next));
     }

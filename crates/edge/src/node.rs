@@ -61,7 +61,12 @@ impl Node {
                 &options,
                 Arc::clone(&shared.metrics),
             ),
-            instances: Instances::new(Rc::clone(&keeper), Rc::clone(&upstream), Arc::clone(&shared.metrics)),
+            instances: Instances::new(
+                Rc::clone(&keeper),
+                Rc::clone(&upstream),
+                Arc::clone(&shared.metrics),
+                Arc::clone(&shared.needs),
+            ),
             upstream,
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),

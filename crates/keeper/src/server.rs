@@ -197,8 +197,8 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: oneshot::Sender<St
             spawn_local(async move { answer.send(engine.show_cells().await) });
             return;
         }
-        // Receipts are the edge's.
-        Question::Explain { .. } | Question::Instances | Question::Instance { .. } => "null".into(),
+        // Requests are the edge's.
+        Question::Explain { .. } | Question::Requests | Question::Instances | Question::Instance { .. } => "null".into(),
     };
     // Whoever asked may have closed the feed; its end arrives next.
     let _ = answer.send(text);

@@ -130,7 +130,7 @@ fn run<F: Future>(test: impl FnOnce(Peer, Rc<Instances>) -> F) -> F::Output {
 
 fn thread_of(path: &Path) -> Rc<Instances> {
     let metrics = Arc::new(Metrics::new());
-    Instances::new(Keeper::later(path), Rc::new(Pool::new(Arc::clone(&metrics))), metrics)
+    Instances::new(Keeper::later(path), Rc::new(Pool::new(Arc::clone(&metrics))), metrics, Arc::default())
 }
 
 fn site() -> SiteName {
