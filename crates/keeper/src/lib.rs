@@ -8,6 +8,7 @@
 pub mod client;
 pub mod codec;
 pub mod protocol;
+pub mod sandbox;
 
 mod apps;
 mod cells;
