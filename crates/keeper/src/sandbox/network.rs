@@ -7,7 +7,9 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -15,8 +17,13 @@ use rustix::thread::{
     LinkNameSpaceType, ThreadNameSpaceType, move_into_link_name_space, move_into_thread_name_spaces,
 };
 
+use super::kernel::timespec;
+
 /// Connections that may wait to be accepted; the kernel's own bound (`net.core.somaxconn`) is this or less.
 const BACKLOG: i32 = 4096;
+
+/// How long a port may take to answer.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Where a program in a sandbox listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,12 +115,16 @@ fn connect_port(init: BorrowedFd<'_>, address: SocketAddr) -> io::Result<OwnedFd
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = inside(init, || Ok(rustix::net::socket_with(family, SocketType::STREAM, flags, None)?))?;
     match rustix::net::connect(&socket, &address) {
-        // On loopback the other end answers within the call, or its queue is full and nobody knows when it will.
         Ok(()) => Ok(socket),
-        Err(Errno::INPROGRESS) => match rustix::net::getpeername(&socket) {
-            Ok(_) => Ok(socket),
-            Err(_) => Err(io::ErrorKind::WouldBlock.into()),
-        },
+        Err(Errno::INPROGRESS) => {
+            // On loopback the other end answers at once, or its queue is full and nobody knows when it will.
+            let mut answered = [PollFd::new(&socket, PollFlags::OUT)];
+            if poll(&mut answered, Some(&timespec(HANDSHAKE_TIMEOUT)))? == 0 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            rustix::net::sockopt::socket_error(&socket)??;
+            Ok(socket)
+        }
         Err(errno) => Err(errno.into()),
     }
 }

@@ -12,6 +12,8 @@ mod limits;
 mod php;
 mod places;
 mod programs;
+mod sandbox;
+mod scene;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -29,8 +31,11 @@ fn main() {
     }
     let arguments = Arguments::from_args();
     let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        scene::start_launcher();
+    }
     let any = [programs::ANYONE, life::ANYONE].concat();
-    let root = [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, life::ROOT].concat();
+    let root = [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, life::ROOT, sandbox::ROOT].concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
