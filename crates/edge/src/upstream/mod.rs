@@ -206,3 +206,6 @@ impl From<Broken> for Refusal {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,8 +12,8 @@ use serde_json::Value;
 use super::api::{self, Query};
 use super::{Node, Problem};
 
-/// The keeper did not say which of its errors it was.
-const CODE_UNSAID: Code = Code(220);
+/// It does not fit how the instance is now, which is no error of the keeper's.
+const CODE_UNFIT: Code = Code(512);
 
 /// Answers a request for what follows `/v1/instances/`.
 pub async fn answer(node: &dyn Node, method: &Method, rest: &str, query: &str) -> Response<Bytes> {
@@ -72,7 +72,7 @@ fn problem(said: &Value) -> Option<Box<Problem>> {
         Value::String(text) => text.trim_start_matches("NGY").parse().ok(),
         code => u16::try_from(code.as_u64()?).ok(),
     };
-    let code = said.get("code").and_then(number).map_or(CODE_UNSAID, Code);
+    let code = said.get("code").and_then(number).map_or(CODE_UNFIT, Code);
     Some(Problem::instance(StatusCode::CONFLICT, code, &detail))
 }
 
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(of(said), Some(("NGY0321".into(), "it is in use".into())));
         let said = serde_json::json!({ "error": "no", "code": 322 });
         assert_eq!(of(said), Some(("NGY0322".into(), "no".into())));
-        assert_eq!(of(serde_json::json!({ "error": "no" })), Some(("NGY0220".into(), "no".into())));
+        assert_eq!(of(serde_json::json!({ "error": "no" })), Some(("NGY0512".into(), "no".into())));
         assert_eq!(of(serde_json::json!({ "ok": true })), None);
     }
 }

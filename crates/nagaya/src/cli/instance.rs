@@ -85,11 +85,11 @@ pub struct Image {
 }
 
 impl Instance {
-    /// The tier, and what goes on if it is more than that.
+    /// What goes on with it, and else how deep it rests.
     pub fn state(&self) -> String {
-        match &self.state {
-            Some(state) if state != self.tier.as_str() => printable(state),
-            _ => self.tier.to_string(),
+        match self.state.as_deref() {
+            None | Some("idle" | "in use") => self.tier.to_string(),
+            Some(state) => printable(state),
         }
     }
 
@@ -240,7 +240,7 @@ mod tests {
     fn a_list_shows_how_deep_each_rests_and_what_its_last_wake_took() {
         let all = read(json!({ "instances": [
             {
-                "site": "wiki", "tenant": "demo", "tier": "image", "since_seconds": 3_700, "uses": 0, "wakes": 3,
+                "site": "wiki", "tenant": "demo", "tier": "image", "since_seconds": 3_700, "uses": 0, "wakes": 3, "state": "idle",
                 "memory_bytes": 0, "image": { "bytes": 35_651_584, "digest": "ab" },
                 "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]] },
             },
