@@ -71,13 +71,15 @@ pub enum Stage {
     Boot,
     /// Until it listens, and answers what its record says it must.
     Ready,
+    /// Its image is taken, once for each release.
+    Image,
     /// The connection for the one who asked.
     Connect,
 }
 
 impl Stage {
     /// The position of each is its number.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Decide,
         Self::Queue,
         Self::Thaw,
@@ -85,6 +87,7 @@ impl Stage {
         Self::Restore,
         Self::Boot,
         Self::Ready,
+        Self::Image,
         Self::Connect,
     ];
 
@@ -98,6 +101,7 @@ impl Stage {
             Self::Restore => "restore",
             Self::Boot => "boot",
             Self::Ready => "ready",
+            Self::Image => "image",
             Self::Connect => "connect",
         }
     }

@@ -65,7 +65,7 @@ const TIERS: Dimension =
 /// `Stage::ALL` in their order, and what follows them.
 const STAGES: Dimension = Dimension {
     label: "stage",
-    values: &["decide", "queue", "thaw", "sandbox", "restore", "boot", "ready", "connect", "first_byte"],
+    values: &["decide", "queue", "thaw", "sandbox", "restore", "boot", "ready", "image", "connect", "first_byte"],
 };
 const FIRST_BYTE: usize = Stage::ALL.len();
 const _: () = assert!(STAGES.values.len() == FIRST_BYTE + 1 && TIERS.values.len() == Tier::ALL.len());

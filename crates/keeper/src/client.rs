@@ -22,8 +22,8 @@ use tokio::sync::{Mutex, Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
-use crate::apps::WAKE_MAX;
 use crate::codec::{self, CodecError};
+use crate::instances::WAKE_MAX;
 use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
 use crate::server::{INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, receive, send};
 use crate::sys;
@@ -36,8 +36,11 @@ pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// the start after it; this is more than all of them.
 pub const WAKE_TIMEOUT: Duration = WAKE_MAX.saturating_add(CALL_TIMEOUT);
 
+/// Guards at once, and questions that may become one.
+const FAREWELLS_MAX: usize = PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX;
+
 /// Calls of one thread that may wait for answers.
-const WAITING_MAX: usize = 1000;
+const WAITING_MAX: usize = INSTANCE_USES_PER_CONNECTION_MAX;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClientError {
@@ -155,6 +158,25 @@ impl Drop for InstanceGuard {
 enum Farewell {
     End(ProcessId),
     Leave(InstanceId),
+    /// The tag of a question nobody waits for any more.
+    Forget(u64),
+}
+
+/// A question for an instance that waits for its answer. Dropped before that, it takes the question back.
+struct Asking<'a> {
+    connection: &'a Connection,
+    tag: u64,
+    forget: Option<mpsc::OwnedPermit<Farewell>>,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        if self.connection.waiting.borrow_mut().remove(&self.tag).is_some()
+            && let Some(forget) = self.forget.take()
+        {
+            forget.send(Farewell::Forget(self.tag));
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -384,8 +406,7 @@ impl Connection {
             Err(Errno::AGAIN) => return Err(io::ErrorKind::ConnectionRefused.into()),
             connected => connected?,
         }
-        let (farewells, to_say) =
-            mpsc::channel(PROCESSES_PER_CONNECTION_MAX + INSTANCE_USES_PER_CONNECTION_MAX);
+        let (farewells, to_say) = mpsc::channel(FAREWELLS_MAX);
         let connection = Rc::new(Self {
             number,
             socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
@@ -403,24 +424,32 @@ impl Connection {
 
     async fn ask(&self, verb: Verb) -> Result<Got, ClientError> {
         let tag = self.next_tag.replace(self.next_tag.get() + 1);
+        // Of an instance the answer may take minutes, and who asks may leave long before.
+        let is_patient = matches!(verb, Verb::UseInstance { .. });
         let bytes = codec::encode(&Ask { tag, verb }).map_err(|_| ClientError::Refused {
             failure: Failure::Invalid,
             code: crate::fault::PROTOCOL.0,
             message: "what is asked does not fit in one message".into(),
         })?;
         let (answer, answered) = oneshot::channel();
+        let full = || ClientError::Refused {
+            failure: Failure::Busy,
+            code: crate::fault::LIMIT.0,
+            message: format!("{WAITING_MAX} calls wait for the keeper already"),
+        };
         if self.waiting.borrow().len() >= WAITING_MAX {
-            return Err(ClientError::Refused {
-                failure: Failure::Busy,
-                code: crate::fault::LIMIT.0,
-                message: format!("{WAITING_MAX} calls wait for the keeper already"),
-            });
+            return Err(full());
         }
+        let forget = match is_patient {
+            true => Some(self.farewells.clone().try_reserve_owned().map_err(|_| full())?),
+            false => None,
+        };
         self.waiting.borrow_mut().insert(tag, answer);
+        let _asking = is_patient.then(|| Asking { connection: self, tag, forget });
         if send(&self.socket, &bytes, &[]).await.is_err() {
             self.close();
         }
-        // If this is dropped while it waits, the reader still takes the answer, and what came with it is
+        // If this is dropped while it waits, the reader still takes what answer there is, and what came with it is
         // closed and ended by being dropped.
         match answered.await {
             Ok((Reply::Failed { failure, code, message }, _, _)) => {
@@ -490,6 +519,7 @@ impl Connection {
             let verb = match farewell {
                 Farewell::End(process) => Verb::End { process },
                 Farewell::Leave(instance) => Verb::LeaveInstance { instance },
+                Farewell::Forget(tag) => Verb::Forget { tag },
             };
             let message = codec::encode(&Ask { tag: 0, verb }).expect("an id is a few bytes");
             if send(&self.socket, &message, &[]).await.is_err() {

@@ -10,13 +10,13 @@ pub mod codec;
 pub mod protocol;
 pub mod sandbox;
 
-mod apps;
 mod cells;
 mod cgi;
 mod confinement;
 mod engine;
 mod fault;
 mod feed;
+mod instances;
 mod log;
 mod metrics;
 mod options;

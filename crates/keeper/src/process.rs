@@ -1,7 +1,7 @@
 //! The process trees that run now: each is started in its cell, watched, and ended as a whole.
 //!
 //! Whoever asked for a tree holds its `Handle`; dropping that ends the tree. Not here: what is started
-//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `apps`).
+//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `instances`).
 
 mod stay;
 
@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
 use crate::fault::{self, Fault};
-use crate::log::{self, Budget};
+use crate::log::{self, Budget, Tail};
 use crate::metrics::Metrics;
 use crate::protocol::{Exit, Failure, ProcessId};
 use crate::spawn::Started;
@@ -83,6 +83,8 @@ pub struct Order {
     /// How many of this kind the tenant may have.
     pub per_tenant_max: u32,
     pub log: Budget,
+    /// Where its last lines are kept.
+    pub tail: Option<Rc<Tail>>,
 }
 
 /// All trees of this keeper.
@@ -154,6 +156,16 @@ impl Handle {
     /// Where it is.
     pub fn cell(&self) -> String {
         self.process.cell()
+    }
+
+    /// The cell itself.
+    pub fn leaf(&self) -> Arc<Leaf> {
+        self.process.stay.leaf()
+    }
+
+    /// What the tree has used so far.
+    pub fn usage(&self) -> Usage {
+        self.process.usage()
     }
 
     /// Resolves once nothing of the tree is left.
@@ -323,7 +335,7 @@ impl Processes {
             process.end_wanted.notify_one();
         }
         let who = format!("{} {}", process.kind.as_str(), process.label);
-        let log = spawn_local(log::follow(started.log, who, order.log));
+        let log = spawn_local(log::follow(started.log, who, order.log, order.tail));
         if process.kind == Kind::Cgi {
             self.watch(&process);
         }

@@ -54,6 +54,9 @@ pub enum Verb {
     ConnectInstance { instance: InstanceId },
     /// Takes one `Using` back: as soon as all are, the instance may rest. No answer.
     LeaveInstance { instance: InstanceId },
+    /// Nobody waits for the answer to the `UseInstance` with this tag any more: what is not begun for it yet is not begun.
+    /// No answer; nor to the other, unless it is on its way.
+    Forget { tag: u64 },
     /// End what a `Spawned` answer began, with every process it started. No answer.
     End { process: ProcessId },
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)

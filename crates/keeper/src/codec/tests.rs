@@ -179,6 +179,7 @@ fn any_verb() -> impl Strategy<Value = Verb> {
         site.prop_map(|site| Verb::UseInstance { site }),
         any::<u64>().prop_map(|instance| Verb::ConnectInstance { instance: InstanceId(instance) }),
         any::<u64>().prop_map(|instance| Verb::LeaveInstance { instance: InstanceId(instance) }),
+        any::<u64>().prop_map(|tag| Verb::Forget { tag }),
         ".{0,30}".prop_map(|name| Verb::OpenCertificate { name }),
         Just(Verb::Status),
     ]

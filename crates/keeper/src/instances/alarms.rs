@@ -32,6 +32,11 @@ impl Alarms {
         self.order.first().map(|(at, _)| *at)
     }
 
+    /// The first so many.
+    pub fn earliest(&self, count: usize) -> Vec<Key> {
+        self.order.iter().take(count).map(|(_, key)| *key).collect()
+    }
+
     /// Takes the first one out, if its time has come.
     pub fn due(&mut self, now: Instant) -> Option<Key> {
         let (at, key) = *self.order.first()?;
@@ -60,6 +65,7 @@ mod tests {
         assert!(alarms.set(3, at(20)));
         assert_eq!(alarms.due(now), None);
         assert!(alarms.set(3, at(90)), "later now");
+        assert_eq!((alarms.earliest(2), alarms.earliest(9)), (vec![1, 2], vec![1, 2, 3]));
         assert!(!alarms.set(2, None));
         let late = now + Duration::from_millis(100);
         assert_eq!((alarms.due(late), alarms.due(late), alarms.due(late)), (Some(1), Some(3), None));

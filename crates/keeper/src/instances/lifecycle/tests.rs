@@ -58,7 +58,6 @@ enum Later {
     Leave(u32),
     Done(u64, u8),
     Crash,
-    Died(u32),
 }
 
 struct World {
@@ -330,7 +329,6 @@ impl World {
             }
             Later::Done(op, code) => self.finished(key, Op(op), code),
             Later::Crash => self.crash(key),
-            Later::Died(run) => self.tell(key, Event::Died(Run(run))),
         }
     }
 

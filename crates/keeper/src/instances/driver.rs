@@ -1,0 +1,289 @@
+//! Doing what lifecycles say, and telling them what came of it.
+//!
+//! Not here: what is to be done (`lifecycle`), how (`start`, `rest`).
+
+use std::rc::Rc;
+use std::time::Instant;
+
+use nagaya_cmdb::instance::{Stage, Tier};
+use tokio::sync::watch;
+use tokio::task::spawn_local;
+use tokio::time::sleep_until;
+
+use super::ledger::Ledger;
+use super::lifecycle::{Blame, Effect, Event, Op, Outcome, Run};
+use super::rest::Reached;
+use super::start::{self, Body, NoBody};
+use super::{Instance, Instances};
+use crate::engine::Engine;
+use crate::fault::{self, Fault};
+use crate::metrics::{ImageEvent, WakeEnd};
+use crate::protocol::Failure;
+
+impl Instances {
+    /// Tells an instance what happened, and does what that calls for. What happens while this is done waits for its end.
+    pub(super) fn tell(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, event: Event) {
+        self.inbox.borrow_mut().push_back((Rc::clone(instance), event));
+        if self.is_acting.replace(true) {
+            return;
+        }
+        loop {
+            let next = self.inbox.borrow_mut().pop_front();
+            let Some((instance, event)) = next else { break };
+            self.act(engine, &instance, event);
+        }
+        self.is_acting.set(false);
+    }
+
+    fn act(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, event: Event) {
+        let now = Instant::now();
+        let (was_awake, from) = (instance.is_awake(), instance.life.borrow().tier());
+        if matches!(event, Event::Ask(_) | Event::Alarm | Event::Retake)
+            && instance.life.borrow().waiting() == 0
+        {
+            // It may be the first of a wake.
+            instance.ledger.replace(Some(Ledger::new(from, now)));
+        }
+        let effects = instance.life.borrow_mut().apply(now, event);
+        let is_awake = instance.is_awake();
+        if is_awake && !was_awake {
+            self.woke(engine, instance, now);
+        } else if let Event::Done(_, Outcome::Failed(_)) = event
+            && instance.life.borrow().doing().is_none()
+        {
+            count(engine, instance, WakeEnd::Failed);
+        }
+        for effect in effects {
+            self.perform(engine, instance, effect, now);
+        }
+        self.look_again(instance);
+        // Before anything else that happened: one whose turn it is must still wait for it then.
+        while let Some(key) = self.wakes.borrow_mut().next(now) {
+            if let Some(next) = self.all.borrow().get(&key) {
+                self.inbox.borrow_mut().push_front((Rc::clone(next), Event::Turn));
+            }
+        }
+    }
+
+    /// Sets its alarm anew, and notes what is different.
+    pub(super) fn look_again(&self, instance: &Instance) {
+        let (deadline, idle_since, tier) = {
+            let life = instance.life.borrow();
+            (life.deadline(), life.idle_since(), life.tier())
+        };
+        if self.alarms.borrow_mut().set(instance.key, deadline) {
+            self.first_alarm_changed.notify_one();
+        }
+        self.idle.borrow_mut().set(instance.key, idle_since);
+        if instance.tier.get().0 != tier {
+            instance.tier.set((tier, Instant::now()));
+        }
+        instance.changed.notify_waiters();
+    }
+
+    fn perform(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, effect: Effect, now: Instant) {
+        let key = instance.key;
+        match effect {
+            Effect::Queue => {
+                instance.mark(Stage::Queue);
+                if !self.wakes.borrow_mut().join(key) {
+                    let message = "as many applications as may wait for their turn to start do";
+                    instance.fault.replace(Some(Fault::new(Failure::Busy, fault::LIMIT, message)));
+                    self.tell(engine, instance, Event::Stop);
+                }
+            }
+            Effect::Unqueue => self.wakes.borrow_mut().leave(key),
+            Effect::Release(woke) => {
+                self.wakes.borrow_mut().release(key, now, woke);
+            }
+            Effect::Boot(op, run) => {
+                let (end_wanted, wanted) = watch::channel(None);
+                instance.end_wanted.replace(end_wanted);
+                instance.mark(Stage::Sandbox);
+                spawn_local(live(Rc::clone(engine), Rc::clone(instance), op, run, wanted));
+            }
+            Effect::Restore(op, _) => {
+                self.tell(engine, instance, Event::Done(op, Outcome::Failed(Blame::Program)));
+            }
+            Effect::TakeImage(op) => {
+                self.tell(engine, instance, Event::Done(op, Outcome::Imaged(false)));
+            }
+            Effect::Rest(op, from, to) => {
+                tracing::debug!(site = %instance.site().name, %from, %to, "it goes to rest");
+                self.go(engine, instance, op, Some(to));
+            }
+            Effect::Rouse(op, from) => {
+                tracing::debug!(site = %instance.site().name, %from, "it is needed again");
+                instance.mark(Stage::Thaw);
+                self.go(engine, instance, op, None);
+            }
+            Effect::End(op) => {
+                instance.end_wanted.borrow().send_replace(Some(op));
+            }
+            Effect::Quarantine(reason) => {
+                engine.metrics.images.add([ImageEvent::Quarantined as usize], 1);
+                let code = fault::BAD_IMAGE;
+                tracing::warn!(site = %instance.site().name, "{code}: its image is not used again: {reason:?}");
+            }
+            Effect::Answer(waiter, answer) => {
+                let waiting = instance.waiting.borrow_mut().remove(&waiter);
+                if let Some(Err(Ok(run))) = waiting.map(|waiting| waiting.send(answer)) {
+                    // Who asked has left just now.
+                    self.tell(engine, instance, Event::Leave(run));
+                }
+            }
+            // Its alarm goes with the next look: it has none.
+            Effect::Closed => {
+                self.all.borrow_mut().remove(&key);
+            }
+        }
+    }
+
+    /// It was woken: how long that took, by stage.
+    fn woke(&self, engine: &Engine, instance: &Instance, now: Instant) {
+        instance.fault.take();
+        instance.note.take();
+        instance.wakes.set(instance.wakes.get() + 1);
+        let Some(ledger) = instance.ledger.borrow().clone() else { return };
+        let stages = ledger.stages(now);
+        let fell_back =
+            [Stage::Restore, Stage::Boot].iter().all(|one| stages.iter().any(|(of, _)| of == one));
+        count(engine, instance, if fell_back { WakeEnd::FellBack } else { WakeEnd::Woke });
+        for (stage, took) in stages {
+            engine.metrics.wake_stages.observe(stage as usize, took);
+        }
+        instance.last_wake.replace(Some(ledger.wake_whole(now)));
+    }
+
+    /// Down to a tier, or up to running.
+    fn go(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, down_to: Option<Tier>) {
+        let body = instance.body.borrow().clone();
+        // It has ended, and that will be told next.
+        let Some(body) = body else { return };
+        let resting = std::sync::Arc::clone(&body.resting);
+        resting.begin(op.0);
+        let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
+        spawn_local(async move {
+            let job = move || {
+                Ok(match down_to {
+                    Some(to) => resting.down(op.0, to),
+                    None => match resting.up(op.0) {
+                        Ok(()) => Reached { tier: Tier::Running, why: None },
+                        Err(error) => Reached { tier: Tier::Frozen, why: Some(error.to_string()) },
+                    },
+                })
+            };
+            let reached = engine.on_worker(job).await;
+            let (site, code) = (instance.site(), fault::REST);
+            let outcome = match reached {
+                Ok(Reached { tier, why }) => {
+                    if let Some(why) = why {
+                        tracing::info!(site = %site.name, %tier, "{code}: it rests no deeper: {why}");
+                        instance.note.replace(Some(format!("it rests no deeper than {tier}: {why}")));
+                    }
+                    if down_to.is_none() && tier != Tier::Running {
+                        Outcome::Stuck
+                    } else {
+                        Outcome::Rests(tier)
+                    }
+                }
+                Err(fault) => {
+                    tracing::warn!(site = %site.name, "{code}: {fault}");
+                    // Nothing was begun: on the way down it stays, and who needs it gets a new one.
+                    if down_to.is_none() {
+                        Outcome::Stuck
+                    } else {
+                        Outcome::Rests(instance.life.borrow().tier())
+                    }
+                }
+            };
+            engine.instances.tell(&engine, &instance, Event::Done(op, outcome));
+        });
+    }
+
+    /// Looks at each instance at the moment its lifecycle named, for ever.
+    pub async fn keep_time(&self, engine: &Rc<Engine>) {
+        loop {
+            let first = self.alarms.borrow().first();
+            let due = async {
+                match first {
+                    Some(first) => sleep_until(first.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = due => {}
+                () = self.first_alarm_changed.notified() => continue,
+            }
+            let now = Instant::now();
+            loop {
+                let Some(key) = self.alarms.borrow_mut().due(now) else { break };
+                let instance = self.all.borrow().get(&key).cloned();
+                if let Some(instance) = instance {
+                    self.tell(engine, &instance, Event::Alarm);
+                }
+            }
+        }
+    }
+}
+
+fn count(engine: &Engine, instance: &Instance, end: WakeEnd) {
+    let from = instance.ledger.borrow().as_ref().map_or(Tier::Cold, Ledger::from);
+    engine.metrics.wakes.add([from as usize, end as usize], 1);
+}
+
+/// One run, from its start until nothing is left of it.
+async fn live(
+    engine: Rc<Engine>,
+    instance: Rc<Instance>,
+    op: Op,
+    run: Run,
+    mut end_wanted: watch::Receiver<Option<Op>>,
+) {
+    let tell = |event| engine.instances.tell(&engine, &instance, event);
+    let number = instance.id(run).0;
+    match start::boot(&engine, &instance, number, end_wanted.clone()).await {
+        Ok(body) => {
+            let body = Rc::new(body);
+            let ended = body.ended();
+            instance.body.replace(Some(Rc::clone(&body)));
+            tell(Event::Done(op, Outcome::Ready));
+            let died = tokio::select! {
+                exit = ended => Some(exit),
+                _ = end_wanted.wait_for(Option::is_some) => None,
+            };
+            instance.body.take();
+            match died {
+                Some(exit) => {
+                    let (site, status, signal) = (&instance.site().name, exit.status, exit.signal);
+                    tracing::warn!(%site, status, signal, "its application ended by itself");
+                    body.bury();
+                    tell(Event::Died(run));
+                }
+                None => end(&engine, &body).await,
+            }
+        }
+        Err(NoBody::GivenUp) => {}
+        Err(NoBody::Failed(fault)) => {
+            tracing::warn!(site = %instance.site().name, "{fault}");
+            let blame = start::blame(&fault);
+            instance.fault.replace(Some(fault));
+            tell(Event::Done(op, Outcome::Failed(blame)));
+        }
+    }
+    let wanted = *end_wanted.borrow();
+    if let Some(op) = wanted {
+        tell(Event::Done(op, Outcome::Ended));
+    }
+}
+
+/// What is frozen is let go on first: it ends as others do, with a moment's notice.
+async fn end(engine: &Engine, body: &Body) {
+    let resting = std::sync::Arc::clone(&body.resting);
+    resting.begin(u64::MAX);
+    let up = engine.on_worker(move || Ok(resting.up(u64::MAX))).await;
+    if let Ok(Err(error)) = up {
+        tracing::warn!(%error, "{}: it cannot be let go on before its end", fault::REST);
+    }
+    body.end().await;
+}
