@@ -65,7 +65,18 @@ const TIERS: Dimension =
 /// `Stage::ALL` in their order, and what follows them.
 const STAGES: Dimension = Dimension {
     label: "stage",
-    values: &["decide", "queue", "thaw", "sandbox", "restore", "boot", "ready", "image", "connect", "first_byte"],
+    values: &[
+        "decide",
+        "queue",
+        "thaw",
+        "sandbox",
+        "restore",
+        "boot",
+        "ready",
+        "image",
+        "connect",
+        "first_byte",
+    ],
 };
 const FIRST_BYTE: usize = Stage::ALL.len();
 const _: () = assert!(STAGES.values.len() == FIRST_BYTE + 1 && TIERS.values.len() == Tier::ALL.len());
@@ -137,8 +148,7 @@ pub struct Metrics {
     pub waiting: Gauge,
     upstream_connections: Counters<1>,
     pub upstream_retries: Counter,
-    wake_waits: Histogram,
-    wake_stages: Histogram,
+    wakes: Wakes,
     log_lines: Counters<1>,
     pub sites: Gauge,
     pub tenants: Gauge,
@@ -192,6 +202,32 @@ impl Figures {
             self.written.add([backend], usage.write_bytes);
             self.throttled.add([backend], usage.throttled_us);
             self.demotions.add([backend], usage.demoted.into());
+        }
+    }
+}
+
+/// Of instances that requests waited for.
+#[derive(Debug)]
+struct Wakes {
+    waits: Histogram,
+    stages: Histogram,
+}
+
+impl Wakes {
+    fn new(r: &mut Registry) -> Self {
+        Self {
+            waits: r.histogram(
+                "instance_wake_wait",
+                "Time requests waited for an application that rested, by how deep it did",
+                TIERS,
+                WAKE_BOUNDS_US,
+            ),
+            stages: r.histogram(
+                "instance_wake_stage",
+                "Parts of the wakes that requests waited for; first_byte is from then to the head of their answers",
+                STAGES,
+                WAKE_BOUNDS_US,
+            ),
         }
     }
 }
@@ -253,18 +289,7 @@ impl Metrics {
                 by("result", &["opened", "reused", "failed"]),
             ),
             upstream_retries: r.counter("upstream_retries", "Requests sent to a backend a second time"),
-            wake_waits: r.histogram(
-                "instance_wake_wait",
-                "Time requests waited for an application that rested, by how deep it did",
-                TIERS,
-                WAKE_BOUNDS_US,
-            ),
-            wake_stages: r.histogram(
-                "instance_wake_stage",
-                "Parts of the wakes that requests waited for; first_byte is from then to the head of their answers",
-                STAGES,
-                WAKE_BOUNDS_US,
-            ),
+            wakes: Wakes::new(&mut r),
             log_lines: r.counters(
                 "access_log_lines",
                 "Lines for the access log",
@@ -295,8 +320,8 @@ impl Metrics {
         self.sent.add(record.bytes_out);
         self.figures.add(record, backend);
         if let Some(woken) = record.woken() {
-            self.wake_waits.observe(woken.wake.from as usize, woken.waited);
-            self.wake_stages.observe(FIRST_BYTE, record.backend);
+            self.wakes.waits.observe(woken.wake.from as usize, woken.waited);
+            self.wakes.stages.observe(FIRST_BYTE, record.backend);
         }
         if let Some(reason) = record.refusal {
             let last = REASONS.values.len() - 1;
@@ -308,7 +333,7 @@ impl Metrics {
     /// A thread's requests waited for this wake.
     pub fn wake(&self, wake: &Wake) {
         for (stage, us) in &wake.stages {
-            self.wake_stages.observe(*stage as usize, Duration::from_micros(*us));
+            self.wakes.stages.observe(*stage as usize, Duration::from_micros(*us));
         }
     }
 
