@@ -44,6 +44,7 @@ use order::{Ask, Birth, Bound, Role, Run, Told};
 pub use crate::sys::{Entrance, Identity};
 pub use network::Address;
 pub use order::Step;
+pub(crate) use tree::{detached, lock, memory};
 
 /// No sandbox can be made at all.
 pub const LAUNCHER: Code = Code(330);
@@ -168,7 +169,7 @@ pub(crate) struct Tool<'a> {
     pub program: BorrowedFd<'a>,
     pub argv: Vec<OsString>,
     pub env: Vec<(OsString, OsString)>,
-    /// Numbers from 4 to 63.
+    /// Numbers from 4 to 63, or 1 and 2 for what it writes.
     pub fds: Vec<(i32, BorrowedFd<'a>)>,
     pub pid: u32,
     /// It takes a checkpoint, and must read the filters of the others.
@@ -430,6 +431,16 @@ impl Sandbox {
                 Err(SandboxError::Ended(error))
             }
         }
+    }
+
+    /// A pipe for what a program in it writes: its end to read, and its end to write. It belongs to the tenant, so that
+    /// programs can open it again as `/dev/stdout`, and CRIU can give it to those it brings back.
+    pub fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let Identity { uid, gid } = self.identity;
+        let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+        rustix::fs::fchown(&write, Some(uid), Some(gid))?;
+        Ok((read, write))
     }
 
     /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, which must

@@ -25,8 +25,9 @@ const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CL
 
 const PLAIN: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
 const READ_ONLY: MountAttrFlags = PLAIN.union(MountAttrFlags::MOUNT_ATTR_RDONLY);
+const NO_PROGRAMS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOEXEC;
 /// The one file system that has devices.
-const SKELETON: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NOEXEC);
+const SKELETON: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(NO_PROGRAMS);
 
 /// In every sandbox its own.
 const OWN: [&str; 5] = ["proc", "sys", "dev", "run", "tmp"];
@@ -62,13 +63,16 @@ const MASKED: [&str; 16] = [
     "timer_stats",
     "vmallocinfo",
 ];
-const LOCKED: [&str; 4] = ["bus", "fs", "irq", "sys"];
+/// Not `sys`: what is not the sandbox' own in it belongs to root of the node, who is nobody here, and CRIU wants to
+/// write what is.
+const LOCKED: [&str; 3] = ["bus", "fs", "irq"];
 
 /// Name, major and minor number (`Documentation/admin-guide/devices.txt`).
 const DEVICES: [(&str, u32, u32); 6] =
     [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
 
-const LINKS: [(&str, &str); 4] = [
+const LINKS: [(&str, &str); 5] = [
+    ("dev/ptmx", "pts/ptmx"),
     ("dev/fd", "/proc/self/fd"),
     ("dev/stdin", "/proc/self/fd/0"),
     ("dev/stdout", "/proc/self/fd/1"),
@@ -81,6 +85,8 @@ const NOTHING: &str = ".nothing";
 
 /// Bytes of the skeleton: directories, links and devices only.
 const SKELETON_BYTES_MAX: &str = "1m";
+/// Pseudoterminals.
+const TERMINALS_MAX: &str = "16";
 /// Bytes of `/tmp` and of `/run` where the order names no directory for them.
 const SCRATCH_BYTES_MAX: u64 = 64 << 20;
 
@@ -162,7 +168,7 @@ fn skeleton(birth: &Birth) -> io::Result<OwnedFd> {
     for (name, to) in LINKS {
         rustix::fs::symlinkat(to, &root, name)?;
     }
-    for name in OWN.into_iter().filter(|name| *name != "dev").chain(["dev/shm", HIDES, NOTHING]) {
+    for name in OWN.into_iter().filter(|name| *name != "dev").chain(["dev/pts", "dev/shm", HIDES, NOTHING]) {
         rustix::fs::mkdirat(&root, name, mode)?;
         rustix::fs::chownat(&root, name, Some(own(birth.uid)), Some(own_group(birth.gid)), AtFlags::empty())?;
     }
@@ -231,8 +237,7 @@ fn open_bound(bound: &Bound, identity: Identity) -> io::Result<Source> {
 /// Puts it all together and makes it the root of this process. Needs a mount namespace of its own, in which the node's
 /// tree is still to be seen.
 pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Result<(), Failure> {
-    let proc = new_mount("proc", &[("hidepid", "2")], PLAIN | MountAttrFlags::MOUNT_ATTR_NOEXEC)
-        .step("mount its /proc")?;
+    let proc = new_mount("proc", &[("hidepid", "2")], PLAIN | NO_PROGRAMS).step("mount its /proc")?;
     let root = &prepared.root;
     attach_at(root, CWD, "/").step("attach its root")?;
     for source in &prepared.base {
@@ -257,8 +262,11 @@ pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Re
         let mount = clone_path(root, Path::new("tmp"), PLAIN).step("open its /tmp")?;
         attach_at(&mount, root, "var/tmp").step("mount its /var/tmp")?;
     }
-    let shm = scratch(uid, gid, "1777", shm_bytes_max, PLAIN | MountAttrFlags::MOUNT_ATTR_NOEXEC);
+    let shm = scratch(uid, gid, "1777", shm_bytes_max, PLAIN | NO_PROGRAMS);
     shm.and_then(|shm| attach_at(&shm, root, "dev/shm")).step("mount its /dev/shm")?;
+    let options = [("ptmxmode", "666"), ("mode", "620"), ("max", TERMINALS_MAX)];
+    let terminals = new_mount("devpts", &options, MountAttrFlags::MOUNT_ATTR_NOSUID | NO_PROGRAMS);
+    terminals.and_then(|pts| attach_at(&pts, root, "dev/pts")).step("mount its /dev/pts")?;
     attach_at(&proc, root, "proc").step("attach its /proc")?;
     mask(root).step("mask its /proc")?;
     for source in &prepared.binds {
@@ -320,7 +328,7 @@ fn mask(root: &OwnedFd) -> io::Result<()> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             target => target?,
         };
-        attach_to(&clone_mount(&target, READ_ONLY | MountAttrFlags::MOUNT_ATTR_NOEXEC)?, &target)?;
+        attach_to(&clone_mount(&target, READ_ONLY | NO_PROGRAMS)?, &target)?;
     }
     Ok(())
 }
@@ -384,6 +392,21 @@ fn pivot(root: &OwnedFd) -> io::Result<()> {
 }
 
 // === Mounts ===
+
+/// A directory of the node as a mount that leads nowhere else, not even by `..`.
+pub fn detached(path: &Path, writable: bool) -> io::Result<OwnedFd> {
+    clone_path(CWD, path, if writable { PLAIN } else { READ_ONLY })
+}
+
+/// Nobody writes through this mount any more.
+pub fn lock(mount: impl AsFd) -> io::Result<()> {
+    set_mount_attributes(mount, READ_ONLY)
+}
+
+/// An empty directory in memory that nobody finds, for a user and group of the node.
+pub fn memory(uid: u32, gid: u32, mode: &str, bytes_max: u64) -> io::Result<OwnedFd> {
+    scratch(uid, gid, mode, bytes_max, PLAIN | NO_PROGRAMS)
+}
 
 fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let context = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;

@@ -6,6 +6,7 @@
 mod cells;
 mod files;
 mod groups;
+mod image;
 mod instances;
 mod life;
 mod limits;
@@ -71,7 +72,9 @@ fn main() {
             Ok(Completion::Completed)
         })
     };
+    let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
+    let trials = trials.chain(image::CRIU.iter().map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = [cells::CELLS, places::CELLS, limits::CELLS].concat();
