@@ -25,6 +25,7 @@ use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId};
+use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
@@ -41,6 +42,8 @@ pub struct Engine {
     pub processes: Rc<Processes>,
     pub instances: Instances,
     pub metrics: Metrics,
+    /// None: without root, or it could not be started.
+    launcher: Option<Arc<Launcher>>,
     /// Where sockets of PHP workers have a name for a moment.
     php_sockets: Arc<OwnedFd>,
     is_root: bool,
@@ -56,7 +59,11 @@ pub struct EngineError {
 }
 
 impl Engine {
-    pub fn new(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Self>, EngineError> {
+    pub fn new(
+        options: Options,
+        table: Arc<RwLock<Table>>,
+        launcher: Option<Arc<Launcher>>,
+    ) -> Result<Rc<Self>, EngineError> {
         let because = |what, path: &Path| {
             let path = path.display().to_string();
             move |error| EngineError { what, path, error }
@@ -80,6 +87,7 @@ impl Engine {
             workers,
             processes,
             instances,
+            launcher,
             metrics,
             php_sockets: Arc::new(php_sockets),
             is_root,
@@ -106,6 +114,14 @@ impl Engine {
 
     pub fn is_root(&self) -> bool {
         self.is_root
+    }
+
+    /// What makes sandboxes.
+    pub fn launcher(&self) -> Result<Arc<Launcher>, Fault> {
+        self.launcher.clone().ok_or_else(|| {
+            let message = "no sandbox can be made: its launcher could not be started; the log of nagaya's start says why";
+            Fault::new(Failure::Broken, sandbox::LAUNCHER, message)
+        })
     }
 
     pub fn cells(&self) -> &Arc<Cells> {

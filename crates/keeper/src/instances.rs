@@ -7,6 +7,7 @@
 mod acts;
 mod address;
 mod alarms;
+mod door;
 mod driver;
 mod get;
 mod ledger;
@@ -16,6 +17,7 @@ mod pressure;
 mod rest;
 mod show;
 mod start;
+mod surroundings;
 mod wakes;
 
 use std::cell::{Cell, RefCell};
@@ -366,9 +368,9 @@ impl Instance {
     }
 
     /// A stage of the wake under way begins.
-    fn mark(&self, stage: Stage) {
+    fn mark(&self, stage: Stage, since: Instant) {
         if let Some(ledger) = &mut *self.ledger.borrow_mut() {
-            ledger.mark(stage, Instant::now());
+            ledger.mark(stage, since);
         }
     }
 

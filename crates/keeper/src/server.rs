@@ -34,6 +34,7 @@ use crate::instances::{Lease, Using};
 use crate::options::Options;
 use crate::process::Handle;
 use crate::protocol::{Answer, Ask, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::sandbox::Launcher;
 use crate::sys;
 
 /// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
@@ -82,6 +83,8 @@ enum ServeError {
     Feed(#[from] FeedError),
     #[error("the supervisor ended before it sent settings and records")]
     NoStart,
+    #[error("the launcher of sandboxes has ended, and all applications with it")]
+    NoLauncher,
 }
 
 /// The main function of `nagaya keeper`. Returns when the feed says so or ends, or on `SIGTERM`, once
@@ -100,6 +103,8 @@ fn serve(start: Start) -> Result<(), ServeError> {
     // Away from the terminal the node may have been started at: programs of tenants share this session, and a
     // controlling terminal could be typed into. Fails only if this is a session's first process already.
     let _ = rustix::process::setsid();
+    // Before anything starts a thread.
+    let launcher = start_launcher();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));
     let (events, mut incoming) = mpsc::channel(EVENTS_MAX);
@@ -110,13 +115,16 @@ fn serve(start: Start) -> Result<(), ServeError> {
         // A terminal's Ctrl-C reaches the whole process group; the supervisor alone acts on it. Having a
         // handler is what keeps these two from ending the process.
         let _ignored = (signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?);
-        let Some(engine) = begin(&mut incoming, table).await? else { return Err(ServeError::NoStart) };
+        let Some(engine) = begin(&mut incoming, table, launcher.clone()).await? else {
+            return Err(ServeError::NoStart);
+        };
         let listener = sys::watch(start.listener, Interest::READABLE)?;
         let result = tokio::select! {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
             () = sweep(&engine) => Ok(()),
             () = engine.instances.keep_time(&engine) => Ok(()),
+            () = outlive(launcher) => Err(ServeError::NoLauncher),
             () = engine.instances.watch_pressure(&engine) => Ok(()),
             _ = terminate.recv() => Ok(()),
         };
@@ -131,11 +139,14 @@ fn serve(start: Start) -> Result<(), ServeError> {
 async fn begin(
     incoming: &mut mpsc::Receiver<Event>,
     table: Arc<RwLock<Table>>,
+    launcher: Option<Arc<Launcher>>,
 ) -> Result<Option<Rc<Engine>>, ServeError> {
     let mut engine: Option<Rc<Engine>> = None;
     while let Some(event) = incoming.recv().await {
         match (event, &engine) {
-            (Event::Options(options), None) => engine = Some(start_engine(*options, Arc::clone(&table))?),
+            (Event::Options(options), None) => {
+                engine = Some(start_engine(*options, Arc::clone(&table), launcher.clone())?);
+            }
             (Event::Options(options), Some(engine)) => engine.set_options(*options),
             (Event::Committed { done, kept }, Some(begun)) => {
                 begun.instances.set_kept(kept.unwrap_or_default());
@@ -153,8 +164,37 @@ async fn begin(
     Ok(None)
 }
 
-fn start_engine(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Engine>, ServeError> {
-    let engine = Engine::new(options, table)?;
+/// None without root, or where it cannot be: then no application runs, and all else does.
+fn start_launcher() -> Option<Arc<Launcher>> {
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    match Launcher::start() {
+        Ok(launcher) => Some(Arc::new(launcher)),
+        Err(error) => {
+            tracing::error!("{}: {error}", error.code());
+            None
+        }
+    }
+}
+
+/// Returns once the launcher has ended, and with it all it made. Only a new keeper can start another.
+async fn outlive(launcher: Option<Arc<Launcher>>) {
+    if let Some(launcher) = &launcher
+        && let Ok(watched) = sys::watch(launcher.pidfd(), Interest::READABLE)
+        && watched.readable().await.is_ok()
+    {
+        return;
+    }
+    pending().await
+}
+
+fn start_engine(
+    options: Options,
+    table: Arc<RwLock<Table>>,
+    launcher: Option<Arc<Launcher>>,
+) -> Result<Rc<Engine>, ServeError> {
+    let engine = Engine::new(options, table, launcher)?;
     if engine.is_root() {
         sys::forbid_dumping()?;
     } else {

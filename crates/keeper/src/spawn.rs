@@ -20,14 +20,15 @@ use rustix::pipe::PipeFlags;
 use crate::cells::Leaf;
 use crate::cgi;
 use crate::fault::{self, Fault};
+use crate::process::Root;
 use crate::protocol::Failure;
 use crate::roots;
-use crate::sys::{self, Child, Identity, Image, SpawnError, Step};
+use crate::sys::{self, Identity, Image, SpawnError, Step};
 
 /// A started program and the keeper's and the edge's ends of what it talks through.
 #[derive(Debug)]
 pub struct Started {
-    pub child: Child,
+    pub root: Root,
     /// What it writes for the log.
     pub log: OwnedFd,
     /// For the edge, in the order the protocol names them.
@@ -78,7 +79,7 @@ pub fn cgi(
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(&found.path, error))?;
-    Ok(Started { child, log, fds: vec![to_program, from_program] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program] })
 }
 
 /// Starts a PHP worker whose one connection is already made. Its socket has a path only until then.
@@ -125,7 +126,7 @@ pub fn php(
         ),
         _ => not_started(php_cgi, error),
     })?;
-    Ok(Started { child, log, fds: vec![connection] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![connection] })
 }
 
 /// Where an application is told to listen.
@@ -181,7 +182,7 @@ pub fn app(
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(Path::new(program), error))?;
-    Ok(Started { child, log, fds: Vec::new() })
+    Ok(Started { root: Root::Child(child), log, fds: Vec::new() })
 }
 
 /// Program and arguments, with the place to listen at filled in.
@@ -215,7 +216,7 @@ pub fn app_environment(app: &App, tenant: &Tenant, address: &Address) -> BTreeMa
 }
 
 /// What an absolute directory of a record replaces.
-fn home(tenant: &Tenant) -> &Path {
+pub fn home(tenant: &Tenant) -> &Path {
     tenant.home.as_deref().unwrap_or(Path::new("/"))
 }
 

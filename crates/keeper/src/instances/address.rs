@@ -8,23 +8,14 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use nagaya_cmdb::record::Listen;
 use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::time::{sleep, timeout};
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 use crate::spawn::{Address, Runner};
-
-/// First and longest pause between two looks whether an application listens.
-pub const LOOK_FIRST: Duration = Duration::from_millis(1);
-pub const LOOK_MAX: Duration = Duration::from_millis(50);
-
-/// How long a connection to a listening application may take; its queue may be full for a moment.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest path of a Unix socket, `sun_path` less its NUL (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
@@ -95,35 +86,8 @@ fn socket_in(dir: &Path) -> Result<PathBuf, Fault> {
     Err(Fault::new(Failure::Broken, fault::APP, message))
 }
 
-/// Returns once somebody listens there who may.
-pub async fn until_listening(address: &Address, owner: Option<u32>) -> io::Result<()> {
-    let mut pause = LOOK_FIRST;
-    loop {
-        match connect_once(address, owner).await {
-            Ok(_) => return Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
-            Err(_) => sleep(pause).await,
-        }
-        pause = (pause * 2).min(LOOK_MAX);
-    }
-}
-
-/// A connection, non-blocking. Waits while the application's queue of connections is full.
+/// A connection, non-blocking. `WouldBlock`: the application's queue is full.
 pub async fn connect(address: &Address, owner: Option<u32>) -> io::Result<OwnedFd> {
-    let connected = async {
-        let mut pause = LOOK_FIRST;
-        loop {
-            match connect_once(address, owner).await {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(pause).await,
-                connected => return connected,
-            }
-            pause = (pause * 2).min(LOOK_MAX);
-        }
-    };
-    timeout(CONNECT_TIMEOUT, connected).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-}
-
-async fn connect_once(address: &Address, owner: Option<u32>) -> io::Result<OwnedFd> {
     match address {
         Address::Socket(path) => connect_socket(path, owner),
         // The keeper's own, in a directory nobody else enters.

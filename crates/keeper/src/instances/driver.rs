@@ -85,7 +85,7 @@ impl Instances {
         let key = instance.key;
         match effect {
             Effect::Queue => {
-                instance.mark(Stage::Queue);
+                instance.mark(Stage::Queue, now);
                 if !self.wakes.borrow_mut().join(key) {
                     let message = "as many applications as may wait for their turn to start do";
                     instance.fault.replace(Some(Fault::new(Failure::Busy, fault::LIMIT, message)));
@@ -99,7 +99,7 @@ impl Instances {
             Effect::Boot(op, run) => {
                 let (end_wanted, wanted) = watch::channel(None);
                 instance.end_wanted.replace(end_wanted);
-                instance.mark(Stage::Sandbox);
+                instance.mark(Stage::Sandbox, now);
                 spawn_local(live(Rc::clone(engine), Rc::clone(instance), op, run, wanted));
             }
             Effect::Restore(op, _) => {
@@ -114,7 +114,7 @@ impl Instances {
             }
             Effect::Rouse(op, from) => {
                 tracing::debug!(site = %instance.site().name, %from, "it is needed again");
-                instance.mark(Stage::Thaw);
+                instance.mark(Stage::Thaw, now);
                 self.go(engine, instance, op, None);
             }
             Effect::End(op) => {

@@ -17,6 +17,9 @@ use crate::engine::Engine;
 /// Instances listed at most; the rest is a number.
 const LIST_MAX: usize = 20_000;
 
+/// Numbers of processes listed of one instance.
+const PIDS_MAX: usize = 64;
+
 /// What the processes of one instance use now.
 #[derive(Debug, Clone, Copy, Default)]
 struct Use {
@@ -78,7 +81,11 @@ impl Instances {
         let due = life.deadline().map(|due| due.saturating_duration_since(now).as_secs_f64());
         row["next_look_seconds"] = json!(due);
         row["processes"] = json!(used.map(|used| used.processes));
-        row["cell"] = json!(instance.leaf().map(|leaf| leaf.name().to_owned()));
+        let leaf = instance.leaf();
+        let pids = leaf.as_ref().and_then(|leaf| leaf.pids().ok()).unwrap_or_default();
+        let pids = pids.iter().take(PIDS_MAX).map(|pid| pid.as_raw_nonzero().get());
+        row["pids"] = pids.collect();
+        row["cell"] = json!(leaf.map(|leaf| leaf.name().to_owned()));
         if life.is_queued() {
             let wait = self.wakes.borrow().predicted(instance.key, now);
             row["predicted_wait_seconds"] = json!(wait.as_secs_f64());

@@ -13,6 +13,7 @@ mod limits;
 mod php;
 mod places;
 mod programs;
+mod rest;
 mod sandbox;
 mod scene;
 mod world;
@@ -36,7 +37,7 @@ fn main() {
         scene::start_launcher();
     }
     let any = [programs::ANYONE, life::ANYONE].concat();
-    let root = [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, life::ROOT, sandbox::ROOT].concat();
+    let root = [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, rest::ROOT, life::ROOT, sandbox::ROOT].concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));

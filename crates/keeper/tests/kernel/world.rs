@@ -17,10 +17,11 @@ use std::time::Duration;
 
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::instance::Act;
 use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
 use nagaya_keeper::client::{CgiProcess, ClientError, Keeper, ProcessGuard};
 use nagaya_keeper::protocol::Failure;
-use nagaya_keeper::{BackEnd, Options, Start};
+use nagaya_keeper::{BackEnd, InstanceOptions, Options, Start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -91,7 +92,13 @@ impl World {
         // Wider than in use, so that the keeper's own check of its peers is what refuses.
         set_mode(&path, 0o666);
         let back_end = BACK_END.get();
-        let options = Options { runtime_dir: dir.path().join("run"), back_end, ..Options::default() };
+        let images = dir.path().join("state/images");
+        let options = Options {
+            runtime_dir: dir.path().join("run"),
+            back_end,
+            instances: InstanceOptions { images, ..InstanceOptions::default() },
+            ..Options::default()
+        };
         let mut world =
             Self { dir, options, listener, changes: Vec::new(), group: None, running: Mutex::default() };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
@@ -219,6 +226,11 @@ impl World {
     /// The tree of cells, as `nagaya cells` gets it.
     pub fn cells(&self) -> Value {
         serde_json::from_str(&self.ask(Question::Cells)).unwrap()
+    }
+
+    /// Does this to the instance of a site; what comes of it.
+    pub fn act(&self, site: &str, act: Act) -> Value {
+        serde_json::from_str(&self.ask(Question::Instance { site: site.into(), act })).unwrap()
     }
 
     /// One cell of the tree by its path.
