@@ -237,17 +237,22 @@ impl Hold {
     /// Waits until the instance can answer.
     pub async fn awake(&self) -> Result<Awake, Refusal> {
         let used = Rc::clone(&self.used.borrow());
+        if let Phase::Awake { instance, wake } = &*used.phase.borrow() {
+            return Ok(self.found(*instance, wake.as_ref()));
+        }
         let _waiting = matches!(*used.phase.borrow(), Phase::Asked).then(|| used.share.wait());
         let mut phase = used.phase.subscribe();
         let phase = phase.wait_for(|phase| !matches!(phase, Phase::Asked)).await;
         match phase.as_deref() {
-            Ok(Phase::Awake { instance, wake, .. }) => {
-                Ok(Awake { instance: *instance, wake: wake.clone().filter(|_| self.waits.get()) })
-            }
+            Ok(Phase::Awake { instance, wake }) => Ok(self.found(*instance, wake.as_ref())),
             Ok(Phase::Failed(error)) => Err(refuse(error.clone())),
             // The sender is in `used`, which this holds; and only a thread that ends drops its tasks.
             Ok(Phase::Asked) | Err(_) => Err(Refusal::Overloaded("the node is being stopped")),
         }
+    }
+
+    fn found(&self, instance: InstanceId, wake: Option<&Arc<Wake>>) -> Awake {
+        Awake { instance, wake: wake.filter(|_| self.waits.get()).cloned() }
     }
 
     /// A connection to `ended` broke before it had said anything, so the instance may have ended: it is asked for anew,

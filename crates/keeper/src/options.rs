@@ -42,7 +42,7 @@ pub struct Options {
 pub struct InstanceOptions {
     /// Images are kept beneath it. Holds for the life of the process.
     pub images: PathBuf,
-    /// The CRIU program. None: the newest of those there are, as `nagaya doctor` says.
+    /// The CRIU program. None: the first that works, as `nagaya doctor` says.
     pub criu: Option<PathBuf>,
     /// All images together, in bytes. Beyond it the one that was used longest ago goes.
     pub image_bytes_max: u64,

@@ -191,6 +191,8 @@ fn what_nobody_waits_for_any_more_is_forgotten_and_given_back_when_it_comes() {
         assert!(!instances.uses.borrow().is_empty(), "another waits");
         drop(second);
         assert!(instances.uses.borrow().is_empty());
+        assert_eq!(peer.next().await.0.verb, Verb::Forget { tag: question.0.tag });
+        // It was on its way already.
         let _app = question.using(1, Some(wake()));
         assert_eq!(peer.next().await.0.verb, Verb::LeaveInstance { instance: InstanceId(1) });
     });

@@ -420,7 +420,7 @@ const INSTANCES: &[Key<Settings>] = &[
         path(Exists::File),
         keeper.instances.criu,
         "The CRIU program (4.1 or newer). Without one applications rest in memory only, and start anew after that.",
-        unset: "the newest that `nagaya doctor` finds"
+        unset: "the first that works, as `nagaya doctor` says"
     ),
     key!(
         "images",

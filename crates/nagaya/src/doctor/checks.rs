@@ -212,7 +212,7 @@ fn at_least(value: Option<u64>, wanted: u64) -> (State, String) {
 }
 
 /// Major and minor number of a release like `6.18.2-amd64`.
-pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
+fn kernel_version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }

@@ -46,7 +46,7 @@ pub struct Facts {
     pub somaxconn: Option<u64>,
     pub php_cgi: PathBuf,
     pub php_version: Option<String>,
-    pub criu: Option<Criu>,
+    pub criu: Criu,
     pub swaps: Vec<Swap>,
     pub kvm: bool,
     pub clock_synchronised: Option<bool>,
@@ -65,14 +65,13 @@ pub struct Facts {
     pub rule_troubles: Vec<String>,
 }
 
-/// The CRIU program that the keeper would run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Which CRIU the keeper would run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Criu {
-    pub path: PathBuf,
-    /// Why this one.
-    pub why: &'static str,
-    /// The line it prints. None: it does not run.
-    pub version: Option<String>,
+    /// None: none that it can use.
+    pub path: Option<PathBuf>,
+    /// Why this one, and why not others.
+    pub reason: String,
 }
 
 /// One device or file that memory goes to.
@@ -230,17 +229,10 @@ fn first_line(program: &Path, argument: &str) -> Option<String> {
     (!line.is_empty()).then_some(line)
 }
 
-fn criu(settings: &Settings) -> Option<Criu> {
-    let (path, why) = match &settings.keeper.instances.criu {
-        Some(path) => (path.clone(), "set in [instances]"),
-        None => (on_path("criu")?, "the one on the PATH"),
-    };
-    Some(Criu { version: first_line(&path, "--version"), path, why })
-}
-
-fn on_path(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file())
+fn criu(settings: &Settings) -> Criu {
+    let search = nagaya_keeper::image::find_criu(settings.keeper.instances.criu.as_deref());
+    let reason = search.reason();
+    Criu { path: search.found.map(|criu| criu.path), reason }
 }
 
 /// `/proc/swaps`: a heading, then name, kind, size in KiB and more in columns (proc(5)).

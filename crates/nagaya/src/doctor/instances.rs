@@ -5,11 +5,8 @@
 use nagaya_base::units::format_bytes;
 
 use super::cgroups::{Hierarchy, Version};
-use super::checks::{Row, State, kernel_version};
+use super::checks::{Row, State};
 use super::facts::Facts;
-
-/// Older ones cannot dump or restore on kernels of the last years.
-const CRIU_OLDEST: (u32, u32) = (4, 1);
 
 /// Each sandbox has one; more than a node can host.
 const USER_NAMESPACES_WANTED: u64 = 4_096;
@@ -18,7 +15,7 @@ pub static ROWS: &[Row] = &[
     Row {
         name: "criu",
         why: "applications can rest as images on disk, and come back in milliseconds instead of being started anew",
-        how: "install CRIU 4.1 or newer (Debian 13 has it), and set criu in [instances] if it is not on the PATH",
+        how: "install CRIU 4.1 or newer (Debian 13 has it), or name one as criu in [instances]",
         judge: criu,
     },
     Row {
@@ -42,13 +39,9 @@ pub static ROWS: &[Row] = &[
 ];
 
 fn criu(facts: &Facts) -> (State, String) {
-    let Some(criu) = &facts.criu else { return (State::Off, "none found on the PATH".into()) };
-    let (path, why) = (criu.path.display(), criu.why);
-    let Some(line) = &criu.version else { return (State::Off, format!("{path} ({why}) does not run")) };
-    let version = line.trim_start_matches("Version:").trim();
-    match kernel_version(version) {
-        Some(numbers) if numbers >= CRIU_OLDEST => (State::Ok, format!("{version}: {path} ({why})")),
-        _ => (State::Off, format!("{version}: {path} ({why}) is older than 4.1")),
+    match &facts.criu.path {
+        Some(path) => (State::Ok, format!("{}: {}", path.display(), facts.criu.reason)),
+        None => (State::Off, facts.criu.reason.clone()),
     }
 }
 
@@ -97,21 +90,13 @@ mod tests {
 
     #[test]
     fn which_criu_runs_and_why_is_said() {
-        let with = |version: Option<&str>| Facts {
-            criu: Some(Criu {
-                path: "/opt/criu".into(),
-                why: "set in [instances]",
-                version: version.map(str::to_owned),
-            }),
+        let with = |path: Option<&str>, reason: &str| Facts {
+            criu: Criu { path: path.map(Into::into), reason: reason.into() },
             ..Facts::default()
         };
-        assert_eq!(
-            criu(&with(Some("Version: 4.10"))),
-            (State::Ok, "4.10: /opt/criu (set in [instances])".into())
-        );
-        assert_eq!(criu(&with(Some("Version: 3.17"))).0, State::Off);
-        assert_eq!(criu(&with(None)), (State::Off, "/opt/criu (set in [instances]) does not run".into()));
-        assert_eq!(criu(&Facts::default()).0, State::Off);
+        let shown = (State::Ok, "/opt/criu: the configured one, version 4.2".to_owned());
+        assert_eq!(criu(&with(Some("/opt/criu"), "the configured one, version 4.2")), shown);
+        assert_eq!(criu(&with(None, "none is installed")), (State::Off, "none is installed".into()));
     }
 
     #[test]
