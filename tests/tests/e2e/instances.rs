@@ -154,7 +154,7 @@ fn a_first_request_starts_an_application_and_says_what_that_took(world: &World) 
     let answer = get(world, "first", "/who").expect(200);
     assert_eq!(answer.text(), format!("uid {}", world.uid("alice")));
     let wake_of_first = wake(&answer).expect("it waited for the start");
-    for part in [";from=cold", ";decide=", ";boot=", ";connect=", ";first_byte="] {
+    for part in [";from=cold", ";boot=", ";connect=", ";first_byte="] {
         assert!(wake_of_first.contains(part), "{part} is not in {wake_of_first}");
     }
     let timing = answer.header("server-timing").expect("timing goes with the receipt");

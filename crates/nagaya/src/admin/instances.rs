@@ -26,7 +26,7 @@ pub async fn answer(node: &dyn Node, method: &Method, rest: &str, query: &str) -
     };
     let said: Value = serde_json::from_str(&text).unwrap_or_default();
     if said.is_null() {
-        return api::refuse(&Problem::not_found("site", &site));
+        return api::refuse(&Problem::not_found("instance", &site));
     }
     if let Some(problem) = problem(&said) {
         return api::refuse(&problem);
