@@ -39,6 +39,7 @@ pub const SUITE: Suite = Suite {
             a_record_with_mistakes_is_refused_with_all_of_them,
             a_secret_comes_from_its_file_and_is_in_no_record,
             one_that_is_not_ready_gets_no_request,
+            a_client_that_leaves_waits_for_no_wake,
         ],
     ),
 };
@@ -239,6 +240,26 @@ fn one_that_is_not_ready_gets_no_request(world: &World) {
     let answer = get(world, "warming", "/asked-before-ready").expect(200);
     assert_eq!(answer.text(), "no", "the first request came when it was ready");
     assert!(wake(&answer).expect("it was started").contains(";ready="), "{answer:?}");
+}
+
+fn a_client_that_leaves_waits_for_no_wake(world: &World) {
+    add(
+        world,
+        "left",
+        json!({ "command": ["/bin/sh", "-c", "while :; do sleep 1; done", "app-named-left"] }),
+    );
+    let waiting = || {
+        let shown: Value =
+            serde_json::from_str(&world.cli(&["instance", "show", "left", "--json"])).expect("JSON");
+        shown["waiting"].as_u64().expect("a number of waiters")
+    };
+    let mut connections = [(); 3].map(|()| Connection::open(world.http()));
+    for connection in &mut connections {
+        connection.send("GET /run HTTP/1.1\r\nHost: left.test\r\n\r\n");
+    }
+    wait::until("they wait", || waiting() > 0);
+    drop(connections);
+    wait::until("nobody waits", || waiting() == 0);
 }
 
 // === Resting ===
