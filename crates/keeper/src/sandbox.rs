@@ -443,8 +443,8 @@ impl Sandbox {
         Ok((read, write))
     }
 
-    /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, which must
-    /// not be in sight in the sandbox; whoever connects there is queued, whether or not the program runs.
+    /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, at most 107
+    /// bytes long, which must not be in sight in the sandbox; whoever connects there is queued, whether or not the program runs.
     pub fn listener(&self, path: &Path) -> io::Result<OwnedFd> {
         network::listener(self.pidfd.as_fd(), path)
     }

@@ -98,8 +98,10 @@ fn words(text: &str) -> Vec<String> {
     text.split(' ').map(str::to_owned).collect()
 }
 
-/// Options of both commands: files are compared by size, network and cgroups are left alone.
-const BOTH: &str = "--tcp-close --file-locks --manage-cgroups=ignore --file-validation filesize";
+/// Options of both commands: files are compared by size, network and cgroups are left alone, files that are open and
+/// have no name any more are carried up to this size.
+const BOTH: &str =
+    "--tcp-close --file-locks --manage-cgroups=ignore --file-validation filesize --ghost-limit 64M";
 
 /// Writes the processes of a sandbox into `image`. They go on as if nothing had been, also after a failure.
 pub fn take(

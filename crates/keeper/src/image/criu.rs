@@ -48,8 +48,8 @@ pub const WORK_FD: i32 = 10;
 /// What the restored processes are handed comes from here on.
 pub const HANDED_FD: i32 = 11;
 
-/// Its number in the sandbox, beyond those an image brings back.
-const PID: u32 = 5000;
+/// Its number in the sandbox, beyond those an image brings back, and below the kernel's default of the largest.
+const PID: u32 = 30_000;
 
 /// Major and minor number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -273,4 +273,48 @@ pub fn by_number(number: i32) -> String {
 
 fn join(paths: &[PathBuf]) -> OsString {
     std::env::join_paths(paths).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        assert!(parse("4.1.1") >= Some(OLDEST));
+        assert!(parse("4.10") >= Some(OLDEST));
+        assert!(parse("10.0") >= Some(OLDEST));
+        assert!(parse("3.17.1") < Some(OLDEST));
+        assert_eq!(parse("next"), None);
+        assert_eq!(parse("4"), None);
+    }
+
+    #[test]
+    fn the_tree_of_a_program_is_found_from_its_path() {
+        let of = |path: &str| prefix(Path::new(path));
+        assert_eq!(of("/usr/sbin/criu"), Path::new("/"));
+        assert_eq!(of("/usr/local/lib/nagaya/criu/usr/sbin/criu"), Path::new("/usr/local/lib/nagaya/criu"));
+        assert_eq!(of("/opt/criu/sbin/criu"), Path::new("/opt/criu"));
+        assert_eq!(of("/criu"), Path::new("/"));
+    }
+
+    #[test]
+    fn a_program_names_its_loader() {
+        let own = File::open("/proc/self/exe").unwrap();
+        let loader = interpreter(&own).unwrap();
+        assert!(loader.is_none_or(|loader| loader.is_absolute() && loader.exists()));
+        let mut text = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut text, &[b'#'; 100]).unwrap();
+        assert!(interpreter(&text).is_err());
+        assert!(interpreter(&tempfile::tempfile().unwrap()).is_err());
+    }
+
+    #[test]
+    fn what_was_passed_over_is_told() {
+        let search = find(Some(Path::new("/no/such/criu")));
+        assert!(search.found.is_none());
+        assert_eq!(search.reason(), "/no/such/criu: there is no such file");
+        let none = Search { found: None, passed_over: Vec::new() };
+        assert_eq!(none.reason(), "none is installed");
+    }
 }

@@ -11,27 +11,24 @@ const LOG_LEN_MAX: u64 = 1 << 20;
 const LINE_LEN_MAX: usize = 300;
 
 /// What stands in a line of an error, and what it means.
-const KNOWN: [(&str, &str); 12] = [
+const KNOWN: [(&str, &str); 10] = [
     (
         "External socket is used",
         "a Unix socket is connected to something outside of the sandbox, such as a database: close such connections \
          when the application is idle, or let it connect for each request",
     ),
-    (
-        "Can't dump half of stream unix connection",
-        "one end of a Unix socket connection is outside of the sandbox",
-    ),
-    ("Connected TCP socket", "a TCP connection is open"),
-    ("Can't obtain filter on pid", "the application has put a system call filter of its own on itself"),
-    ("io_uring", "it uses io_uring, which cannot be carried"),
+    ("Can't dump half of stream unix connection", OUTSIDE),
+    ("Can't dump name-less external socket", OUTSIDE),
+    ("In-flight connection", "a connection was just being made; another try may find none"),
+    ("Can't fetch filter on", "the application has put a system call filter of its own on itself"),
+    ("of that type", "it has something open that cannot be carried, such as io_uring or a device"),
     ("Can't lookup mount", "it has a file open that is not in the sandbox"),
-    ("is not in the same", "it has a file open that is not in the sandbox"),
-    ("doesn't have a proper root mount", "it has a file open that is not in the sandbox"),
-    ("session leader", "a process belongs to a session whose leader has ended"),
+    ("is outside of its pid namespace", "one of its processes belongs to a session outside of the sandbox"),
     ("Can't dump ghost file", "it keeps a large file open that has been removed"),
     (NO_SPACE, "no space is left on the device of the images"),
-    ("File name too long", "a path is too long"),
 ];
+
+const OUTSIDE: &str = "one end of a Unix socket's connection is outside of the sandbox";
 
 /// The reason for a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]

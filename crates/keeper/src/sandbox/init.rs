@@ -33,7 +33,12 @@ struct Init<'a> {
     watched: HashMap<u32, OwnedFd>,
     /// System calls of a checkpoint that wait for answers.
     questions: Option<OwnedFd>,
+    /// A tool that runs, and the last number that was given out before it.
+    tool: Option<(u32, String)>,
 }
+
+/// The last number that was given to a process here. The next one gets the next that is free.
+const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
 
 /// Serves until the keeper closes the connection.
 pub fn run(alone: &Alone, keeper: &OwnedFd, uid: u32, gid: u32) -> u8 {
@@ -51,7 +56,7 @@ fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, uid: u32, gid: u32) -> io::R
     child.add(Signal::SIGCHLD);
     child.thread_block()?;
     let children = SignalFd::with_flags(&child, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-    Ok(Init { alone, keeper, uid, gid, children, watched: HashMap::new(), questions: None })
+    Ok(Init { alone, keeper, uid, gid, children, watched: HashMap::new(), questions: None, tool: None })
 }
 
 impl Init<'_> {
@@ -85,6 +90,10 @@ impl Init<'_> {
 
     fn reap(&mut self) -> io::Result<()> {
         while let Some((pid, exit)) = kernel::reap_any()? {
+            if let Some((_, before)) = self.tool.take_if(|(tool, _)| *tool == pid) {
+                // Otherwise numbers go on from the tool's: nothing depends on it.
+                let _ = std::fs::write(LAST_PID, before);
+            }
             if let Some(end) = self.watched.remove(&pid) {
                 let bytes = postcard::to_stdvec(&exit).unwrap_or_default();
                 // A keeper that does not want to know has closed its end.
@@ -120,10 +129,17 @@ impl Init<'_> {
     }
 
     fn run(&mut self, run: &Run, fds: &[OwnedFd]) -> Result<(u32, OwnedFd), NotRun> {
-        let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
-        if matches!(run.role, Role::Tool { reads_filters: true, .. }) {
-            self.questions = started.questions;
+        if run.role == Role::Tenant {
+            let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+            return Ok((started.pid, started.pidfd));
         }
+        // What a tool forks gets numbers after its own: the low ones are those of an image.
+        let failed = |error: io::Error| NotRun { step: Step::Fork, error };
+        let before = std::fs::read_to_string(LAST_PID).map_err(failed)?;
+        std::fs::write(LAST_PID, run.pid.unwrap_or(0).to_string()).map_err(failed)?;
+        let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+        self.questions = started.questions;
+        self.tool = Some((started.pid, before));
         Ok((started.pid, started.pidfd))
     }
 

@@ -22,6 +22,9 @@ use super::kernel::timespec;
 /// Connections that may wait to be accepted; the kernel's own bound (`net.core.somaxconn`) is this or less.
 const BACKLOG: i32 = 4096;
 
+/// Bytes of a Unix socket's path (unix(7)).
+const PATH_LEN_MAX: usize = 107;
+
 /// How long a port may take to answer.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(50);
 
@@ -38,17 +41,18 @@ pub enum Address {
 
 /// See `Sandbox::listener`.
 pub fn listener(init: BorrowedFd<'_>, path: &Path) -> io::Result<OwnedFd> {
-    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(io::ErrorKind::InvalidInput.into());
-    };
+    // By its path, not through a descriptor as elsewhere: that is what CRIU looks for in the sandbox, and it must find
+    // nothing.
+    let address = SocketAddrUnix::new(path).map_err(|_| {
+        let why = format!("{} is longer than the {PATH_LEN_MAX} bytes of a socket's path", path.display());
+        io::Error::new(io::ErrorKind::InvalidInput, why)
+    })?;
     let socket = inside(init, || unix_socket(SocketFlags::CLOEXEC))?;
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let dir = rustix::fs::openat(CWD, dir, flags, Mode::empty())?;
-    match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
+    match rustix::fs::unlinkat(CWD, path, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(errno) => return Err(errno.into()),
     }
-    rustix::net::bind(&socket, &by_descriptor(&dir, Some(name.as_ref()))?)?;
+    rustix::net::bind(&socket, &address)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
@@ -106,7 +110,7 @@ fn find_socket(root: BorrowedFd<'_>, uid: u32, path: &Path) -> io::Result<OwnedF
 
 fn connect_socket(file: &OwnedFd) -> io::Result<OwnedFd> {
     let socket = unix_socket(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
-    rustix::net::connect(&socket, &by_descriptor(file, None)?)?;
+    rustix::net::connect(&socket, &by_descriptor(file)?)?;
     Ok(socket)
 }
 
@@ -134,9 +138,8 @@ fn unix_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
 }
 
 /// A socket's address by what is open: the path may be longer than an address can be, and may change.
-fn by_descriptor(file: &OwnedFd, name: Option<&Path>) -> io::Result<SocketAddrUnix> {
-    let path = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
-    Ok(SocketAddrUnix::new(name.map_or(path.clone(), |name| path.join(name)))?)
+fn by_descriptor(file: &OwnedFd) -> io::Result<SocketAddrUnix> {
+    Ok(SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?)
 }
 
 /// Runs `work` on this thread in the network namespace of another process, and comes back.

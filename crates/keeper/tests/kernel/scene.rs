@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::chown;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -155,8 +155,4 @@ pub fn wait_readable(fd: impl AsFd) {
 #[track_caller]
 pub fn wait_ended(sandbox: &Sandbox) {
     wait_readable(sandbox.init_pidfd());
-}
-
-pub fn is_there(program: &str) -> bool {
-    ["/usr/bin", "/bin", "/usr/local/bin"].iter().any(|dir| Path::new(dir).join(program).exists())
 }
