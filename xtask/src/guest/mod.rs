@@ -21,7 +21,7 @@ use crate::test::Sum;
 use crate::workspace;
 
 /// What the test programs call: shells and tools come with Debian's essential packages.
-const PACKAGES: [&str; 8] =
+const PACKAGES: [&str; 9] =
     ["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
 
 /// Longest run of all tests. An emulated processor needs about ten times as long as a real one.
