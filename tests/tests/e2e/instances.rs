@@ -55,8 +55,12 @@ const CRAWLERS: &str =
     "answer 503, \"Not now.\\n\" if request.header[\"User-Agent\"].to_s.include?(\"crawler\")\n";
 
 fn world() -> World {
-    let world = World::builder()
-        .tenant("alice")
+    let mut builder = World::builder().tenant("alice");
+    // One that is not where the node looks for it by itself.
+    if let Ok(criu) = std::env::var("NAGAYA_CRIU") {
+        builder = builder.set("instances", &format!("criu = {criu:?}"));
+    }
+    let world = builder
         .set("receipts", "allow = [\"127.0.0.1\"]")
         .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
         .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
