@@ -112,6 +112,10 @@ impl Engine {
         Rc::clone(&self.options.borrow())
     }
 
+    pub fn table(&self) -> &Arc<RwLock<Table>> {
+        &self.table
+    }
+
     pub fn is_root(&self) -> bool {
         self.is_root
     }

@@ -7,9 +7,12 @@
 mod acts;
 mod address;
 mod alarms;
+mod carried;
+mod collection;
 mod door;
 mod driver;
 mod get;
+mod housing;
 mod ledger;
 mod lifecycle;
 mod policy;
@@ -29,17 +32,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
-use nagaya_cmdb::record::{App, Idle};
+use nagaya_cmdb::record::App;
 use nagaya_cmdb::{Backend, Site, SiteName, Tenant};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
+use crate::image::{Image, Images, Subject};
 use crate::log::Tail;
 use crate::options::Options;
 use crate::protocol::{Failure, InstanceId};
 use alarms::Alarms;
+use housing::what_runs;
 use ledger::Ledger;
 use lifecycle::{Event, Lifecycle, Op, Refusal, Run, Waiter};
 use policy::Terms;
@@ -78,6 +83,10 @@ pub struct Instances {
     /// What has happened and was not acted on yet.
     inbox: RefCell<VecDeque<(Rc<Instance>, Event)>>,
     is_acting: Cell<bool>,
+    /// None: no image can be taken or restored here, or not yet.
+    images: RefCell<Option<Arc<Images>>>,
+    /// Why not.
+    no_images: RefCell<Option<String>>,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
 }
@@ -92,6 +101,12 @@ struct Instance {
     next_waiter: Cell<u64>,
     /// Of the present run, once it can answer.
     body: RefCell<Option<Rc<Body>>>,
+    /// The last that was taken of it or brought it back.
+    image: RefCell<Option<Image>>,
+    /// Of what no image could be taken.
+    refused: RefCell<Option<Subject>>,
+    /// When the one was taken that is known to answer once it is back.
+    proven: Cell<Option<u64>>,
     /// Tells the present run's task that its end is wanted.
     end_wanted: RefCell<watch::Sender<Option<Op>>>,
     /// Of the wake under way, or the last.
@@ -103,6 +118,8 @@ struct Instance {
     fault: RefCell<Option<Fault>>,
     /// Why it does not rest as deep as it should.
     note: RefCell<Option<String>>,
+    /// Why it has no image.
+    no_image: RefCell<Option<String>>,
     tail: Rc<Tail>,
     /// Something about it is different now.
     changed: Notify,
@@ -149,6 +166,8 @@ impl Instances {
             first_alarm_changed: Notify::new(),
             inbox: RefCell::default(),
             is_acting: Cell::new(false),
+            images: RefCell::default(),
+            no_images: RefCell::default(),
             kept: RefCell::default(),
         }
     }
@@ -230,7 +249,7 @@ impl Instances {
         let Backend::App(app) = &site.backend else { return Err(wrong_kind(&site, "app")) };
         let key = self.next_key.replace(self.next_key.get() + 1);
         let now = Instant::now();
-        let life = Lifecycle::new(now, terms(app, engine), false);
+        let life = Lifecycle::new(now, self.terms(app, engine));
         let tier = Cell::new((life.tier(), now));
         let instance = Rc::new(Instance {
             key,
@@ -240,6 +259,9 @@ impl Instances {
             waiting: RefCell::default(),
             next_waiter: Cell::new(0),
             body: RefCell::default(),
+            image: RefCell::default(),
+            refused: RefCell::default(),
+            proven: Cell::new(None),
             end_wanted: RefCell::new(watch::Sender::new(None)),
             ledger: RefCell::default(),
             last_wake: RefCell::default(),
@@ -247,6 +269,7 @@ impl Instances {
             tier,
             fault: RefCell::default(),
             note: RefCell::default(),
+            no_image: RefCell::default(),
             tail: Rc::default(),
             changed: Notify::new(),
         });
@@ -282,7 +305,7 @@ impl Instances {
 
     fn follow(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, site: Arc<Site>, tenant: Arc<Tenant>) {
         let Backend::App(app) = &site.backend else { return };
-        let terms = terms(app, engine);
+        let terms = self.terms(app, engine);
         let (old_site, old_tenant) = (instance.site(), instance.tenant());
         let is_same = match &old_site.backend {
             Backend::App(old) => what_runs(old) == what_runs(app),
@@ -295,20 +318,29 @@ impl Instances {
             self.tell(engine, instance, Event::Terms(terms));
         } else {
             tracing::info!(site = %old_site.name, "its record changed; ending what runs with the old one");
-            instance.fault.take();
-            self.tell(engine, instance, Event::Renew { terms, has_image: false });
+            (instance.fault.take(), instance.no_image.take());
+            self.tell(engine, instance, Event::Renew(terms));
         }
     }
 
     /// Takes changed settings over.
     pub fn options_changed(&self, engine: &Rc<Engine>) {
         self.wakes.borrow_mut().set_at_once(at_once(&engine.options()));
+        if let Some(images) = &*self.images.borrow() {
+            images.set_limits(collection::limits(&engine.options()));
+        }
         let listed: Vec<_> = self.sites.borrow().values().cloned().collect();
         for instance in listed {
             if let Backend::App(app) = &instance.site().backend {
-                self.tell(engine, &instance, Event::Terms(terms(app, engine)));
+                self.tell(engine, &instance, Event::Terms(self.terms(app, engine)));
             }
         }
+    }
+
+    fn terms(&self, app: &App, engine: &Engine) -> Terms {
+        let node = &engine.options().instances;
+        let images = self.images.borrow().is_some() && node.image_bytes_max > 0;
+        Terms::new(app, &node.idle, images)
     }
 
     /// The sites whose record says that they always run. They begin to with the next `records_changed`.
@@ -351,6 +383,16 @@ impl Instance {
     /// The processes of this run, if it is still the present one and can answer.
     fn body_of(&self, run: Run) -> Option<Rc<Body>> {
         if self.life.borrow().run() == run { self.body.borrow().clone() } else { None }
+    }
+
+    /// What came back from this image has answered.
+    fn prove(&self, image: &Image) {
+        self.proven.set(Some(image.taken_at()));
+        self.image.replace(Some(image.clone()));
+    }
+
+    fn is_proven(&self, image: &Image) -> bool {
+        self.proven.get() == Some(image.taken_at())
     }
 
     /// Whether this run has ended, or does so at once: its sockets go before the keeper learns of its end.
@@ -463,14 +505,4 @@ fn at_once(options: &Options) -> usize {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         number => number as usize,
     }
-}
-
-fn terms(app: &App, engine: &Engine) -> Terms {
-    Terms::new(app, &engine.options().instances.idle, false)
-}
-
-/// What of a record a running instance was made from.
-fn what_runs(app: &App) -> App {
-    let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
-    App { start_seconds: None, ..when }
 }

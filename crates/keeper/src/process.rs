@@ -231,6 +231,11 @@ impl Processes {
         self.total_max.set(total_max);
     }
 
+    /// Everything is being ended.
+    pub fn is_closing(&self) -> bool {
+        self.closing.get()
+    }
+
     pub fn cells(&self) -> &Arc<Cells> {
         &self.cells
     }

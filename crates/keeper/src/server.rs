@@ -126,6 +126,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
             () = engine.instances.keep_time(&engine) => Ok(()),
             () = outlive(launcher) => Err(ServeError::NoLauncher),
             () = engine.instances.watch_pressure(&engine) => Ok(()),
+            () = engine.instances.keep_images(&engine) => Ok(()),
             _ = terminate.recv() => Ok(()),
         };
         if !engine.processes.close(CLOSE_TIMEOUT).await {

@@ -14,6 +14,8 @@ use super::lifecycle::{Event, Unfit};
 use super::{Instance, Instances, WAKE_MAX};
 use crate::engine::Engine;
 use crate::fault::Fault;
+use crate::image;
+use crate::protocol::Failure;
 
 /// How long a step of rest or an end may take until the answer says that it goes on.
 const STEP_MAX: Duration = Duration::from_secs(30);
@@ -65,12 +67,19 @@ impl Instances {
     }
 
     async fn image(&self, engine: &Rc<Engine>, instance: &Rc<Instance>) -> Result<(), Unwilling> {
+        instance.life.borrow().fits(Event::Retake).map_err(Unwilling::Unfit)?;
+        self.forget_refusal(engine, instance).await;
         self.wish(engine, instance, Event::Retake, WAKE_MAX).await?;
         if instance.life.borrow().has_image() {
             return Ok(());
         }
-        let fault = instance.fault.borrow().clone();
-        Err(fault.map_or(Unwilling::Unfit(Unfit::NoImages), Unwilling::Fault))
+        if let Some(fault) = instance.fault.borrow().clone() {
+            return Err(Unwilling::Fault(fault));
+        }
+        let note = instance.no_image.borrow().clone();
+        Err(note.map_or(Unwilling::Unfit(Unfit::NoImages), |note| {
+            Unwilling::Fault(Fault::new(Failure::Broken, image::UNFIT, note))
+        }))
     }
 
     /// Returns once it is done.

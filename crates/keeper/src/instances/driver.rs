@@ -10,10 +10,11 @@ use tokio::sync::watch;
 use tokio::task::spawn_local;
 use tokio::time::sleep_until;
 
+use super::housing::NotRestored;
 use super::ledger::Ledger;
-use super::lifecycle::{Blame, Effect, Event, Op, Outcome, Run};
+use super::lifecycle::{Blame, Effect, Event, Op, Outcome, Reason, Run};
 use super::rest::Reached;
-use super::start::{self, Body, NoBody};
+use super::start::{self, Body, How, NoBody};
 use super::{Instance, Instances};
 use crate::engine::Engine;
 use crate::fault::{self, Fault};
@@ -96,18 +97,16 @@ impl Instances {
             Effect::Release(woke) => {
                 self.wakes.borrow_mut().release(key, now, woke);
             }
-            Effect::Boot(op, run) => {
-                let (end_wanted, wanted) = watch::channel(None);
-                instance.end_wanted.replace(end_wanted);
-                instance.mark(Stage::Sandbox, now);
-                spawn_local(live(Rc::clone(engine), Rc::clone(instance), op, run, wanted));
+            Effect::Boot(op, run) => self.begin(engine, instance, (op, run), How::Boot, now),
+            Effect::Restore(op, run) => {
+                let images = self.images.borrow().clone();
+                match images {
+                    Some(images) => self.begin(engine, instance, (op, run), How::Restore(images), now),
+                    // Settings have changed a moment ago.
+                    None => self.tell(engine, instance, Event::Done(op, Outcome::Failed(Blame::Node))),
+                }
             }
-            Effect::Restore(op, _) => {
-                self.tell(engine, instance, Event::Done(op, Outcome::Failed(Blame::Program)));
-            }
-            Effect::TakeImage(op) => {
-                self.tell(engine, instance, Event::Done(op, Outcome::Imaged(false)));
-            }
+            Effect::TakeImage(op) => self.take_image(engine, instance, op),
             Effect::Rest(op, from, to) => {
                 tracing::debug!(site = %instance.site().name, %from, %to, "it goes to rest");
                 self.go(engine, instance, op, Some(to));
@@ -120,11 +119,7 @@ impl Instances {
             Effect::End(op) => {
                 instance.end_wanted.borrow().send_replace(Some(op));
             }
-            Effect::Quarantine(reason) => {
-                engine.metrics.images.add([ImageEvent::Quarantined as usize], 1);
-                let code = fault::BAD_IMAGE;
-                tracing::warn!(site = %instance.site().name, "{code}: its image is not used again: {reason:?}");
-            }
+            Effect::Quarantine(reason) => self.quarantine(engine, instance, reason),
             Effect::Answer(waiter, answer) => {
                 let waiting = instance.waiting.borrow_mut().remove(&waiter);
                 if let Some(Err(Ok(run))) = waiting.map(|waiting| waiting.send(answer)) {
@@ -135,7 +130,65 @@ impl Instances {
             // Its alarm goes with the next look: it has none.
             Effect::Closed => {
                 self.all.borrow_mut().remove(&key);
+                self.clear_away(engine, instance);
             }
+        }
+    }
+
+    fn begin(
+        &self,
+        engine: &Rc<Engine>,
+        instance: &Rc<Instance>,
+        (op, run): (Op, Run),
+        how: How,
+        now: Instant,
+    ) {
+        let (end_wanted, wanted) = watch::channel(None);
+        instance.end_wanted.replace(end_wanted);
+        instance.mark(Stage::Sandbox, now);
+        spawn_local(live(Rc::clone(engine), Rc::clone(instance), (op, run), how, wanted));
+    }
+
+    fn take_image(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op) {
+        let (body, images) = (instance.body.borrow().clone(), self.images.borrow().clone());
+        let (Some(body), Some(images)) = (body, images) else {
+            return self.tell(engine, instance, Event::Done(op, Outcome::Imaged(false)));
+        };
+        let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
+        spawn_local(async move {
+            let taken = start::take_image(&engine, &instance, images, &body).await;
+            let site = instance.site();
+            let event = match &taken {
+                Ok(image) => {
+                    tracing::info!(site = %site.name, bytes = image.bytes(), "an image of it was taken");
+                    ImageEvent::Taken
+                }
+                Err(fault) => {
+                    tracing::warn!(site = %site.name, "no image of it is taken: {fault}");
+                    ImageEvent::NotTaken
+                }
+            };
+            engine.metrics.images.add([event as usize], 1);
+            let is_taken = taken.is_ok();
+            instance.no_image.replace(taken.as_ref().err().map(|fault| fault.message.clone()));
+            instance.image.replace(taken.ok());
+            engine.instances.tell(&engine, &instance, Event::Done(op, Outcome::Imaged(is_taken)));
+            engine.instances.collect(&engine);
+        });
+    }
+
+    fn quarantine(&self, engine: &Rc<Engine>, instance: &Instance, reason: Reason) {
+        engine.metrics.images.add([ImageEvent::Quarantined as usize], 1);
+        let image = instance.image.take();
+        let (Some(images), why) = (self.images.borrow().clone(), reason_of(reason)) else { return };
+        // One that could not be restored is put aside by who tried; one that is to be taken anew is replaced.
+        if let (Some(image), Some(why)) = (image, why) {
+            let job = move || {
+                images.quarantine(&image, &why);
+                Ok(())
+            };
+            let engine = Rc::clone(engine);
+            spawn_local(async move { engine.on_worker(job).await });
         }
     }
 
@@ -227,6 +280,14 @@ impl Instances {
     }
 }
 
+/// What is written beside an image that is put aside here.
+fn reason_of(reason: Reason) -> Option<String> {
+    match reason {
+        Reason::DiedSoon(after) => Some(format!("what came back from it ended after {after:?}")),
+        Reason::NotRestored | Reason::Asked => None,
+    }
+}
+
 fn count(engine: &Engine, instance: &Instance, end: WakeEnd) {
     let from = instance.ledger.borrow().as_ref().map_or(Tier::Cold, Ledger::from);
     engine.metrics.wakes.add([from as usize, end as usize], 1);
@@ -236,24 +297,31 @@ fn count(engine: &Engine, instance: &Instance, end: WakeEnd) {
 async fn live(
     engine: Rc<Engine>,
     instance: Rc<Instance>,
-    op: Op,
-    run: Run,
+    (op, run): (Op, Run),
+    how: How,
     mut end_wanted: watch::Receiver<Option<Op>>,
 ) {
     let tell = |event| engine.instances.tell(&engine, &instance, event);
     let number = instance.id(run).0;
-    match start::boot(&engine, &instance, number, end_wanted.clone()).await {
+    match start::bring_up(&engine, &instance, &how, number, end_wanted.clone()).await {
         Ok(body) => {
             let body = Rc::new(body);
             let ended = body.ended();
+            if let Some(image) = &body.image {
+                instance.prove(image);
+            }
             instance.body.replace(Some(Rc::clone(&body)));
             tell(Event::Done(op, Outcome::Ready));
+            if !instance.life.borrow().is_imaging() {
+                body.needs_no_image();
+            }
             let died = tokio::select! {
                 exit = ended => Some(exit),
                 _ = end_wanted.wait_for(Option::is_some) => None,
             };
             instance.body.take();
             match died {
+                Some(_) if engine.processes.is_closing() => body.bury(),
                 Some(exit) => {
                     let (site, status, signal) = (&instance.site().name, exit.status, exit.signal);
                     tracing::warn!(%site, status, signal, "its application ended by itself");
@@ -263,17 +331,55 @@ async fn live(
                 None => end(&engine, &body).await,
             }
         }
-        Err(NoBody::GivenUp) => {}
-        Err(NoBody::Failed(fault)) => {
-            tracing::warn!(site = %instance.site().name, "{fault}");
-            let blame = start::blame(&fault);
-            instance.fault.replace(Some(fault));
-            tell(Event::Done(op, Outcome::Failed(blame)));
-        }
+        Err(why) => failed(&engine, &instance, op, why).await,
     }
     let wanted = *end_wanted.borrow();
     if let Some(op) = wanted {
         tell(Event::Done(op, Outcome::Ended));
+    }
+}
+
+/// Tells why there is no body.
+async fn failed(engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, why: NoBody) {
+    let tell = |event| engine.instances.tell(engine, instance, event);
+    let site = instance.site();
+    let over = |blame| Event::Done(op, Outcome::Failed(blame));
+    match why {
+        NoBody::GivenUp => {}
+        NoBody::NotRestored(NotRestored::Nothing) => {
+            tell(Event::Lost);
+            tell(over(Blame::Node));
+        }
+        NoBody::NotRestored(NotRestored::Unfit(why, subject)) => {
+            instance.refused.replace(Some(*subject));
+            instance.no_image.replace(Some(why));
+            tell(Event::Unfit);
+            tell(over(Blame::Node));
+        }
+        NoBody::NotRestored(NotRestored::PutAside(fault)) => {
+            tracing::warn!(site = %site.name, "{}: it is started instead: {fault}", fault::BAD_IMAGE);
+            tell(over(Blame::Program));
+        }
+        NoBody::Mute(image, fault) => {
+            tracing::warn!(site = %site.name, "{}: it is started instead: {fault}", fault::BAD_IMAGE);
+            let images = engine.instances.images.borrow().clone();
+            if let Some(images) = images {
+                let why = format!("what came back from it does not answer: {}", fault.message);
+                let put_aside = move || {
+                    images.quarantine(&image, &why);
+                    Ok(())
+                };
+                // Should no worker be free, it is tried again at the next wake, and put aside then.
+                let _ = engine.on_worker(put_aside).await;
+            }
+            tell(over(Blame::Program));
+        }
+        NoBody::Failed(fault) | NoBody::NotRestored(NotRestored::Failed(fault)) => {
+            tracing::warn!(site = %site.name, "{fault}");
+            let blame = start::blame(&fault);
+            instance.fault.replace(Some(fault));
+            tell(over(blame));
+        }
     }
 }
 

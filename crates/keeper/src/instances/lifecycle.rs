@@ -62,15 +62,14 @@ pub enum Event {
     Stop,
     /// The operator wants a new image.
     Retake,
-    /// Its record is another: what runs is ended, and started anew if somebody waits. `has_image`: of the new one.
-    Renew {
-        terms: Terms,
-        has_image: bool,
-    },
+    /// Its record is another: what runs is ended, and started anew if somebody waits.
+    Renew(Terms),
     /// Only when it rests has changed.
     Terms(Terms),
-    /// Its image is gone, and not by its doing: collected, or its base has changed.
+    /// It has no image: there never was one, or it was collected, or its base has changed.
     Lost,
+    /// It has no image, and none can be taken.
+    Unfit,
     /// There is no such site any more.
     Close,
 }
@@ -194,6 +193,8 @@ enum Doing {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Picture {
+    /// There may be one of an earlier time: a restoration finds out.
+    Unknown,
     None,
     Taken,
     /// It was tried, and is not again until something changes.
@@ -260,11 +261,11 @@ impl Failures {
 
 impl Lifecycle {
     /// One without processes.
-    pub fn new(now: Instant, terms: Terms, has_image: bool) -> Self {
+    pub fn new(now: Instant, terms: Terms) -> Self {
         Self {
             state: State::Off,
             terms,
-            picture: if has_image { Picture::Taken } else { Picture::None },
+            picture: Picture::Unknown,
             bad_images: 0,
             waiters: BTreeSet::new(),
             users: 0,
@@ -286,7 +287,7 @@ impl Lifecycle {
     pub fn tier(&self) -> Tier {
         match self.state {
             State::Up(up) => up.tier,
-            _ if self.can_restore() => Tier::Image,
+            _ if self.has_image() => Tier::Image,
             _ => Tier::Cold,
         }
     }
@@ -333,12 +334,12 @@ impl Lifecycle {
     }
 
     pub fn has_image(&self) -> bool {
-        self.picture == Picture::Taken
+        self.terms.images && self.picture == Picture::Taken
     }
 
-    /// No image is taken of it until something changes.
-    pub fn cannot_be_imaged(&self) -> bool {
-        self.picture == Picture::Impossible
+    /// An image of it is to be taken, or is being.
+    pub fn is_imaging(&self) -> bool {
+        matches!(self.state, State::Imaging(_))
     }
 
     /// When `Event::Alarm` is due.
@@ -347,7 +348,7 @@ impl Lifecycle {
             State::Off if self.is_kept() => self.failures.not_before.max(Some(self.not_unasked_before)),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now: self.idle_since };
-                self.terms.next(idle, up.tried, self.can_restore(), &self.habit).map(|(_, due)| due)
+                self.terms.next(idle, up.tried, self.has_image(), &self.habit).map(|(_, due)| due)
             }
             _ => None,
         }
@@ -386,7 +387,7 @@ impl Lifecycle {
     }
 
     fn can_restore(&self) -> bool {
-        self.terms.images && self.picture == Picture::Taken
+        self.terms.images && matches!(self.picture, Picture::Taken | Picture::Unknown)
     }
 
     // === What happens ===
@@ -405,9 +406,11 @@ impl Lifecycle {
             Event::Rest(to) => self.rest_as_asked(to),
             Event::Stop => self.stop(Refusal::Stopped),
             Event::Retake => self.take_anew(),
-            Event::Renew { terms, has_image } => self.renew(terms, has_image),
+            Event::Renew(terms) => self.renew(terms),
             Event::Terms(terms) => self.set_terms(terms),
-            Event::Lost => self.picture = if self.has_image() { Picture::None } else { self.picture },
+            Event::Lost if self.can_restore() => self.picture = Picture::None,
+            Event::Lost => {}
+            Event::Unfit => self.picture = Picture::Impossible,
             Event::Close => {
                 self.closing = true;
                 self.retake = false;
@@ -544,7 +547,8 @@ impl Lifecycle {
     fn done(&mut self, now: Instant, op: Op, outcome: Outcome) {
         match (self.state, outcome) {
             (State::Booting(of), Outcome::Ready) if of == op => {
-                if self.terms.images && self.picture == Picture::None {
+                // Also where nobody has looked for one: images were not there when it was decided to start.
+                if self.terms.images && matches!(self.picture, Picture::None | Picture::Unknown) {
                     let op = self.op();
                     self.state = State::Imaging(op);
                     self.effect(Effect::TakeImage(op));
@@ -552,7 +556,10 @@ impl Lifecycle {
                     self.ready(now, false);
                 }
             }
-            (State::Restoring(of), Outcome::Ready) if of == op => self.ready(now, true),
+            (State::Restoring(of), Outcome::Ready) if of == op => {
+                self.picture = Picture::Taken;
+                self.ready(now, true);
+            }
             (State::Booting(of), Outcome::Failed(blame)) if of == op => self.not_started(now, blame),
             (State::Restoring(of), Outcome::Failed(blame)) if of == op => self.not_restored(now, blame),
             (State::Imaging(of), Outcome::Imaged(is_taken)) if of == op => {
@@ -614,7 +621,7 @@ impl Lifecycle {
     }
 
     fn quarantine(&mut self, reason: Reason) {
-        if self.picture == Picture::Taken {
+        if self.can_restore() {
             self.bad_images += u32::from(reason != Reason::Asked);
             self.picture = match self.bad_images >= BAD_IMAGES_MAX {
                 true => Picture::Impossible,
@@ -631,7 +638,7 @@ impl Lifecycle {
             State::Off if self.is_kept() && self.deadline().is_some_and(|due| due <= now) => self.queue(),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now };
-                let next = self.terms.next(idle, up.tried, self.can_restore(), &self.habit);
+                let next = self.terms.next(idle, up.tried, self.has_image(), &self.habit);
                 if let Some((to, _)) = next.filter(|(_, due)| *due <= now) {
                     self.go_down(up, to);
                 }
@@ -646,7 +653,7 @@ impl Lifecycle {
         if up.doing.is_none()
             && self.is_idle()
             && is_long
-            && let Some(to) = self.terms.pressed(up.tried, self.can_restore())
+            && let Some(to) = self.terms.pressed(up.tried, self.has_image())
         {
             self.go_down(up, to);
         }
@@ -658,7 +665,7 @@ impl Lifecycle {
         }
         let State::Up(up) = self.state else { return };
         // Without an image there is nothing between memory and a cold start.
-        let to = if to == Tier::Image && !self.can_restore() { Tier::Cold } else { to };
+        let to = if to == Tier::Image && !self.has_image() { Tier::Cold } else { to };
         if to < up.tier {
             self.go_down(up, to);
         }
@@ -763,9 +770,9 @@ impl Lifecycle {
         }
     }
 
-    fn renew(&mut self, terms: Terms, has_image: bool) {
+    fn renew(&mut self, terms: Terms) {
         self.terms = terms;
-        self.picture = if has_image { Picture::Taken } else { Picture::None };
+        self.picture = Picture::Unknown;
         (self.bad_images, self.failures, self.habit) = (0, Failures::default(), Habit::default());
         // One that waits for its turn has begun nothing of the old record.
         if self.state != State::Queued {

@@ -45,6 +45,7 @@ impl Instances {
         let mut status: serde_json::Map<String, Value> = tiers.collect();
         status.insert("waking".into(), json!(self.wakes.borrow().awake()));
         status.insert("waiting".into(), json!(waiting));
+        status.insert("images".into(), self.images_status());
         status.into()
     }
 
@@ -103,7 +104,11 @@ impl Instances {
             (None, _) if life.users() > 0 => "in use",
             (None, _) => "idle",
         };
+        let image = instance.image.borrow();
+        let image = image.as_ref().filter(|_| life.has_image());
+        let image = image.map(|image| json!({"bytes": image.bytes(), "taken_at": image.taken_at()}));
         let fault = instance.fault.borrow().as_ref().map(ToString::to_string);
+        let no_image = instance.no_image.borrow().as_ref().map(|why| format!("it has no image: {why}"));
         json!({
             "site": site.name.as_str(),
             "tenant": site.tenant.as_str(),
@@ -115,8 +120,8 @@ impl Instances {
             "cpu_us": used.map(|used| used.cpu_us),
             "wakes": instance.wakes.get(),
             "last_wake": *instance.last_wake.borrow(),
-            "image": Value::Null,
-            "note": fault.or_else(|| instance.note.borrow().clone()),
+            "image": image,
+            "note": fault.or_else(|| instance.note.borrow().clone()).or(no_image),
         })
     }
 }

@@ -5,35 +5,33 @@
 //! is to be started (`lifecycle`), what is run (`spawn`).
 
 use std::cell::RefCell;
-use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
-use nagaya_cmdb::record::{App, Listen, Ready};
-use nagaya_cmdb::{Backend, Site, Tenant};
+use nagaya_cmdb::record::{App, Ready};
+use nagaya_cmdb::{Backend, Site};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::door::Door;
+use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
-use super::surroundings::{self, Scratch};
-use super::{Instance, PER_TENANT_MAX, START_MAX, address, get};
+use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
 use crate::cells::{Home, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::options::Options;
-use crate::process::{Handle, Kind, Order, Request, Root};
+use crate::image::{Image, Images};
+use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
-use crate::sandbox::{Launcher, Program, ROOT_PID, Sandbox, SandboxError};
-use crate::spawn::{self, Runner, Started};
+use crate::spawn;
 
 /// Name of the socket the keeper listens on for an application.
 const SOCKET: &str = "app.sock";
@@ -45,8 +43,11 @@ const DIR_NAME_MAX: usize = 32;
 const TRY_FIRST: Duration = Duration::from_millis(10);
 const TRY_MAX: Duration = Duration::from_millis(500);
 
-/// Longest answer to one of nagaya's own requests to warm it up. One that takes longer is no reason not to go on.
-const WARM_UP_MAX: Duration = Duration::from_secs(10);
+/// How long what came back from an image may take to answer the first time, before a start is the better try.
+const TRIAL_MAX: Duration = Duration::from_secs(5);
+
+/// How long warming up may take altogether, while those who asked first wait. What takes longer is no reason not to go on.
+const WARM_UP_MAX: Duration = Duration::from_secs(20);
 
 /// The processes of an instance that can answer.
 pub struct Body {
@@ -55,7 +56,24 @@ pub struct Body {
     leaf: Arc<Leaf>,
     door: Door,
     pub resting: Arc<Resting>,
+    /// It was brought back from this one.
+    pub image: Option<Image>,
+    /// For an image to be taken of it, until that is done or not wanted.
+    inside: RefCell<Option<Inside>>,
     _dir: Directory,
+}
+
+/// What an image of it takes.
+struct Inside {
+    housing: Arc<Housing>,
+    made: Made,
+}
+
+/// How it comes to be.
+#[derive(Clone)]
+pub enum How {
+    Boot,
+    Restore(Arc<Images>),
 }
 
 /// Where its socket is; it goes with the processes.
@@ -74,6 +92,9 @@ impl Drop for Directory {
 /// Why there is no body, once nothing of it is left.
 pub enum NoBody {
     Failed(Fault),
+    NotRestored(NotRestored),
+    /// It came back from this image, and does not answer.
+    Mute(Box<Image>, Fault),
     /// Its end was wanted before it could answer.
     GivenUp,
 }
@@ -93,6 +114,11 @@ impl Body {
     /// A connection to it, non-blocking.
     pub async fn connect(&self) -> io::Result<OwnedFd> {
         self.door.connect().await
+    }
+
+    /// No image is taken of it any more: what was kept for that is let go.
+    pub fn needs_no_image(&self) {
+        self.inside.take();
     }
 
     /// Where its processes are.
@@ -115,9 +141,7 @@ impl Body {
     pub async fn end(&self) {
         let handle = self.handle.take();
         if let Some(handle) = handle {
-            let ended = handle.ended();
-            drop(handle);
-            ended.await;
+            end(handle).await;
         }
         self.bury();
     }
@@ -128,10 +152,17 @@ impl Body {
     }
 }
 
-/// Starts the program, and returns when it can answer.
-pub async fn boot(
+async fn end(handle: Handle) {
+    let ended = handle.ended();
+    drop(handle);
+    ended.await;
+}
+
+/// Brings it up, and returns when it can answer.
+pub async fn bring_up(
     engine: &Rc<Engine>,
     instance: &Instance,
+    how: &How,
     number: u64,
     mut end_wanted: watch::Receiver<Option<Op>>,
 ) -> Result<Body, NoBody> {
@@ -141,7 +172,7 @@ pub async fn boot(
     let node_max = Duration::from_millis(engine.options().app_start_ms);
     let within = app.start_seconds.map_or(node_max, |seconds| Duration::from_secs(seconds.into()));
     let until = began + within.min(START_MAX);
-    let body = spawn(engine, instance, app, number).await?;
+    let body = spawn(engine, instance, app, number, how).await?;
     let ended = body.ended();
     let ready = tokio::select! {
         _ = end_wanted.wait_for(Option::is_some) => Err(NoBody::GivenUp),
@@ -152,27 +183,41 @@ pub async fn boot(
         }
         ready = make_ready(engine, instance, app, &body, until) => ready.map_err(NoBody::Failed),
     };
-    match ready {
-        Ok(()) => Ok(body),
-        Err(why) => {
-            body.end().await;
-            Err(why)
-        }
-    }
+    let why = match ready {
+        Ok(()) => return Ok(body),
+        Err(why) => why,
+    };
+    body.end().await;
+    Err(match (why, body.image.clone()) {
+        // The program started well once: it is the image that is wrong.
+        (NoBody::Failed(fault), Some(image)) => NoBody::Mute(Box::new(image), fault),
+        (why, _) => why,
+    })
 }
 
 /// Starts its processes, wherever they are to be.
-async fn spawn(engine: &Rc<Engine>, instance: &Instance, app: &App, number: u64) -> Result<Body, Fault> {
+async fn spawn(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    number: u64,
+    how: &How,
+) -> Result<Body, NoBody> {
     let site = instance.site();
     let short: String = site.name.as_str().chars().take(DIR_NAME_MAX).collect();
     let dir = Directory(engine.instances.dir.join(format!("{short}.{number}")));
-    let (handle, door) = match engine.is_root() {
-        true => spawn_sandboxed(engine, instance, app, &dir.0).await?,
-        false => spawn_plain(engine, instance, app, &dir.0).await?,
+    let (handle, door, inside) = if engine.is_root() {
+        let (handle, door, inside) = spawn_sandboxed(engine, instance, app, &dir.0, how).await?;
+        (handle, door, Some(inside))
+    } else {
+        let (handle, door) = spawn_plain(engine, instance, app, &dir.0).await?;
+        (handle, door, None)
     };
     let leaf = handle.leaf();
     let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
-    Ok(Body { handle: RefCell::new(Some(handle)), leaf, door, resting, _dir: dir })
+    let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
+    let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
+    Ok(Body { handle, leaf, door, resting, image, inside, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.
@@ -202,95 +247,54 @@ async fn spawn_sandboxed(
     instance: &Instance,
     app: &App,
     dir: &Path,
-) -> Result<(Handle, Door), Fault> {
+    how: &How,
+) -> Result<(Handle, Door, Inside), NoBody> {
     let (site, tenant) = (instance.site(), instance.tenant());
     let (runner, launcher, options) = (engine.runner(&tenant)?, engine.launcher()?, engine.options());
     let listens_at = dir.join(SOCKET);
     let address = surroundings::address(app.listen, &listens_at);
-    let home = Housing { site, tenant, app: app.clone(), runner, options: (*options).clone(), listens_at };
-    // Out of the worker's hands once it is made.
-    let housed = Arc::new(OnceLock::new());
-    let told = Arc::clone(&housed);
+    let options = Arc::new((*options).clone());
+    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at });
+    // What the worker has made besides the processes, or why it has made none.
+    let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
+    let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());
     let make = move |leaf: &Leaf| {
-        let sandbox = Arc::new(home.make(&launcher, leaf)?);
-        // Nobody else fills it.
-        let _ = told.set((Arc::clone(&sandbox), std::time::Instant::now()));
-        home.run(sandbox)
+        let made = match &how {
+            How::Boot => house.boot(&launcher, leaf).map_err(NotRestored::Failed),
+            How::Restore(images) => house.restore(&launcher, images, leaf),
+        };
+        let (started, made) = match made {
+            Ok((started, made)) => (Ok(started), Ok(made)),
+            Err(why) => {
+                let fault = match &why {
+                    NotRestored::Failed(fault) | NotRestored::PutAside(fault) => fault.clone(),
+                    NotRestored::Nothing | NotRestored::Unfit(..) => {
+                        Fault::new(Failure::NotFound, fault::BAD_IMAGE, "it has no image")
+                    }
+                };
+                (Err(fault), Err(why))
+            }
+        };
+        *tell.lock() = Some(made);
+        started
     };
-    let handle = engine.processes.start(order(engine, instance), make).await?.0;
-    let (sandbox, since) = housed.get().expect("what runs has a sandbox").clone();
-    instance.mark(Stage::Boot, since);
-    Ok((handle, Door::Sandboxed { sandbox, address, workers: engine.workers.clone() }))
-}
-
-/// All that a worker needs to put an application into a sandbox.
-struct Housing {
-    site: Arc<Site>,
-    tenant: Arc<Tenant>,
-    app: App,
-    runner: Runner,
-    options: Options,
-    /// On the node, for a socket the keeper listens on.
-    listens_at: PathBuf,
-}
-
-impl Housing {
-    fn make(&self, launcher: &Launcher, leaf: &Leaf) -> Result<Sandbox, Fault> {
-        let Self { site, tenant, app, options, .. } = self;
-        let identity = self.runner.identity.expect("sandboxes are made by root for tenants");
-        let scratch = Scratch::of(site, options);
-        scratch.make(identity)?;
-        let spec = surroundings::spec(site, tenant, app, &scratch, options, (identity, leaf.entrance()));
-        launcher.create(&spec).map_err(|error| of_sandbox(&error))
-    }
-
-    fn run(&self, sandbox: Arc<Sandbox>) -> Result<Started, Fault> {
-        let Self { tenant, app, runner, listens_at, .. } = self;
-        let address = surroundings::told(app.listen, listens_at);
-        let mut env = spawn::app_environment(app, tenant, &address);
-        // The sandbox says that itself.
-        env.remove("LISTEN_FDS");
-        env.extend(spawn::secrets(app, tenant, runner)?);
-        let listener = match app.listen {
-            Listen::Fd => Some(self.listen(&sandbox)?),
-            Listen::Socket | Listen::Port => None,
-        };
-        let (log, output) = sandbox.pipe().map_err(|error| {
-            Fault::new(Failure::Busy, fault::SPAWN, format!("cannot make the pipe of its log: {error}"))
-        })?;
-        let program = Program {
-            argv: spawn::app_command(app, &address)?.into_iter().map(OsString::from).collect(),
-            env: env.into_iter().map(|(name, value)| (name.into(), value.into())).collect(),
-            directory: spawn::home(tenant).join(&app.directory),
-            stdin: None,
-            stdout: Some(output.as_fd()),
-            stderr: Some(output.as_fd()),
-            listener: listener.as_ref().map(AsFd::as_fd),
-            pid: Some(ROOT_PID),
-            open_files_max: runner.open_files_max,
-        };
-        let task = sandbox.run(&program).map_err(|error| of_sandbox(&error))?;
-        Ok(Started { root: Root::Sandboxed { sandbox, task }, log, fds: Vec::new() })
-    }
-
-    fn listen(&self, sandbox: &Sandbox) -> Result<OwnedFd, Fault> {
-        let dir = self.listens_at.parent().expect("a file in a directory");
-        let listening =
-            fs::DirBuilder::new().mode(0o700).create(dir).and_then(|()| sandbox.listener(&self.listens_at));
-        listening.map_err(|error| Fault::of_path(fault::APP, "cannot listen on", &self.listens_at, error))
-    }
-}
-
-fn of_sandbox(error: &SandboxError) -> Fault {
-    let failure = match error {
-        SandboxError::Run { error, .. } | SandboxError::Create { error, .. }
-            if matches!(error.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::WouldBlock) =>
-        {
-            Failure::Busy
+    let started = engine.processes.start(order(engine, instance), make).await;
+    let told = told.lock().take();
+    let (handle, made) = match (started, told) {
+        (Ok((handle, _)), Some(Ok(made))) => (handle, made),
+        (Err(_), Some(Err(why))) => return Err(NoBody::NotRestored(why)),
+        (Err(fault), _) => return Err(fault.into()),
+        (Ok((handle, _)), _) => {
+            end(handle).await;
+            return Err(
+                Fault::new(Failure::Broken, fault::SPAWN, "its start was lost inside the keeper").into()
+            );
         }
-        _ => Failure::Broken,
     };
-    Fault::new(failure, error.code(), error.to_string())
+    instance.mark(if made.image.is_some() { Stage::Restore } else { Stage::Boot }, made.since);
+    let sandbox = Arc::clone(&made.sandbox);
+    let door = Door::Sandboxed { sandbox, address, workers: engine.workers.clone() };
+    Ok((handle, door, Inside { housing, made }))
 }
 
 fn order(engine: &Engine, instance: &Instance) -> Order {
@@ -318,6 +322,8 @@ async fn make_ready(
         engine.on_worker(move || address::is_owner(port, owner)).await?;
     }
     let (path, below, until) = match &app.ready {
+        // Whoever comes back from an image was ready when it was taken. The first time that is looked at, too.
+        _ if body.image.as_ref().is_some_and(|image| instance.is_proven(image)) => return Ok(()),
         Some(Ready { path, within_seconds }) => {
             let until = within_seconds
                 .map_or(until, |seconds| Instant::now() + Duration::from_secs(seconds.into()).min(START_MAX));
@@ -328,6 +334,7 @@ async fn make_ready(
         None => return Ok(()),
     };
     instance.mark(Stage::Ready, Instant::now().into());
+    let until = if body.image.is_some() { until.min(Instant::now() + TRIAL_MAX) } else { until };
     let said = timeout_at(until, until_answered(body, &host(&site), path, below)).await;
     said.map_err(|_| {
         let why = format!("listens, but does not answer GET {path} with a status below {below} in time");
@@ -348,11 +355,36 @@ async fn until_answered(body: &Body, host: &str, path: &str, below: u16) {
     }
 }
 
+/// Takes an image of it, warmed up and before it has served anybody. It goes on in any case, unless it dies of it.
+pub async fn take_image(
+    engine: &Engine,
+    instance: &Instance,
+    images: Arc<Images>,
+    body: &Body,
+) -> Result<Image, Fault> {
+    let inside = body.inside.take();
+    let unfit = || Fault::new(Failure::Broken, fault::BAD_IMAGE, "it runs in no sandbox");
+    let Inside { housing, made } = inside.ok_or_else(unfit)?;
+    let subject = made.subject.ok_or_else(unfit)?;
+    warm_up(&housing.site, &housing.app, body).await;
+    instance.mark(Stage::Image, Instant::now().into());
+    let (sandbox, handover, of) = (made.sandbox, made.handover, subject.clone());
+    let take = move || {
+        let taken = housing.take(&images, &sandbox, &of, &handover);
+        taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+    };
+    let taken = engine.on_worker(take).await;
+    instance.refused.replace(taken.is_err().then_some(subject));
+    taken
+}
+
 /// nagaya's own requests, so that what a first visitor's would load is loaded. What they answer is of no account.
-pub async fn warm_up(site: &Site, app: &App, body: &Body) {
+async fn warm_up(site: &Site, app: &App, body: &Body) {
+    let until = Instant::now() + WARM_UP_MAX;
     for path in &app.warm_up {
+        let left = until.saturating_duration_since(Instant::now());
         let Ok(socket) = body.connect().await else { return };
-        match get::get(socket, &host(site), path, WARM_UP_MAX).await {
+        match get::get(socket, &host(site), path, left).await {
             Ok(status) => tracing::debug!(site = %site.name, path, status, "warmed up"),
             Err(error) => {
                 tracing::info!(site = %site.name, path, %error, "warming it up with this path failed")

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, chown};
 use std::path::{Path, PathBuf};
 
@@ -27,18 +28,63 @@ const SHM_BYTES_MAX: u64 = 64 << 20;
 /// Longest host name (`__NEW_UTS_LEN`).
 const HOSTNAME_LEN_MAX: usize = 64;
 
-/// Directories on disk that an instance keeps from one run to the next.
+/// Directories on disk that an instance keeps from one run to the next. They are the tenant's, beneath one that only
+/// root enters.
 #[derive(Debug, Clone)]
 pub struct Scratch {
     pub tmp: PathBuf,
     pub run: PathBuf,
+    /// What was in them when its image was taken.
+    pub carried_tmp: PathBuf,
+    pub carried_run: PathBuf,
+}
+
+/// The same, opened, for who has the tenant's rights and could not come there by their paths.
+pub struct OpenScratch([OwnedFd; 4]);
+
+impl OpenScratch {
+    fn path(&self, index: usize) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0[index].as_raw_fd()).into()
+    }
+
+    pub fn tmp(&self) -> PathBuf {
+        self.path(0)
+    }
+
+    pub fn run(&self) -> PathBuf {
+        self.path(1)
+    }
+
+    pub fn carried_tmp(&self) -> PathBuf {
+        self.path(2)
+    }
+
+    pub fn carried_run(&self) -> PathBuf {
+        self.path(3)
+    }
 }
 
 impl Scratch {
     pub fn of(site: &Site, options: &Options) -> Self {
         // Beside the images: on disk, because images do not carry what is in memory.
         let dir = options.instances.images.with_file_name("instances").join(site.name.as_str());
-        Self { tmp: dir.join("tmp"), run: dir.join("run") }
+        let [tmp, run, carried_tmp, carried_run] =
+            ["tmp", "run", "carried-tmp", "carried-run"].map(|name| dir.join(name));
+        Self { tmp, run, carried_tmp, carried_run }
+    }
+
+    pub fn open(&self) -> io::Result<OpenScratch> {
+        let open = |path: &PathBuf| spawn::open_directory(path);
+        let Self { tmp, run, carried_tmp, carried_run } = self;
+        Ok(OpenScratch([open(tmp)?, open(run)?, open(carried_tmp)?, open(carried_run)?]))
+    }
+
+    /// Removes all of it: the site is gone.
+    pub fn remove(&self) -> io::Result<()> {
+        match self.tmp.parent().map(fs::remove_dir_all) {
+            Some(Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Makes them for a start: what a run before left in `/run` is of nothing that lives; its `/tmp` it keeps.
@@ -51,10 +97,10 @@ impl Scratch {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(because(&self.run)(error)),
             _ => {}
         }
-        for path in [&self.tmp, &self.run] {
+        for path in [&self.tmp, &self.run, &self.carried_tmp, &self.carried_run] {
             let make = || -> io::Result<()> {
                 if let Some(above) = path.parent() {
-                    fs::DirBuilder::new().recursive(true).mode(0o711).create(above)?;
+                    fs::DirBuilder::new().recursive(true).mode(0o700).create(above)?;
                 }
                 match fs::DirBuilder::new().mode(0o700).create(path) {
                     Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),

@@ -16,6 +16,7 @@ mod programs;
 mod rest;
 mod sandbox;
 mod scene;
+mod wake;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -75,7 +76,7 @@ fn main() {
     };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(image::CRIU.iter().map(of_criu));
+    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = [cells::CELLS, places::CELLS, limits::CELLS].concat();

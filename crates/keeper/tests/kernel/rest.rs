@@ -36,7 +36,7 @@ pub const ROOT: &[Fact] = &[
 ];
 
 /// An HTTP server that tells which run of it this is, and how many requests that has answered.
-const SERVER: &str = r#"
+pub const SERVER: &str = r#"
 import http.server, os, socket, socketserver, sys, threading, time
 mode = sys.argv[1] if len(sys.argv) > 1 else ''
 run = os.urandom(8).hex()
@@ -73,10 +73,10 @@ else:
 server.serve_forever()
 "#;
 
-const NEVER: fn() -> Value =
+pub const NEVER: fn() -> Value =
     || json!({"quiet": "never", "frozen": "never", "reclaimed": "never", "image": "never", "cold": "never"});
 
-fn app(mode: &str, more: Value) -> Value {
+pub fn app(mode: &str, more: Value) -> Value {
     let mut record = json!({"kind": "app", "command": ["python3", "server.py", mode], "directory": "www", "idle": NEVER()});
     record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     record
@@ -90,7 +90,7 @@ fn world(mode: &str, more: Value) -> World {
     world
 }
 
-async fn get(used: &InstanceUse, path: &str) -> String {
+pub async fn get(used: &InstanceUse, path: &str) -> String {
     let socket = used.socket.try_clone().unwrap();
     let mut stream = tokio::net::UnixStream::from_std(socket.into()).unwrap();
     stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await.unwrap();
@@ -102,21 +102,21 @@ async fn get(used: &InstanceUse, path: &str) -> String {
 }
 
 /// Which run of the program answers.
-async fn run_of(keeper: &Keeper, site: &str) -> String {
+pub async fn run_of(keeper: &Keeper, site: &str) -> String {
     let used = keeper.use_instance(&site_name(site)).await.unwrap();
     get(&used, "/").await.split(' ').next().unwrap().to_owned()
 }
 
-fn show(world: &World, site: &str) -> Value {
+pub fn show(world: &World, site: &str) -> Value {
     world.act(site, Act::Inspect)
 }
 
-fn pids(world: &World, site: &str) -> Vec<i32> {
+pub fn pids(world: &World, site: &str) -> Vec<i32> {
     serde_json::from_value(show(world, site)["pids"].clone()).unwrap()
 }
 
 /// Looks until it is at this tier and nothing is done to it.
-async fn until_at(world: &World, site: &str, tier: &str) {
+pub async fn until_at(world: &World, site: &str, tier: &str) {
     until_so(|| {
         let row = show(world, site);
         row["tier"] == tier && row["state"] == "idle"
@@ -125,7 +125,7 @@ async fn until_at(world: &World, site: &str, tier: &str) {
 }
 
 /// Nobody needs it any more, as far as the keeper knows.
-async fn until_idle(world: &World, site: &str) {
+pub async fn until_idle(world: &World, site: &str) {
     until_so(|| show(world, site)["uses"] == 0).await;
 }
 

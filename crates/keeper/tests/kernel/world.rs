@@ -70,6 +70,11 @@ struct Started {
     feed: UnixStream,
 }
 
+/// A CRIU elsewhere than in the usual places.
+pub fn criu() -> Option<PathBuf> {
+    std::env::var_os("NAGAYA_TEST_CRIU").map(PathBuf::from)
+}
+
 pub fn site_name(name: &str) -> SiteName {
     SiteName::new(name).unwrap()
 }
@@ -96,7 +101,7 @@ impl World {
         let options = Options {
             runtime_dir: dir.path().join("run"),
             back_end,
-            instances: InstanceOptions { images, ..InstanceOptions::default() },
+            instances: InstanceOptions { images, criu: criu(), ..InstanceOptions::default() },
             ..Options::default()
         };
         let mut world =

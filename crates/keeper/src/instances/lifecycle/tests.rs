@@ -46,6 +46,8 @@ struct Outside {
     has_image: bool,
     /// The last operation was a restoration that failed by its image.
     must_quarantine: bool,
+    /// Nobody has looked for an image.
+    unknown: bool,
     retake: bool,
     kept: bool,
     closed: bool,
@@ -75,6 +77,8 @@ struct World {
     sequence: u64,
     next_waiter: u64,
     answers: BTreeMap<Waiter, bool>,
+    /// What has happened and was not told yet.
+    events: VecDeque<(Key, Event)>,
     seen: Seen,
 }
 
@@ -115,8 +119,8 @@ impl World {
         for _ in 0..INSTANCES {
             let (keep, has_image) = (dice.chance(15), dice.chance(30));
             let terms = Terms { after: steps(&mut dice), keep, images: dice.chance(85) };
-            lives.push(Lifecycle::new(now, terms, has_image));
-            outside.push(Outside { has_image, kept: keep, ..Outside::default() });
+            lives.push(Lifecycle::new(now, terms));
+            outside.push(Outside { has_image, unknown: true, kept: keep, ..Outside::default() });
         }
         Self {
             dice,
@@ -132,6 +136,7 @@ impl World {
             sequence: 0,
             next_waiter: 0,
             answers: BTreeMap::new(),
+            events: VecDeque::new(),
             seen: Seen::default(),
         }
     }
@@ -163,8 +168,8 @@ impl World {
     }
 
     fn tell(&mut self, key: Key, event: Event) {
-        let mut events = VecDeque::from([(key, event)]);
-        while let Some((key, event)) = events.pop_front() {
+        self.events.push_back((key, event));
+        while let Some((key, event)) = self.events.pop_front() {
             let before = self.lives[key as usize].deadline();
             let effects = self.lives[key as usize].apply(self.now, event);
             if event == Event::Alarm && effects.is_empty() {
@@ -186,7 +191,7 @@ impl World {
             while let Some(next) = self.wakes.next(self.now) {
                 assert_eq!(self.order.pop_front(), Some(next), "first come, first served");
                 self.outside[next as usize].has_turn = true;
-                events.push_back((next, Event::Turn));
+                self.events.push_front((next, Event::Turn));
             }
             assert!(self.wakes.awake() <= self.at_once);
             self.check(key);
@@ -225,6 +230,7 @@ impl World {
             Effect::Restore(op, run) => self.come(key, op, run, true),
             Effect::TakeImage(op) => {
                 assert!(self.outside[at].users == 0, "an image of one that has served");
+                self.outside[at].unknown = false;
                 let is_taken = self.dice.chance(80);
                 self.finish(key, 300, op, Outcome::Imaged(is_taken));
             }
@@ -248,8 +254,8 @@ impl World {
                 self.finish(key, 400, op, Outcome::Ended);
             }
             Effect::Quarantine(_) => {
-                assert!(self.outside[at].has_image, "there is none");
-                self.outside[at].has_image = false;
+                assert!(self.outside[at].has_image || self.outside[at].unknown, "there is none");
+                (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
             }
             Effect::Answer(waiter, answer) => self.answered(key, waiter, answer),
             Effect::Closed => {
@@ -264,7 +270,15 @@ impl World {
         assert!(out.alive.is_none() && !out.is_coming, "two at once");
         assert!(out.has_turn, "it is not its turn");
         assert!(!out.waiting.is_empty() || out.kept || out.retake, "a start that nobody wants");
-        assert!(!is_restore || out.has_image, "it has no image");
+        if is_restore && !out.has_image {
+            assert!(out.unknown, "it has no image, and that is known");
+            out.unknown = false;
+            (out.alive, out.is_coming) = (None, false);
+            self.events.push_back((key, Event::Lost));
+            self.events.push_back((key, Event::Done(op, Outcome::Failed(Blame::Node))));
+            return;
+        }
+        out.unknown = false;
         (out.alive, out.is_coming, out.tier) = (Some(run), true, Some(Tier::Running));
         self.seen.restores += u64::from(is_restore);
         let outcome = match self.dice.roll(100) {
@@ -391,16 +405,17 @@ impl World {
             88..90 => {
                 let after = steps(&mut self.dice);
                 let (keep, has_image) = (self.dice.chance(15), self.dice.chance(50));
-                (self.outside[at].kept, self.outside[at].has_image) = (keep, has_image);
+                (self.outside[at].kept, self.outside[at].has_image, self.outside[at].unknown) =
+                    (keep, has_image, true);
                 let terms = Terms { after, keep, images: true };
-                self.tell(key, Event::Renew { terms, has_image });
+                self.tell(key, Event::Renew(terms));
             }
             90..92 => {
                 let terms = Terms { after: steps(&mut self.dice), ..self.lives[at].terms };
                 self.tell(key, Event::Terms(terms));
             }
-            92..94 => {
-                self.outside[at].has_image = false;
+            92..94 if !matches!(self.lives[at].state, State::Restoring(_)) => {
+                (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
                 self.tell(key, Event::Lost);
             }
             94 => {
@@ -453,7 +468,7 @@ impl World {
             if let (true, Some(run)) = (out.kept, out.alive) {
                 assert_eq!(run, life.run());
             }
-            let never = life.terms.after[if life.can_restore() { 3 } else { 4 }].is_none();
+            let never = life.terms.after[if life.has_image() { 3 } else { 4 }].is_none();
             assert!(
                 out.alive.is_none() || never || out.kept,
                 "{:?} after {:?}",
