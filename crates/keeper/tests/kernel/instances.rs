@@ -64,8 +64,13 @@ fn shell(script: &str) -> Value {
     json!({"kind": "app", "command": ["sh", "-c", script], "directory": "www", "start_seconds": 1})
 }
 
+/// What ends by itself is started anew then, whether or not there is a CRIU.
+fn without_images() -> World {
+    World::new().with(|options| options.instances.image_bytes_max = 0)
+}
+
 fn with_server() -> World {
-    let mut world = World::new();
+    let mut world = without_images();
     world.script("server.pl", SERVER);
     world.site("app", "alice", app("one"));
     world
@@ -101,7 +106,7 @@ fn started_once() {
 }
 
 fn on_a_port() {
-    let mut world = World::new();
+    let mut world = without_images();
     world.script("server.pl", PORT_SERVER);
     let record = json!({"kind": "app", "command": ["/usr/bin/perl", "server.pl", "{port}"], "directory": "www", "listen": "port"});
     world.site("app", "alice", record);
@@ -116,7 +121,7 @@ fn on_a_port() {
 }
 
 fn ends_early() {
-    let mut world = World::new();
+    let mut world = without_images();
     world.site("app", "alice", shell("echo its last words >&2; exit 4"));
     world.site("lost", "alice", json!({"kind": "app", "command": ["no-such-program"], "directory": ""}));
     let world = world.start();
@@ -129,7 +134,7 @@ fn ends_early() {
 }
 
 fn never_listens() {
-    let mut world = World::new();
+    let mut world = without_images();
     world.site("app", "alice", shell("exec sleep 1000"));
     let world = world.start();
     world.run(async |keeper| {
@@ -205,7 +210,7 @@ fn ends_with_record() {
 }
 
 fn no_foreign_socket() {
-    let mut world = World::new();
+    let mut world = without_images();
     // The socket of somebody who would take the keeper for root.
     let foreign = world.dir.path().join("foreign.sock");
     let listener = std::os::unix::net::UnixListener::bind(&foreign).unwrap();

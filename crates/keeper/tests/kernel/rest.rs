@@ -82,9 +82,9 @@ pub fn app(mode: &str, more: Value) -> Value {
     record
 }
 
-/// A world with one site `app` of alice's.
+/// A world with one site `app` of alice's, and without images.
 fn world(mode: &str, more: Value) -> World {
-    let mut world = World::new();
+    let mut world = World::new().with(|options| options.instances.image_bytes_max = 0);
     world.script("server.py", SERVER);
     world.site("app", "alice", app(mode, more));
     world
