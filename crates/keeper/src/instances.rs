@@ -58,8 +58,8 @@ pub const START_MAX: Duration = Duration::from_secs(300);
 /// asked for at once on two cores need a quarter of an hour.
 pub const WAKE_MAX: Duration = Duration::from_secs(900);
 
-/// Instances of one tenant.
-const PER_TENANT_MAX: u32 = 64;
+/// Instances of one tenant that have processes. What these may take is bounded by the tenant's cell.
+const PER_TENANT_MAX: u32 = 4096;
 
 /// An instance that ended between its answer and the connection is asked for again, so often.
 const TRIES_MAX: u32 = 3;
@@ -318,7 +318,7 @@ impl Instances {
             self.tell(engine, instance, Event::Terms(terms));
         } else {
             tracing::info!(site = %old_site.name, "its record changed; ending what runs with the old one");
-            (instance.fault.take(), instance.no_image.take());
+            instance.forget_troubles();
             self.tell(engine, instance, Event::Renew(terms));
         }
     }
@@ -383,6 +383,14 @@ impl Instance {
     /// The processes of this run, if it is still the present one and can answer.
     fn body_of(&self, run: Run) -> Option<Rc<Body>> {
         if self.life.borrow().run() == run { self.body.borrow().clone() } else { None }
+    }
+
+    /// What went wrong with another record says nothing about this one.
+    fn forget_troubles(&self) {
+        self.fault.take();
+        self.note.take();
+        self.no_image.take();
+        self.refused.take();
     }
 
     /// What came back from this image has answered.
