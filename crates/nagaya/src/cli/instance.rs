@@ -208,8 +208,24 @@ fn show(one: &One, place: &Place) -> Result<(), CliError> {
     let answer = output::ask_node(place, &path(&one.site))?;
     match one.format.json {
         true => output::print_json(&answer),
-        false => output::print_fields(&answer),
+        false => output::print_fields(&known(answer)),
     }
+}
+
+/// What there is to say, and each stage of the last wake by its name.
+fn known(mut answer: Value) -> Value {
+    if let Some(fields) = answer.as_object_mut() {
+        fields.retain(|name, value| name != "ok" && !value.is_null());
+    }
+    if let Some(wake) = answer.get_mut("last_wake")
+        && let Ok(read) = Wake::deserialize(&*wake)
+    {
+        let stages = read.stages.iter();
+        wake["stages"] = stages
+            .map(|(stage, us)| (stage.as_str().to_owned(), Value::from(output::short_us(*us))))
+            .collect();
+    }
+    answer
 }
 
 fn act(site: &str, what: &str, done: &str, format: Format, place: &Place) -> Result<(), CliError> {
@@ -253,6 +269,18 @@ mod tests {
              wiki  demo    image     1h 1m  0     0B      34MiB  3      image 38.0 ms\n\
              b     demo    starting  -      -     -       -      -      -              no image: CRIU is missing\n"
         );
+    }
+
+    #[test]
+    fn what_is_shown_of_one_is_what_is_known() {
+        let answer = json!({
+            "ok": true, "site": "wiki", "note": null,
+            "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]] },
+        });
+        let shown = json!({
+            "site": "wiki", "last_wake": { "from": "image", "stages": { "restore": "38.0 ms", "connect": "40 us" } },
+        });
+        assert_eq!(known(answer), shown);
     }
 
     #[test]
