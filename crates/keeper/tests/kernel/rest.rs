@@ -7,7 +7,9 @@ use std::fs;
 use std::rc::Rc;
 use std::time::Duration;
 
+use nagaya_cmdb::feed::{Down, Question, Up};
 use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_keeper::BackEnd;
 use nagaya_keeper::client::{InstanceUse, Keeper};
 use nagaya_keeper::protocol::Failure;
 use rustix::process::Pid;
@@ -19,7 +21,7 @@ use crate::world::{World, refusal, site_name, until_so, wait_dead};
 
 pub const ROOT: &[Fact] = &[
     ("an instance answers from each tier it rests at, and is the same", answers_from_each_tier),
-    ("a quiet instance runs only when nobody else wants to, on cgroup v1", quiet_threads),
+    ("a quiet instance runs only when nobody else wants to", quiet_threads),
     ("a frozen instance uses no CPU time", frozen_uses_nothing),
     ("an idle instance goes down by itself until nothing of it is left", goes_down_alone),
     ("an instance that is used does not rest", used_does_not_rest),
@@ -33,6 +35,12 @@ pub const ROOT: &[Fact] = &[
     ("an application gets a socket to listen on, and secrets from files", socket_and_secrets),
     ("a secret that its tenant may not read is not told", foreign_secret),
     ("nothing of an instance outlives a killed keeper", killed_keeper),
+    ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
+];
+
+pub const ANYONE: &[Fact] = &[
+    ("an instance answers and rests as far as the keeper's rights allow", with_any_rights),
+    ("an act that takes long does not hold up other questions", acts_take_their_time),
 ];
 
 /// An HTTP server that tells which run of it this is, and how many requests that has answered.
@@ -338,8 +346,7 @@ fn in_turn() {
             .collect();
         let mut most = 0;
         until_so(|| {
-            let list: Value =
-                serde_json::from_str(&world.ask(nagaya_cmdb::feed::Question::Instances)).unwrap();
+            let list: Value = serde_json::from_str(&world.ask(Question::Instances)).unwrap();
             let rows = list["instances"].as_array().unwrap();
             let starting = rows.iter().filter(|row| row["state"] == "starting").count();
             most = most.max(starting);
@@ -435,12 +442,70 @@ fn foreign_secret() {
 }
 
 fn killed_keeper() {
-    let world = world("", json!({})).start();
-    let all = world.run(async |keeper| {
-        run_of(&keeper, "app").await;
+    outlived_by_nothing(&world("", json!({})).start());
+}
+
+fn frozen_on_v1() {
+    let world = world("busy", json!({})).fenced(BackEnd::CgroupV1).start();
+    world.run(async |keeper| {
+        let first = run_of(&keeper, "app").await;
+        until_idle(&world, "app").await;
+        let row = rest(&world, Tier::Frozen);
+        assert_eq!(row["tier"], "frozen", "{row}");
+        let cpu = || show(&world, "app")["cpu_us"].as_u64().unwrap();
+        let frozen = cpu();
+        for _ in 0..20 {
+            assert_eq!(cpu(), frozen);
+        }
+        assert_eq!(run_of(&keeper, "app").await, first);
         until_idle(&world, "app").await;
         rest(&world, Tier::Frozen);
-        pids(&world, "app")
+        assert_eq!(world.act("app", Act::Stop)["tier"], "cold", "what is frozen ends like others");
+    });
+    outlived_by_nothing(&world);
+}
+
+fn with_any_rights() {
+    for listen in ["socket", "fd"] {
+        let world = world("", json!({"listen": listen, "secrets": {"KEY": "www/key.txt"}}));
+        world.script("key.txt", "s3cret");
+        let world = world.start();
+        world.run(async |keeper| {
+            let first = run_of(&keeper, "app").await;
+            for tier in [Tier::Quiet, Tier::Frozen] {
+                until_idle(&world, "app").await;
+                let row = rest(&world, tier);
+                let reached: Tier = serde_json::from_value(row["tier"].clone()).unwrap();
+                assert!(reached == tier || row["note"].is_string(), "{row}");
+                assert!(run_of(&keeper, "app").await == first, "{row}");
+            }
+            until_idle(&world, "app").await;
+            assert_eq!(rest(&world, Tier::Cold)["tier"], "cold");
+            let used = keeper.use_instance(&site_name("app")).await.unwrap();
+            assert!(get(&used, "/").await.ends_with(" s3cret"));
+        });
+    }
+}
+
+fn acts_take_their_time() {
+    let world = world("late", json!({})).start();
+    let act = Question::Instance { site: "app".into(), act: Act::Wake };
+    world.tell(&Down::Ask { tag: 9, question: act });
+    // Its answer would be the next to be heard, and not the one that is waited for.
+    assert_eq!(show(&world, "app")["state"], "starting");
+    let Up::Answer { tag: 9, text } = world.hear() else { panic!("another answer") };
+    let row: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("running")), "{row}");
+    assert_eq!(world.act("nobody", Act::Wake), Value::Null);
+    world.run(async |_| until_idle(&world, "app").await);
+}
+
+fn outlived_by_nothing(world: &World) {
+    let all = world.run(async |keeper| {
+        run_of(&keeper, "app").await;
+        until_idle(world, "app").await;
+        rest(world, Tier::Frozen);
+        pids(world, "app")
     });
     assert!(!all.is_empty());
     world.kill();

@@ -254,7 +254,7 @@ impl World {
         feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
     }
 
-    fn hear(&self) -> Up {
+    pub fn hear(&self) -> Up {
         feed::read(&mut self.running().as_mut().unwrap().feed)
             .unwrap()
             .unwrap_or_else(|| panic!("the keeper ended:\n{}", self.log()))
