@@ -140,6 +140,8 @@ pub struct Spec {
     pub run: Option<PathBuf>,
     /// Bytes that `/dev/shm` may hold.
     pub shm_bytes_max: u64,
+    /// It has the node's network instead of one of its own, loopback and abstract Unix sockets included.
+    pub host_network: bool,
     /// Of the cell in which all of it is born.
     pub entrance: Entrance,
 }
@@ -329,6 +331,7 @@ fn birth_of(spec: &Spec) -> Birth {
         tmp: spec.tmp.clone(),
         run: spec.run.clone(),
         shm_bytes_max: spec.shm_bytes_max,
+        host_network: spec.host_network,
         has_cgroup: spec.entrance.born.is_some(),
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{Findings, directory, env, is_variable};
 use crate::record::{
-    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, RELEASE_LEN_MAX, Ready,
+    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Outbound, RELEASE_LEN_MAX, Ready,
     START_SECONDS_MAX,
 };
 
@@ -42,6 +42,13 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     }
     if let Some(max) = app.max.filter(|max| *max != 1) {
         to.add("max", max, "is not possible: an application has one instance, so use 1 or leave it out");
+    }
+    if app.outbound == Outbound::Host && app.listen == Listen::Port {
+        to.add(
+            "listen",
+            "port",
+            "is not possible with outbound = host, where ports are the node's: use socket or fd",
+        );
     }
     short("databases", app.databases.len(), to);
     for Database { socket, inside } in &app.databases {
@@ -192,6 +199,7 @@ mod tests {
             ("ready.path", r#""ready":{"path":"/\r\nX: y"}"#.to_owned()),
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":0}"#.to_owned()),
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":301}"#.to_owned()),
+            ("listen", r#""listen":"port","outbound":"host""#.to_owned()),
             ("release", r#""release":"""#.to_owned()),
             ("release", r#""release":"a b""#.to_owned()),
             ("warm_up", r#""warm_up":["//\n"]"#.to_owned()),

@@ -43,6 +43,7 @@ pub fn learn(criu: &Criu, launcher: &Launcher) -> Result<OwnedFd, ImageError> {
         tmp: None,
         run: None,
         shm_bytes_max: DIRECTORY_LEN_MAX,
+        host_network: false,
         entrance: Entrance::default(),
     };
     let sandbox = launcher.create(&spec)?;

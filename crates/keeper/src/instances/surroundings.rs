@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, chown};
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::record::{App, Database, Listen};
+use nagaya_cmdb::record::{App, Database, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use crate::fault::{self, Fault};
@@ -24,6 +24,9 @@ pub const PORT: u16 = 8080;
 
 /// Bytes of its `/dev/shm`. An image carries them.
 const SHM_BYTES_MAX: u64 = 64 << 20;
+
+/// How names are looked up (resolv.conf(5)).
+const RESOLVER: &str = "/etc/resolv.conf";
 
 /// Longest host name (`__NEW_UTS_LEN`).
 const HOSTNAME_LEN_MAX: usize = 64;
@@ -138,6 +141,13 @@ pub fn spec(
         // To connect is to write, as the kernel sees it.
         binds.push(bind(socket.clone(), inside.as_ref().unwrap_or(socket).clone(), true));
     }
+    let host_network = app.outbound == Outbound::Host;
+    if let Some(path) =
+        Path::new(RESOLVER).canonicalize().ok().filter(|path| host_network && path.starts_with("/run"))
+    {
+        // Where a service of the node writes it.
+        binds.push(Bind { source: path.clone(), target: path, writable: false, as_tenant: true });
+    }
     let name: String = site.name.as_str().chars().take(HOSTNAME_LEN_MAX).collect();
     Spec {
         identity,
@@ -148,6 +158,7 @@ pub fn spec(
         tmp: Some(scratch.tmp.clone()),
         run: Some(scratch.run.clone()),
         shm_bytes_max: SHM_BYTES_MAX,
+        host_network,
         entrance,
     }
 }

@@ -10,7 +10,7 @@ use nix::unistd::{Gid, Uid};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::failure::{Failure, Step};
-use super::kernel::{self, Alone, CLONE_PARENT, Fork, SANDBOX_NAMESPACES};
+use super::kernel::{self, Alone, CLONE_PARENT, Fork, NETWORK, SANDBOX_NAMESPACES};
 use super::order::{Birth, Told};
 use super::{channel, init, root_id, tree};
 
@@ -49,7 +49,8 @@ fn make(alone: &Alone, birth: &Birth, given: &Given) -> Result<(), Failure> {
     let prepared = tree::prepare(birth)?;
     let (go, wait) = channel::pair().step("make a connection with its init")?;
     let how = Fork {
-        flags: SANDBOX_NAMESPACES | CLONE_PARENT,
+        flags: if birth.host_network { SANDBOX_NAMESPACES & !NETWORK } else { SANDBOX_NAMESPACES }
+            | CLONE_PARENT,
         pid: None,
         cgroup: given.cgroup.as_ref().map(AsFd::as_fd),
     };
@@ -92,7 +93,9 @@ fn begin(birth: &Birth, given: &Given, prepared: &tree::Prepared, wait: OwnedFd)
     rustix::thread::set_name(c"nagaya-init").step("name its init")?;
     rustix::process::setsid().step("leave the keeper's session")?;
     rustix::system::sethostname(birth.hostname.as_bytes()).step("name it")?;
-    kernel::raise_loopback().step("bring its loopback up")?;
+    if !birth.host_network {
+        kernel::raise_loopback().step("bring its loopback up")?;
+    }
     tree::attach(prepared, birth.uid, birth.gid, birth.shm_bytes_max)?;
     let own = rustix::process::pidfd_open(Pid::INIT, PidfdFlags::empty()).step("open its init")?;
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;

@@ -28,6 +28,9 @@ pub const SANDBOX_NAMESPACES: u64 = (libc::CLONE_NEWUSER
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWUTS) as u64;
 
+/// The one of these that an order may leave out.
+pub const NETWORK: u64 = libc::CLONE_NEWNET as u64;
+
 /// Proof that this process has one thread, so that a fork of it is a whole process: no lock is held by a thread that
 /// the child does not have. The processes that hold one never start a thread.
 #[derive(Debug)]

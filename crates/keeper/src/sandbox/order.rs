@@ -20,6 +20,7 @@ pub struct Birth {
     pub tmp: Option<PathBuf>,
     pub run: Option<PathBuf>,
     pub shm_bytes_max: u64,
+    pub host_network: bool,
     pub has_cgroup: bool,
 }
 

@@ -34,6 +34,7 @@ pub const ROOT: &[Fact] = &[
     ("an application that ignores SIGTERM ends all the same", ignores_sigterm),
     ("an application gets a socket to listen on, and secrets from files", socket_and_secrets),
     ("a secret that its tenant may not read is not told", foreign_secret),
+    ("an application reaches the node's network only if its record says so", reaches_the_network),
     ("nothing of an instance outlives a killed keeper", killed_keeper),
     ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
 ];
@@ -439,6 +440,25 @@ fn foreign_secret() {
         let asked = keeper.use_instance(&site_name("app")).await;
         assert_eq!(refusal(asked), (Failure::Forbidden, 319));
     });
+}
+
+fn reaches_the_network() {
+    let service = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = service.local_addr().unwrap().port();
+    let tries = format!(
+        "import os, socket\ntry:\n    socket.create_connection(('127.0.0.1', {port}), 5)\n    os.environ['KEY'] = 'reached'\n\
+         except OSError: os.environ['KEY'] = 'refused'\n"
+    );
+    for (outbound, expected) in [("none", "refused"), ("host", "reached")] {
+        let world = world("", json!({"outbound": outbound}));
+        world.script("server.py", &format!("{tries}{SERVER}"));
+        let world = world.start();
+        world.run(async |keeper| {
+            let used = keeper.use_instance(&site_name("app")).await.unwrap();
+            let said = get(&used, "/").await;
+            assert!(said.ends_with(expected), "{outbound}: {said}");
+        });
+    }
 }
 
 fn killed_keeper() {

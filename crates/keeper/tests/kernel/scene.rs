@@ -61,6 +61,7 @@ impl Scene {
             tmp: Some(dir.path().join("tmp")),
             run: Some(dir.path().join("run")),
             shm_bytes_max: 16 << 20,
+            host_network: false,
             entrance: Entrance::default(),
         };
         Self { dir, spec }

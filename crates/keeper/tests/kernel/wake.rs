@@ -23,6 +23,7 @@ pub const CRIU: &[Fact] = &[
     ("another release is another image, and an operator gets a new one", other_release),
     ("what cannot be imaged is said once and served all the same", not_imaged),
     ("one wake brings all who wait their answer", one_wake),
+    ("an instance in the node's network wakes from its image, too", in_the_nodes_network),
 ];
 
 /// Goes down to where it has no process, and says which processes are gone.
@@ -234,6 +235,17 @@ fn not_imaged() {
         until_images(&world).await;
         let (_, _, _, stages) = wake(&keeper).await;
         assert!(!stages.contains(&Stage::Image), "{stages:?}");
+    });
+}
+
+fn in_the_nodes_network() {
+    let world = world(json!({"outbound": "host"})).start();
+    world.run(async |keeper| {
+        until_images(&world).await;
+        let first = run_of(&keeper, "app").await;
+        rest(&world).await;
+        let (run, _, _, stages) = wake(&keeper).await;
+        assert_eq!(run, first, "{stages:?}");
     });
 }
 
