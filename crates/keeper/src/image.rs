@@ -178,7 +178,10 @@ impl Images {
             return Found::Nothing;
         }
         match self.store.check(&id, &header) {
-            Ok(()) => Found::Image(Box::new(Image { id, header })),
+            Ok(()) => {
+                self.store.prefetch(&id, &header);
+                Found::Image(Box::new(Image { id, header }))
+            }
             Err(why) => {
                 self.put_aside(&id, subject, &why);
                 Found::Nothing

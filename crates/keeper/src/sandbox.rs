@@ -59,11 +59,12 @@ pub const ENDED: Code = Code(333);
 /// numbers, so those must be free; only the init is there before.
 pub const ROOT_PID: u32 = 10;
 
-/// How long making a sandbox may take: a source on a file system that does not answer never comes.
-const CREATE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long making a sandbox may take: a source on a file system that does not answer never comes, and a cell may be
+/// short of CPU time.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the start of a program may take, for the same reason.
-const RUN_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the start of a program may take, for the same reasons. A sandbox that does not answer is ended.
+const RUN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Ids of sandboxes' own root users on the node are the tenants' with this bit: beyond what distributions, container
 /// tools and systemd give out, so they own nothing and nobody else runs under them.
@@ -371,7 +372,8 @@ impl Sandbox {
         Ok(pidfd_send_signal(&self.pidfd, Signal::KILL)?)
     }
 
-    /// Starts a program and returns when it runs.
+    /// Starts a program and returns when it runs. Not for one that is frozen: its init, which starts programs, is frozen
+    /// with it.
     pub fn run(&self, program: &Program<'_>) -> Result<Task, SandboxError> {
         let standard = [(0, program.stdin), (1, program.stdout), (2, program.stderr), (3, program.listener)];
         let fds = standard.into_iter().filter_map(|(number, fd)| Some((number, fd?)));

@@ -36,7 +36,7 @@ pub struct Engine {
 /// Descriptors an image cannot carry, because they are the keeper's: each is handed over anew.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Handed<'a> {
-    /// The socket the application listens on.
+    /// The socket of `Sandbox::listener` that the application listens on. One it has made itself, it brings along.
     pub listener: Option<BorrowedFd<'a>>,
     /// The pipe of `Sandbox::pipe` that its standard output and error go to.
     pub log: Option<BorrowedFd<'a>>,

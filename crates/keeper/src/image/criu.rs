@@ -24,6 +24,11 @@ use crate::sandbox::{self, Sandbox, SandboxError, Task, Tool};
 /// The oldest version that works: 3.17, which Debian 12 has, does not know kernels of today.
 const OLDEST: Version = Version(4, 1);
 
+/// From this kernel on, a CRIU older than that cannot image a process with a TCP socket
+/// (<https://github.com/checkpoint-restore/criu/issues/2705>).
+const PICKY_KERNEL: Version = Version(6, 16);
+const OLDEST_WITH_SOCKETS: Version = Version(4, 2);
+
 /// Where `./dev setup` and packages of nagaya's put one, and where distributions do.
 const PLACES: [(&str, &str); 3] = [
     ("/usr/local/lib/nagaya/criu/usr/sbin/criu", "nagaya's own"),
@@ -108,7 +113,12 @@ pub fn find(configured: Option<&Path>) -> Search {
             Ok(None) => passed_over.push((path, "there is no such file".into())),
             Ok(Some(mut criu)) => match parse(&criu.version) {
                 Some(version) if version >= OLDEST => {
-                    criu.why = format!("{what}, version {}", criu.version);
+                    let limit = if has_sockets(version) {
+                        ""
+                    } else {
+                        "; on this kernel it cannot image applications with TCP sockets, 4.2 can"
+                    };
+                    criu.why = format!("{what}, version {}{limit}", criu.version);
                     return Search { found: Some(criu), passed_over };
                 }
                 _ => passed_over.push((path, format!("version {} is older than 4.1", criu.version))),
@@ -117,6 +127,11 @@ pub fn find(configured: Option<&Path>) -> Search {
         }
     }
     Search { found: None, passed_over }
+}
+
+fn has_sockets(version: Version) -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    version >= OLDEST_WITH_SOCKETS || parse(&release).is_some_and(|kernel| kernel < PICKY_KERNEL)
 }
 
 fn parse(version: &str) -> Option<Version> {

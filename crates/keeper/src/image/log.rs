@@ -11,14 +11,19 @@ const LOG_LEN_MAX: u64 = 1 << 20;
 const LINE_LEN_MAX: usize = 300;
 
 /// What stands in a line of an error, and what it means.
-const KNOWN: [(&str, &str); 10] = [
+const KNOWN: [(&str, &str); 12] = [
     (
         "External socket is used",
         "a Unix socket is connected to something outside of the sandbox, such as a database: close such connections \
          when the application is idle, or let it connect for each request",
     ),
+    ("unix: Unix socket ", OUTSIDE),
     ("Can't dump half of stream unix connection", OUTSIDE),
     ("Can't dump name-less external socket", OUTSIDE),
+    (
+        "sockets: Can't get 1:16 opt",
+        "this CRIU does not know TCP sockets of this kernel: install 4.2 or newer",
+    ),
     ("In-flight connection", "a connection was just being made; another try may find none"),
     ("Can't fetch filter on", "the application has put a system call filter of its own on itself"),
     ("of that type", "it has something open that cannot be carried, such as io_uring or a device"),

@@ -186,12 +186,25 @@ impl Store {
         Ok(())
     }
 
+    /// Has the memory of an image read from disk, so that it is there when CRIU asks. Returns at once.
+    pub fn prefetch(&self, id: &str, header: &Header) {
+        for name in header.files.keys().filter(|name| name.starts_with("pages-")) {
+            // Only a hint.
+            if let Ok(file) = fs::File::open(self.path(id).join(name)) {
+                let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::WillNeed);
+            }
+        }
+    }
+
     /// Makes what is in `work` the image of this id, in place of an older one.
     pub fn publish(&self, id: &str, header: &Header, work: Work) -> Result<(), ImageError> {
         let path = work.path.join(header::NAME);
         let text = header.encode().map_err(|error| at("write", &path)(error.into()))?;
         let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
         file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(at("write", &path))?;
+        if self.held.lock().contains_key(id) {
+            return Err(at("replace", self.path(id))(io::ErrorKind::ResourceBusy.into()));
+        }
         let (target, aside) = (self.path(id), self.dir.join("work").join(self.number().to_string()));
         self.checked.lock().remove(id);
         match fs::rename(&target, &aside) {

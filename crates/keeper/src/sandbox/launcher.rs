@@ -55,12 +55,21 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
 }
 
 fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
-    while let Some((order, fds)) = channel::receive::<Birth>(orders)? {
+    loop {
+        let (order, fds) = match channel::receive::<Birth>(orders) {
+            Ok(Some(received)) => received,
+            Ok(None) => return Ok(()),
+            // Its descriptors are closed, which tells who gave the order.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                eprintln!("the launcher of sandboxes got a bad order: {error}");
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         // It answers the keeper itself. A fork that fails closes the keeper's connection, which is an answer too.
         let forked = alone.fork(&Fork::default(), |alone| birth::run(alone, &order, fds));
         if let Err(error) = forked {
             eprintln!("the launcher of sandboxes cannot fork: {error}");
         }
     }
-    Ok(())
 }

@@ -25,6 +25,7 @@ pub const CRIU: &[Fact] = &[
     ("an application goes on from its image with what it remembered", goes_on),
     ("an image of an image's application is one too", generations),
     ("processes that share memory, files and locks go on together", prefork),
+    ("an application listens on sockets of its own after its restore", own_sockets),
     ("a restored program is as fenced in as before", still_fenced),
     ("an image is closed to everybody but root", closed),
     ("an image that was cut is put aside and not used", cut),
@@ -54,9 +55,11 @@ const COUNTER: &str = "import os, socket\n\
     print('starts', flush=True)\n\
     while True:\n\
     \x20   client, _ = server.accept()\n\
-    \x20   seen.append(client.recv(100).decode())\n\
-    \x20   print('served', len(seen), flush=True)\n\
-    \x20   client.sendall(f'{os.getpid()} {os.getuid()} {seen}'.encode())\n\
+    \x20   try:\n\
+    \x20       seen.append(client.recv(100).decode())\n\
+    \x20       print('served', len(seen), flush=True)\n\
+    \x20       client.sendall(f'{os.getpid()} {os.getuid()} {seen}'.encode())\n\
+    \x20   except OSError: seen.append('gone')\n\
     \x20   client.close()\n";
 
 const LIMITS: Limits =
@@ -250,6 +253,50 @@ fn prefork() {
         except OSError: print('locked')";
     assert_eq!(scene::python(&life.sandbox, try_lock), "locked");
     assert_eq!(task.try_exit().unwrap(), None);
+}
+
+fn own_sockets() {
+    let mut stage = Stage::new();
+    let knows_ports = !stage.images.criu().why.contains("cannot image applications with TCP sockets");
+    let own = "server = socket.socket(socket.AF_UNIX); server.bind('/run/own.sock'); server.listen()";
+    let port = "server = socket.create_server(('127.0.0.1', 8123))";
+    let handed = "server = socket.socket(fileno=3)";
+    stage.scene = stage.scene.with_file("own.py", &COUNTER.replace(handed, own));
+    stage.scene = stage.scene.with_file("port.py", &COUNTER.replace(handed, port));
+    let own = ("own.py", Address::Socket("/run/own.sock".into()));
+    let ways = if knows_ports { vec![own, ("port.py", Address::Port(8123))] } else { vec![own] };
+    for (name, address) in ways {
+        let life = stage.life();
+        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        let _task = scene::root_task(&life.sandbox, &["python3", name], None, &life.log_writer);
+        assert!(life.read_log().contains("starts"));
+        assert_eq!(talk(life.sandbox.connect(&address).unwrap(), "one"), format!("10 {ALICE} ['one']"));
+        let stays = life.sandbox.connect(&address).unwrap();
+        let taken = stage.images.take(&stage.subject(), &life.sandbox, &log);
+        match address {
+            // It is cut off in the image.
+            Address::Port(_) => drop(taken.unwrap()),
+            _ => {
+                let refused = taken.unwrap_err().to_string();
+                assert!(refused.contains("one end of a Unix socket's connection is outside"), "{refused}");
+                drop(stays);
+                stage.images.forget_refusal(&stage.subject());
+                // It must have seen that the client has gone.
+                assert_eq!(
+                    talk(life.sandbox.connect(&address).unwrap(), "one"),
+                    format!("10 {ALICE} ['one', '', 'gone', 'one']")
+                );
+                stage.images.take(&stage.subject(), &life.sandbox, &log).unwrap();
+            }
+        }
+        drop(life);
+        let life = stage.life();
+        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        stage.images.restore(&found(&stage), &life.sandbox, &log).unwrap();
+        let said = talk(life.sandbox.connect(&address).unwrap(), "two");
+        assert!(said.ends_with("'two']"), "{said}");
+        assert_eq!(put_aside(&stage), [""; 0]);
+    }
 }
 
 fn still_fenced() {
