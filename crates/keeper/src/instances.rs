@@ -447,9 +447,10 @@ impl Instance {
                 );
                 busy(fault::APP_BACKOFF, message)
             }
-            Refusal::Full => {
-                busy(fault::LIMIT, format!("as many requests as may wait for the application of '{name}' do"))
-            }
+            Refusal::Full => busy(
+                fault::LIMIT,
+                format!("as many as may wait for the application of '{name}', or for its turn, do"),
+            ),
             Refusal::Stopped => {
                 busy(fault::APP, format!("the application of '{name}' was ended by its operator"))
             }

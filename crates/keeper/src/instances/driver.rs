@@ -17,9 +17,8 @@ use super::rest::Reached;
 use super::start::{self, Body, How, NoBody};
 use super::{Instance, Instances};
 use crate::engine::Engine;
-use crate::fault::{self, Fault};
+use crate::fault;
 use crate::metrics::{ImageEvent, WakeEnd};
-use crate::protocol::Failure;
 
 impl Instances {
     /// Tells an instance what happened, and does what that calls for. What happens while this is done waits for its end.
@@ -88,9 +87,8 @@ impl Instances {
             Effect::Queue => {
                 instance.mark(Stage::Queue, now);
                 if !self.wakes.borrow_mut().join(key) {
-                    let message = "as many applications as may wait for their turn to start do";
-                    instance.fault.replace(Some(Fault::new(Failure::Busy, fault::LIMIT, message)));
-                    self.tell(engine, instance, Event::Stop);
+                    // Before anything else that happened: it waits for nothing now.
+                    self.inbox.borrow_mut().push_front((Rc::clone(instance), Event::NoTurn));
                 }
             }
             Effect::Unqueue => self.wakes.borrow_mut().leave(key),
@@ -172,6 +170,10 @@ impl Instances {
             let is_taken = taken.is_ok();
             instance.no_image.replace(taken.as_ref().err().map(|fault| fault.message.clone()));
             instance.image.replace(taken.ok());
+            if !is_taken && !instance.life.borrow().is_imaging() {
+                // It was ended meanwhile: that it could not be imaged says nothing about it.
+                engine.instances.forget_refusal(&engine, &instance).await;
+            }
             engine.instances.tell(&engine, &instance, Event::Done(op, Outcome::Imaged(is_taken)));
             engine.instances.collect(&engine);
         });

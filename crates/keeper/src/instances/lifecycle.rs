@@ -49,6 +49,8 @@ pub enum Event {
     Leave(Run),
     /// Its turn to wake.
     Turn,
+    /// As many wait for their turn as may.
+    NoTurn,
     Done(Op, Outcome),
     /// The processes of this run have ended by themselves, and nothing of them is left.
     Died(Run),
@@ -399,6 +401,12 @@ impl Lifecycle {
             Event::Cancel(waiter) => self.cancel(waiter),
             Event::Leave(run) => self.leave(now, run),
             Event::Turn => self.turn(now),
+            Event::NoTurn => {
+                debug_assert_eq!(self.state, State::Queued, "turns are of those who wait");
+                self.state = State::Off;
+                self.not_unasked_before = now + BACKOFF_FIRST;
+                self.answer_all(Err(Refusal::Full));
+            }
             Event::Done(op, outcome) => self.done(now, op, outcome),
             Event::Died(run) => self.died(now, run),
             Event::Alarm => self.alarm(now),

@@ -36,6 +36,7 @@ pub const ROOT: &[Fact] = &[
     ("a secret that its tenant may not read is not told", foreign_secret),
     ("an application reaches the node's network only if its record says so", reaches_the_network),
     ("nothing of an instance outlives a killed keeper", killed_keeper),
+    ("a keeper whose launcher of sandboxes was killed ends, and all instances with it", killed_launcher),
     ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
 ];
 
@@ -463,6 +464,24 @@ fn reaches_the_network() {
 
 fn killed_keeper() {
     outlived_by_nothing(&world("", json!({})).start());
+}
+
+fn killed_launcher() {
+    let world = world("", json!({})).start();
+    let all = world.run(async |keeper| {
+        run_of(&keeper, "app").await;
+        pids(&world, "app")
+    });
+    let keeper = world.keeper_pid();
+    let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
+    let launcher = children.split_ascii_whitespace().next().unwrap().parse().unwrap();
+    rustix::process::kill_process(Pid::from_raw(launcher).unwrap(), rustix::process::Signal::KILL).unwrap();
+    wait_dead(keeper.try_into().unwrap());
+    all.into_iter().for_each(wait_dead);
+    world.kill();
+    world.restart();
+    world.run(async |keeper| run_of(&keeper, "app").await);
+    assert!(world.log().contains("NGY0317"), "{}", world.log());
 }
 
 fn frozen_on_v1() {

@@ -214,6 +214,9 @@ impl World {
         match effect {
             Effect::Queue => {
                 assert!(self.outside[at].alive.is_none(), "it waits for its turn while it lives");
+                if self.dice.chance(2) {
+                    return self.events.push_front((key, Event::NoTurn));
+                }
                 assert!(self.wakes.join(key));
                 self.order.push_back(key);
             }
@@ -278,7 +281,8 @@ impl World {
             self.events.push_back((key, Event::Done(op, Outcome::Failed(Blame::Node))));
             return;
         }
-        out.unknown = false;
+        // A start says nothing of it.
+        out.unknown &= !is_restore;
         (out.alive, out.is_coming, out.tier) = (Some(run), true, Some(Tier::Running));
         self.seen.restores += u64::from(is_restore);
         let outcome = match self.dice.roll(100) {
