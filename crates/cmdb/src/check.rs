@@ -4,6 +4,7 @@
 //! Not here: what depends on other records, such as a host that another site has (`store::plan`); the
 //! shape of the JSON (`record`); names (`names`).
 
+mod app;
 mod limits;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +18,8 @@ use serde::{Deserialize, Serialize};
 use self::limits::Level;
 use crate::names::{HostPattern, is_host_name};
 use crate::record::{
-    App, Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, Listen, Setting, SettingValue,
-    Site, Tenant, VALUE_LEN_MAX,
+    Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, Setting, SettingValue, Site, Tenant,
+    VALUE_LEN_MAX,
 };
 
 /// Longest URL path a site may be mounted at, in bytes.
@@ -143,7 +144,7 @@ pub fn site(site: &Site, to: &mut Findings) {
             }
         }
         Backend::Http(backend) => http(backend, to),
-        Backend::App(backend) => app(backend, to),
+        Backend::App(backend) => app::app(backend, to),
     }
     limits::of_site(site, to);
 }
@@ -283,14 +284,18 @@ fn files_without_programs(files: &Files, to: &mut Findings) {
 fn env(env: &BTreeMap<String, String>, to: &mut Findings) {
     to.list_len("env", env.len());
     for (name, value) in env {
-        let begins = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
-        if !begins || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+        if !is_variable(name) {
             to.add("env", name, "is not a variable name: use letters, digits and '_', no digit first");
         }
         if value.contains('\0') {
             to.add(format!("env.{name}"), value, "contains a NUL byte");
         }
     }
+}
+
+fn is_variable(name: &str) -> bool {
+    let begins = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+    begins && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
 fn http(http: &Http, to: &mut Findings) {
@@ -322,27 +327,6 @@ fn is_authority(text: &str) -> bool {
 
 fn is_port(text: &str) -> bool {
     text.bytes().all(|b| b.is_ascii_digit()) && text.parse::<u16>().is_ok_and(|port| port != 0)
-}
-
-fn app(app: &App, to: &mut Findings) {
-    if app.command.first().is_none_or(String::is_empty) {
-        to.add("command", "", "is empty: give the program and its arguments as a list");
-    }
-    to.list_len("command", app.command.len());
-    for word in app.command.iter().filter(|word| word.contains('\0')) {
-        to.add("command", word, "contains a NUL byte");
-    }
-    let (other, instead) = match app.listen {
-        Listen::Socket => ("{port}", "{socket} in the command, or listen = port"),
-        Listen::Port => ("{socket}", "{port} in the command, or listen = socket"),
-    };
-    for word in app.command.iter().filter(|word| word.contains(other)) {
-        to.add("command", word, format!("does not go with what it listens on: use {instead}"));
-    }
-    directory("directory", &app.directory, to);
-    env(&app.env, to);
-    to.at_least_one("start_seconds", app.start_seconds);
-    to.at_least_one("timeout_seconds", app.timeout_seconds);
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::io::{self, Read, Write};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::instance::Act;
 use crate::record::Change;
 
 /// Longest frame, in bytes. The largest is one batch of changes: `BATCH_MAX` records of at most 64 KiB.
@@ -45,6 +46,17 @@ pub enum Question {
     Status,
     /// The keeper: the tree of cells as JSON.
     Cells,
+    /// The keeper: all instances as JSON, `{"instances": [...], ...}`. Each has `site`, `tenant`, `tier` and, as far as known,
+    /// `state` (what goes on with it now, or why nothing does), `since_seconds` (at this tier), `uses` (edge threads that keep
+    /// it awake), `memory_bytes`, `cpu_us` (both of all its processes), `wakes` (since the keeper began), `last_wake` (a
+    /// `Wake`), `image` (`{"bytes", ...}` or null) and `note` (why it failed, or cannot have an image).
+    Instances,
+    /// The keeper: does this to the instance of a site. Answered when it is done, which may take as long as a start:
+    /// `{"ok": true, ...}`, `{"error": "...", "code": "NGYnnnn"}`, or `null` where no application has this name. `Inspect`
+    /// answers as a row of `Instances`, with more; `Logs` with `lines`, the oldest first.
+    Instance { site: String, act: Act },
+    /// The edge: sites, tenants and lanes of which requests run or wait, as JSON.
+    Requests,
     /// The edge: the receipt of the request with this id as JSON.
     Explain { id: String },
 }

@@ -7,6 +7,7 @@
 pub mod cell;
 pub mod check;
 pub mod feed;
+pub mod instance;
 pub mod names;
 pub mod record;
 pub mod store;

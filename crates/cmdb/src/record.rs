@@ -3,6 +3,7 @@
 //!
 //! Not here: the store (`store`), the in-memory copy (`table`).
 
+mod app;
 mod limits;
 mod setting;
 
@@ -13,6 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::names::{HostPattern, SiteName, TenantName};
 
+pub use app::{
+    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, Outbound, RELEASE_LEN_MAX,
+    Ready, START_SECONDS_MAX,
+};
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
@@ -165,34 +170,6 @@ pub struct Http {
     pub host_header: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct App {
-    /// Program and arguments. `{socket}` and `{port}` are replaced; `$NAGAYA_SOCKET` or `$PORT` is set too.
-    pub command: Vec<String>,
-    /// Working directory: beneath the tenant's home if relative.
-    pub directory: PathBuf,
-    #[serde(default)]
-    pub listen: Listen,
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub env: BTreeMap<String, String>,
-    /// How long it may take until it listens, seconds. None: the node's default.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub start_seconds: Option<u32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub timeout_seconds: Option<u32>,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Listen {
-    /// A Unix socket at a path nagaya gives it.
-    #[default]
-    Socket,
-    /// A loopback TCP port nagaya gives it.
-    Port,
 }
 
 /// One step from a state of the store to the next.

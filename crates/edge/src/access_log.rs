@@ -20,6 +20,7 @@ use http::header::{REFERER, USER_AGENT};
 use http::{HeaderValue, Method, StatusCode, Version};
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{Site, Tenant};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
@@ -30,7 +31,7 @@ use crate::metrics::Metrics;
 use crate::options::LogFormat;
 use crate::receipt;
 use format::Formatter;
-pub use format::timestamp;
+pub use format::{stages, timestamp};
 use writer::{Chunk, Writer};
 
 /// Lines one edge thread collects before it hands them over, in bytes. About 300 lines.
@@ -87,7 +88,7 @@ pub struct AccessRecord {
     pub more: Option<Box<More>>,
 }
 
-/// What is said of a request that a rule, a limit or a program concerned.
+/// What is said of a request that a rule, a limit, a program or a wake concerned.
 #[derive(Debug, Clone, Default)]
 pub struct More {
     /// Where its programs ran, as `nagaya cells` shows it.
@@ -103,6 +104,17 @@ pub struct More {
     pub ruled_by: SmallVec<[Arc<str>; 2]>,
     /// Its tenant, as it was then.
     pub tenant: Option<Arc<Tenant>>,
+    /// The wake of its site's instance that it waited for.
+    pub woken: Option<Woken>,
+}
+
+/// A request that came to an instance that rested.
+#[derive(Debug, Clone)]
+pub struct Woken {
+    /// Shared by all requests of a thread that waited for it.
+    pub wake: Arc<Wake>,
+    /// How long this one waited, apart from waiting its turn.
+    pub waited: Duration,
 }
 
 impl More {
@@ -197,6 +209,11 @@ impl AccessRecord {
     /// What its programs used.
     pub fn used(&self) -> Used {
         self.more.as_ref().map_or(Used::Nothing, |more| more.used)
+    }
+
+    /// The wake it waited for.
+    pub fn woken(&self) -> Option<&Woken> {
+        self.more.as_ref()?.woken.as_ref()
     }
 
     /// There is more to explain than that a file was sent.

@@ -16,10 +16,12 @@ use http_body::{Body, Frame, SizeHint};
 use ipnet::IpNet;
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::Confinement;
+use nagaya_cmdb::instance::Wake;
 
-use crate::access_log::{AccessRecord, More, ThreadLog};
+use crate::access_log::{AccessRecord, More, ThreadLog, Woken};
 use crate::forward;
 use crate::gate::Permits;
+use crate::instances::Hold;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
 use crate::node::Node;
@@ -50,6 +52,8 @@ pub struct Account {
     ruling: Option<Box<Ruling>>,
     /// Made when a rule, a limit or a program concerns the request.
     stay: OnceCell<Rc<Stay>>,
+    /// Keeps its site's instance awake until the response's body has ended.
+    hold: Option<Rc<Hold>>,
     /// The client is told its receipt.
     disclosed: bool,
     recorder: Rc<Recorder>,
@@ -157,6 +161,7 @@ impl Account {
             received: None,
             ruling: None,
             stay: OnceCell::new(),
+            hold: None,
             recorder,
         })
     }
@@ -255,12 +260,24 @@ impl Account {
         self.permits = Some(permits);
     }
 
+    /// It needs its site's instance, until this account is closed.
+    pub fn need(&mut self, hold: impl FnOnce() -> Hold) -> Rc<Hold> {
+        Rc::clone(self.hold.get_or_insert_with(|| Rc::new(hold())))
+    }
+
+    /// It waited so long for this wake of its site's instance.
+    pub fn woken(&mut self, wake: Arc<Wake>, waited: Duration) {
+        let before = self.record().woken().map_or(Duration::ZERO, |woken| woken.waited);
+        self.more().woken = Some(Woken { wake, waited: before + waited });
+    }
+
     /// The backend has begun to answer.
     pub fn backend_answered(&mut self) {
         let paced = Duration::from_micros(self.stay.get().map_or(0, |stay| stay.paced_us()));
         let record = self.record_mut();
         // What comes before it, and what its end was held back for, are told by themselves.
-        let apart = record.queued + record.ruled + paced;
+        let woken = record.woken().map_or(Duration::ZERO, |woken| woken.waited);
+        let apart = record.queued + record.ruled + woken + paced;
         record.backend = record.begun.elapsed().saturating_sub(apart);
     }
 
@@ -306,7 +323,8 @@ impl Account {
         }
         figures.update(&more, now.saturating_duration_since(record.begun));
         let (id, node, stay) = (record.id, Rc::clone(&self.recorder.node), self.stay.get().cloned());
-        Disclosure { id, node, begun: record.begun, figures, stay }.put(response);
+        let wake = record.woken().map(|woken| Arc::clone(&woken.wake));
+        Disclosure { id, node, begun: record.begun, figures, wake, stay }.put(response);
     }
 }
 

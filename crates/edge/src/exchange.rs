@@ -3,14 +3,16 @@
 //! Not here: how each kind works (`files`, `programs`, `upstream`), which cell that is (`rules`), how bodies are held to
 //! limits that no program's cell can hold them to (`pace`), the order of a request's steps (`request`).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::Method;
 use nagaya_cmdb::Backend;
-use nagaya_cmdb::record::{App, Files, Http, Listen};
+use nagaya_cmdb::record::{App, Files, Http};
+use nagaya_keeper::protocol::InstanceId;
 
 use crate::account::Account;
 use crate::files::{Ctx, Programs};
+use crate::instances::Hold;
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::pace;
@@ -19,13 +21,23 @@ use crate::programs::{Outcome, Script};
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::rules;
-use crate::upstream::{self, Address, Bounds, Outgoing};
+use crate::upstream::{self, Address, Bounds, Connector, Failed, Outgoing};
 
 /// What the fields of a request to an application mostly take, in bytes.
 const FIELDS_LEN: usize = 1024;
 
 /// A program may answer "serve that path instead" (RFC 3875 section 6.2.2) this often for one request.
 const LOCAL_REDIRECTS_MAX: u32 = 10;
+
+/// An instance that ended between two requests is woken anew this often for one request.
+const RENEWALS_MAX: u32 = 1;
+
+/// Begins what takes long and can go on while the request waits its turn: waking an application that rests.
+pub fn prepare(node: &Node, route: &Route, account: &mut Account) {
+    if let Backend::App(_) = &route.site.backend {
+        account.need(|| node.instances.hold(&route.site.name));
+    }
+}
 
 pub async fn run(
     node: &Node,
@@ -45,7 +57,7 @@ pub async fn run(
             Box::pin(from_files(node, route, files, request, account)).await
         }
         Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
-        Backend::App(app) => Box::pin(from_app(node, route, app, request)).await,
+        Backend::App(app) => Box::pin(from_app(node, route, app, request, account)).await,
     }?;
     account.backend_answered();
     Ok(pace::apply(node, route, account, response))
@@ -109,35 +121,90 @@ async fn from_files(
 /// A server that already runs somewhere.
 async fn from_server(node: &Node, http: &Http, request: Request) -> Result<Response, Refusal> {
     let address = Address::parse(&http.address);
-    proxy(node, &address, http.host_header.as_deref(), http.timeout_seconds, request).await
-}
-
-/// A server that the keeper starts when it is needed; the connection comes from there.
-async fn from_app(node: &Node, route: &Route, app: &App, request: Request) -> Result<Response, Refusal> {
-    let address = Address::App { site: route.site.name.clone(), tcp: app.listen == Listen::Port };
-    proxy(node, &address, None, app.timeout_seconds, request).await
-}
-
-async fn proxy(
-    node: &Node,
-    address: &Address,
-    host: Option<&str>,
-    timeout_seconds: Option<u32>,
-    request: Request,
-) -> Result<Response, Refusal> {
-    let limits = node.limits();
-    let bounds = Bounds {
-        connect: Duration::from_millis(limits.backend_connect_ms),
-        head: timeout_seconds
-            .map_or(Duration::from_millis(limits.backend_ms), |seconds| Duration::from_secs(seconds.into())),
-        idle: Duration::from_millis(limits.idle_body_ms),
-        head_bytes: limits.head_bytes,
-    };
     let Request { head, body } = request;
-    let mut fields = Vec::with_capacity(FIELDS_LEN);
-    node.forwarding.request(&head, host, &mut fields)?;
-    let outgoing = Outgoing { head: &head, fields: &fields };
-    let mut response = upstream::exchange(&node.upstream, address, node, outgoing, body, bounds).await?;
-    node.forwarding.response(&mut response);
-    Ok(response)
+    let proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;
+    Ok(proxy.exchange(&address, node, body).await?)
+}
+
+/// The site's instance, which the keeper wakes if it rests; connections to it come from there.
+async fn from_app(
+    node: &Node,
+    route: &Route,
+    app: &App,
+    request: Request,
+    account: &mut Account,
+) -> Result<Response, Refusal> {
+    let Request { head, mut body } = request;
+    let proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
+    let hold = account.need(|| node.instances.hold(&route.site.name));
+    let mut instance = awake(&hold, account).await?;
+    let mut renewals = 0;
+    loop {
+        let failed = match proxy.exchange(&Address::Instance(instance), &*hold, body).await {
+            Ok(response) => return Ok(response),
+            Err(failed) => failed,
+        };
+        let Some(again) = failed.again.filter(|_| renewals < RENEWALS_MAX) else {
+            return Err(failed.refusal);
+        };
+        renewals += 1;
+        node.upstream.count_retry();
+        // It may have ended meanwhile: then there is another one. If there is none, the first failure says more.
+        hold.renew(instance);
+        let Ok(renewed) = awake(&hold, account).await else { return Err(failed.refusal) };
+        (instance, body) = (renewed, again);
+    }
+}
+
+/// Waits until the instance can answer, and notes what that took.
+async fn awake(hold: &Hold, account: &mut Account) -> Result<InstanceId, Refusal> {
+    let since = Instant::now();
+    let awake = hold.awake().await?;
+    if let Some(wake) = awake.wake {
+        account.woken(wake, since.elapsed());
+    }
+    Ok(awake.instance)
+}
+
+/// One request on its way to a server.
+struct Proxy<'a> {
+    node: &'a Node,
+    head: &'a Head,
+    fields: Vec<u8>,
+    bounds: Bounds,
+}
+
+impl<'a> Proxy<'a> {
+    fn new(
+        node: &'a Node,
+        head: &'a Head,
+        host: Option<&str>,
+        timeout_seconds: Option<u32>,
+    ) -> Result<Self, Refusal> {
+        let limits = node.limits();
+        let bounds = Bounds {
+            connect: Duration::from_millis(limits.backend_connect_ms),
+            head: timeout_seconds.map_or(Duration::from_millis(limits.backend_ms), |seconds| {
+                Duration::from_secs(seconds.into())
+            }),
+            idle: Duration::from_millis(limits.idle_body_ms),
+            head_bytes: limits.head_bytes,
+        };
+        let mut fields = Vec::with_capacity(FIELDS_LEN);
+        node.forwarding.request(head, host, &mut fields)?;
+        Ok(Self { node, head, fields, bounds })
+    }
+
+    async fn exchange(
+        &self,
+        address: &Address,
+        connector: &impl Connector,
+        body: RequestBody,
+    ) -> Result<Response, Failed> {
+        let outgoing = Outgoing { head: self.head, fields: &self.fields };
+        let mut response =
+            upstream::exchange(&self.node.upstream, address, connector, outgoing, body, self.bounds).await?;
+        self.node.forwarding.response(&mut response);
+        Ok(response)
+    }
 }

@@ -268,6 +268,17 @@ impl GateTable {
         tenants.map(|(_, gate)| u64::from(gate.running.load(Ordering::Relaxed))).sum()
     }
 
+    /// Each gate at which requests run or wait: of what (`tenant`, `site` or `lane`), its name, how many run, how many
+    /// wait, and how many may run.
+    pub fn busy(&self) -> Vec<(String, u32, u32, u32)> {
+        let gates = self.gates.lock();
+        let row = |(key, gate): (&String, &Arc<Gate>)| {
+            let (running, limit) = (gate.running.load(Ordering::Relaxed), gate.limit.load(Ordering::Relaxed));
+            (key.clone(), running, gate.waiting(), limit)
+        };
+        gates.iter().map(row).filter(|(_, running, waiting, _)| running + waiting > 0).collect()
+    }
+
     fn get(&self, key: &str, limit: u32) -> Arc<Gate> {
         let mut gates = self.gates.lock();
         if let Some(gate) = gates.get(key) {

@@ -10,6 +10,7 @@ pub mod request;
 pub mod exchange;
 pub mod files;
 pub mod gate;
+pub mod instances;
 pub mod programs;
 pub mod route;
 pub mod rules;

@@ -3,7 +3,10 @@
 //! Not here: how counting works (`telemetry`), who asks for the text (the admin socket of the supervisor),
 //! one line per request (`access_log`).
 
+use std::time::Duration;
+
 use http::{Method, StatusCode, Version};
+use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
 use crate::access_log::{AccessRecord, Used};
@@ -51,6 +54,35 @@ const REASONS: Dimension = Dimension {
 
 /// Upper bounds in microseconds: from a small file out of memory (tens of microseconds) to a slow program (a minute).
 const DURATION_BOUNDS_US: &[u64] = &[
+    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 5_000_000, 10_000_000, 60_000_000,
+];
+
+/// `Tier::ALL` in their order.
+const TIERS: Dimension =
+    Dimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
+
+/// `Stage::ALL` in their order, and what follows them.
+const STAGES: Dimension = Dimension {
+    label: "stage",
+    values: &[
+        "decide",
+        "queue",
+        "thaw",
+        "sandbox",
+        "restore",
+        "boot",
+        "ready",
+        "image",
+        "connect",
+        "first_byte",
+    ],
+};
+const FIRST_BYTE: usize = Stage::ALL.len();
+const _: () = assert!(STAGES.values.len() == FIRST_BYTE + 1 && TIERS.values.len() == Tier::ALL.len());
+
+/// Upper bounds in microseconds: from a thawed process (tens of microseconds) to the slowest start.
+const WAKE_BOUNDS_US: &[u64] = &[
     50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
     2_500_000, 5_000_000, 10_000_000, 60_000_000,
 ];
@@ -116,6 +148,7 @@ pub struct Metrics {
     pub waiting: Gauge,
     upstream_connections: Counters<1>,
     pub upstream_retries: Counter,
+    wakes: Wakes,
     log_lines: Counters<1>,
     pub sites: Gauge,
     pub tenants: Gauge,
@@ -169,6 +202,32 @@ impl Figures {
             self.written.add([backend], usage.write_bytes);
             self.throttled.add([backend], usage.throttled_us);
             self.demotions.add([backend], usage.demoted.into());
+        }
+    }
+}
+
+/// Of instances that requests waited for.
+#[derive(Debug)]
+struct Wakes {
+    waits: Histogram,
+    stages: Histogram,
+}
+
+impl Wakes {
+    fn new(r: &mut Registry) -> Self {
+        Self {
+            waits: r.histogram(
+                "instance_wake_wait",
+                "Time requests waited for an application that rested, by how deep it did",
+                TIERS,
+                WAKE_BOUNDS_US,
+            ),
+            stages: r.histogram(
+                "instance_wake_stage",
+                "Parts of the wakes that requests waited for; first_byte is from then to the head of their answers",
+                STAGES,
+                WAKE_BOUNDS_US,
+            ),
         }
     }
 }
@@ -230,6 +289,7 @@ impl Metrics {
                 by("result", &["opened", "reused", "failed"]),
             ),
             upstream_retries: r.counter("upstream_retries", "Requests sent to a backend a second time"),
+            wakes: Wakes::new(&mut r),
             log_lines: r.counters(
                 "access_log_lines",
                 "Lines for the access log",
@@ -259,10 +319,21 @@ impl Metrics {
         }
         self.sent.add(record.bytes_out);
         self.figures.add(record, backend);
+        if let Some(woken) = record.woken() {
+            self.wakes.waits.observe(woken.wake.from as usize, woken.waited);
+            self.wakes.stages.observe(FIRST_BYTE, record.backend);
+        }
         if let Some(reason) = record.refusal {
             let last = REASONS.values.len() - 1;
             let at = REASONS.values.iter().position(|r| *r == reason).unwrap_or(last);
             self.refusals.add([at], 1);
+        }
+    }
+
+    /// A thread's requests waited for this wake.
+    pub fn wake(&self, wake: &Wake) {
+        for (stage, us) in &wake.stages {
+            self.wakes.stages.observe(*stage as usize, Duration::from_micros(*us));
         }
     }
 

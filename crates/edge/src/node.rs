@@ -3,17 +3,13 @@
 //! Single-threaded by construction: nothing here is locked. Not here: the thread itself (`listen`).
 
 use std::cell::{Cell, RefCell};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream as StdUnixStream;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_base::RequestId;
-use nagaya_cmdb::{Site, SiteName};
+use nagaya_cmdb::Site;
 use nagaya_keeper::client::{ClientError, Keeper};
-use nagaya_keeper::protocol::Failure;
-use tokio::net::{TcpStream, UnixStream};
 
 use crate::account::{Account, Recorder};
 use crate::drain::{Connections, Entered};
@@ -21,6 +17,7 @@ use crate::files::{FileServer, Root};
 use crate::forward::Forwarding;
 use crate::gate::Patience;
 use crate::http1::connection::Host;
+use crate::instances::Instances;
 use crate::message::{ConnInfo, Request, Response};
 use crate::options::{Limits, Options};
 use crate::pace::Plans;
@@ -39,6 +36,7 @@ pub struct Node {
     pub files: FileServer,
     pub programs: Programs,
     pub upstream: Rc<Pool>,
+    pub instances: Rc<Instances>,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
     pub rules: Rc<Rules>,
@@ -57,6 +55,7 @@ impl Node {
     pub fn new(shared: Arc<Shared>, keeper: Rc<Keeper>) -> Self {
         let options = shared.options();
         let turns = Rc::<Turns>::default();
+        let upstream = Rc::new(Pool::new(Arc::clone(&shared.metrics)));
         Self {
             router: Router::new(Arc::clone(&shared)),
             files: FileServer::new(options.limits.file_cache_bytes, Rc::clone(&turns)),
@@ -67,7 +66,13 @@ impl Node {
                 &options,
                 Arc::clone(&shared.metrics),
             ),
-            upstream: Rc::new(Pool::new(Arc::clone(&shared.metrics))),
+            instances: Instances::new(
+                Rc::clone(&keeper),
+                Rc::clone(&upstream),
+                Arc::clone(&shared.metrics),
+                Arc::clone(&shared.needs),
+            ),
+            upstream,
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
             rules: Rules::new(&shared, Rc::clone(&turns)),
@@ -132,39 +137,10 @@ impl Node {
             log.flush();
         }
     }
-
-    async fn connect_app(&self, site: &SiteName, tcp: bool) -> Result<Socket, Refusal> {
-        let fd = self.keeper.connect_app(site).await.map_err(refuse_app)?;
-        app_socket(fd, tcp).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
-    }
 }
 
 fn patience(options: &Options) -> Patience {
     Patience { waiting_max: options.max_waiting, wait: Duration::from_millis(options.wait_ms) }
-}
-
-fn app_socket(fd: OwnedFd, tcp: bool) -> std::io::Result<Socket> {
-    if tcp {
-        let stream = std::net::TcpStream::from(fd);
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
-        TcpStream::from_std(stream).map(Socket::Tcp)
-    } else {
-        let stream = StdUnixStream::from(fd);
-        stream.set_nonblocking(true)?;
-        UnixStream::from_std(stream).map(Socket::Unix)
-    }
-}
-
-fn refuse_app(error: ClientError) -> Refusal {
-    match error {
-        ClientError::Refused { failure: Failure::Busy, .. } => {
-            Refusal::Overloaded("the application restarts")
-        }
-        ClientError::Refused { message, .. } => Refusal::BackendUnreachable(message),
-        ClientError::Gone => Refusal::Overloaded("the keeper restarts"),
-        ClientError::TimedOut => Refusal::BackendTimeout,
-    }
 }
 
 enum RootError {
@@ -191,10 +167,7 @@ impl From<RootError> for Refusal {
 
 impl Connector for Node {
     async fn connect(&self, address: &Address) -> Result<Socket, Refusal> {
-        match address {
-            Address::App { site, tcp } => self.connect_app(site, *tcp).await,
-            other => dial(other).await.map_err(|error| Refusal::BackendUnreachable(error.to_string())),
-        }
+        dial(address).await.map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
 }
 

@@ -20,6 +20,9 @@ use crate::options::Options;
 use crate::receipt;
 use crate::shared::Shared;
 
+/// Rows of each kind in what `nagaya top` is told.
+const ROWS_MAX: usize = 1000;
+
 /// One address, with a socket for each thread.
 pub struct Listener {
     pub address: String,
@@ -156,9 +159,10 @@ impl Process {
         let text = match question {
             Question::Metrics => self.shared.metrics.encode(),
             Question::Status => self.status().to_string(),
+            Question::Requests => self.requests().to_string(),
             Question::Explain { id } => receipt::explain(&self.shared, &id),
             // The keeper's to answer; this process has none.
-            Question::Cells => "null".into(),
+            Question::Cells | Question::Instances | Question::Instance { .. } => "null".into(),
         };
         feed::write(&mut self.feed, &Up::Answer { tag, text })
     }
@@ -176,6 +180,27 @@ impl Process {
             "connections": self.shared.metrics.connections_open.get(),
             "php_workers": self.shared.php.workers(),
             "rules": self.shared.rules.status(),
+        })
+    }
+
+    /// The busiest sites, tenants and lanes, for `nagaya top`.
+    fn requests(&self) -> serde_json::Value {
+        let busiest = |mut rows: Vec<serde_json::Value>| {
+            let busy = |row: &serde_json::Value| {
+                row["running"].as_u64().unwrap_or(0) + row["waiting"].as_u64().unwrap_or(0)
+            };
+            rows.sort_by_key(|row| std::cmp::Reverse(busy(row)));
+            rows.truncate(ROWS_MAX);
+            rows
+        };
+        let need = |(site, running, waiting)| serde_json::json!({ "site": site, "running": running, "waiting": waiting });
+        let gate = |(key, running, waiting, limit): (String, u32, u32, u32)| {
+            let (of, name) = key.split_once(' ').unwrap_or_default();
+            serde_json::json!({ "of": of, "name": name, "running": running, "waiting": waiting, "limit": limit })
+        };
+        serde_json::json!({
+            "instances": busiest(self.shared.needs.each().into_iter().map(need).collect()),
+            "gates": busiest(self.shared.gates.busy().into_iter().map(gate).collect()),
         })
     }
 

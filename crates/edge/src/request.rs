@@ -3,7 +3,7 @@
 //!   route -> rules -> admit -> wake -> confine -> exchange -> release
 //!
 //! `route` finds the site, `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
-//! `exchange` (in `exchange.rs`, by kind of backend) bring up what answers, put it into its cell and let it answer,
+//! `exchange` (in `exchange.rs`, by kind of backend; `instances.rs` for applications) bring up what answers, put it into its cell and let it answer,
 //! `release` happens by itself: every guard taken on
 //! the way goes with the response, in its account or its body, and is dropped when the *body* has been sent, or when
 //! the client has left.
@@ -61,6 +61,9 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     if let Some(answer) = rules::on_arrival(node, &route, &mut request, account)? {
         return Ok(answer);
     }
+
+    // An application that rests is woken while the request waits its turn, and kept awake until its body has ended.
+    exchange::prepare(node, &route, account);
 
     // May it run now? Waits its turn in its lane's, its site's and its tenant's line, no longer than is allowed.
     // The account holds the right to run until the body ends, not just until its head is sent.

@@ -12,6 +12,7 @@ use parking_lot::RwLock;
 
 use crate::access_log::AccessLog;
 use crate::gate::GateTable;
+use crate::instances::Needs;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::pace::Ledger;
@@ -30,6 +31,8 @@ pub struct Shared {
     pub php: Arc<PhpPools>,
     /// What cells that requests share have been charged.
     pub ledger: Arc<Ledger>,
+    /// Requests that need instances.
+    pub needs: Arc<Needs>,
     /// The last requests, for `nagaya explain`.
     pub receipts: Rings,
     /// The operator's rules, as they are on disk.
@@ -56,6 +59,7 @@ impl Shared {
             gates: GateTable::new(metrics.waiting.clone()),
             metrics,
             ledger: Arc::default(),
+            needs: Arc::default(),
             receipts: Rings::default(),
         }
     }

@@ -16,6 +16,7 @@ mod device;
 mod dir;
 mod ending;
 mod files;
+mod freezer;
 mod hierarchy;
 mod leaf;
 mod lines;
@@ -25,6 +26,7 @@ mod show;
 mod usage;
 
 use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -47,6 +49,7 @@ use leaf::Body;
 use place::{Depth, Level, Place, Wants, What};
 
 pub use ending::LOOK_AGAIN_MAX;
+pub use freezer::Freezer;
 pub use leaf::Leaf;
 pub use show::Numbers;
 
@@ -119,6 +122,8 @@ pub struct Cells {
 pub struct Shared {
     /// The keeper's own directory in each hierarchy.
     trees: Vec<Arc<Dir>>,
+    /// Its directory in the freezer of v1, made when it is needed.
+    freezer: Option<PathBuf>,
     disks: Disks,
     complaints: Arc<Complaints>,
     /// Free leaves of all branches.
@@ -176,6 +181,7 @@ impl Cells {
             files_max.map_or(usize::MAX, |files| usize::try_from(files).unwrap_or(usize::MAX)) / 4;
         let shared = Shared {
             trees: trees.collect(),
+            freezer: found.freezer,
             disks: Disks::new(),
             complaints,
             free: AtomicUsize::new(0),
@@ -315,6 +321,10 @@ impl Cells {
         state.sweep(&self.shared, Duration::ZERO);
         drop(state);
         self.shared.trees.iter().for_each(|tree| tree.hierarchy.close());
+        for dir in self.shared.freezer.iter().flat_map(|own| own.ancestors().take(2)) {
+            // It may never have been made, and other keepers may be in the one above.
+            let _ = rustix::fs::rmdir(dir);
+        }
     }
 }
 

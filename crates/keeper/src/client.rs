@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
+use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{SiteName, TenantName};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -21,11 +22,11 @@ use tokio::sync::{Mutex, Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
-use crate::apps::START_MAX;
 use crate::codec::{self, CodecError};
+use crate::instances::WAKE_MAX;
 use crate::process::START_TIMEOUT;
-use crate::protocol::{Answer, Ask, Exit, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
-use crate::server::{PROCESSES_PER_CONNECTION_MAX, receive, send};
+use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::server::{INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, receive, send};
 use crate::sys;
 
 /// Longest wait for an answer that starts nothing.
@@ -34,11 +35,15 @@ pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for a program to begin. The keeper's own bound on a start that hangs is shorter.
 pub const SPAWN_TIMEOUT: Duration = START_TIMEOUT.saturating_add(CALL_TIMEOUT);
 
-/// Longest wait for a connection to an application, which may have to be started.
-pub const APP_TIMEOUT: Duration = START_MAX.saturating_add(CALL_TIMEOUT);
+/// Longest wait for an instance that has to be woken. The keeper bounds the wait for its turn, a restoration that fails and
+/// the start after it; this is more than all of them.
+pub const WAKE_TIMEOUT: Duration = WAKE_MAX.saturating_add(CALL_TIMEOUT);
+
+/// Guards at once, and questions that may become one.
+const FAREWELLS_MAX: usize = PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX;
 
 /// Calls of one thread that may wait for answers.
-const WAITING_MAX: usize = 1000;
+const WAITING_MAX: usize = INSTANCE_USES_PER_CONNECTION_MAX;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClientError {
@@ -75,7 +80,7 @@ pub struct PhpWorker {
 pub struct ProcessGuard {
     process: ProcessId,
     /// A place in the connection's queue, taken when the process was made: dropping cannot find it full.
-    end: Option<mpsc::OwnedPermit<ProcessId>>,
+    end: Option<mpsc::OwnedPermit<Farewell>>,
     end_told: watch::Receiver<Option<End>>,
 }
 
@@ -104,7 +109,7 @@ impl ProcessGuard {
 
     fn send_end(&mut self) {
         if let Some(end) = self.end.take() {
-            end.send(self.process);
+            end.send(Farewell::End(self.process));
         }
     }
 }
@@ -115,38 +120,113 @@ impl Drop for ProcessGuard {
     }
 }
 
-/// What a call gets: the reply, its descriptors, and for a spawned process its guard.
-type Got = (Reply, Vec<OwnedFd>, Option<ProcessGuard>);
+/// A site's instance, awake: one connection to it, and what keeps it awake.
+#[derive(Debug)]
+pub struct InstanceUse {
+    /// Non-blocking; Unix or TCP as its record says.
+    pub socket: OwnedFd,
+    pub guard: InstanceGuard,
+    /// What this call waited for. None: it ran.
+    pub wake: Option<Wake>,
+}
+
+/// Keeps an instance from resting until it is dropped, from any thread and without waiting. Connections to the instance
+/// are to be closed before: one that rests answers nobody.
+#[derive(Debug)]
+pub struct InstanceGuard {
+    instance: InstanceId,
+    /// Number of the connection to the keeper that it was given by.
+    connection: u64,
+    /// As that of a `ProcessGuard`.
+    leave: Option<mpsc::OwnedPermit<Farewell>>,
+}
+
+impl InstanceGuard {
+    /// For `connect_instance`. Another one than before: it ended meanwhile, and connections to the former are of no use.
+    pub fn id(&self) -> InstanceId {
+        self.instance
+    }
+}
+
+impl Drop for InstanceGuard {
+    fn drop(&mut self) {
+        if let Some(leave) = self.leave.take() {
+            leave.send(Farewell::Leave(self.instance));
+        }
+    }
+}
+
+/// What guards queue when they are dropped.
+#[derive(Debug, Clone, Copy)]
+enum Farewell {
+    End(ProcessId),
+    Leave(InstanceId),
+    /// The tag of a question nobody waits for any more.
+    Forget(u64),
+}
+
+/// A question for an instance that waits for its answer. Dropped before that, it takes the question back.
+struct Asking<'a> {
+    connection: &'a Connection,
+    tag: u64,
+    forget: Option<mpsc::OwnedPermit<Farewell>>,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        if self.connection.waiting.borrow_mut().remove(&self.tag).is_some()
+            && let Some(forget) = self.forget.take()
+        {
+            forget.send(Farewell::Forget(self.tag));
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Guard {
+    Process(ProcessGuard),
+    Instance(InstanceGuard),
+}
+
+/// What a call gets: the reply, its descriptors, and for a spawned process or an instance its guard.
+type Got = (Reply, Vec<OwnedFd>, Option<Guard>);
 
 pub struct Keeper {
     path: PathBuf,
     connection: RefCell<Option<Rc<Connection>>>,
     /// Held while connecting, so that many calls make one connection.
     connecting: Mutex<()>,
+    /// Connections made so far.
+    connections: Cell<u64>,
 }
 
 struct Connection {
+    number: u64,
     socket: AsyncFd<OwnedFd>,
     open: Cell<bool>,
     next_tag: Cell<u64>,
     waiting: RefCell<HashMap<u64, oneshot::Sender<Got>>>,
     processes: RefCell<HashMap<ProcessId, watch::Sender<Option<End>>>>,
-    ends: mpsc::Sender<ProcessId>,
+    farewells: mpsc::Sender<Farewell>,
     closed: Notify,
 }
 
 impl Keeper {
     /// Connects and greets. To be called on a `LocalSet`; all other calls too.
     pub async fn connect(path: &Path) -> Result<Rc<Self>, ClientError> {
-        let keeper =
-            Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) };
+        let keeper = Self::later(path);
         keeper.connected().await?;
-        Ok(Rc::new(keeper))
+        Ok(keeper)
     }
 
     /// As `connect`, but the connection is made by the first call.
     pub fn later(path: &Path) -> Rc<Self> {
-        Rc::new(Self { path: path.to_owned(), connection: RefCell::default(), connecting: Mutex::new(()) })
+        Rc::new(Self {
+            path: path.to_owned(),
+            connection: RefCell::default(),
+            connecting: Mutex::new(()),
+            connections: Cell::new(0),
+        })
     }
 
     /// The site's document root, `O_PATH | O_DIRECTORY`.
@@ -172,7 +252,7 @@ impl Keeper {
         };
         let (reply, fds, guard) = self.call(verb, SPAWN_TIMEOUT).await?;
         match (<[OwnedFd; 2]>::try_from(fds), guard, reply) {
-            (Ok([stdin, stdout]), Some(guard), Reply::Spawned { cell, .. }) => {
+            (Ok([stdin, stdout]), Some(Guard::Process(guard)), Reply::Spawned { cell, .. }) => {
                 Ok(CgiProcess { stdin, stdout, guard, cell: cell.into() })
             }
             _ => Err(ClientError::Gone),
@@ -182,7 +262,7 @@ impl Keeper {
     pub async fn spawn_php(&self, tenant: &TenantName) -> Result<PhpWorker, ClientError> {
         let (reply, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, SPAWN_TIMEOUT).await?;
         match (one_of(fds), guard, reply) {
-            (Ok(socket), Some(guard), Reply::Spawned { cell, .. }) => {
+            (Ok(socket), Some(Guard::Process(guard)), Reply::Spawned { cell, .. }) => {
                 Ok(PhpWorker { socket, guard, cell: cell.into() })
             }
             _ => Err(ClientError::Gone),
@@ -238,10 +318,27 @@ impl Keeper {
         }
     }
 
-    /// A non-blocking connection to the site's application, Unix or TCP, which is started if need be.
-    pub async fn connect_app(&self, site: &SiteName) -> Result<OwnedFd, ClientError> {
-        let got = self.call(Verb::ConnectApp { site: site.clone() }, APP_TIMEOUT).await?;
-        one_of(got.1)
+    /// The site's instance, woken if need be. The first of a thread's requests that need it asks; the guard is for all of
+    /// them, and goes when none needs it any more.
+    pub async fn use_instance(&self, site: &SiteName) -> Result<InstanceUse, ClientError> {
+        let (reply, fds, guard) = self.call(Verb::UseInstance { site: site.clone() }, WAKE_TIMEOUT).await?;
+        match (one_of(fds), guard, reply) {
+            (Ok(socket), Some(Guard::Instance(guard)), Reply::Using { wake, .. }) => {
+                Ok(InstanceUse { socket, guard, wake })
+            }
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// One more connection to an instance this thread uses. Refused with `Failure::NotFound`: it ended; `use_instance` wakes
+    /// it again.
+    pub async fn connect_instance(&self, instance: InstanceId) -> Result<OwnedFd, ClientError> {
+        one_of(self.call(Verb::ConnectInstance { instance }, CALL_TIMEOUT).await?.1)
+    }
+
+    /// Whether this guard still keeps its instance awake: a keeper that was started anew knows nothing of it.
+    pub fn knows(&self, guard: &InstanceGuard) -> bool {
+        self.open().is_some_and(|open| open.number == guard.connection)
     }
 
     /// Chain and key (PEM) for a name, if there is one.
@@ -276,7 +373,8 @@ impl Keeper {
         if let Some(open) = self.open() {
             return Ok(open);
         }
-        let connection = Connection::open(&self.path).map_err(|error| {
+        self.connections.set(self.connections.get() + 1);
+        let connection = Connection::open(&self.path, self.connections.get()).map_err(|error| {
             tracing::debug!(%error, "no connection to the keeper at {}", self.path.display());
             ClientError::Gone
         })?;
@@ -303,7 +401,7 @@ impl Drop for Keeper {
 }
 
 impl Connection {
-    fn open(path: &Path) -> io::Result<Rc<Self>> {
+    fn open(path: &Path, number: u64) -> io::Result<Rc<Self>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
@@ -311,41 +409,50 @@ impl Connection {
             Err(Errno::AGAIN) => return Err(io::ErrorKind::ConnectionRefused.into()),
             connected => connected?,
         }
-        let (ends, to_end) = mpsc::channel(PROCESSES_PER_CONNECTION_MAX);
+        let (farewells, to_say) = mpsc::channel(FAREWELLS_MAX);
         let connection = Rc::new(Self {
+            number,
             socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
             open: Cell::new(true),
             next_tag: Cell::new(1),
             waiting: RefCell::default(),
             processes: RefCell::default(),
-            ends,
+            farewells,
             closed: Notify::new(),
         });
         spawn_local(Rc::clone(&connection).read());
-        spawn_local(Rc::clone(&connection).write_ends(to_end));
+        spawn_local(Rc::clone(&connection).write_farewells(to_say));
         Ok(connection)
     }
 
     async fn ask(&self, verb: Verb) -> Result<Got, ClientError> {
         let tag = self.next_tag.replace(self.next_tag.get() + 1);
+        // Of an instance the answer may take minutes, and who asks may leave long before.
+        let is_patient = matches!(verb, Verb::UseInstance { .. });
         let bytes = codec::encode(&Ask { tag, verb }).map_err(|_| ClientError::Refused {
             failure: Failure::Invalid,
             code: crate::fault::PROTOCOL.0,
             message: "what is asked does not fit in one message".into(),
         })?;
         let (answer, answered) = oneshot::channel();
+        let full = || ClientError::Refused {
+            failure: Failure::Busy,
+            code: crate::fault::LIMIT.0,
+            message: format!("{WAITING_MAX} calls wait for the keeper already"),
+        };
         if self.waiting.borrow().len() >= WAITING_MAX {
-            return Err(ClientError::Refused {
-                failure: Failure::Busy,
-                code: crate::fault::LIMIT.0,
-                message: format!("{WAITING_MAX} calls wait for the keeper already"),
-            });
+            return Err(full());
         }
+        let forget = match is_patient {
+            true => Some(self.farewells.clone().try_reserve_owned().map_err(|_| full())?),
+            false => None,
+        };
         self.waiting.borrow_mut().insert(tag, answer);
+        let _asking = is_patient.then(|| Asking { connection: self, tag, forget });
         if send(&self.socket, &bytes, &[]).await.is_err() {
             self.close();
         }
-        // If this is dropped while it waits, the reader still takes the answer, and what came with it is
+        // If this is dropped while it waits, the reader still takes what answer there is, and what came with it is
         // closed and ended by being dropped.
         match answered.await {
             Ok((Reply::Failed { failure, code, message }, _, _)) => {
@@ -378,12 +485,8 @@ impl Connection {
 
     fn deliver(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
         let guard = match &reply {
-            Reply::Spawned { process, .. } => match self.ends.clone().try_reserve_owned() {
-                Ok(end) => {
-                    let (ended, end_told) = watch::channel(None);
-                    self.processes.borrow_mut().insert(*process, ended);
-                    Some(ProcessGuard { process: *process, end: Some(end), end_told })
-                }
+            Reply::Spawned { .. } | Reply::Using { .. } => match self.farewells.clone().try_reserve_owned() {
+                Ok(place) => self.guard(&reply, place),
                 // The keeper leases no more than there are places; one that does is not ours.
                 Err(_) => return self.close(),
             },
@@ -395,16 +498,34 @@ impl Connection {
         }
     }
 
-    /// Sends the ends that guards queue, until the connection closes.
-    async fn write_ends(self: Rc<Self>, mut to_end: mpsc::Receiver<ProcessId>) {
+    fn guard(&self, reply: &Reply, place: mpsc::OwnedPermit<Farewell>) -> Option<Guard> {
+        match *reply {
+            Reply::Spawned { process, .. } => {
+                let (ended, end_told) = watch::channel(None);
+                self.processes.borrow_mut().insert(process, ended);
+                Some(Guard::Process(ProcessGuard { process, end: Some(place), end_told }))
+            }
+            Reply::Using { instance, .. } => {
+                Some(Guard::Instance(InstanceGuard { instance, connection: self.number, leave: Some(place) }))
+            }
+            _ => None,
+        }
+    }
+
+    /// Sends what guards queue, until the connection closes.
+    async fn write_farewells(self: Rc<Self>, mut to_say: mpsc::Receiver<Farewell>) {
         loop {
-            let process = tokio::select! {
-                Some(process) = to_end.recv() => process,
+            let farewell = tokio::select! {
+                Some(farewell) = to_say.recv() => farewell,
                 () = self.closed.notified() => return,
             };
-            let end = codec::encode(&Ask { tag: 0, verb: Verb::End { process } });
-            let end = end.expect("an end is a few bytes");
-            if send(&self.socket, &end, &[]).await.is_err() {
+            let verb = match farewell {
+                Farewell::End(process) => Verb::End { process },
+                Farewell::Leave(instance) => Verb::LeaveInstance { instance },
+                Farewell::Forget(tag) => Verb::Forget { tag },
+            };
+            let message = codec::encode(&Ask { tag: 0, verb }).expect("an id is a few bytes");
+            if send(&self.socket, &message, &[]).await.is_err() {
                 return self.close();
             }
         }
@@ -438,5 +559,6 @@ mod tests {
     fn a_guard_may_be_dropped_on_another_thread() {
         fn is_send<T: Send + Sync>() {}
         is_send::<ProcessGuard>();
+        is_send::<InstanceGuard>();
     }
 }

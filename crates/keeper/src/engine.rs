@@ -1,7 +1,7 @@
 //! The verbs: who may have what, and getting it.
 //!
 //! It knows records and limits; nothing in it knows of sockets or messages. Not here: the connection
-//! (`server`), kept applications (`apps`), how things are opened and started (`roots`, `spawn`), cells (`cells`).
+//! (`server`), instances of applications (`instances`), how things are opened and started (`roots`, `spawn`), cells (`cells`).
 
 use std::cell::RefCell;
 use std::io;
@@ -17,14 +17,15 @@ use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
 use serde_json::{Value, json};
 
-use crate::apps::Apps;
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
+use crate::instances::Instances;
 use crate::log::Budget;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId};
+use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
@@ -39,8 +40,10 @@ pub struct Engine {
     table: Arc<RwLock<Table>>,
     pub workers: Workers,
     pub processes: Rc<Processes>,
-    pub apps: Apps,
+    pub instances: Instances,
     pub metrics: Metrics,
+    /// None: without root, or it could not be started.
+    launcher: Option<Arc<Launcher>>,
     /// Where sockets of PHP workers have a name for a moment.
     php_sockets: Arc<OwnedFd>,
     is_root: bool,
@@ -56,7 +59,11 @@ pub struct EngineError {
 }
 
 impl Engine {
-    pub fn new(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Self>, EngineError> {
+    pub fn new(
+        options: Options,
+        table: Arc<RwLock<Table>>,
+        launcher: Option<Arc<Launcher>>,
+    ) -> Result<Rc<Self>, EngineError> {
         let because = |what, path: &Path| {
             let path = path.display().to_string();
             move |error| EngineError { what, path, error }
@@ -72,13 +79,15 @@ impl Engine {
         fresh_directory(&apps, 0o711).map_err(because("cannot make", &apps))?;
         fresh_directory(&php, 0o700).map_err(because("cannot make", &php))?;
         let php_sockets = spawn::open_directory(&php).map_err(because("cannot open", &php))?;
+        let instances = Instances::new(apps, &options);
         let processes = Processes::new(cells, workers.clone(), metrics.clone(), options.processes_max);
         Ok(Rc::new(Self {
             options: RefCell::new(Rc::new(options)),
             table,
             workers,
             processes,
-            apps: Apps::new(apps),
+            instances,
+            launcher,
             metrics,
             php_sockets: Arc::new(php_sockets),
             is_root,
@@ -86,23 +95,37 @@ impl Engine {
     }
 
     /// Takes changed settings over; those that hold for life are left as they are.
-    pub fn set_options(&self, mut options: Options) {
+    pub fn set_options(self: &Rc<Self>, mut options: Options) {
         let old = self.options();
         options.runtime_dir.clone_from(&old.runtime_dir);
+        options.instances.images.clone_from(&old.instances.images);
         (options.edge_uid, options.back_end) = (old.edge_uid, old.back_end);
         self.processes.set_total_max(options.processes_max);
         if options.processes_per_tenant != old.processes_per_tenant {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
         }
         *self.options.borrow_mut() = Rc::new(options);
+        self.instances.options_changed(self);
     }
 
     pub fn options(&self) -> Rc<Options> {
         Rc::clone(&self.options.borrow())
     }
 
+    pub fn table(&self) -> &Arc<RwLock<Table>> {
+        &self.table
+    }
+
     pub fn is_root(&self) -> bool {
         self.is_root
+    }
+
+    /// What makes sandboxes.
+    pub fn launcher(&self) -> Result<Arc<Launcher>, Fault> {
+        self.launcher.clone().ok_or_else(|| {
+            let message = "no sandbox can be made: its launcher could not be started; the log of nagaya's start says why";
+            Fault::new(Failure::Broken, sandbox::LAUNCHER, message)
+        })
     }
 
     pub fn cells(&self) -> &Arc<Cells> {
@@ -110,8 +133,8 @@ impl Engine {
     }
 
     /// Ends what runs for tenants and sites that are gone or are somebody else now; the others get their new limits.
-    pub fn records_changed(&self) {
-        self.apps.records_changed(self);
+    pub fn records_changed(self: &Rc<Self>) {
+        self.instances.records_changed(self);
         let table = self.table.read();
         self.cells().apply_records(&table, self.options().processes_per_tenant);
         self.processes.refresh(|site| table.site(site.name.as_str()));
@@ -265,12 +288,12 @@ impl Engine {
     pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
-        Order { kind, request, label, per_tenant_max, log }
+        Order { kind, request, label, per_tenant_max, log, tail: None }
     }
 
     /// Prometheus text.
     pub fn encode_metrics(&self) -> String {
-        self.metrics.encode(self.cells())
+        self.metrics.encode(self.cells(), &self.instances)
     }
 
     /// For `nagaya status`.
@@ -291,7 +314,7 @@ impl Engine {
             "connections": self.metrics.connections.get(),
             "processes": kinds.collect::<serde_json::Map<_, _>>(),
             "cells": self.cells_status(),
-            "apps": self.apps.status(),
+            "instances": self.instances.status(),
         })
         .to_string()
     }

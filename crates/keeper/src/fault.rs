@@ -47,6 +47,15 @@ pub const START: Code = Code(317);
 /// What is asked of cells is not acceptable.
 pub const CONFINEMENT: Code = Code(318);
 
+/// A secret of an application cannot be read.
+pub const SECRET: Code = Code(319);
+/// An application listens and does not answer as its record wants.
+pub const NOT_READY: Code = Code(320);
+/// An image is not used again.
+pub const BAD_IMAGE: Code = Code(321);
+/// An instance cannot rest, or not come back from it.
+pub const REST: Code = Code(322);
+
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]

@@ -3,12 +3,14 @@
 //! It reads on a thread of its own, so that a large import never holds up a verb for longer than its
 //! changes take to apply. Not here: the frames (`cmdb::feed`), the table (`cmdb::table`).
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
 
 use nagaya_cmdb::feed::{self, Down, Question, Up};
-use nagaya_cmdb::{Change, Table, TableError};
+use nagaya_cmdb::{Backend, Change, SiteName, Table, TableError};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, oneshot};
 
@@ -21,10 +23,12 @@ pub enum Event {
     /// The table has changed. To be answered once that is acted on.
     Committed {
         done: oneshot::Sender<()>,
+        /// The sites whose record says that they always run, if they are others than before.
+        kept: Option<BTreeSet<SiteName>>,
     },
     Ask {
         question: Question,
-        answer: oneshot::Sender<String>,
+        answer: Answerer,
     },
     Drain,
     /// The feed cannot be followed any more; only a new process can be in step again.
@@ -41,78 +45,149 @@ pub enum FeedError {
     Change(#[from] TableError),
 }
 
-/// Follows the feed until it ends. The main loop learns of the end as `Drain` or `Broken`.
-pub fn follow(mut stream: UnixStream, table: &RwLock<Table>, events: &mpsc::Sender<Event>) {
-    let last = match run(&mut stream, table, events) {
-        Ok(()) => Event::Drain,
-        Err(error) => Event::Broken(error),
-    };
-    // The main loop may have ended first, on a signal.
-    let _ = events.blocking_send(last);
+/// Where the answer to one question goes. It may come late, and others before it.
+#[derive(Debug)]
+pub struct Answerer {
+    tag: u64,
+    up: SyncSender<Up>,
 }
 
-fn run(
-    stream: &mut UnixStream,
-    table: &RwLock<Table>,
-    events: &mpsc::Sender<Event>,
-) -> Result<(), FeedError> {
-    let mut waiting: Vec<Change> = Vec::new();
-    // Until the first commit nobody reads the table, so its first hundred thousand records need not wait.
-    let mut committed = false;
-    while let Some(frame) = feed::read::<Down>(stream)? {
-        let event = match frame {
-            Down::Options(options) => Event::Options(Box::new(serde_json::from_value(options)?)),
-            Down::Apply(changes) if committed => {
-                waiting.extend(changes);
-                continue;
-            }
-            Down::Apply(changes) => {
-                apply(&mut table.write(), changes)?;
-                continue;
-            }
-            Down::Commit { revision } => {
-                let mut table = table.write();
-                apply(&mut table, std::mem::take(&mut waiting))?;
-                table.set_revision(revision);
-                drop(table);
-                committed = true;
-                let (done, acted) = oneshot::channel();
-                if events.blocking_send(Event::Committed { done }).is_err() || acted.blocking_recv().is_err()
-                {
-                    return Ok(());
+impl Answerer {
+    /// Whoever asked may have closed the feed, whose end arrives next; or it reads so little that it has stopped waiting.
+    pub fn send(self, text: String) {
+        let _ = self.up.try_send(Up::Answer { tag: self.tag, text });
+    }
+}
+
+/// Frames that may wait to be written to the supervisor: more than it has questions open.
+const UP_MAX: usize = 128;
+
+/// What is known of the records as they come in.
+struct Following {
+    table: Arc<RwLock<Table>>,
+    events: mpsc::Sender<Event>,
+    up: SyncSender<Up>,
+    kept: BTreeSet<SiteName>,
+    kept_changed: bool,
+}
+
+impl Following {
+    /// Follows the feed until it ends.
+    fn run(&mut self, stream: &mut UnixStream) -> Result<(), FeedError> {
+        let mut waiting: Vec<Change> = Vec::new();
+        // Until the first commit nobody reads the table, so its first hundred thousand records need not wait.
+        let mut committed = false;
+        while let Some(frame) = feed::read::<Down>(stream)? {
+            let event = match frame {
+                Down::Options(options) => Event::Options(Box::new(serde_json::from_value(options)?)),
+                Down::Apply(changes) if committed => {
+                    waiting.extend(changes);
+                    continue;
                 }
-                feed::write(stream, &Up::Ready { revision })?;
-                continue;
-            }
-            Down::Drain => return Ok(()),
-            Down::ReopenLogs => continue,
-            Down::Ask { tag, question } => {
-                let (answer, answered) = oneshot::channel();
-                if events.blocking_send(Event::Ask { question, answer }).is_err() {
-                    return Ok(());
+                Down::Apply(changes) => {
+                    self.apply(changes)?;
+                    continue;
                 }
-                let Ok(text) = answered.blocking_recv() else { return Ok(()) };
-                feed::write(stream, &Up::Answer { tag, text })?;
-                continue;
+                Down::Commit { revision } => {
+                    self.apply(std::mem::take(&mut waiting))?;
+                    self.table.write().set_revision(revision);
+                    committed = true;
+                    let (done, acted) = oneshot::channel();
+                    let kept = std::mem::take(&mut self.kept_changed).then(|| self.kept.clone());
+                    if self.events.blocking_send(Event::Committed { done, kept }).is_err()
+                        || acted.blocking_recv().is_err()
+                        || self.up.send(Up::Ready { revision }).is_err()
+                    {
+                        return Ok(());
+                    }
+                    continue;
+                }
+                Down::Drain => return Ok(()),
+                Down::ReopenLogs => continue,
+                Down::Ask { tag, question } => {
+                    Event::Ask { question, answer: Answerer { tag, up: self.up.clone() } }
+                }
+            };
+            if self.events.blocking_send(event).is_err() {
+                return Ok(());
             }
-        };
-        if events.blocking_send(event).is_err() {
-            return Ok(());
         }
+        Ok(())
     }
-    Ok(())
+
+    /// All of them become visible together.
+    fn apply(&mut self, changes: Vec<Change>) -> Result<(), FeedError> {
+        let mut table = self.table.write();
+        for change in changes {
+            self.kept_changed |= note_kept(&mut self.kept, &change);
+            table.apply(change)?;
+        }
+        Ok(())
+    }
 }
 
-fn apply(table: &mut Table, changes: Vec<Change>) -> Result<(), FeedError> {
-    for change in changes {
-        table.apply(change)?;
+/// True: a site that always runs is one no more, or another is.
+fn note_kept(kept: &mut BTreeSet<SiteName>, change: &Change) -> bool {
+    match change {
+        Change::PutSite(site) => match &site.backend {
+            Backend::App(app) if app.min == Some(1) => kept.insert(site.name.clone()),
+            _ => kept.remove(&site.name),
+        },
+        Change::DropSite(name) => kept.remove(name),
+        _ => false,
     }
-    Ok(())
 }
 
-/// Starts following on a thread of its own.
-pub fn start(stream: UnixStream, table: Arc<RwLock<Table>>, events: mpsc::Sender<Event>) -> io::Result<()> {
-    let follow = move || follow(stream, &table, &events);
+/// Starts following, and writing what goes back, each on a thread of its own. The main loop learns of the end as `Drain` or
+/// `Broken`.
+pub fn start(
+    mut stream: UnixStream,
+    table: Arc<RwLock<Table>>,
+    events: mpsc::Sender<Event>,
+) -> io::Result<()> {
+    let mut back = stream.try_clone()?;
+    let (up, answers) = sync_channel::<Up>(UP_MAX);
+    let write = move || {
+        // A feed that cannot be written to has ended; who reads it says so.
+        while let Ok(frame) = answers.recv()
+            && feed::write(&mut back, &frame).is_ok()
+        {}
+    };
+    std::thread::Builder::new().name("keeper-answers".into()).spawn(write)?;
+    let follow = move || {
+        let told = events.clone();
+        let mut following = Following { table, events, up, kept: BTreeSet::new(), kept_changed: false };
+        let last = match following.run(&mut stream) {
+            Ok(()) => Event::Drain,
+            Err(error) => Event::Broken(error),
+        };
+        // The main loop may have ended first, on a signal.
+        let _ = told.blocking_send(last);
+    };
     std::thread::Builder::new().name("keeper-feed".into()).spawn(follow)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sites_that_always_run_are_noted_as_they_come_and_go() {
+        let put = |name: &str, backend: &str| {
+            let text = format!(r#"{{"name":"{name}","tenant":"t","hosts":["{name}"],"backend":{backend}}}"#);
+            Change::PutSite(Box::new(serde_json::from_str(&text).unwrap()))
+        };
+        let app = |min: u32| format!(r#"{{"kind":"app","command":["x"],"directory":"a","min":{min}}}"#);
+        let mut kept = BTreeSet::new();
+        assert!(note_kept(&mut kept, &put("a", &app(1))));
+        assert!(!note_kept(&mut kept, &put("a", &app(1))), "the same again");
+        assert!(!note_kept(&mut kept, &put("b", &app(0))));
+        assert!(note_kept(&mut kept, &put("a", &app(0))));
+        note_kept(&mut kept, &put("c", &app(1)));
+        assert!(note_kept(&mut kept, &put("c", r#"{"kind":"static","root":"w"}"#)));
+        note_kept(&mut kept, &put("d", &app(1)));
+        assert!(note_kept(&mut kept, &Change::DropSite(SiteName::new("d").unwrap())));
+        assert!(kept.is_empty());
+    }
 }

@@ -7,15 +7,17 @@
 
 pub mod client;
 pub mod codec;
+pub mod image;
 pub mod protocol;
+pub mod sandbox;
 
-mod apps;
 mod cells;
 mod cgi;
 mod confinement;
 mod engine;
 mod fault;
 mod feed;
+mod instances;
 mod log;
 mod metrics;
 mod options;
@@ -26,5 +28,5 @@ mod spawn;
 mod sys;
 mod workers;
 
-pub use options::{BackEnd, Options};
+pub use options::{BackEnd, IdleOptions, InstanceOptions, Options};
 pub use server::{Start, run};

@@ -2,7 +2,10 @@
 //!
 //! Not here: where the log goes; the binary sets that up.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
@@ -13,6 +16,36 @@ const LINE_LEN_MAX: usize = 4096;
 
 /// After this, a program that is kept may write as much again.
 const REFILL_AFTER: Duration = Duration::from_secs(60);
+
+/// What a tail holds at most: lines, and bytes of all of them.
+const TAIL_LINES_MAX: usize = 500;
+const TAIL_BYTES_MAX: usize = 64 * 1024;
+
+/// The last lines of a program, the oldest first. What was not logged is not here either.
+#[derive(Debug, Default)]
+pub struct Tail(RefCell<TailLines>);
+
+#[derive(Debug, Default)]
+struct TailLines {
+    lines: VecDeque<Box<str>>,
+    bytes: usize,
+}
+
+impl Tail {
+    pub fn add(&self, line: &str) {
+        let mut tail = self.0.borrow_mut();
+        tail.bytes += line.len();
+        tail.lines.push_back(line.into());
+        while tail.lines.len() > TAIL_LINES_MAX || tail.bytes > TAIL_BYTES_MAX {
+            let gone = tail.lines.pop_front().map_or(0, |line| line.len());
+            tail.bytes -= gone;
+        }
+    }
+
+    pub fn lines(&self) -> Vec<Box<str>> {
+        self.0.borrow().lines.iter().cloned().collect()
+    }
+}
 
 /// How much of a program's output is logged.
 #[derive(Debug, Clone, Copy)]
@@ -25,7 +58,7 @@ pub struct Budget {
 
 /// Logs all lines until every writer is gone. What is beyond the budget is read and dropped, so that the
 /// program never waits for its log.
-pub async fn follow(log: OwnedFd, who: String, budget: Budget) {
+pub async fn follow(log: OwnedFd, who: String, budget: Budget, tail: Option<Rc<Tail>>) {
     let mut from = match Receiver::from_owned_fd(log) {
         Ok(from) => from,
         Err(error) => {
@@ -35,18 +68,28 @@ pub async fn follow(log: OwnedFd, who: String, budget: Budget) {
     };
     let mut lines = Lines::new(budget, Instant::now());
     let mut buffer = vec![0; LINE_LEN_MAX];
+    let emit = |line: Line<'_>| emit(&who, line, tail.as_deref());
     while let Ok(len @ 1..) = from.read(&mut buffer).await {
-        lines.take(&buffer[..len], Instant::now(), |line| emit(&who, line));
+        lines.take(&buffer[..len], Instant::now(), emit);
     }
-    lines.finish(|line| emit(&who, line));
+    lines.finish(emit);
 }
 
-fn emit(who: &str, line: Line<'_>) {
-    match line {
-        Line::Text(text) => tracing::info!(target: "nagaya::program", program = who, "{}", printable(text)),
-        Line::Suppressed => {
-            tracing::warn!(target: "nagaya::program", program = who, "it writes too much; further lines are suppressed");
+fn emit(who: &str, line: Line<'_>, tail: Option<&Tail>) {
+    let text = match line {
+        Line::Text(text) => {
+            let text = printable(text);
+            tracing::info!(target: "nagaya::program", program = who, "{text}");
+            text
         }
+        Line::Suppressed => {
+            let text = "it writes too much; further lines are suppressed";
+            tracing::warn!(target: "nagaya::program", program = who, "{text}");
+            text.to_owned()
+        }
+    };
+    if let Some(tail) = tail {
+        tail.add(&text);
     }
 }
 
@@ -163,6 +206,20 @@ mod tests {
         assert_eq!(out, 2);
         lines.take(b"d\n", now + REFILL_AFTER, |_| out += 1);
         assert_eq!(out, 3);
+    }
+
+    #[test]
+    fn a_tail_forgets_the_oldest_lines() {
+        let tail = Tail::default();
+        for number in 0..TAIL_LINES_MAX + 3 {
+            tail.add(&number.to_string());
+        }
+        let lines = tail.lines();
+        assert_eq!((lines.len(), &*lines[0]), (TAIL_LINES_MAX, "3"));
+        tail.add(&"x".repeat(TAIL_BYTES_MAX - 1));
+        assert_eq!(tail.lines().len(), 1, "bytes are bounded too");
+        tail.add(&"x".repeat(TAIL_BYTES_MAX + 1));
+        assert_eq!((tail.lines().len(), tail.0.borrow().bytes), (0, 0));
     }
 
     #[test]

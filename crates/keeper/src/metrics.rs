@@ -4,14 +4,72 @@
 
 use std::sync::Arc;
 
-use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Registry};
+use nagaya_cmdb::instance::{Stage, Tier};
+use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
 use crate::cells::{Cells, Numbers};
+use crate::instances::Instances;
 
 /// In the order of `process::KINDS`.
 const KIND: Dimension = Dimension { label: "kind", values: &["cgi", "php", "app"] };
 
 const LEAF: Dimension = Dimension { label: "leaf", values: &["made", "reused"] };
+
+/// `Tier::ALL` in their order.
+const TIER: Dimension =
+    Dimension { label: "from", values: &["cold", "image", "reclaimed", "frozen", "quiet", "running"] };
+
+/// How a wake ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WakeEnd {
+    Woke,
+    /// Its image could not be restored, and it was started.
+    FellBack,
+    Failed,
+}
+
+/// In the order of `WakeEnd`.
+const WAKE_END: Dimension = Dimension { label: "end", values: &["woke", "fell_back", "failed"] };
+
+/// `Stage::ALL` in their order.
+const STAGE: Dimension = Dimension {
+    label: "stage",
+    values: &["decide", "queue", "thaw", "sandbox", "restore", "boot", "ready", "image", "connect"],
+};
+const _: () = assert!(STAGE.values.len() == Stage::ALL.len() && TIER.values.len() == Tier::ALL.len());
+
+/// Upper bounds in microseconds: from a thawed process to the slowest start.
+const WAKE_BOUNDS_US: &[u64] = &[
+    100,
+    250,
+    500,
+    1_000,
+    2_500,
+    5_000,
+    10_000,
+    25_000,
+    50_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_500_000,
+    5_000_000,
+    10_000_000,
+    60_000_000,
+    300_000_000,
+];
+
+/// What became of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImageEvent {
+    Taken,
+    NotTaken,
+    Quarantined,
+}
+
+/// In the order of `ImageEvent`.
+const IMAGE: Dimension = Dimension { label: "event", values: &["taken", "not_taken", "quarantined"] };
 
 #[derive(Clone)]
 pub struct Metrics {
@@ -23,6 +81,11 @@ pub struct Metrics {
     pub enters: Counter,
     pub moves: Counter,
     pub demotions: Counter,
+    pub wakes: Counters<2>,
+    pub wake_stages: Histogram,
+    pub images: Counters<1>,
+    instances: [Gauge; Tier::ALL.len()],
+    waiting_wakes: Gauge,
     leaves: Counters<1>,
     limit_failures: Counter,
     orphans: Counter,
@@ -45,6 +108,22 @@ impl Metrics {
             enters: r.counter("keeper_cell_enters", "Times a worker began to serve a request in a cell"),
             moves: r.counter("keeper_cell_moves", "Times a worker was moved to another cell"),
             demotions: r.counter("keeper_demotions", "Steps in which running requests were slowed down"),
+            wakes: r.counters(
+                "keeper_wakes",
+                "Instances woken, by where they rested and how it ended",
+                [TIER, WAKE_END],
+            ),
+            wake_stages: r.histogram(
+                "keeper_wake_stage",
+                "How long each stage of waking an instance took",
+                STAGE,
+                WAKE_BOUNDS_US,
+            ),
+            images: r.counters("keeper_images", "Images of instances, by what became of them", [IMAGE]),
+            instances: Tier::ALL.map(|tier| {
+                r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
+            }),
+            waiting_wakes: r.gauge("keeper_wakes_waiting", "Instances that wait for their turn to wake"),
             leaves: r.counters(
                 "keeper_cell_leaves",
                 "Cells requests got, made for them or used again",
@@ -65,7 +144,13 @@ impl Metrics {
     }
 
     /// The text, with what cells count themselves as it is now.
-    pub fn encode(&self, cells: &Cells) -> String {
+    pub fn encode(&self, cells: &Cells, instances: &Instances) -> String {
+        let (tiers, waiting) = instances.numbers();
+        for (gauge, number) in
+            self.instances.iter().chain([&self.waiting_wakes]).zip(tiers.into_iter().chain([waiting]))
+        {
+            gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
+        }
         let Numbers { tenants, sites, named, requests, free, made, reused } = cells.numbers();
         for (gauge, number) in [
             (&self.tenants, tenants),

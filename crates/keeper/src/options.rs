@@ -33,6 +33,36 @@ pub struct Options {
     /// Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb reaches.
     pub processes_per_tenant: u32,
     pub back_end: BackEnd,
+    pub instances: InstanceOptions,
+}
+
+/// Instances of applications: how they rest, and what their images may take.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InstanceOptions {
+    /// Images are kept beneath it. Holds for the life of the process.
+    pub images: PathBuf,
+    /// The CRIU program. None: the first that works, as `nagaya doctor` says.
+    pub criu: Option<PathBuf>,
+    /// All images together, in bytes. Beyond it the one that was used longest ago goes.
+    pub image_bytes_max: u64,
+    /// An image that was not used for so long goes.
+    pub image_age_max_ms: u64,
+    /// Restores and starts at once; the rest wait in order. 0: one per core.
+    pub wakes_at_once: u32,
+    pub idle: IdleOptions,
+}
+
+/// How long after its last request an instance goes down to each tier, where its site's record does not say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct IdleOptions {
+    pub quiet_ms: u64,
+    pub frozen_ms: u64,
+    pub reclaimed_ms: u64,
+    pub image_ms: u64,
+    /// Of one that has no image: until its processes end.
+    pub cold_ms: u64,
 }
 
 /// What cells are made of: what limits a process tree, and keeps it together so that it can be ended as one.
@@ -63,6 +93,32 @@ impl Default for Options {
             stderr_bytes_max: 64 * 1024,
             processes_per_tenant: 1024,
             back_end: BackEnd::Auto,
+            instances: InstanceOptions::default(),
+        }
+    }
+}
+
+impl Default for InstanceOptions {
+    fn default() -> Self {
+        Self {
+            images: "/var/lib/nagaya/images".into(),
+            criu: None,
+            image_bytes_max: 16 << 30,
+            image_age_max_ms: 30 * 86_400_000,
+            wakes_at_once: 0,
+            idle: IdleOptions::default(),
+        }
+    }
+}
+
+impl Default for IdleOptions {
+    fn default() -> Self {
+        Self {
+            quiet_ms: 2_000,
+            frozen_ms: 10_000,
+            reclaimed_ms: 120_000,
+            image_ms: 900_000,
+            cold_ms: 3_600_000,
         }
     }
 }

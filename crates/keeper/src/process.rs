@@ -1,20 +1,21 @@
 //! The process trees that run now: each is started in its cell, watched, and ended as a whole.
 //!
 //! Whoever asked for a tree holds its `Handle`; dropping that ends the tree. Not here: what is started
-//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `apps`).
+//! (`spawn`), cells (`cells`), a worker's way from cell to cell (`stay`), who holds handles (`server`, `instances`).
 
+mod root;
 mod stay;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::cell::Usage;
 use nagaya_cmdb::{Tenant, TenantName};
-use rustix::process::{Pid, Signal, pidfd_send_signal};
+use rustix::process::{Pid, Signal};
 use tokio::io::Interest;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::spawn_local;
@@ -22,13 +23,14 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
 use crate::fault::{self, Fault};
-use crate::log::{self, Budget};
+use crate::log::{self, Budget, Tail};
 use crate::metrics::Metrics;
 use crate::protocol::{Exit, Failure, ProcessId};
 use crate::spawn::Started;
-use crate::sys::{self, Child};
+use crate::sys;
 use crate::workers::Workers;
 
+pub use root::Root;
 pub use stay::Request;
 use stay::Stay;
 
@@ -84,6 +86,8 @@ pub struct Order {
     /// How many of this kind the tenant may have.
     pub per_tenant_max: u32,
     pub log: Budget,
+    /// Where its last lines are kept.
+    pub tail: Option<Rc<Tail>>,
 }
 
 /// All trees of this keeper.
@@ -108,7 +112,8 @@ pub struct Process {
     pub kind: Kind,
     pub tenant: Arc<Tenant>,
     label: String,
-    pid: Pid,
+    /// Of a child of the keeper's.
+    pid: Option<Pid>,
     stay: Stay,
     end_wanted: Notify,
 }
@@ -120,7 +125,7 @@ impl Process {
 
     /// Whether nothing but the process itself is in its cell. A cell that cannot be read is taken to hold more.
     fn is_alone(&self) -> bool {
-        self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| *pid == self.pid))
+        self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| Some(*pid) == self.pid))
     }
 
     /// What it has used for its present request so far.
@@ -155,6 +160,11 @@ impl Handle {
     /// Where it is.
     pub fn cell(&self) -> String {
         self.process.cell()
+    }
+
+    /// The cell itself.
+    pub fn leaf(&self) -> Arc<Leaf> {
+        self.process.stay.leaf()
     }
 
     /// Resolves once nothing of the tree is left.
@@ -220,6 +230,11 @@ impl Processes {
 
     pub fn set_total_max(&self, total_max: u32) {
         self.total_max.set(total_max);
+    }
+
+    /// Everything is being ended.
+    pub fn is_closing(&self) -> bool {
+        self.closing.get()
     }
 
     pub fn cells(&self) -> &Arc<Cells> {
@@ -316,7 +331,7 @@ impl Processes {
             kind: order.kind,
             tenant: Arc::clone(&order.request.home.tenant),
             label: order.label,
-            pid: started.child.pid,
+            pid: started.root.pid(),
             stay: Stay::new(leaf, order.request),
             end_wanted: Notify::new(),
         });
@@ -325,7 +340,7 @@ impl Processes {
             process.end_wanted.notify_one();
         }
         let who = format!("{} {}", process.kind.as_str(), process.label);
-        let log = spawn_local(log::follow(started.log, who, order.log));
+        let log = spawn_local(log::follow(started.log, who, order.log, order.tail));
         if process.kind == Kind::Cgi {
             self.watch(&process);
         }
@@ -333,7 +348,7 @@ impl Processes {
         // Who asked may have left; the handle is dropped then, which ends the tree.
         let _ = answer.send(Ok((Handle { process: Rc::clone(&process), end }, started.fds)));
 
-        let mut ending = Ending { process: &process, child: started.child };
+        let mut ending = Ending { process: &process, root: started.root };
         let (end, gone) = ending.run().await;
         let log_end = log.abort_handle();
         if timeout(LOG_TIMEOUT, log).await.is_err() {
@@ -408,7 +423,7 @@ async fn wait_started(
 /// The last part of a tree's life.
 struct Ending<'a> {
     process: &'a Process,
-    child: Child,
+    root: Root,
 }
 
 impl Ending<'_> {
@@ -416,18 +431,17 @@ impl Ending<'_> {
     async fn run(&mut self) -> (End, bool) {
         let asked = self.wait_end().await;
         let (process, stay) = (self.process, &self.process.stay);
-        let pidfd = self.child.pidfd.as_fd();
         // Until it is given back nobody moves the process, and its number is its own until it is reaped.
         let _turn = stay.turn.lock().await;
         stay.over.set(true);
         stay.stop_watch();
         let (leaf, label) = (stay.leaf(), &process.label);
-        if let Err(error) = leaf.end(Some(self.child.pid)) {
+        if let Err(error) = leaf.end(self.root.pid()) {
             tracing::warn!(program = label, %error, "its cgroup cannot be ended; ending the program alone");
         }
         if asked {
             // Where the cell could not be ended. Already dead is as good.
-            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+            let _ = self.root.kill();
         }
         let exit = self.reap(END_TIMEOUT).await;
         let removed = wait_removed(&leaf, label, END_TIMEOUT).await;
@@ -439,9 +453,8 @@ impl Ending<'_> {
 
     /// Waits until the program ends or is to end. True: it is to end.
     async fn wait_end(&self) -> bool {
-        let pidfd = self.child.pidfd.as_fd();
         // Registering fails only without memory for it; then the tree is ended instead of watched.
-        let watched = sys::watch(pidfd, Interest::READABLE).ok();
+        let watched = sys::watch(self.root.end(), Interest::READABLE).ok();
         let dies = async {
             if let Some(watched) = &watched {
                 let _ = watched.readable().await;
@@ -454,7 +467,7 @@ impl Ending<'_> {
         };
         if asked {
             let is_kept = self.process.kind.is_kept();
-            if !is_kept || pidfd_send_signal(pidfd, Signal::TERM).is_ok() {
+            if !is_kept || self.root.signal(Signal::TERM).is_ok() {
                 let _ = timeout(if is_kept { GRACE } else { LAST_STEPS }, &mut dies).await;
             }
         }
@@ -462,11 +475,10 @@ impl Ending<'_> {
     }
 
     async fn reap(&self, within: Duration) -> Option<Exit> {
-        let pidfd = self.child.pidfd.as_fd();
         let until = Instant::now() + within;
         let mut pause = Duration::from_millis(1);
         loop {
-            match sys::try_reap(pidfd) {
+            match self.root.try_reap() {
                 Ok(Some(exit)) => return Some(exit),
                 Ok(None) if Instant::now() < until => sleep(pause).await,
                 Ok(None) => return None,
@@ -482,8 +494,7 @@ impl Ending<'_> {
     /// A tree stuck in the kernel keeps its place until the kernel lets it go.
     async fn outwait(&self) {
         self.process.stay.all_retired().await;
-        while !self.process.stay.leaf().release().unwrap_or(true)
-            || matches!(sys::try_reap(self.child.pidfd.as_fd()), Ok(None))
+        while !self.process.stay.leaf().release().unwrap_or(true) || matches!(self.root.try_reap(), Ok(None))
         {
             sleep(END_TIMEOUT).await;
         }

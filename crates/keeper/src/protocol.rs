@@ -5,12 +5,13 @@
 //! doing (`server`), the asking (`client`).
 
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
+use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{SiteName, TenantName};
 use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,9 +46,17 @@ pub enum Verb {
     ChangeCells { changes: Vec<CellChange> },
     /// Named cells with their limits and use, as JSON, for rules that ask. Answer: `Cells`.
     Cells,
-    /// A connection to the site's application, which is started if it does not run. Answer: `Connected`
-    /// with one descriptor, once it listens.
-    ConnectApp { site: SiteName },
+    /// A request needs the site's instance, which is woken if it rests. Answer: `Using` with one descriptor, a connection
+    /// to it, once it can answer. From then on this connection of the edge keeps it awake.
+    UseInstance { site: SiteName },
+    /// One more connection to an instance this connection of the edge uses. Answer: `Connected` with one descriptor, or
+    /// `Failed` with `Failure::NotFound` where it has ended.
+    ConnectInstance { instance: InstanceId },
+    /// Takes one `Using` back: as soon as all are, the instance may rest. No answer.
+    LeaveInstance { instance: InstanceId },
+    /// Nobody waits for the answer to the `UseInstance` with this tag any more: what is not begun for it yet is not begun.
+    /// No answer; nor to the other, unless it is on its way.
+    Forget { tag: u64 },
     /// End what a `Spawned` answer began, with every process it started. No answer.
     End { process: ProcessId },
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
@@ -60,6 +69,10 @@ pub enum Verb {
 /// What the keeper calls one spawned process tree. Never a pid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessId(pub u64);
+
+/// What the keeper calls one run of a site's instance, from its start or restoration until it has no process any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct InstanceId(pub u64);
 
 /// From keeper to edge.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,6 +110,11 @@ pub enum Reply {
     Done,
     Cells {
         json: String,
+    },
+    Using {
+        instance: InstanceId,
+        /// What the one who asked waited for. None: it ran.
+        wake: Option<Wake>,
     },
     Connected,
     Certificate,

@@ -14,25 +14,27 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_cmdb::Table;
 use nagaya_cmdb::feed::Question;
+use nagaya_cmdb::{SiteName, Table};
 use parking_lot::RwLock;
 use rustix::net::SocketFlags;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::task::{LocalSet, spawn_local};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{AbortHandle, LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use crate::cells;
 use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::{self, Fault};
-use crate::feed::{self, Event, FeedError};
+use crate::feed::{self, Answerer, Event, FeedError};
+use crate::instances::{Lease, Using};
 use crate::options::Options;
 use crate::process::Handle;
-use crate::protocol::{Answer, Ask, Failure, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::protocol::{Answer, Ask, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::sandbox::Launcher;
 use crate::sys;
 
 /// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
@@ -44,8 +46,11 @@ const IN_FLIGHT_MAX: usize = 1024;
 /// Process trees leased to one connection.
 pub const PROCESSES_PER_CONNECTION_MAX: usize = 4096;
 
-/// Answers that may wait for a peer to read them: each verb and each process has at most one.
-const ANSWERS_MAX: usize = IN_FLIGHT_MAX + PROCESSES_PER_CONNECTION_MAX;
+/// Uses of instances one connection may have at once: an edge thread has one for each site it serves.
+pub const INSTANCE_USES_PER_CONNECTION_MAX: usize = 16_384;
+
+/// Answers that may wait for a peer to read them: each verb, each process and each use has at most one.
+const ANSWERS_MAX: usize = IN_FLIGHT_MAX + PROCESSES_PER_CONNECTION_MAX + INSTANCE_USES_PER_CONNECTION_MAX;
 
 /// Messages of the feed that may wait.
 const EVENTS_MAX: usize = 64;
@@ -78,6 +83,8 @@ enum ServeError {
     Feed(#[from] FeedError),
     #[error("the supervisor ended before it sent settings and records")]
     NoStart,
+    #[error("the launcher of sandboxes has ended, and all applications with it")]
+    NoLauncher,
 }
 
 /// The main function of `nagaya keeper`. Returns when the feed says so or ends, or on `SIGTERM`, once
@@ -96,6 +103,8 @@ fn serve(start: Start) -> Result<(), ServeError> {
     // Away from the terminal the node may have been started at: programs of tenants share this session, and a
     // controlling terminal could be typed into. Fails only if this is a session's first process already.
     let _ = rustix::process::setsid();
+    // Before anything starts a thread.
+    let launcher = start_launcher();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));
     let (events, mut incoming) = mpsc::channel(EVENTS_MAX);
@@ -106,12 +115,18 @@ fn serve(start: Start) -> Result<(), ServeError> {
         // A terminal's Ctrl-C reaches the whole process group; the supervisor alone acts on it. Having a
         // handler is what keeps these two from ending the process.
         let _ignored = (signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?);
-        let Some(engine) = begin(&mut incoming, table).await? else { return Err(ServeError::NoStart) };
+        let Some(engine) = begin(&mut incoming, table, launcher.clone()).await? else {
+            return Err(ServeError::NoStart);
+        };
         let listener = sys::watch(start.listener, Interest::READABLE)?;
         let result = tokio::select! {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
             () = sweep(&engine) => Ok(()),
+            () = engine.instances.keep_time(&engine) => Ok(()),
+            () = outlive(launcher) => Err(ServeError::NoLauncher),
+            () = engine.instances.watch_pressure(&engine) => Ok(()),
+            () = engine.instances.keep_images(&engine) => Ok(()),
             _ = terminate.recv() => Ok(()),
         };
         if !engine.processes.close(CLOSE_TIMEOUT).await {
@@ -125,13 +140,18 @@ fn serve(start: Start) -> Result<(), ServeError> {
 async fn begin(
     incoming: &mut mpsc::Receiver<Event>,
     table: Arc<RwLock<Table>>,
+    launcher: Option<Arc<Launcher>>,
 ) -> Result<Option<Rc<Engine>>, ServeError> {
     let mut engine: Option<Rc<Engine>> = None;
     while let Some(event) = incoming.recv().await {
         match (event, &engine) {
-            (Event::Options(options), None) => engine = Some(start_engine(*options, Arc::clone(&table))?),
+            (Event::Options(options), None) => {
+                engine = Some(start_engine(*options, Arc::clone(&table), launcher.clone())?);
+            }
             (Event::Options(options), Some(engine)) => engine.set_options(*options),
-            (Event::Committed { done }, Some(_)) => {
+            (Event::Committed { done, kept }, Some(begun)) => {
+                begun.instances.set_kept(kept.unwrap_or_default());
+                begun.records_changed();
                 let _ = done.send(());
                 return Ok(engine);
             }
@@ -145,8 +165,37 @@ async fn begin(
     Ok(None)
 }
 
-fn start_engine(options: Options, table: Arc<RwLock<Table>>) -> Result<Rc<Engine>, ServeError> {
-    let engine = Engine::new(options, table)?;
+/// None without root, or where it cannot be: then no application runs, and all else does.
+fn start_launcher() -> Option<Arc<Launcher>> {
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    match Launcher::start() {
+        Ok(launcher) => Some(Arc::new(launcher)),
+        Err(error) => {
+            tracing::error!("{}: {error}", error.code());
+            None
+        }
+    }
+}
+
+/// Returns once the launcher has ended, and with it all it made. Only a new keeper can start another.
+async fn outlive(launcher: Option<Arc<Launcher>>) {
+    if let Some(launcher) = &launcher
+        && let Ok(watched) = sys::watch(launcher.pidfd(), Interest::READABLE)
+        && watched.readable().await.is_ok()
+    {
+        return;
+    }
+    pending().await
+}
+
+fn start_engine(
+    options: Options,
+    table: Arc<RwLock<Table>>,
+    launcher: Option<Arc<Launcher>>,
+) -> Result<Rc<Engine>, ServeError> {
+    let engine = Engine::new(options, table, launcher)?;
     if engine.is_root() {
         sys::forbid_dumping()?;
     } else {
@@ -170,7 +219,10 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
     while let Some(event) = incoming.recv().await {
         match event {
             Event::Options(options) => engine.set_options(*options),
-            Event::Committed { done } => {
+            Event::Committed { done, kept } => {
+                if let Some(kept) = kept {
+                    engine.instances.set_kept(kept);
+                }
                 engine.records_changed();
                 let _ = done.send(());
             }
@@ -184,8 +236,8 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
     Ok(())
 }
 
-/// Answers at once, or as soon as a thread has looked. The feed asks one question at a time.
-fn answer_to(engine: &Rc<Engine>, question: Question, answer: oneshot::Sender<String>) {
+/// Answers at once, or as soon as it is known or done.
+fn answer_to(engine: &Rc<Engine>, question: Question, answer: Answerer) {
     let text = match question {
         Question::Metrics => engine.encode_metrics(),
         Question::Status => engine.status(),
@@ -194,11 +246,22 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: oneshot::Sender<St
             spawn_local(async move { answer.send(engine.show_cells().await) });
             return;
         }
-        // Receipts are the edge's.
-        Question::Explain { .. } => "null".into(),
+        Question::Instances => {
+            let engine = Rc::clone(engine);
+            spawn_local(async move { answer.send(engine.instances.list(&engine).await.to_string()) });
+            return;
+        }
+        Question::Instance { site, act } => {
+            let engine = Rc::clone(engine);
+            spawn_local(async move {
+                answer.send(engine.instances.do_act(&engine, &site, act).await.to_string());
+            });
+            return;
+        }
+        // Requests are the edge's.
+        Question::Explain { .. } | Question::Requests => "null".into(),
     };
-    // Whoever asked may have closed the feed; its end arrives next.
-    let _ = answer.send(text);
+    answer.send(text);
 }
 
 /// Removes cells nobody uses any more, from time to time.
@@ -263,6 +326,10 @@ struct Connection {
     engine: Rc<Engine>,
     answers: mpsc::Sender<(Vec<u8>, Vec<OwnedFd>)>,
     leased: RefCell<HashMap<ProcessId, Handle>>,
+    /// What keeps instances awake for this peer, one for each answer it got.
+    uses: RefCell<HashMap<InstanceId, Vec<Lease>>>,
+    /// Those that wait for an instance, by their tags.
+    asking: RefCell<HashMap<u64, AbortHandle>>,
     in_flight: Cell<usize>,
     greeted: Cell<bool>,
     closed: Cell<bool>,
@@ -277,6 +344,8 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
         engine: Rc::clone(&engine),
         answers,
         leased: RefCell::default(),
+        uses: RefCell::default(),
+        asking: RefCell::default(),
         in_flight: Cell::new(0),
         greeted: Cell::new(false),
         closed: Cell::new(false),
@@ -293,8 +362,10 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
     }
     writer.abort();
     connection.closed.set(true);
-    // Each handle that is dropped ends its tree.
+    // Each handle that is dropped ends its tree, each use its hold on an instance; nobody waits for answers any more.
     connection.leased.borrow_mut().clear();
+    drop(connection.uses.take());
+    connection.asking.take().into_values().for_each(|task| task.abort());
     engine.metrics.connections.add(-1);
 }
 
@@ -364,6 +435,13 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
         Verb::End { process } => {
             connection.leased.borrow_mut().remove(&process);
         }
+        Verb::LeaveInstance { instance } => connection.leave(instance),
+        Verb::Forget { tag } => {
+            if let Some(task) = connection.asking.borrow_mut().remove(&tag) {
+                task.abort();
+            }
+        }
+        Verb::UseInstance { site } => connection.use_instance(tag, site),
         _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
             refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
         }
@@ -392,7 +470,9 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         Verb::OpenCertificate { name } => {
             Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
         }
-        Verb::ConnectApp { site } => Ok((Reply::Connected, vec![engine.apps.connect(engine, &site).await?])),
+        Verb::ConnectInstance { instance } => {
+            Ok((Reply::Connected, vec![engine.instances.connect(instance).await?]))
+        }
         Verb::SpawnCgi { site, script, env, confinement } => {
             connection.room_for_process()?;
             let (handle, fds) = engine.spawn_cgi(&site, script, env, *confinement).await?;
@@ -415,8 +495,11 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         }
         Verb::Cells => Ok((Reply::Cells { json: engine.named_cells().await? }, Vec::new())),
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
-        Verb::Hello { .. } | Verb::End { .. } => {
+        Verb::Hello { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
+        }
+        Verb::End { .. } | Verb::UseInstance { .. } | Verb::LeaveInstance { .. } | Verb::Forget { .. } => {
+            unreachable!("`take` has done these")
         }
     }
 }
@@ -429,6 +512,48 @@ impl Connection {
             return Err(Fault::new(Failure::Busy, fault::LIMIT, message));
         }
         Ok(())
+    }
+
+    /// Waits for an instance as long as it takes, beside what is in flight.
+    fn use_instance(self: &Rc<Self>, tag: u64, site: SiteName) {
+        let uses: usize = self.uses.borrow().values().map(Vec::len).sum();
+        if uses + self.asking.borrow().len() >= INSTANCE_USES_PER_CONNECTION_MAX {
+            let message =
+                format!("{INSTANCE_USES_PER_CONNECTION_MAX} instances are in use by one connection");
+            let fault = Fault::new(Failure::Busy, fault::LIMIT, message);
+            return self.reply(tag, fault.into_reply(), Vec::new());
+        }
+        let connection = Rc::clone(self);
+        let task = spawn_local(async move {
+            let engine = &connection.engine;
+            let used = engine.instances.use_site(engine, &site).await;
+            connection.asking.borrow_mut().remove(&tag);
+            match used {
+                Ok(Using { id, socket, wake, lease }) => {
+                    connection.uses.borrow_mut().entry(id).or_default().push(lease);
+                    connection.reply(tag, Reply::Using { instance: id, wake }, vec![socket]);
+                }
+                Err(fault) => {
+                    tracing::debug!("{fault}");
+                    connection.reply(tag, fault.into_reply(), Vec::new());
+                }
+            }
+        });
+        // The task begins only after this.
+        self.asking.borrow_mut().insert(tag, task.abort_handle());
+    }
+
+    fn leave(&self, instance: InstanceId) {
+        let lease = {
+            let mut uses = self.uses.borrow_mut();
+            let of = uses.get_mut(&instance);
+            let lease = of.and_then(Vec::pop);
+            if uses.get(&instance).is_some_and(Vec::is_empty) {
+                uses.remove(&instance);
+            }
+            lease
+        };
+        drop(lease);
     }
 
     /// Keeps the tree for the peer, and tells it when the tree has ended.

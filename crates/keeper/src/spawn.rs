@@ -3,6 +3,7 @@
 //! All of it blocks for up to a millisecond: call it from `workers`. Not here: who may start what
 //! (`engine`), how long it lives (`process`), the system calls (`sys`).
 
+use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io;
@@ -19,14 +20,15 @@ use rustix::pipe::PipeFlags;
 use crate::cells::Leaf;
 use crate::cgi;
 use crate::fault::{self, Fault};
+use crate::process::Root;
 use crate::protocol::Failure;
 use crate::roots;
-use crate::sys::{self, Child, Identity, Image, SpawnError, Step};
+use crate::sys::{self, Identity, Image, SpawnError, Step};
 
 /// A started program and the keeper's and the edge's ends of what it talks through.
 #[derive(Debug)]
 pub struct Started {
-    pub child: Child,
+    pub root: Root,
     /// What it writes for the log.
     pub log: OwnedFd,
     /// For the edge, in the order the protocol names them.
@@ -72,11 +74,12 @@ pub fn cgi(
         directory: &directory,
         identity: runner.identity,
         stdio: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+        listener: None,
         entrance: leaf.entrance(),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(&found.path, error))?;
-    Ok(Started { child, log, fds: vec![to_program, from_program] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program] })
 }
 
 /// Starts a PHP worker whose one connection is already made. Its socket has a path only until then.
@@ -111,6 +114,7 @@ pub fn php(
         directory: &directory,
         identity: runner.identity,
         stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
+        listener: None,
         entrance: leaf.entrance(),
         open_files_max: runner.open_files_max,
     })
@@ -122,7 +126,7 @@ pub fn php(
         ),
         _ => not_started(php_cgi, error),
     })?;
-    Ok(Started { child, log, fds: vec![connection] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![connection] })
 }
 
 /// Where an application is told to listen.
@@ -131,52 +135,125 @@ pub enum Address {
     Socket(PathBuf),
     /// On the loopback address.
     Port(u16),
+    /// A socket at this path, which it gets as descriptor 3.
+    Inherited(PathBuf),
 }
+
+/// Says to a program which of its descriptors are sockets to listen on: number 3 (sd_listen_fds(3)). It must be told its own
+/// number, which is known only once there is a process.
+const WITH_ITS_PID: &str = "export LISTEN_PID=$$; exec \"$0\" \"$@\"";
 
 /// Starts an application. Its standard output and error both go to the log.
 pub fn app(
     app: &App,
     tenant: &Tenant,
     address: &Address,
+    listener: Option<OwnedFd>,
     runner: &Runner,
     leaf: &Leaf,
 ) -> Result<Started, Fault> {
-    let (name, value) = match address {
-        Address::Socket(path) => ("NAGAYA_SOCKET", path.to_string_lossy().into_owned()),
-        Address::Port(port) => ("PORT", port.to_string()),
-    };
-    let fill = |text: &String| match address {
-        Address::Socket(_) => text.replace("{socket}", &value),
-        Address::Port(_) => text.replace("{port}", &value),
-    };
-    let command: Vec<String> = app.command.iter().map(fill).collect();
-    let Some(program) = command.first().filter(|program| !program.is_empty()) else {
-        return Err(Fault::new(Failure::Broken, fault::SPAWN, "its command is empty: name a program"));
-    };
-    let home = tenant.home.as_deref().unwrap_or(Path::new("/"));
-    // An absolute directory replaces the home.
-    let directory = c_text(home.join(&app.directory).as_os_str())?;
-    let mut env = std::collections::BTreeMap::from([
-        ("PATH".to_owned(), cgi::PATH.to_owned()),
-        ("HOME".to_owned(), home.to_string_lossy().into_owned()),
-    ]);
-    env.extend(app.env.clone());
-    env.insert(name.to_owned(), value);
+    let command = app_command(app, address)?;
+    let mut env = app_environment(app, tenant, address);
+    env.extend(secrets(app, tenant, runner)?);
     let env = env.iter().map(|(name, value)| cgi::variable(name, value.as_bytes()));
-    let wire = || -> io::Result<_> { Ok((OwnedFd::from(File::open("/dev/null")?), pipe()?)) };
-    let (nothing, (log, output)) = wire().map_err(|e| not_wired(program, &e))?;
+    let program = &command[0];
+    let (programs, args) = match &listener {
+        None => (candidates(program)?, command.clone()),
+        Some(_) => {
+            let shell = ["sh", "-c", WITH_ITS_PID].map(str::to_owned).into_iter();
+            (vec![c"/bin/sh".to_owned()], shell.chain(command.iter().cloned()).collect())
+        }
+    };
+    let directory = c_text(home(tenant).join(&app.directory).as_os_str())?;
+    let wire = || -> io::Result<_> {
+        let listener = listener.map(above_stdio).transpose()?;
+        Ok((OwnedFd::from(File::open("/dev/null")?), pipe()?, listener))
+    };
+    let (nothing, (log, output), listener) = wire().map_err(|e| not_wired(program, &e))?;
     let child = sys::spawn(&Image {
-        programs: &candidates(program)?,
-        args: &command.iter().map(|arg| c_text(OsStr::new(arg))).collect::<Result<Vec<_>, _>>()?,
+        programs: &programs,
+        args: &args.iter().map(|arg| c_text(OsStr::new(arg))).collect::<Result<Vec<_>, _>>()?,
         env: &env.collect::<Result<Vec<_>, _>>()?,
         directory: &directory,
         identity: runner.identity,
         stdio: [nothing.as_fd(), output.as_fd(), output.as_fd()],
+        listener: listener.as_ref().map(AsFd::as_fd),
         entrance: leaf.entrance(),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(Path::new(program), error))?;
-    Ok(Started { child, log, fds: Vec::new() })
+    Ok(Started { root: Root::Child(child), log, fds: Vec::new() })
+}
+
+/// Program and arguments, with the place to listen at filled in.
+pub fn app_command(app: &App, address: &Address) -> Result<Vec<String>, Fault> {
+    let fill = |text: &String| match address {
+        Address::Socket(path) => text.replace("{socket}", &path.to_string_lossy()),
+        Address::Port(port) => text.replace("{port}", &port.to_string()),
+        Address::Inherited(_) => text.clone(),
+    };
+    let command: Vec<String> = app.command.iter().map(fill).collect();
+    match command.first() {
+        Some(program) if !program.is_empty() => Ok(command),
+        _ => Err(Fault::new(Failure::Broken, fault::SPAWN, "its command is empty: name a program")),
+    }
+}
+
+/// Its variables, without its secrets.
+pub fn app_environment(app: &App, tenant: &Tenant, address: &Address) -> BTreeMap<String, String> {
+    let mut env = BTreeMap::from([
+        ("PATH".to_owned(), cgi::PATH.to_owned()),
+        ("HOME".to_owned(), home(tenant).to_string_lossy().into_owned()),
+    ]);
+    env.extend(app.env.clone());
+    let (name, value) = match address {
+        Address::Socket(path) => ("NAGAYA_SOCKET", path.to_string_lossy().into_owned()),
+        Address::Port(port) => ("PORT", port.to_string()),
+        Address::Inherited(_) => ("LISTEN_FDS", "1".to_owned()),
+    };
+    env.insert(name.to_owned(), value);
+    env
+}
+
+/// What an absolute directory of a record replaces.
+pub fn home(tenant: &Tenant) -> &Path {
+    tenant.home.as_deref().unwrap_or(Path::new("/"))
+}
+
+/// Variables from files, read with the tenant's own rights: a record cannot be made to tell another's secrets.
+pub fn secrets(app: &App, tenant: &Tenant, runner: &Runner) -> Result<Vec<(String, String)>, Fault> {
+    let read = |(name, file): (&String, &PathBuf)| {
+        let path = home(tenant).join(file);
+        let text = sys::as_tenant(runner.identity, || read_short(&path)).and_then(|read| read);
+        let text =
+            text.map_err(|error| Fault::of_path(fault::SECRET, "cannot read the secret in", &path, error))?;
+        // Editors end the last line; the secret is not longer for that.
+        let text = text.strip_suffix('\n').unwrap_or(&text);
+        Ok((name.clone(), text.strip_suffix('\r').unwrap_or(text).to_owned()))
+    };
+    app.secrets.iter().map(read).collect()
+}
+
+/// Longest secret, bytes; a key of any kind is shorter.
+const SECRET_LEN_MAX: u64 = 64 * 1024;
+
+fn read_short(path: &Path) -> io::Result<String> {
+    use std::io::Read;
+    use std::os::unix::fs::OpenOptionsExt;
+    // A pipe with nobody at its other end must not hold the keeper up.
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(flags).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
+    }
+    let mut text = String::new();
+    if file.take(SECRET_LEN_MAX + 1).read_to_string(&mut text)? as u64 > SECRET_LEN_MAX {
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it is longer than {SECRET_LEN_MAX} bytes"),
+        ));
+    }
+    Ok(text)
 }
 
 /// The paths a program's name can mean: itself if it has a `/`, else one for each directory of `PATH`.

@@ -1,6 +1,6 @@
 //! The kernel calls no safe wrapper has: acting as a tenant on one thread, starting a program, reaping it.
 //!
-//! The only file of this crate with `unsafe`. Not here: what to start and for whom (`spawn`), the fence
+//! With `sandbox::kernel` the only file of this crate with `unsafe`. Not here: what to start and for whom (`spawn`), the fence
 //! around it (`cells`).
 //!
 //! Programs are started by `clone3` with `CLONE_VM | CLONE_VFORK`. Measured with the same calls from C, on
@@ -62,6 +62,8 @@ pub struct Image<'a> {
     /// None: keep the keeper's own uid, which is not root then.
     pub identity: Option<Identity>,
     pub stdio: [BorrowedFd<'a>; 3],
+    /// A socket to listen on, which it gets as descriptor 3. Not among the standard three.
+    pub listener: Option<BorrowedFd<'a>>,
     pub entrance: Entrance,
     pub open_files_max: u64,
 }
@@ -294,7 +296,13 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
                 return 1;
             }
         }
-        if libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32) < 0 {
+        if let Some(listener) = &image.listener
+            && !move_to(listener.as_raw_fd(), 3)
+        {
+            return 1;
+        }
+        let first = if image.listener.is_some() { 4u32 } else { 3u32 };
+        if libc::syscall(libc::SYS_close_range, first, u32::MAX, 0u32) < 0 {
             return 1;
         }
         libc::syscall(libc::SYS_umask, 0o022);
@@ -317,6 +325,18 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
             }
         }
         5
+    }
+}
+
+/// Gives a descriptor this number, to be kept by the program.
+///
+/// # Safety
+/// In a fresh child only: what has the number now is closed.
+unsafe fn move_to(fd: RawFd, number: RawFd) -> bool {
+    // SAFETY: plain system calls on numbers.
+    unsafe {
+        // A descriptor that is moved to itself would keep its mark.
+        if fd == number { libc::fcntl(fd, libc::F_SETFD, 0) == 0 } else { libc::dup2(fd, number) == number }
     }
 }
 

@@ -9,6 +9,7 @@ mod cgi;
 mod failures;
 mod http1;
 mod http2;
+mod instances;
 mod limits;
 mod php;
 mod programs;
@@ -36,6 +37,8 @@ fn main() -> ExitCode {
         cgi::SUITE,
         php::SUITE,
         app::SUITE,
+        instances::SUITE,
+        instances::ALONE,
         tenants::SUITE,
         sites::SUITE,
         limits::SUITE,

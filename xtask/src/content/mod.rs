@@ -1,18 +1,72 @@
-//! Real sites from Debian's packages, unpacked privately: nothing is installed, no web server is configured.
+//! Real sites from Debian's packages, most of them unpacked privately: no web server is configured.
 //!
 //! Not here: who serves them (`demo`, `experiment`), programs that must be installed (`dev`).
 
+pub mod django;
 pub mod dokuwiki;
 pub mod gitweb;
+pub mod mariadb;
+pub mod redmine;
+pub mod wordpress;
 
-use std::fs;
-use std::os::unix::fs::{MetadataExt as _, chown};
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
 
 use crate::workspace;
+
+/// An application that listens by itself, ready to be a site.
+#[derive(Debug, Clone)]
+pub struct App {
+    /// `backend` of its site's record.
+    pub backend: Value,
+    /// Files that a static site at this path can serve, so that they wake nothing.
+    pub files: Option<(&'static str, PathBuf)>,
+    pub page: Page,
+    /// Where one logs in, as `LOGIN`.
+    pub login: &'static str,
+}
+
+/// A page made from the application's database.
+#[derive(Debug, Clone, Copy)]
+pub struct Page {
+    pub path: &'static str,
+    /// On the page because it is in the database.
+    pub text: &'static str,
+}
+
+/// Who may log in to all the applications. They live for one demo or experiment on the loopback interface, so the
+/// password is no secret.
+pub const LOGIN: Login = Login { name: "admin", password: "on-nagaya" };
+
+#[derive(Debug, Clone, Copy)]
+pub struct Login {
+    pub name: &'static str,
+    pub password: &'static str,
+}
+
+impl App {
+    /// The records of its sites: itself and its files.
+    pub fn records(&self, name: &str, tenant: &str, host: &str) -> Vec<Value> {
+        let mut all =
+            vec![json!({"site": {"name": name, "tenant": tenant, "hosts": [host], "backend": self.backend}})];
+        if let Some((path, root)) = &self.files {
+            all.push(json!({"site": {
+                "name": format!("{name}-files"),
+                "tenant": tenant,
+                "hosts": [host],
+                "path": path,
+                "backend": {"kind": "static", "root": root},
+            }}));
+        }
+        all
+    }
+}
 
 /// Unpacks packages, downloading those that were not yet, into one tree that is kept between runs.
 pub fn packages(names: &[String]) -> Result<PathBuf> {
@@ -76,10 +130,35 @@ pub fn copy_files(from: &Path, to: &Path) -> Result<()> {
     run(Command::new("cp").args(["-R", "--dereference", "--no-target-directory"]).arg(from).arg(to))
 }
 
+/// Copies what is in a directory into another, without what is named, and with links replaced by what they point to.
+pub fn copy_entries(from: &Path, to: &Path, without: &[&str]) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
+    let entries = fs::read_dir(from).with_context(|| format!("reading {}", from.display()))?.flatten();
+    let wanted = entries.filter(|entry| !without.iter().any(|name| entry.file_name() == *name));
+    run(Command::new("cp")
+        .args(["-R", "--dereference", "--target-directory"])
+        .arg(to)
+        .args(wanted.map(|entry| entry.path())))
+}
+
 /// Gives everything beneath `dir` to `uid`.
 pub fn give(dir: &Path, uid: u32) -> Result<()> {
     chown(dir, Some(uid), Some(uid)).with_context(|| format!("giving {} to uid {uid}", dir.display()))?;
     run(Command::new("chown").args(["-R", "--no-dereference", &format!("{uid}:{uid}")]).arg(dir))
+}
+
+/// 32 hexadecimal digits nobody can guess.
+fn random_word() -> Result<String> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).context("/dev/urandom")?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Writes what only the file's owner may read.
+fn secret(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o400))
+        .with_context(|| format!("closing {}", path.display()))
 }
 
 /// Runs a command whose failure is an error with what it printed.

@@ -21,8 +21,8 @@ use crate::test::Sum;
 use crate::workspace;
 
 /// What the test programs call: shells and tools come with Debian's essential packages.
-const PACKAGES: [&str; 8] =
-    ["php-cgi", "perl", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
+const PACKAGES: [&str; 9] =
+    ["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
 
 /// Longest run of all tests. An emulated processor needs about ten times as long as a real one.
 const RUN_MAX: Duration = Duration::from_secs(900);

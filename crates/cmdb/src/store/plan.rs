@@ -195,7 +195,7 @@ impl Plan {
     ) -> Result<(), StoreError> {
         for other in view.sites_of(name.as_str())? {
             if !self.sites.contains_key(&other)
-                && view.site(other.as_str())?.is_some_and(|site| is_beneath_home(&site))
+                && view.site(other.as_str())?.is_some_and(|site| field_beneath_home(&site).is_some())
             {
                 to.add("home", "", format!("is needed by site '{other}', whose directory is relative"));
                 return Ok(());
@@ -225,14 +225,14 @@ impl Plan {
             };
             match has_home {
                 None => to.add("tenant", tenant, "does not exist: add it first with `nagaya tenant add`"),
-                Some(false) if is_beneath_home(site) => {
-                    to.add(
-                        directory_field(site),
-                        "",
-                        format!("is relative, but tenant '{tenant}' has no home: use an absolute path"),
-                    );
+                Some(true) => {}
+                Some(false) => {
+                    if let Some(field) = field_beneath_home(site) {
+                        let hint =
+                            format!("is relative, but tenant '{tenant}' has no home: use an absolute path");
+                        to.add(field, "", hint);
+                    }
                 }
-                Some(_) => {}
             }
             for host in &site.hosts {
                 let owner = match places.insert((host.as_str(), &site.path), name) {
@@ -340,16 +340,17 @@ fn unknown(mut to: Findings, field: &str, name: &str, kind: &str) -> Vec<Mistake
     to.mistakes
 }
 
-fn is_beneath_home(site: &Site) -> bool {
+/// The first field whose path is beneath the tenant's home, if there is one.
+fn field_beneath_home(site: &Site) -> Option<&'static str> {
     match &site.backend {
-        Backend::Static(files) | Backend::Cgi(files) | Backend::Php(files) => files.root.is_relative(),
-        Backend::App(app) => app.directory.is_relative(),
-        Backend::Http(_) => false,
+        Backend::Static(files) | Backend::Cgi(files) | Backend::Php(files) => {
+            files.root.is_relative().then_some("root")
+        }
+        Backend::App(app) if app.directory.is_relative() => Some("directory"),
+        Backend::App(app) if app.writable.iter().any(|path| path.is_relative()) => Some("writable"),
+        Backend::App(app) if app.secrets.values().any(|path| path.is_relative()) => Some("secrets"),
+        Backend::App(_) | Backend::Http(_) => None,
     }
-}
-
-fn directory_field(site: &Site) -> &'static str {
-    if site.backend.files().is_some() { "root" } else { "directory" }
 }
 
 fn check_len(record: &impl Serialize, to: &mut Findings) {

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::{HeaderValue, Version};
+use nagaya_cmdb::instance::Wake;
 
 use super::{AccessRecord, Used};
 use crate::options::LogFormat;
@@ -24,6 +25,12 @@ pub(super) struct Formatter {
     date: String,
     /// `,"node":"NAME"` or ` node=NAME`.
     node: Vec<u8>,
+}
+
+/// Each stage of a wake with its microseconds, and at last the time from its end to the head of the answer.
+pub fn stages(wake: &Wake, first_byte_us: u64) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+    let known = wake.stages.iter().map(|(stage, us)| (stage.as_str(), *us));
+    known.chain([("first_byte", first_byte_us)])
 }
 
 /// `2000-10-10T13:55:36.042Z`.
@@ -110,6 +117,21 @@ impl Formatter {
         self.receipt(record, out);
     }
 
+    /// Where it rested and each stage of its wake, as one word: `woken=image:decide_us=90,restore_us=38000`.
+    fn wake(record: &AccessRecord, out: &mut Vec<u8>) {
+        let Some(woken) = record.woken() else { return };
+        out.extend_from_slice(b" woken=");
+        out.extend_from_slice(woken.wake.from.as_str().as_bytes());
+        let mut before = b':';
+        for (stage, us) in stages(&woken.wake, Figures::of(record).backend_us) {
+            out.push(before);
+            out.extend_from_slice(stage.as_bytes());
+            out.extend_from_slice(b"_us=");
+            number(us, out);
+            before = b',';
+        }
+    }
+
     /// What the request used and waited for, behind what the format is made of. Numbers that are 0 are left out.
     fn receipt(&self, record: &AccessRecord, out: &mut Vec<u8>) {
         for (name, value) in Figures::of(record).named() {
@@ -126,6 +148,7 @@ impl Formatter {
         if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
             word("cell", cell, out);
         }
+        Self::wake(record, out);
         out.extend_from_slice(&self.node);
     }
 
@@ -168,6 +191,17 @@ impl Formatter {
         }
         if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
             text("cell", cell.as_bytes(), out);
+        }
+        if let Some(woken) = record.woken() {
+            key("woken", out);
+            out.extend_from_slice(b"{\"from\":\"");
+            out.extend_from_slice(woken.wake.from.as_str().as_bytes());
+            out.push(b'"');
+            for (stage, us) in stages(&woken.wake, Figures::of(record).backend_us) {
+                key(&format!("{stage}_us"), out);
+                number(us, out);
+            }
+            out.push(b'}');
         }
         out.extend_from_slice(&self.node);
         if let Some(site) = &record.site {

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 
+use nagaya_cmdb::instance::{Stage, Tier};
 use proptest::prelude::*;
 use tokio::task::LocalSet;
 
@@ -97,6 +98,28 @@ fn a_json_line_says_everything_known() {
             "rules_us": 0, "backend_us": 0, "cpu_us": 9, "read_bytes": 8, "write_bytes": 0, "throttled_us": 0, "paced_us": 0,
             "demoted": 0, "cell": "demo/wiki/r3", "node": "n1", "site": "wiki", "tenant": "demo", "backend": "php", "user_agent": "ua",
             "refusal": "queue_full", "tls": "TLSv1_3",
+        })
+    );
+}
+
+#[test]
+fn a_line_of_a_request_that_woke_its_application_has_each_stage() {
+    let mut woke = record("/x", None);
+    let stages = vec![(Stage::Sandbox, 900), (Stage::Boot, 210_000), (Stage::Connect, 60)];
+    let wake = Arc::new(Wake { from: Tier::Cold, stages });
+    let waited = Duration::from_micros(211_000);
+    woke.more = Some(Box::new(More { woken: Some(Woken { wake, waited }), ..More::default() }));
+    woke.backend = Duration::from_micros(1_500);
+    let told = line(LogFormat::Combined, &woke);
+    let end = " duration_us=1500 wake_us=211000 backend_us=1500 \
+               woken=cold:sandbox_us=900,boot_us=210000,connect_us=60,first_byte_us=1500 node=n1\n";
+    assert!(told.ends_with(end), "{told}");
+    let told: serde_json::Value = serde_json::from_str(&line(LogFormat::Json, &woke)).unwrap();
+    assert_eq!(told["wake_us"], 211_000);
+    assert_eq!(
+        told["woken"],
+        serde_json::json!({
+            "from": "cold", "sandbox_us": 900, "boot_us": 210_000, "connect_us": 60, "first_byte_us": 1_500,
         })
     );
 }

@@ -125,3 +125,16 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
     // `broken_off` and `other` are of no refusal.
     assert_eq!(refusals.len() + 2, REASONS.values.len(), "a reason nobody gives");
 }
+
+#[test]
+fn tiers_and_stages_of_wakes_have_their_words() {
+    assert_eq!(TIERS.values, Tier::ALL.map(Tier::as_str));
+    assert_eq!(STAGES.values[..FIRST_BYTE], Stage::ALL.map(Stage::as_str));
+    let metrics = Metrics::new();
+    metrics.wake(&Wake { from: Tier::Image, stages: vec![(Stage::Restore, 38_000), (Stage::Connect, 40)] });
+    let text = metrics.encode();
+    for (stage, count) in [("restore", 1), ("connect", 1), ("boot", 0)] {
+        let line = format!("nagaya_instance_wake_stage_seconds_count{{stage=\"{stage}\"}} {count}");
+        assert!(text.contains(&line), "{line} is not in\n{text}");
+    }
+}

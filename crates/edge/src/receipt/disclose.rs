@@ -8,6 +8,7 @@ use std::fmt::Write as _;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -17,10 +18,11 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty};
 use nagaya_base::RequestId;
+use nagaya_cmdb::instance::Wake;
 use tokio::time::timeout_at;
 
 use super::Figures;
-use crate::access_log::More;
+use crate::access_log::{More, stages};
 use crate::message::{BodyError, Response, ResponseBody};
 use crate::stay::Stay;
 
@@ -35,6 +37,9 @@ const SERVER_TIMING: HeaderName = HeaderName::from_static("server-timing");
 const GATHER_MAX: usize = 64 << 10;
 const GATHER_TIME: Duration = Duration::from_secs(1);
 
+/// An integer of structured fields has at most 15 digits (RFC 9651 section 3.3.1); a quadrillion microseconds are 31 years.
+const INTEGER_MAX: u64 = 999_999_999_999_999;
+
 /// Writes the fields.
 #[derive(Debug)]
 pub struct Disclosure {
@@ -43,6 +48,8 @@ pub struct Disclosure {
     pub begun: Instant,
     /// As they were when the head was made.
     pub figures: Figures,
+    /// The wake it waited for.
+    pub wake: Option<Arc<Wake>>,
     pub stay: Option<Rc<Stay>>,
 }
 
@@ -78,12 +85,16 @@ impl Disclosure {
         let rest = [
             ("queue", figures.queue_us),
             ("rules", figures.rules_us),
+            ("wake", figures.wake_us),
             ("backend", figures.backend_us),
             ("cpu", figures.cpu_us.unwrap_or(0)),
             ("throttled", figures.throttled_us),
             ("paced", figures.paced_us),
         ];
         rest.into_iter().filter(|(_, us)| *us > 0).for_each(|(name, us)| put(name, us));
+        if let Some(wake) = &self.wake {
+            stages(wake, figures.backend_us).for_each(|(stage, us)| put(&format!("wake-{stage}"), us));
+        }
         HeaderValue::try_from(out).expect("names and numbers")
     }
 
@@ -98,13 +109,23 @@ impl Disclosure {
         }
         for (name, number) in self.figures.named() {
             let name = name.trim_end_matches("_us").trim_end_matches("_bytes");
-            // An integer has at most 15 digits (section 3.3.1); a quadrillion microseconds are 31 years.
-            write!(out, ", {name}={}", number.min(999_999_999_999_999)).expect("a String takes everything");
+            write!(out, ", {name}={}", number.min(INTEGER_MAX)).expect("a String takes everything");
+            if let ("wake", Some(wake)) = (name, &self.wake) {
+                self.push_stages(&mut out, wake);
+            }
         }
         if !is_final {
             out.push_str(", partial");
         }
         HeaderValue::try_from(out).expect("only printable ASCII was put in")
+    }
+
+    /// Parameters of the item: where it rested, and each stage in microseconds.
+    fn push_stages(&self, out: &mut String, wake: &Wake) {
+        write!(out, ";from={}", wake.from).expect("a String takes everything");
+        for (stage, us) in stages(wake, self.figures.backend_us) {
+            write!(out, ";{stage}={}", us.min(INTEGER_MAX)).expect("a String takes everything");
+        }
     }
 
     /// The receipt once the body has ended.

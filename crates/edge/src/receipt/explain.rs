@@ -8,10 +8,11 @@ use std::time::SystemTime;
 use nagaya_base::RequestId;
 use nagaya_base::units::{format_bytes, format_duration};
 use nagaya_cmdb::cell::{Confinement, CpuQuota, Device, Limits, NamedCell, Scope};
+use nagaya_cmdb::instance::Tier;
 use serde_json::{Value, json};
 
 use super::Figures;
-use crate::access_log::{AccessRecord, More, Used, timestamp};
+use crate::access_log::{AccessRecord, More, Used, Woken, stages, timestamp};
 use crate::pace::Ledger;
 use crate::shared::Shared;
 
@@ -65,6 +66,11 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "rules": more.ruled_by.as_slice(),
         "lane": more.lane,
         "demoted": figures.demoted,
+        "wake": more.woken.as_ref().map(|woken| {
+            let told = stages(&woken.wake, figures.backend_us);
+            let told: Vec<_> = told.map(|(stage, us)| json!({ "stage": stage, "us": us })).collect();
+            json!({ "from": woken.wake.from, "stages": told })
+        }),
         "refusal": record.refusal.map(|reason| {
             json!({ "reason": reason, "code": record.code.map(|code| code.to_string()) })
         }),
@@ -187,10 +193,11 @@ fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
         "http" | "app" => "application",
         _ => "answer",
     };
-    let known = figures.queue_us + figures.rules_us + figures.backend_us + figures.paced_us;
+    let known = figures.queue_us + figures.rules_us + figures.wake_us + figures.backend_us + figures.paced_us;
     let spans = [
         ("in line", figures.queue_us, Some(queued(more))),
         ("rules", figures.rules_us, None),
+        ("waking", figures.wake_us, more.woken.as_ref().map(waking)),
         ("throttled", throttled, Some(throttling(more))),
         (answering, figures.backend_us - throttled, ran.then(|| running(figures))),
         ("held back", figures.paced_us, Some(pacing(record, more, ran))),
@@ -206,6 +213,16 @@ fn queued(more: &More) -> String {
             "It waited for its turn: as many requests ran in lane {lane}, or of its site or tenant, as may."
         ),
         None => "It waited for its turn: as many requests of its site or tenant ran as may.".into(),
+    }
+}
+
+fn waking(woken: &Woken) -> String {
+    match woken.wake.from {
+        Tier::Cold => "Its application did not run, and there was no image of it: it was started.".into(),
+        Tier::Image => "Its application did not run: its image was restored.".into(),
+        Tier::Reclaimed => "Its application was frozen, and its memory was in swap.".into(),
+        Tier::Frozen => "Its application was frozen.".into(),
+        Tier::Quiet | Tier::Running => "Its application ran only when nobody else wanted to.".into(),
     }
 }
 

@@ -13,6 +13,8 @@ pub struct Figures {
     /// Waiting for its turn.
     pub queue_us: u64,
     pub rules_us: u64,
+    /// Waiting for its site's instance to be woken.
+    pub wake_us: u64,
     /// In the backend, until the head of its answer.
     pub backend_us: u64,
     /// By its programs, or where none ran by the edge itself. None: a program ran, and the keeper did not say.
@@ -30,6 +32,7 @@ impl Figures {
         let mut figures = Self {
             queue_us: us(record.queued),
             rules_us: us(record.ruled),
+            wake_us: record.woken().map_or(0, |woken| us(woken.waited)),
             backend_us: us(record.backend),
             cpu_us: Some(us(record.edge_cpu)),
             ..Self::default()
@@ -58,11 +61,13 @@ impl Figures {
         }
     }
 
-    /// By name, in the order in which they are written. An unknown one is left out.
+    /// By name, in the order in which they are written. An unknown one is left out, and a wake that there was not.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        let woken = (self.wake_us > 0).then_some(("wake_us", self.wake_us));
         let cpu = self.cpu_us.map(|cpu_us| ("cpu_us", cpu_us));
         [("took_us", self.took_us), ("queue_us", self.queue_us), ("rules_us", self.rules_us)]
             .into_iter()
+            .chain(woken)
             .chain([("backend_us", self.backend_us)])
             .chain(cpu)
             .chain([

@@ -13,6 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_LENGTH, HeaderValue};
 use http::{Method, StatusCode, Version};
 
+use pool::NoConnection;
 pub use pool::{Address, Connector, Pool, Socket, dial};
 use transfer::{Broken, Transfer};
 
@@ -50,6 +51,21 @@ pub struct Outgoing<'a> {
     pub fields: &'a [u8],
 }
 
+/// An exchange that came to no answer.
+#[derive(Debug)]
+pub struct Failed {
+    pub refusal: Refusal,
+    /// The request's body, if the connection failed and the request may be sent again: it was not sent, or its method does
+    /// no harm when it is done twice (RFC 9110 section 9.2.2).
+    pub again: Option<RequestBody>,
+}
+
+impl From<Failed> for Refusal {
+    fn from(failed: Failed) -> Self {
+        failed.refusal
+    }
+}
+
 /// Sends the request on and gives its answer back, streaming both ways.
 pub async fn exchange(
     pool: &Rc<Pool>,
@@ -58,28 +74,37 @@ pub async fn exchange(
     outgoing: Outgoing<'_>,
     body: RequestBody,
     bounds: Bounds,
-) -> Result<Response, Refusal> {
+) -> Result<Response, Failed> {
     let head = outgoing.head;
     let framing = framing_of(&body);
-    let mut body = Some(body);
+    let mut body = body;
     let mut tries = 0;
     loop {
-        let (connection, reused) = pool.checkout(address, connector, bounds.connect, tries > 0).await?;
-        let body_now = body.take().unwrap_or_else(RequestBody::empty);
+        let (connection, reused) = match pool.checkout(address, connector, bounds.connect, tries > 0).await {
+            Ok(connection) => connection,
+            Err(failure) => {
+                let again = matches!(failure, NoConnection::Refused(_)).then_some(body);
+                return Err(Failed { refusal: failure.into(), again });
+            }
+        };
         let encode = |out: &mut BytesMut| encode(&outgoing, framing, out);
-        let mut transfer = Transfer::new(connection, encode, body_now, framing);
+        let mut transfer = Transfer::new(connection, encode, body, framing);
         match answer(&mut transfer, head, bounds).await {
             Ok(answer) => return Ok(respond(pool, address, transfer, answer, bounds)),
             Err(broken) => {
-                // Safe to say again only what has no effect of its own (RFC 9110 section 9.2.2), of which no
-                // byte of body is gone, to which no byte of answer came, on a connection that had aged.
-                let safe = reused && head.method.is_idempotent() && transfer.is_untouched();
-                if !safe || tries >= RETRIES_MAX || !matches!(broken, Broken::Connection(_)) {
-                    return Err(broken.into());
+                // Safe to say again only what has no effect of its own, of which no byte of body is gone, and to which no
+                // byte of answer came.
+                let safe = transfer.is_unsent() || (head.method.is_idempotent() && transfer.is_untouched());
+                if !safe || !matches!(broken, Broken::Connection(_)) {
+                    return Err(Failed { refusal: broken.into(), again: None });
+                }
+                body = transfer.into_body();
+                // A connection that has aged may have been closed meanwhile; a new one that breaks says more.
+                if !reused || tries >= RETRIES_MAX {
+                    return Err(Failed { refusal: broken.into(), again: Some(body) });
                 }
                 tries += 1;
                 pool.count_retry();
-                body = Some(transfer.into_body());
             }
         }
     }
@@ -181,3 +206,6 @@ impl From<Broken> for Refusal {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

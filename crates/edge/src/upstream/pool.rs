@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use nagaya_cmdb::SiteName;
+use nagaya_keeper::protocol::InstanceId;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, timeout};
@@ -36,11 +36,8 @@ pub enum Address {
     /// `host:port`; names are resolved at connect time.
     Tcp(Box<str>),
     Unix(PathBuf),
-    /// The keeper makes the connection; `tcp` says of which kind it is.
-    App {
-        site: SiteName,
-        tcp: bool,
-    },
+    /// The keeper makes the connection, for as long as this thread uses the instance.
+    Instance(InstanceId),
 }
 
 impl Address {
@@ -67,7 +64,26 @@ pub async fn dial(address: &Address) -> io::Result<Socket> {
             Ok(Socket::Tcp(stream))
         }
         Address::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path).await?)),
-        Address::App { .. } => Err(io::ErrorKind::Unsupported.into()),
+        Address::Instance(_) => Err(io::ErrorKind::Unsupported.into()),
+    }
+}
+
+/// Why there is no connection.
+#[derive(Debug)]
+pub enum NoConnection {
+    Refused(Refusal),
+    /// Nothing happened for so long.
+    Silent(Duration),
+}
+
+impl From<NoConnection> for Refusal {
+    fn from(failure: NoConnection) -> Self {
+        match failure {
+            NoConnection::Refused(refusal) => refusal,
+            NoConnection::Silent(limit) => {
+                Self::BackendUnreachable(format!("no connection within {} ms", limit.as_millis()))
+            }
+        }
     }
 }
 
@@ -123,14 +139,15 @@ impl Pool {
         connector: &impl Connector,
         limit: Duration,
         fresh: bool,
-    ) -> Result<(Connection, bool), Refusal> {
+    ) -> Result<(Connection, bool), NoConnection> {
         if !fresh && let Some(connection) = self.take_idle(address) {
             self.metrics.upstream_connection(UpstreamConnection::Reused);
             return Ok((connection, true));
         }
-        let connected = timeout(limit, connector.connect(address)).await.unwrap_or_else(|_| {
-            Err(Refusal::BackendUnreachable(format!("no connection within {} ms", limit.as_millis())))
-        });
+        let connected = match timeout(limit, connector.connect(address)).await {
+            Ok(connected) => connected.map_err(NoConnection::Refused),
+            Err(_) => Err(NoConnection::Silent(limit)),
+        };
         let how = if connected.is_ok() { UpstreamConnection::Opened } else { UpstreamConnection::Failed };
         self.metrics.upstream_connection(how);
         let connection = Connection {
@@ -169,6 +186,13 @@ impl Pool {
         if list.len() < IDLE_PER_ADDRESS_MAX {
             list.push(Idle { connection, since: Instant::now() });
             self.count.set(self.count.get() + 1);
+        }
+    }
+
+    /// Closes the idle connections to this address.
+    pub fn forget(&self, address: &Address) {
+        if let Some(list) = self.idle.borrow_mut().remove(address) {
+            self.count.set(self.count.get() - list.len());
         }
     }
 

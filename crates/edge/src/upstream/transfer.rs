@@ -44,6 +44,8 @@ pub struct Transfer {
     framing: Framing,
     body_left: bool,
     body_touched: bool,
+    /// Some of it was taken by the application's side.
+    written: bool,
     /// Writing failed; the answer may have come all the same.
     write_failed: bool,
     answer_seen: bool,
@@ -67,6 +69,7 @@ impl Transfer {
             framing,
             body_left: framing != Framing::None,
             body_touched: false,
+            written: false,
             write_failed: false,
             answer_seen: false,
             scanned: 0,
@@ -78,6 +81,11 @@ impl Transfer {
     /// No byte of the body was taken and no byte of an answer came.
     pub fn is_untouched(&self) -> bool {
         !self.body_touched && !self.answer_seen
+    }
+
+    /// Nothing of the request has gone.
+    pub fn is_unsent(&self) -> bool {
+        !self.written && self.is_untouched()
     }
 
     pub fn into_body(self) -> RequestBody {
@@ -111,7 +119,10 @@ impl Transfer {
                 };
             }
             match ready!(Pin::new(&mut self.connection.socket).poll_write(cx, &self.connection.output)) {
-                Ok(wrote) if wrote > 0 => self.connection.output.advance(wrote),
+                Ok(wrote) if wrote > 0 => {
+                    self.written = true;
+                    self.connection.output.advance(wrote);
+                }
                 // It may have answered and closed: reading will tell.
                 _ => self.write_failed = true,
             }

@@ -50,6 +50,7 @@ fn lives(dir: &Path) -> Result<bool, FileError> {
         directory: c"/",
         identity: None,
         stdio: [nothing; 3],
+        listener: None,
         entrance: Entrance { born, tasks: Vec::new() },
         open_files_max: 64,
     });

@@ -136,6 +136,8 @@ fn end_all(dir: &Path, depth: usize) {
     if files::write(&dir.join("cgroup.kill"), "1").is_ok() {
         return;
     }
+    // What is frozen on v1 does not die. Elsewhere there is no such file.
+    let _ = files::write(&dir.join("freezer.state"), "THAWED");
     let _ = end_listed(dir);
     if depth > 0 {
         subdirectories(dir).iter().for_each(|child| end_all(child, depth - 1));

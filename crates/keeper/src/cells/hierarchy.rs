@@ -17,7 +17,7 @@ use super::codes;
 use super::controllers::{Controllers, Version, v2_name};
 use super::ending;
 use super::files::{FileError, make, open, read, write};
-use super::mounts::{Mount, OWN, TREE, mounts};
+use super::mounts::{self, Mount, OWN, TREE, mounts};
 use crate::options::BackEnd;
 
 /// A controller that limits nothing here, or the fence where there is none.
@@ -52,14 +52,19 @@ pub struct Found {
     pub missing: Vec<Missing>,
     /// Directories of dead keepers that were removed.
     pub orphans: u64,
+    /// This keeper's directory in the freezer of v1, if that is mounted and may be used. Not made yet.
+    pub freezer: Option<PathBuf>,
 }
 
 /// Finds and tries all hierarchies, after removing what dead keepers left in any of them.
 pub fn find(back_end: BackEnd) -> Found {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
-    let (mounts, groups) = (mounts(&read("/proc/self/mountinfo")), read("/proc/self/cgroup"));
+    let (mountinfo, groups) = (read("/proc/self/mountinfo"), read("/proc/self/cgroup"));
+    let mounts = mounts(&mountinfo);
+    let freezer = mounts::freezer(&mountinfo, &groups).map(|own| own.join(TREE));
     // Those that are not chosen too: the dead keeper may have chosen differently.
-    let trees: Vec<PathBuf> = mounts.iter().map(|mount| mount.own(&groups).join(TREE)).collect();
+    let trees = mounts.iter().map(|mount| mount.own(&groups).join(TREE));
+    let trees: Vec<PathBuf> = freezer.iter().cloned().chain(trees).collect();
     let orphans = ending::clean(&trees);
     let name = match ending::own_name() {
         Ok(name) => name,
@@ -71,7 +76,9 @@ pub fn find(back_end: BackEnd) -> Found {
         BackEnd::CgroupV1 => mount.version == Version::V1,
         BackEnd::ProcessGroup => false,
     };
-    let mut found = Found { orphans, ..Found::default() };
+    let freezer = freezer.filter(|_| matches!(back_end, BackEnd::Auto | BackEnd::CgroupV1));
+    let freezer = freezer.map(|tree| tree.join(&name));
+    let mut found = Found { orphans, freezer, ..Found::default() };
     let mut mounts: Vec<&Mount> = mounts.iter().filter(wanted).collect();
     mounts.sort_by_key(|mount| mount.version == Version::V1);
     for mount in mounts {

@@ -257,6 +257,18 @@ impl Leaf {
         &self.name
     }
 
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// Its directory in cgroup v2, if that is the fence.
+    pub(super) fn freezable(&self) -> Option<PathBuf> {
+        let state = self.state.lock();
+        let dirs = state.body.iter().flat_map(|body| body.dirs.iter().flatten());
+        let is_fence = |dir: &&Arc<Dir>| dir.hierarchy.is_fence && dir.hierarchy.version == Version::V2;
+        dirs.into_iter().find(is_fence).map(|dir| dir.path.clone())
+    }
+
     pub fn branch(&self) -> &Arc<Branch> {
         &self.branch
     }

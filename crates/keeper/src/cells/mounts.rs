@@ -54,6 +54,25 @@ fn mount(line: &str) -> Option<Mount> {
     Some(Mount { version, controllers, root, point })
 }
 
+/// This process's directory in the hierarchy of v1's `freezer`, which limits nothing and so is none of the above.
+pub fn freezer(mountinfo: &str, groups: &str) -> Option<PathBuf> {
+    let has_it = |list: &str| list.split(',').any(|word| word == "freezer");
+    let point = mountinfo.lines().find_map(|line| {
+        let (place, kind) = line.split_once(" - ")?;
+        let mut kind = kind.split(' ');
+        let is_it = kind.next()? == "cgroup" && has_it(kind.nth(1)?);
+        let mut place = place.split(' ').skip(3);
+        let (root, point) = (path(place.next()?), path(place.next()?));
+        is_it.then_some((root, point))
+    });
+    let (root, point) = point?;
+    let group = groups.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        has_it(controllers).then_some(Path::new(path))
+    });
+    Some(point.join(group?.strip_prefix(root).unwrap_or(Path::new(""))))
+}
+
 fn named(list: &str) -> Controllers {
     let words: Vec<&str> = list.split(',').collect();
     Controller::ALL
@@ -119,6 +138,15 @@ broken line - cgroup";
                 (Version::V2, String::new(), "/sys/fs/cgroup/unified"),
             ]
         );
+    }
+
+    #[test]
+    fn the_freezer_is_found_where_it_is_mounted() {
+        let mounts =
+            format!("{HYBRID}\n38 31 0:35 / /sys/fs/cgroup/freezer rw shared:14 - cgroup cgroup rw,freezer");
+        let own = |groups: &str| freezer(&mounts, groups);
+        assert_eq!(own("3:freezer:/a/b\n0::/u"), Some("/sys/fs/cgroup/freezer/a/b".into()));
+        assert_eq!((own("0::/u"), freezer(HYBRID, "3:freezer:/a")), (None, None));
     }
 
     #[test]

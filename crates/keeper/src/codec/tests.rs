@@ -9,12 +9,13 @@ use nagaya_cmdb::cell::{
     CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell,
     Scope, Usage,
 };
+use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
 use crate::confinement::{check, check_changes};
-use crate::protocol::{Answer, Ask, Exit, Failure, ProcessId, Reply, Verb};
+use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, ProcessId, Reply, Verb};
 
 fn pair() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
@@ -175,7 +176,10 @@ fn any_verb() -> impl Strategy<Value = Verb> {
         any::<u64>().prop_map(|process| Verb::Measure { process: ProcessId(process) }),
         proptest::collection::vec(any_change(), 0..4).prop_map(|changes| Verb::ChangeCells { changes }),
         Just(Verb::Cells),
-        site.prop_map(|site| Verb::ConnectApp { site }),
+        site.prop_map(|site| Verb::UseInstance { site }),
+        any::<u64>().prop_map(|instance| Verb::ConnectInstance { instance: InstanceId(instance) }),
+        any::<u64>().prop_map(|instance| Verb::LeaveInstance { instance: InstanceId(instance) }),
+        any::<u64>().prop_map(|tag| Verb::Forget { tag }),
         ".{0,30}".prop_map(|name| Verb::OpenCertificate { name }),
         Just(Verb::Status),
     ]
@@ -219,10 +223,13 @@ proptest! {
         let usage = Usage { cpu_us, read_bytes, write_bytes, throttled_us, demoted };
         let process = ProcessId(tag);
         let exit = Exit { status: Some(i32::from(demoted)), signal: None, cpu_us };
+        let wake = Wake { from: Tier::Image, stages: vec![(Stage::Queue, cpu_us), (Stage::Restore, read_bytes)] };
         for answer in [
             Answer::Reply { tag, reply: Reply::Failed { failure: Failure::Busy, code, message: message.clone() } },
             Answer::Reply { tag, reply: Reply::Spawned { process, cell: message } },
             Answer::Reply { tag, reply: Reply::Used { usage } },
+            Answer::Reply { tag, reply: Reply::Using { instance: InstanceId(tag), wake: None } },
+            Answer::Reply { tag, reply: Reply::Using { instance: InstanceId(tag), wake: Some(wake) } },
             Answer::Ended { process, exit, usage },
         ] {
             prop_assert_eq!(decode::<Answer>(&encode(&answer).unwrap()).unwrap(), answer);

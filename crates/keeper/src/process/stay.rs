@@ -224,7 +224,14 @@ impl Processes {
     }
 
     async fn adopt(&self, process: &Process, leaf: &Arc<Leaf>) -> Result<(), Fault> {
-        let (pid, from, to) = (process.pid, process.stay.leaf(), Arc::clone(leaf));
+        let (from, to) = (process.stay.leaf(), Arc::clone(leaf));
+        let Some(pid) = process.pid else {
+            return Err(Fault::new(
+                Failure::Invalid,
+                fault::WRONG_KIND,
+                "what is in a sandbox stays in its cell",
+            ));
+        };
         if self.cells.fence() == cells::Kind::ProcessGroup {
             return Ok(to.adopt(pid, &from)?);
         }

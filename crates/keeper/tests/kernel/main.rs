@@ -3,15 +3,20 @@
 //! A harness of its own, because this binary is also the keeper it tests, and because what needs root must
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
-mod apps;
 mod cells;
 mod files;
 mod groups;
+mod image;
+mod instances;
 mod life;
 mod limits;
 mod php;
 mod places;
 mod programs;
+mod rest;
+mod sandbox;
+mod scene;
+mod wake;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -29,8 +34,13 @@ fn main() {
     }
     let arguments = Arguments::from_args();
     let is_root = rustix::process::geteuid().is_root();
-    let any = [programs::ANYONE, life::ANYONE].concat();
-    let root = [programs::ROOT, files::ROOT, php::ROOT, apps::ROOT, life::ROOT].concat();
+    if is_root {
+        scene::start_launcher();
+    }
+    let any = [programs::ANYONE, life::ANYONE, rest::ANYONE].concat();
+    let root =
+        [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, rest::ROOT, life::ROOT, sandbox::ROOT]
+            .concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
@@ -66,7 +76,9 @@ fn main() {
             Ok(Completion::Completed)
         })
     };
+    let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
+    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = [cells::CELLS, places::CELLS, limits::CELLS].concat();

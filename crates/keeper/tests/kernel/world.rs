@@ -17,10 +17,11 @@ use std::time::Duration;
 
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::instance::Act;
 use nagaya_cmdb::{Change, Site, SiteName, Tenant, TenantName};
 use nagaya_keeper::client::{CgiProcess, ClientError, Keeper, ProcessGuard};
 use nagaya_keeper::protocol::Failure;
-use nagaya_keeper::{BackEnd, Options, Start};
+use nagaya_keeper::{BackEnd, InstanceOptions, Options, Start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -69,6 +70,11 @@ struct Started {
     feed: UnixStream,
 }
 
+/// A CRIU elsewhere than in the usual places.
+pub fn criu() -> Option<PathBuf> {
+    std::env::var_os("NAGAYA_TEST_CRIU").map(PathBuf::from)
+}
+
 pub fn site_name(name: &str) -> SiteName {
     SiteName::new(name).unwrap()
 }
@@ -91,7 +97,13 @@ impl World {
         // Wider than in use, so that the keeper's own check of its peers is what refuses.
         set_mode(&path, 0o666);
         let back_end = BACK_END.get();
-        let options = Options { runtime_dir: dir.path().join("run"), back_end, ..Options::default() };
+        let images = dir.path().join("state/images");
+        let options = Options {
+            runtime_dir: dir.path().join("run"),
+            back_end,
+            instances: InstanceOptions { images, criu: criu(), ..InstanceOptions::default() },
+            ..Options::default()
+        };
         let mut world =
             Self { dir, options, listener, changes: Vec::new(), group: None, running: Mutex::default() };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
@@ -221,6 +233,11 @@ impl World {
         serde_json::from_str(&self.ask(Question::Cells)).unwrap()
     }
 
+    /// Does this to the instance of a site; what comes of it.
+    pub fn act(&self, site: &str, act: Act) -> Value {
+        serde_json::from_str(&self.ask(Question::Instance { site: site.into(), act })).unwrap()
+    }
+
     /// One cell of the tree by its path.
     pub fn cell(&self, path: &str) -> Option<Value> {
         self.cells()["cells"].as_array().unwrap().iter().find(|cell| cell["path"] == path).cloned()
@@ -237,7 +254,7 @@ impl World {
         feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
     }
 
-    fn hear(&self) -> Up {
+    pub fn hear(&self) -> Up {
         feed::read(&mut self.running().as_mut().unwrap().feed)
             .unwrap()
             .unwrap_or_else(|| panic!("the keeper ended:\n{}", self.log()))

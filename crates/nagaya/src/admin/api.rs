@@ -250,9 +250,9 @@ impl Api {
 
 // === Requests ===
 
-fn unknown_path(path: &str) -> Box<Problem> {
+pub(super) fn unknown_path(path: &str) -> Box<Problem> {
     let detail = format!(
-        "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/import, /v1/export"
+        "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/import, /v1/export, /v1/instances"
     );
     Problem::request(StatusCode::NOT_FOUND, detail)
 }
@@ -317,21 +317,21 @@ fn read_record<T: serde::de::DeserializeOwned>(
 }
 
 /// `a=b&c=d`, percent-decoded when asked for.
-struct Query<'a>(Vec<(&'a str, &'a str)>);
+pub(super) struct Query<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Query<'a> {
-    fn read(text: &'a str) -> Self {
+    pub(super) fn read(text: &'a str) -> Self {
         let pairs = text.split('&').filter(|pair| !pair.is_empty());
         Self(pairs.map(|pair| pair.split_once('=').unwrap_or((pair, ""))).collect())
     }
 
-    fn get(&self, key: &str) -> Option<Cow<'a, str>> {
+    pub(super) fn get(&self, key: &str) -> Option<Cow<'a, str>> {
         let (_, value) = self.0.iter().find(|(known, _)| *known == key)?;
         Some(percent_decode_str(value).decode_utf8_lossy())
     }
 
     /// A misspelt condition must not show, or change, more than was meant.
-    fn allow(&self, known: &[&str]) -> Result<(), Box<Problem>> {
+    pub(super) fn allow(&self, known: &[&str]) -> Result<(), Box<Problem>> {
         match self.0.iter().find(|(key, _)| !known.contains(key)) {
             None => Ok(()),
             Some((key, _)) => {

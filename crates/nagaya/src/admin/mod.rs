@@ -7,7 +7,11 @@
 //! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME`, `/v1/settings/KEY` | one record |
 //! | `POST /v1/import?mode=merge\|replace`, `GET /v1/export` | JSON lines |
 //! | `GET /metrics`, `/healthz`, `/v1/status`, `/v1/cells` | the node |
+//! | `GET /v1/requests` | sites, tenants and lanes of which requests run or wait |
 //! | `GET /v1/requests/ID` | the receipt of one request |
+//! | `GET /v1/instances` | all instances of applications |
+//! | `GET /v1/instances/SITE`, `/v1/instances/SITE/logs` | one instance, its last lines |
+//! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/stop` | what is done to it |
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
 //! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
@@ -18,6 +22,7 @@
 
 mod api;
 mod client;
+mod instances;
 mod problem;
 mod server;
 mod stream;
@@ -28,6 +33,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use nagaya_cmdb::instance::Act;
 use nagaya_cmdb::{Change, Store};
 
 pub use api::{Api, Summary};
@@ -58,6 +64,12 @@ pub trait Node: Send + Sync {
     fn status(&self) -> BoxFuture<'_, serde_json::Value>;
     /// The keeper's tree of cells as JSON. None: it did not answer.
     fn cells(&self) -> BoxFuture<'_, Option<String>>;
+    /// The keeper's instances as JSON. None: it did not answer.
+    fn instances(&self) -> BoxFuture<'_, Option<String>>;
+    /// Does this to the instance of a site. The answer is JSON; it comes when it is done.
+    fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>>;
+    /// Of whom the edge has requests that run or wait, as JSON. None: it did not answer.
+    fn requests(&self) -> BoxFuture<'_, Option<String>>;
     /// What the edge says of the request with this id, as JSON. None: it did not answer.
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>>;
 }

@@ -81,6 +81,11 @@ impl Problem {
         Self::new(StatusCode::NOT_FOUND, Code(511), "No such receipt", detail)
     }
 
+    /// The keeper's own words about what it would not do to an instance.
+    pub fn instance(status: StatusCode, code: Code, detail: &str) -> Box<Self> {
+        Self::new(status, code, "The instance is as it was", detail)
+    }
+
     pub fn status(&self) -> StatusCode {
         StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
     }

@@ -23,7 +23,7 @@ use tokio::time::{sleep, timeout};
 
 use super::api::{self, Api};
 use super::stream::{self, PassError};
-use super::{Node, Parts, Problem};
+use super::{Node, Parts, Problem, instances};
 
 /// Most connections at once; more wait in the socket's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -45,6 +45,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Where receipts are asked for, before the id.
 const REQUESTS: &str = "/v1/requests/";
+
+/// Where one instance is asked for, before its site's name.
+const INSTANCES: &str = "/v1/instances/";
 
 /// `nagaya_base::RequestId` as it is printed.
 const REQUEST_ID_LEN: usize = 32;
@@ -104,19 +107,32 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
         (&Method::GET, "/v1/status") => {
             text(StatusCode::OK, "application/json", shared.node.status().await.to_string())
         }
-        (&Method::GET, "/v1/cells") => match shared.node.cells().await {
-            Some(cells) => text(StatusCode::OK, "application/json", cells),
-            None => whole(api::refuse(&Problem::silent("keeper"))),
-        },
+        (&Method::GET, "/v1/cells") => json(shared.node.cells().await, "keeper"),
+        (&Method::GET, "/v1/requests") => json(shared.node.requests().await, "edge"),
+        (&Method::GET, "/v1/instances") => json(shared.node.instances().await, "keeper"),
+        (method, path) if let Some(rest) = path.strip_prefix(INSTANCES) => {
+            let query = request.uri().query().unwrap_or_default();
+            whole(instances::answer(&*shared.node, method, rest, query).await)
+        }
         (&Method::GET, path) if let Some(id) = path.strip_prefix(REQUESTS) => explain(&shared, id).await,
         (&Method::GET, "/v1/export") => export(shared),
         (&Method::POST, "/v1/import") => whole(import(shared, request).await),
-        (_, "/metrics" | "/healthz" | "/v1/status" | "/v1/cells" | "/v1/export") => {
-            whole(api::refuse(&api::wrong_method(&method, "GET")))
-        }
+        (
+            _,
+            "/metrics" | "/healthz" | "/v1/status" | "/v1/cells" | "/v1/export" | "/v1/requests"
+            | "/v1/instances",
+        ) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
         (_, path) if path.starts_with(REQUESTS) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
         (_, "/v1/import") => whole(api::refuse(&api::wrong_method(&method, "POST"))),
         _ => whole(records(shared, request).await),
+    }
+}
+
+/// What a process answered, or that it did not.
+fn json(answer: Option<String>, process: &str) -> Answer {
+    match answer {
+        Some(json) => text(StatusCode::OK, "application/json", json),
+        None => whole(api::refuse(&Problem::silent(process))),
     }
 }
 

@@ -39,6 +39,28 @@ impl Node for TestNode {
         Box::pin(async { Some(r#"{"cells":[]}"#.into()) })
     }
 
+    fn instances(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async { Some(r#"{"instances":[{"site":"wiki"}]}"#.into()) })
+    }
+
+    /// Knows one site, and is silent about another.
+    fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async move {
+            match (site.as_str(), act) {
+                ("wiki", Act::Stop) => {
+                    Some(json!({ "error": "it is in use", "code": "NGY0311" }).to_string())
+                }
+                ("wiki", act) => Some(json!({ "ok": true, "act": act }).to_string()),
+                ("silent", _) => None,
+                _ => Some("null".into()),
+            }
+        })
+    }
+
+    fn requests(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async { Some(r#"{"instances":[],"gates":[]}"#.into()) })
+    }
+
     /// Knows one request, and is silent about another.
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {
         Box::pin(async move {
@@ -328,4 +350,22 @@ fn changes_of_many_writers_are_told_in_order() {
     });
     let told = world.told.lock();
     assert!(told.iter().map(|(_, revision)| *revision).eq(1..=40), "{told:?}");
+}
+
+#[test]
+fn instances_are_listed_and_told_what_to_do() {
+    let world = world();
+    let call = |method: Method, path: &str| world.call(method, path, "");
+    assert_eq!(call(Method::GET, "/v1/instances").1["instances"][0]["site"], "wiki");
+    let (status, answer) = call(Method::POST, "/v1/instances/wiki/rest?to=frozen");
+    assert_eq!((status, answer), (200, json!({ "ok": true, "act": { "rest": { "to": "frozen" } } })));
+    let (status, problem) = call(Method::POST, "/v1/instances/wiki/stop");
+    assert_eq!((status, &problem["code"]), (409, &json!("NGY0311")));
+    assert_eq!(problem["detail"], "it is in use");
+    let (status, problem) = call(Method::GET, "/v1/instances/other");
+    assert_eq!((status, &problem["code"]), (404, &json!("NGY0211")));
+    assert_eq!(call(Method::GET, "/v1/instances/silent").0, 503);
+    assert_eq!(call(Method::GET, "/v1/instances/wiki/stop").0, 405);
+    assert_eq!(call(Method::DELETE, "/v1/instances").0, 405);
+    assert_eq!(call(Method::GET, "/v1/requests"), (200, json!({ "instances": [], "gates": [] })));
 }

@@ -19,10 +19,10 @@ use serde_json::Value;
 use super::output::{self, CliError, Format, Place, printable};
 
 /// Between two looks of `--watch`.
-const INTERVAL: Duration = Duration::from_secs(1);
+pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Puts the cursor into the upper left corner and clears what is below it (ECMA-48).
-const CLEAR: &str = "\x1b[H\x1b[J";
+pub(super) const CLEAR: &str = "\x1b[H\x1b[J";
 
 #[derive(Debug, clap::Args)]
 pub struct Cells {
@@ -42,9 +42,9 @@ pub struct Cells {
 /// The keeper's answer.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Tree {
+pub(super) struct Tree {
     missing: Vec<Missing>,
-    cells: Vec<Cell>,
+    pub(super) cells: Vec<Cell>,
     /// Cells it has beyond those it listed.
     left_out: usize,
 }
@@ -56,13 +56,13 @@ struct Missing {
 }
 
 #[derive(Debug, Deserialize)]
-struct Cell {
-    path: String,
+pub(super) struct Cell {
+    pub(super) path: String,
     tenant: Option<String>,
     #[serde(default)]
     limits: Limits,
     #[serde(default)]
-    usage: Usage,
+    pub(super) usage: Usage,
     pressure: Option<Pressure>,
     /// Requests that run in it now.
     #[serde(default)]
@@ -72,13 +72,13 @@ struct Cell {
 /// Since the cell was made. None: its controller is missing.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(default)]
-struct Usage {
-    cpu_us: Option<u64>,
+pub(super) struct Usage {
+    pub(super) cpu_us: Option<u64>,
     throttled_us: Option<u64>,
     read_bytes: Option<u64>,
     write_bytes: Option<u64>,
     processes: Option<u64>,
-    memory_bytes: Option<u64>,
+    pub(super) memory_bytes: Option<u64>,
 }
 
 /// Share of the last ten seconds in which something waited, in percent.
@@ -164,11 +164,11 @@ fn watch(command: &Cells, place: &Place) -> Result<(), CliError> {
     }
 }
 
-fn ask(place: &Place) -> Result<Value, CliError> {
+pub(super) fn ask(place: &Place) -> Result<Value, CliError> {
     output::ask_node(place, "/v1/cells")
 }
 
-fn read(answer: Value) -> Result<Tree, CliError> {
+pub(super) fn read(answer: Value) -> Result<Tree, CliError> {
     serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the tree is of another version of nagaya: {error}")))
 }

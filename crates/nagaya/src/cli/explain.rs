@@ -9,7 +9,7 @@ use nagaya_base::units::format_bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::output::{self, CliError, Format, Place, escape, printable};
+use super::output::{self, CliError, Format, Place, escape, printable, short_us};
 
 /// Length of the longest bar, in characters.
 const BAR_LEN: usize = 40;
@@ -50,12 +50,27 @@ struct Receipt {
     named: Vec<Value>,
     lane: Option<String>,
     demoted: Option<u64>,
+    wake: Option<Wake>,
     refusal: Option<Refusal>,
     #[serde(default)]
     spans: Vec<Span>,
     #[serde(default)]
     usage: Usage,
     took_us: u64,
+}
+
+/// The wake of its site's instance that it waited for.
+#[derive(Debug, Deserialize)]
+struct Wake {
+    from: String,
+    #[serde(default)]
+    stages: Vec<Stage>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Stage {
+    stage: String,
+    us: u64,
 }
 
 /// One limit that held, and who set it.
@@ -94,6 +109,9 @@ fn screen(receipt: &Receipt) -> String {
     let mut out = String::new();
     head(receipt, &mut out);
     times(receipt, &mut out);
+    if let Some(wake) = &receipt.wake {
+        stages(wake, &mut out);
+    }
     limits(receipt, &mut out);
     used(&receipt.usage, &mut out);
     out
@@ -104,7 +122,7 @@ fn head(receipt: &Receipt, out: &mut String) {
     let status = receipt.status.map_or("no answer".into(), |status| status.to_string());
     let (method, host) = (text(&receipt.method, "(no method)"), text(&receipt.host, ""));
     let target = text(&receipt.target, "");
-    let _ = writeln!(out, "{method} {host}{target}: {status} in {}", duration(receipt.took_us));
+    let _ = writeln!(out, "{method} {host}{target}: {status} in {}", short_us(receipt.took_us));
     let mut field = |name: &str, value: Option<String>| {
         if let Some(value) = value {
             let _ = writeln!(out, "  {name:7} {}", printable(&value));
@@ -143,7 +161,7 @@ fn times(receipt: &Receipt, out: &mut String) {
         let line = format!(
             "  {:width$}  {:>10}  {:>3}.{}%  {:BAR_LEN$}  {why}",
             printable(&span.name),
-            duration(span.us),
+            short_us(span.us),
             share / 10,
             share % 10,
             "#".repeat(bar),
@@ -152,6 +170,14 @@ fn times(receipt: &Receipt, out: &mut String) {
     }
     if spans.is_empty() {
         let _ = writeln!(out, "  it took no time that can be measured");
+    }
+}
+
+fn stages(wake: &Wake, out: &mut String) {
+    let _ = writeln!(out, "\nWaking its application (it was {})", printable(&wake.from));
+    let width = wake.stages.iter().map(|stage| stage.stage.chars().count()).max().unwrap_or(0);
+    for Stage { stage, us } in &wake.stages {
+        let _ = writeln!(out, "  {:width$}  {:>10}", printable(stage), short_us(*us));
     }
 }
 
@@ -185,21 +211,11 @@ fn used(usage: &Usage, out: &mut String) {
     let Usage { cpu_us, read_bytes, write_bytes, throttled_us } = usage;
     let _ = writeln!(out, "\nWhat it used");
     let known = |number: &Option<u64>, text: fn(u64) -> String| number.map_or("not known".into(), text);
-    let _ = writeln!(out, "  CPU time   {}", known(cpu_us, duration));
+    let _ = writeln!(out, "  CPU time   {}", known(cpu_us, short_us));
     let _ = writeln!(out, "  read       {}", known(read_bytes, format_bytes));
     let _ = writeln!(out, "  written    {}", known(write_bytes, format_bytes));
     if let Some(us) = throttled_us.filter(|us| *us > 0) {
-        let _ = writeln!(out, "  throttled  {}: its CPU quota was used up", duration(us));
-    }
-}
-
-/// `950 us`, `12.3 ms`, `4.2 s`: three digits or so.
-fn duration(us: u64) -> String {
-    let tenths = |unit: u64| format!("{}.{}", us / unit, us % unit * 10 / unit);
-    match us {
-        0..1_000 => format!("{us} us"),
-        1_000..1_000_000 => format!("{} ms", tenths(1_000)),
-        _ => format!("{} s", tenths(1_000_000)),
+        let _ = writeln!(out, "  throttled  {}: its CPU quota was used up", short_us(us));
     }
 }
 
@@ -278,16 +294,22 @@ What it used
     }
 
     #[test]
+    fn a_request_that_woke_its_application_shows_each_stage() {
+        let stage = |stage: &str, us: u64| json!({ "stage": stage, "us": us });
+        let text = shown(json!({
+            "id": "ab", "took_us": 41_500, "spans": [{ "name": "waking", "us": 39_000 }],
+            "wake": { "from": "image", "stages": [stage("decide", 90), stage("restore", 38_000)] },
+        }));
+        let expected =
+            "\nWaking its application (it was image)\n  decide        90 us\n  restore     38.0 ms\n";
+        assert!(text.contains(expected), "{text}");
+    }
+
+    #[test]
     fn spans_that_overlap_are_never_more_than_the_whole() {
         let span = |us: u64| json!({"name": "x", "us": us});
         let text = shown(json!({"id": "ab", "took_us": 100, "spans": [span(100), span(100), span(0)]}));
         assert_eq!(text.matches(" 50.0%").count(), 2, "{text}");
         assert!(!text.contains("the rest"), "{text}");
-    }
-
-    #[test]
-    fn durations_have_the_unit_that_fits() {
-        let shown = [0, 999, 1_000, 12_345, 999_999, 1_000_000, 61_500_000].map(duration);
-        assert_eq!(shown, ["0 us", "999 us", "1.0 ms", "12.3 ms", "999.9 ms", "1.0 s", "61.5 s"]);
     }
 }

@@ -8,12 +8,14 @@ mod config;
 mod doctor;
 mod error;
 mod explain;
+mod instance;
 mod limits;
 mod output;
 mod setting;
 mod site;
 mod status;
 mod tenant;
+mod top;
 mod transfer;
 
 use std::path::{Path, PathBuf};
@@ -66,6 +68,12 @@ enum Command {
     /// Show who uses how much, and their limits
     #[command(after_help = CELLS_EXAMPLES)]
     Cells(cells::Cells),
+    /// Running applications and how deep each rests
+    #[command(subcommand, after_help = INSTANCE_EXAMPLES)]
+    Instance(instance::Command),
+    /// Show live who runs, rests, waits and uses CPU time
+    #[command(after_help = TOP_EXAMPLES)]
+    Top(top::Top),
     /// Explain one request: where its time went, and what limited it
     #[command(
         after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json"
@@ -128,6 +136,19 @@ Examples:
   nagaya cells --watch                         who uses how much now
   nagaya cells --tenant demo --json";
 
+const INSTANCE_EXAMPLES: &str = "\
+Tiers, the deepest last: running, quiet, frozen, reclaimed, image, cold
+
+Examples:
+  nagaya instance list --tenant demo
+  nagaya instance rest wiki --to image
+  nagaya instance logs wiki";
+
+const TOP_EXAMPLES: &str = "\
+Examples:
+  nagaya top
+  nagaya top --once --json";
+
 const SETTING_EXAMPLES: &str = "\
 Examples:
   nagaya setting set www.example.org 20%
@@ -145,6 +166,10 @@ pub fn run() -> ExitCode {
         Command::Config(command) => config::run(&command, config.as_deref()),
         Command::Status(format) => place(config.as_deref()).and_then(|place| status::run(&place, format)),
         Command::Cells(command) => place(config.as_deref()).and_then(|place| cells::run(&command, &place)),
+        Command::Instance(command) => {
+            place(config.as_deref()).and_then(|place| instance::run(&command, &place))
+        }
+        Command::Top(command) => place(config.as_deref()).and_then(|place| top::run(&command, &place)),
         Command::Explain { id, format } => {
             place(config.as_deref()).and_then(|place| explain::run(&id, format, &place))
         }
@@ -219,7 +244,16 @@ mod tests {
 
     #[test]
     fn the_examples_of_the_help_are_commands() {
-        let lines = [EXAMPLES, SERVE_EXAMPLES, SITE_EXAMPLES, CELLS_EXAMPLES, SETTING_EXAMPLES].join("\n");
+        let lines = [
+            EXAMPLES,
+            SERVE_EXAMPLES,
+            SITE_EXAMPLES,
+            CELLS_EXAMPLES,
+            INSTANCE_EXAMPLES,
+            TOP_EXAMPLES,
+            SETTING_EXAMPLES,
+        ]
+        .join("\n");
         let examples: Vec<_> = lines.lines().filter_map(|line| line.trim().strip_prefix("nagaya ")).collect();
         assert!(examples.len() >= 8);
         for example in examples {

@@ -7,6 +7,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
@@ -223,6 +224,11 @@ impl Access {
         }
     }
 
+    /// What is done and is no record.
+    fn post(&self, path: &str) -> Result<Reply, CliError> {
+        self.call(Method::POST, path, None, None)
+    }
+
     fn call(
         &self,
         method: Method,
@@ -247,6 +253,15 @@ impl Access {
 
 /// Asks a node that must run for what only it can tell.
 pub fn ask_node(place: &Place, path: &str) -> Result<Value, CliError> {
+    running(place)?.get(path).map(|reply| reply.0)
+}
+
+/// Tells a node that must run to do something.
+pub fn tell_node(place: &Place, path: &str) -> Result<Value, CliError> {
+    running(place)?.post(path).map(|reply| reply.0)
+}
+
+fn running(place: &Place) -> Result<Access, CliError> {
     let client = Client::open(&place.admin_socket).map_err(|error| match error {
         ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
             "no node runs here: nothing answers at {}; `nagaya serve` starts one",
@@ -254,7 +269,7 @@ pub fn ask_node(place: &Place, path: &str) -> Result<Value, CliError> {
         )),
         other => other.into(),
     })?;
-    Access::Node(client).get(path).map(|reply| reply.0)
+    Ok(Access::Node(client))
 }
 
 fn is_absent(error: &io::Error) -> bool {
@@ -396,6 +411,31 @@ pub fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
 }
 
+/// Like `3d 4h`: the two largest units.
+pub fn short_time(time: Duration) -> String {
+    let parts = [(86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")];
+    let mut rest = time.as_secs();
+    let mut words = Vec::new();
+    for (unit, name) in parts {
+        if rest >= unit || (unit == 1 && words.is_empty()) {
+            words.push(format!("{}{name}", rest / unit));
+            rest %= unit;
+        }
+    }
+    words.truncate(2);
+    words.join(" ")
+}
+
+/// Like `950 us`, `12.3 ms`, `4.2 s`.
+pub fn short_us(us: u64) -> String {
+    let tenths = |unit: u64| format!("{}.{}", us / unit, us % unit * 10 / unit);
+    match us {
+        0..1_000 => format!("{us} us"),
+        1_000..1_000_000 => format!("{} ms", tenths(1_000)),
+        _ => format!("{} s", tenths(1_000_000)),
+    }
+}
+
 /// A text from outside without what a terminal would obey.
 pub fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
@@ -426,5 +466,17 @@ mod tests {
         let mut fields = Vec::new();
         flatten("", &serde_json::json!({"a": {"b": ["x", 1]}, "c": "t"}), &mut fields);
         assert_eq!(fields, [("a.b".into(), "x 1".into()), ("c".into(), "t".into())]);
+    }
+
+    #[test]
+    fn short_durations_have_the_unit_that_fits() {
+        let shown = [0, 999, 1_000, 12_345, 999_999, 1_000_000, 61_500_000].map(short_us);
+        assert_eq!(shown, ["0 us", "999 us", "1.0 ms", "12.3 ms", "999.9 ms", "1.0 s", "61.5 s"]);
+    }
+
+    #[test]
+    fn long_times_have_their_two_largest_units() {
+        let shown = [0, 59, 61, 93_784].map(|seconds| short_time(Duration::from_secs(seconds)));
+        assert_eq!(shown, ["0s", "59s", "1m 1s", "1d 2h"]);
     }
 }

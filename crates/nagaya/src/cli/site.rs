@@ -86,6 +86,16 @@ pub enum Listen {
     Socket,
     /// A loopback port: {port} in the command, $PORT
     Port,
+    /// A Unix socket that it gets as descriptor 3: LISTEN_FDS=1
+    Fd,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Outbound {
+    /// Nothing but its own loopback, and the sockets of --database
+    None,
+    /// Whatever the node reaches, with the node's addresses
+    Host,
 }
 
 #[derive(Debug, Default, clap::Args)]
@@ -115,6 +125,8 @@ pub struct Fields {
     pub files: FileFields,
     #[command(flatten)]
     pub server: ServerFields,
+    #[command(flatten)]
+    pub instance: InstanceFields,
     #[command(flatten)]
     pub limits: limits::CellFields,
     #[command(flatten)]
@@ -171,6 +183,58 @@ pub struct ServerFields {
     /// How long it may take until it listens (app), in seconds
     #[arg(long, value_name = "N")]
     pub start_seconds: Option<u32>,
+}
+
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Instance (app)")]
+pub struct InstanceFields {
+    /// Variable whose value is in a file, like KEY=secrets/key.txt, beneath the tenant's home if relative; repeat for more
+    #[arg(long = "secret", value_name = "NAME=FILE", value_parser = pair)]
+    pub secrets: Vec<(String, String)>,
+    /// Directory that it sees as /, read-only, instead of the node's own
+    #[arg(long, value_name = "DIR")]
+    pub base: Option<String>,
+    /// Directory it may write to, instead of its working directory; repeat for more
+    #[arg(long, value_name = "DIR")]
+    pub writable: Vec<String>,
+    /// Path that must answer before requests go in
+    #[arg(long, value_name = "PATH")]
+    pub ready: Option<String>,
+    /// How long that may take once it listens, in seconds
+    #[arg(long, value_name = "N")]
+    pub ready_within_seconds: Option<u32>,
+    /// Name of what is deployed: with another one a new image is taken
+    #[arg(long, value_name = "NAME")]
+    pub release: Option<String>,
+    /// Path that nagaya gets before it takes an image, so that what it loads is in it; repeat for more
+    #[arg(long = "warm-up", value_name = "PATH")]
+    pub warm_up: Vec<String>,
+    /// Seconds without a request until it rests at quiet, frozen, reclaimed, image or cold; or never; repeat for more
+    #[arg(long, value_name = "TIER=SECONDS", value_parser = idle)]
+    pub idle: Vec<(String, Value)>,
+    /// 1: it is started without a request, and always has its processes
+    #[arg(long, value_name = "N")]
+    pub min: Option<u32>,
+    /// How many there may be: 1
+    #[arg(long, value_name = "N")]
+    pub max: Option<u32>,
+    /// What of the network it reaches
+    #[arg(long, value_enum)]
+    pub outbound: Option<Outbound>,
+    /// Socket of a database on this node, and where it finds it if that is not the same path; repeat for more
+    #[arg(long = "database", value_name = "SOCKET[=PATH]")]
+    pub databases: Vec<String>,
+}
+
+/// A step of rest and its time. Which steps there are is for the store's checks.
+fn idle(text: &str) -> Result<(String, Value), String> {
+    let (tier, time) = pair(text)?;
+    let time = match time.parse::<u32>() {
+        Ok(seconds) => json!(seconds),
+        Err(_) if time == "never" => json!(time),
+        Err(_) => return Err("after '=' comes a number of seconds, or never".into()),
+    };
+    Ok((tier, time))
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
@@ -241,6 +305,8 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
     let field = match option {
         "error-document" => "error_documents".into(),
         "extension" => "extensions".into(),
+        "secret" => "secrets".into(),
+        "database" => "databases".into(),
         "tenant" | "host" | "backend" => {
             return Err(CliError::Usage(format!("a site cannot be without {option}")));
         }
@@ -271,6 +337,7 @@ impl Fields {
         }
         self.files.apply(&mut backend);
         self.server.apply(&mut backend);
+        self.instance.apply(&mut backend);
         put_map(&mut backend, "env", &self.env);
         put(&mut backend, "timeout_seconds", self.timeout_seconds);
         record.insert("backend".into(), Value::Object(backend));
@@ -299,6 +366,44 @@ impl ServerFields {
         put(backend, "listen", self.listen.map(|listen| word(&listen)));
         put(backend, "start_seconds", self.start_seconds);
     }
+}
+
+impl InstanceFields {
+    /// What has parts of its own, like `idle`, keeps those that were not given.
+    fn apply(&self, backend: &mut Map<String, Value>) {
+        put_map(backend, "secrets", &self.secrets);
+        put(backend, "base", self.base.as_ref());
+        put_list(backend, "writable", &self.writable);
+        let mut ready = part(backend, "ready");
+        put(&mut ready, "path", self.ready.as_ref());
+        put(&mut ready, "within_seconds", self.ready_within_seconds);
+        put_part(backend, "ready", ready);
+        put(backend, "release", self.release.as_ref());
+        put_list(backend, "warm_up", &self.warm_up);
+        let mut steps = part(backend, "idle");
+        steps.extend(self.idle.iter().cloned());
+        put_part(backend, "idle", steps);
+        put(backend, "min", self.min);
+        put(backend, "max", self.max);
+        put(backend, "outbound", self.outbound.map(|outbound| word(&outbound)));
+        let databases: Vec<Value> = self.databases.iter().map(|text| database(text)).collect();
+        put(backend, "databases", (!databases.is_empty()).then_some(databases));
+    }
+}
+
+fn database(text: &str) -> Value {
+    match text.split_once('=') {
+        Some((socket, inside)) => json!({ "socket": socket, "inside": inside }),
+        None => json!({ "socket": text }),
+    }
+}
+
+fn part(backend: &Map<String, Value>, key: &str) -> Map<String, Value> {
+    backend.get(key).and_then(Value::as_object).cloned().unwrap_or_default()
+}
+
+fn put_part(backend: &mut Map<String, Value>, key: &str, part: Map<String, Value>) {
+    put(backend, key, (!part.is_empty()).then_some(part));
 }
 
 /// The kinds with files share their fields; between others nothing is kept.

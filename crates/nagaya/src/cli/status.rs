@@ -9,7 +9,7 @@ use std::time::Duration;
 use nagaya_base::units::format_bytes;
 use serde_json::Value;
 
-use super::output::{self, CliError, Format, Place, plain};
+use super::output::{self, CliError, Format, Place, plain, short_time};
 
 /// Exit status 1 if the node does not serve.
 pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
@@ -35,7 +35,7 @@ fn screen(status: &Value) -> String {
         plain(&status["node"]),
         health,
         plain(&status["version"]),
-        long(up)
+        short_time(up)
     );
     let _ = writeln!(
         out,
@@ -91,22 +91,6 @@ fn process(row: &Value) -> String {
         Some(times) => format!("  {times} restarts, the last after {}", plain(&row["last_end"])),
     };
     format!("{name:10}  {pid:14}  {rss:>10}{restarts}")
-}
-
-/// Like `3d 4h`: the two largest units.
-fn long(time: Duration) -> String {
-    let seconds = time.as_secs();
-    let parts = [(86_400, "d"), (3_600, "h"), (60, "m"), (1, "s")];
-    let mut rest = seconds;
-    let mut words = Vec::new();
-    for (unit, name) in parts {
-        if rest >= unit || (unit == 1 && words.is_empty()) {
-            words.push(format!("{}{name}", rest / unit));
-            rest %= unit;
-        }
-    }
-    words.truncate(2);
-    words.join(" ")
 }
 
 #[cfg(test)]

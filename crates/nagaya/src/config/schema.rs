@@ -187,6 +187,12 @@ pub static SECTIONS: &[Section] = &[
         keys: CELLS,
     },
     Section {
+        path: "instances",
+        doc: "Running applications (sites of kind `app`): how they rest when nobody asks for them, and their images. What a \
+              site's record says goes before these. See [instances.md](instances.md).",
+        keys: INSTANCES,
+    },
+    Section {
         path: "rule_limits",
         doc: "What one evaluation of a rule file may use. Beyond it the evaluation ends, and the `on_error` of the file holds.",
         keys: RULE_LIMITS,
@@ -401,6 +407,84 @@ const CELLS: &[Key<Settings>] = &[
         count(16, 4_000_000),
         keeper.processes_per_tenant,
         "Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb can reach."
+    ),
+];
+
+/// Longest time an instance may be left at a tier: as good as for ever.
+const IDLE_MAX: u64 = 365 * DAY;
+
+const INSTANCES: &[Key<Settings>] = &[
+    key!(
+        "criu",
+        "0.1",
+        path(Exists::File),
+        keeper.instances.criu,
+        "The CRIU program (4.1 or newer). Without one applications rest in memory only, and start anew after that.",
+        unset: "the first that works, as `nagaya doctor` says"
+    ),
+    key!(
+        "images",
+        "0.1",
+        path(Exists::Later),
+        images,
+        "Directory of the images, for root alone: an image holds all that the application had in memory, its secrets too. Holds until the next start.",
+        unset: "`images` in `state_dir`"
+    ),
+    key!(
+        "image_bytes",
+        "0.1",
+        size(0, 256 * TIB),
+        keeper.instances.image_bytes_max,
+        "All images together. Beyond it the one that was used longest ago is removed. `0B`: no image is taken."
+    ),
+    key!(
+        "image_age",
+        "0.1",
+        time(60 * SECOND, IDLE_MAX),
+        keeper.instances.image_age_max_ms,
+        "An image that was not used for this long is removed."
+    ),
+    key!(
+        "wakes_at_once",
+        "0.1",
+        count(0, 1_024),
+        keeper.instances.wakes_at_once,
+        "Applications that are started or restored at once; the others wait in order. More at once make each of them later, and none earlier. `0` is one per core."
+    ),
+    key!(
+        "quiet_after",
+        "0.1",
+        time(0, IDLE_MAX),
+        keeper.instances.idle.quiet_ms,
+        "Without a request for this long, an application runs only when nobody else wants to. A step whose time is not before that of the next one is left out."
+    ),
+    key!(
+        "frozen_after",
+        "0.1",
+        time(0, IDLE_MAX),
+        keeper.instances.idle.frozen_ms,
+        "Then it stands still: it keeps its memory and uses no CPU time. Its own timers stand still too; it comes back within a millisecond."
+    ),
+    key!(
+        "reclaimed_after",
+        "0.1",
+        time(0, IDLE_MAX),
+        keeper.instances.idle.reclaimed_ms,
+        "Then its memory goes to swap, as far as there is any."
+    ),
+    key!(
+        "image_after",
+        "0.1",
+        time(0, IDLE_MAX),
+        keeper.instances.idle.image_ms,
+        "Then its processes end, and its image on disk stands for it."
+    ),
+    key!(
+        "cold_after",
+        "0.1",
+        time(0, IDLE_MAX),
+        keeper.instances.idle.cold_ms,
+        "The same for an application without an image: it starts anew when it is next asked for."
     ),
 ];
 

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use nagaya_edge::options::Options as EdgeOptions;
-use nagaya_keeper::Options as KeeperOptions;
+use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
 
 /// Where `nagaya.toml` is looked for when `--config` does not say.
 pub const DEFAULT_FILE: &str = "/etc/nagaya/nagaya.toml";
@@ -31,6 +31,8 @@ pub struct Settings {
     pub admin: Admin,
     /// Uids that are given to tenants by themselves begin here.
     pub uid_base: u32,
+    /// Where images of instances are kept. None: in `state_dir`.
+    pub images: Option<PathBuf>,
     pub identity: EdgeIdentity,
     /// The edge's own settings; its `node` and `keeper` are filled in by [`Settings::edge_options`].
     pub edge: EdgeOptions,
@@ -91,6 +93,7 @@ impl Default for Settings {
             ],
             admin: Admin::default(),
             uid_base: 200_000,
+            images: None,
             identity: EdgeIdentity::default(),
             edge: EdgeOptions::default(),
             keeper: KeeperOptions::default(),
@@ -125,6 +128,11 @@ impl Settings {
         self.runtime_dir.join("keeper")
     }
 
+    /// Where the keeper keeps images of instances.
+    pub fn images_dir(&self) -> PathBuf {
+        self.images.clone().unwrap_or_else(|| self.state_dir.join("images"))
+    }
+
     /// Held locked while a node runs from this runtime directory.
     pub fn lock_file(&self) -> PathBuf {
         self.runtime_dir.join("nagaya.lock")
@@ -154,6 +162,7 @@ impl Settings {
             runtime_dir: self.keeper_dir(),
             edge_uid,
             php_workers_per_tenant: self.edge.php_workers,
+            instances: InstanceOptions { images: self.images_dir(), ..self.keeper.instances.clone() },
             ..self.keeper.clone()
         }
     }

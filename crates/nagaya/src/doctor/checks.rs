@@ -4,9 +4,9 @@
 
 use serde::Serialize;
 
-use super::cells;
 use super::cgroups::Version;
 use super::facts::Facts;
+use super::{cells, instances};
 
 /// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
 const OPEN_FILES_WANTED: u64 = 262_144;
@@ -50,6 +50,7 @@ pub struct Row {
 /// Judges everything, in the order in which an operator would ask.
 pub fn checks(facts: &Facts) -> Vec<Check> {
     ROWS.iter()
+        .chain(instances::ROWS)
         .chain(cells::ROWS)
         .map(|row| {
             let (state, value) = (row.judge)(facts);
@@ -171,12 +172,6 @@ static ROWS: &[Row] = &[
         },
     },
     Row {
-        name: "criu",
-        why: "applications can rest as images on disk",
-        how: "install CRIU 4.1 or newer (Debian 13 has it)",
-        judge: criu,
-    },
-    Row {
         name: "kvm",
         why: "sites with their own kernel run at full speed",
         how: "load kvm_intel or kvm_amd, or let the hypervisor nest",
@@ -197,15 +192,6 @@ static ROWS: &[Row] = &[
         why: "TLS keys and request ids are random",
         how: "let the machine collect some; a virtual machine needs virtio-rng",
         judge: |facts| (present(facts.entropy_ready), yes_no(facts.entropy_ready)),
-    },
-    Row {
-        name: "user-namespaces",
-        why: "applications can be confined further",
-        how: "sysctl -w user.max_user_namespaces=65536 (and kernel.unprivileged_userns_clone=1 on Debian)",
-        judge: |facts| match facts.user_namespaces {
-            Some(0) | None => (State::Off, "0".into()),
-            Some(max) => (State::Ok, max.to_string()),
-        },
     },
 ];
 
@@ -289,15 +275,6 @@ fn ports(facts: &Facts) -> (State, String) {
     }
 }
 
-fn criu(facts: &Facts) -> (State, String) {
-    let Some(line) = &facts.criu_version else { return (State::Off, "not installed".into()) };
-    let version = line.trim_start_matches("Version:").trim();
-    match kernel_version(version) {
-        Some(version) if version >= (4, 1) => (State::Ok, line.clone()),
-        _ => (State::Warn, format!("{line}: older than 4.1")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -332,12 +309,8 @@ mod tests {
     fn versions_are_compared_as_numbers() {
         assert_eq!(kernel_version("6.18.2-amd64"), Some((6, 18)));
         assert_eq!(kernel_version("5"), None);
-        let facts =
-            Facts { kernel: "5.10.0".into(), criu_version: Some("Version: 3.17".into()), ..Facts::default() };
+        let facts = Facts { kernel: "5.10.0".into(), ..Facts::default() };
         assert_eq!(state(&facts, "kernel").0, State::Warn);
-        assert_eq!(state(&facts, "criu").0, State::Warn);
-        let facts = Facts { criu_version: Some("Version: 4.10".into()), ..Facts::default() };
-        assert_eq!(state(&facts, "criu").0, State::Ok);
     }
 
     #[test]

@@ -46,7 +46,8 @@ pub struct Facts {
     pub somaxconn: Option<u64>,
     pub php_cgi: PathBuf,
     pub php_version: Option<String>,
-    pub criu_version: Option<String>,
+    pub criu: Criu,
+    pub swaps: Vec<Swap>,
     pub kvm: bool,
     pub clock_synchronised: Option<bool>,
     pub entropy_ready: bool,
@@ -62,6 +63,22 @@ pub struct Facts {
     pub disks: Vec<Disk>,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
+}
+
+/// Which CRIU the keeper would run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Criu {
+    /// None: none that it can use.
+    pub path: Option<PathBuf>,
+    /// Why this one, and why not others.
+    pub reason: String,
+}
+
+/// One device or file that memory goes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Swap {
+    pub name: String,
+    pub bytes: u64,
 }
 
 /// What a tenant's files are on.
@@ -101,7 +118,8 @@ pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
         somaxconn: number("/proc/sys/net/core/somaxconn"),
         php_version: first_line(&settings.keeper.php_cgi, "-v"),
         php_cgi: settings.keeper.php_cgi.clone(),
-        criu_version: first_line(Path::new("criu"), "--version"),
+        criu: criu(settings),
+        swaps: swaps(&std::fs::read_to_string("/proc/swaps").unwrap_or_default()),
         kvm: rustix::fs::access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok(),
         clock_synchronised: inherit::clock_is_synchronised().ok(),
         entropy_ready: entropy_ready(),
@@ -211,14 +229,31 @@ fn first_line(program: &Path, argument: &str) -> Option<String> {
     (!line.is_empty()).then_some(line)
 }
 
+fn criu(settings: &Settings) -> Criu {
+    let search = nagaya_keeper::image::find_criu(settings.keeper.instances.criu.as_deref());
+    let reason = search.reason();
+    Criu { path: search.found.map(|criu| criu.path), reason }
+}
+
+/// `/proc/swaps`: a heading, then name, kind, size in KiB and more in columns (proc(5)).
+fn swaps(text: &str) -> Vec<Swap> {
+    let swap = |line: &str| {
+        let mut fields = line.split_ascii_whitespace();
+        let name = fields.next()?.to_owned();
+        Some(Swap { name, bytes: fields.nth(1)?.parse::<u64>().ok()?.saturating_mul(1024) })
+    };
+    text.lines().skip(1).filter_map(swap).collect()
+}
+
 fn entropy_ready() -> bool {
     let mut byte = [0u8; 1];
     rustix::rand::getrandom(&mut byte, rustix::rand::GetRandomFlags::NONBLOCK).is_ok()
 }
 
 fn user_namespaces() -> Option<u64> {
-    // Debian's own switch, where the kernel has it.
-    if number("/proc/sys/kernel/unprivileged_userns_clone") == Some(0) {
+    // Debian's own switch, where the kernel has it. It is for those without rights.
+    let root = rustix::process::geteuid().is_root();
+    if !root && number("/proc/sys/kernel/unprivileged_userns_clone") == Some(0) {
         return Some(0);
     }
     number("/proc/sys/user/max_user_namespaces")
@@ -232,6 +267,14 @@ mod tests {
     fn a_program_that_is_not_there_has_no_version() {
         assert_eq!(first_line(Path::new("/nonexistent/php-cgi"), "-v"), None);
         assert_eq!(first_line(Path::new("/bin/echo"), "PHP 8"), Some("PHP 8".into()));
+    }
+
+    #[test]
+    fn swaps_are_read_from_the_kernels_table() {
+        let text = "Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
+                    /dev/zram0 partition\t1048572\t\t0\t\t100\n";
+        assert_eq!(swaps(text), [Swap { name: "/dev/zram0".into(), bytes: 1_048_572 * 1024 }]);
+        assert_eq!(swaps(""), []);
     }
 
     #[test]

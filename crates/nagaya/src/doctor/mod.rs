@@ -1,5 +1,5 @@
 //! What this machine offers to a node, and what is missing: facts (`facts`, `cgroups`, `rule_files`), judged by tables
-//! (`checks`, `cells`).
+//! (`checks`, `cells`, `instances`).
 //!
 //! Not here: printing (`cli::doctor`), the protections of a running node (`supervisor::identity`).
 
@@ -7,6 +7,7 @@ mod cells;
 mod cgroups;
 mod checks;
 mod facts;
+mod instances;
 mod rule_files;
 
 pub use checks::{Check, State, checks};

@@ -171,6 +171,11 @@ impl Feed {
 
     /// Asks the process. None: it did not answer in time, or is gone.
     pub async fn ask(&self, question: Question) -> Option<String> {
+        self.ask_within(ANSWER_TIMEOUT, question).await
+    }
+
+    /// Asks for what takes longer than to look something up.
+    pub async fn ask_within(&self, patience: Duration, question: Question) -> Option<String> {
         let tag = self.tag.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         {
@@ -182,7 +187,7 @@ impl Feed {
         }
         let _forget = Forget { shared: &self.shared, tag };
         self.send(Down::Ask { tag, question });
-        tokio::time::timeout(ANSWER_TIMEOUT, answered).await.ok()?.ok()
+        tokio::time::timeout(patience, answered).await.ok()?.ok()
     }
 
     fn push(&self, job: Job) {

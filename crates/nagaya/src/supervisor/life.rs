@@ -254,8 +254,8 @@ impl Life {
             }
             News::Over { reason } => {
                 // A process that is about to end closes its feed first; its end is told as such. One that does
-                // not end can no longer be told anything, and must.
-                if self.slot(role).child.is_some() {
+                // not end can no longer be told anything, and must. One that was told to end has its own time for that.
+                if self.slot(role).child.is_some() && self.phase < Phase::Draining {
                     let run = self.slot(role).run;
                     tracing::debug!("the feed of the {role} process is over: {reason}");
                     self.later(FEEDLESS_MAX, Event::Overdue { role, run });

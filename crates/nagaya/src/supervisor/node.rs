@@ -4,10 +4,11 @@
 //! Not here: deciding about processes (`supervisor`), HTTP (`admin`).
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nagaya_base::{Clock, SystemClock};
 use nagaya_cmdb::feed::{Down, Question};
+use nagaya_cmdb::instance::Act;
 use nagaya_cmdb::store::{Store, StoreError};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -17,6 +18,9 @@ use super::exposition::{Page, merge};
 use super::feed::{Changes, Feed};
 use super::identity::Protection;
 use crate::admin::{self, BoxFuture, Health};
+
+/// How long something done to an instance may take: more than the longest start, and less than the command waits.
+const ACT_TIMEOUT: Duration = Duration::from_secs(330);
 
 /// Shared by the supervisor, which writes it, and the admin interface, which reads it.
 pub struct Node {
@@ -249,6 +253,21 @@ impl admin::Node for Node {
 
     fn cells(&self) -> BoxFuture<'_, Option<String>> {
         Box::pin(self.ask(Role::Keeper, Question::Cells))
+    }
+
+    fn instances(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(self.ask(Role::Keeper, Question::Instances))
+    }
+
+    fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>> {
+        Box::pin(async move {
+            let feed = self.feed(Role::Keeper)?;
+            feed.ask_within(ACT_TIMEOUT, Question::Instance { site, act }).await
+        })
+    }
+
+    fn requests(&self) -> BoxFuture<'_, Option<String>> {
+        Box::pin(self.ask(Role::Edge, Question::Requests))
     }
 
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>> {

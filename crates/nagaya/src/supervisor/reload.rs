@@ -26,6 +26,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("edge.uid", running.identity.uid == new.identity.uid);
     keep("edge.threads", running.edge.threads == new.edge.threads);
     keep("cells.back_end", running.keeper.back_end == new.keeper.back_end);
+    keep("instances.images", running.images == new.images);
     let mut merged = Settings {
         log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
@@ -53,8 +54,11 @@ mod tests {
         new.keeper.back_end = nagaya_keeper::BackEnd::ProcessGroup;
         new.log.level = "debug".into();
         new.listen.clear();
+        new.images = Some("/srv/images".into());
+        new.keeper.instances.wakes_at_once = 3;
         let (merged, held) = merge(&running, new);
-        assert_eq!(held, ["listen", "edge.threads", "cells.back_end"]);
+        assert_eq!(held, ["listen", "edge.threads", "cells.back_end", "instances.images"]);
+        assert_eq!((merged.images, merged.keeper.instances.wakes_at_once), (None, 3));
         assert_eq!(merged.edge.limits.head_bytes, 2048);
         assert_eq!(merged.edge.rule_limits.instructions, 5_000);
         assert_eq!(merged.edge.receipts.allow, ["::1"]);

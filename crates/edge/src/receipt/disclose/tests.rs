@@ -2,6 +2,7 @@
 
 use http::StatusCode;
 use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::instance::{Stage, Tier};
 use tokio::sync::mpsc;
 
 use super::*;
@@ -9,7 +10,14 @@ use crate::programs::testing::arriving;
 
 fn disclosure(stay: Option<Rc<Stay>>) -> Disclosure {
     let figures = Figures { took_us: 1_234, queue_us: 1_000, cpu_us: Some(56), ..Figures::default() };
-    Disclosure { id: RequestId(0xabc), node: "n\"1\n".into(), begun: Instant::now(), figures, stay }
+    Disclosure {
+        id: RequestId(0xabc),
+        node: "n\"1\n".into(),
+        begun: Instant::now(),
+        figures,
+        wake: None,
+        stay,
+    }
 }
 
 type Sender = mpsc::Sender<Result<Bytes, BodyError>>;
@@ -40,6 +48,26 @@ fn an_answer_that_is_all_there_has_its_last_figures_in_the_head() {
     assert_eq!(timing, ["db;dur=3", "total;dur=1.234, queue;dur=1.000, cpu;dur=0.056"]);
     assert!(!response.headers.contains_key(TRAILER));
     assert!(matches!(response.body, ResponseBody::Bytes(_)));
+}
+
+#[test]
+fn a_wake_says_where_it_began_and_what_each_stage_took() {
+    let mut told = disclosure(None);
+    told.wake = Some(Arc::new(Wake {
+        from: Tier::Image,
+        stages: vec![(Stage::Decide, 90), (Stage::Restore, 38_000), (Stage::Ready, 0)],
+    }));
+    (told.figures.wake_us, told.figures.backend_us) = (39_000, 2_000);
+    let mut response = Response::new(StatusCode::OK);
+    told.put(&mut response);
+    let receipt = response.headers["nagaya-receipt"].to_str().unwrap();
+    let wake = ", wake=39000;from=image;decide=90;restore=38000;ready=0;first_byte=2000, backend=2000";
+    assert!(receipt.contains(wake), "{receipt}");
+    assert_eq!(
+        response.headers[SERVER_TIMING],
+        "total;dur=1.234, queue;dur=1.000, wake;dur=39.000, backend;dur=2.000, cpu;dur=0.056, wake-decide;dur=0.090, \
+         wake-restore;dur=38.000, wake-ready;dur=0.000, wake-first_byte;dur=2.000"
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -284,3 +284,36 @@ fn settings_are_set_listed_and_deleted() {
         assert!(Line::try_parse_from(line.split_whitespace()).is_err(), "{line}");
     }
 }
+
+#[test]
+fn an_applications_surroundings_and_rest_are_set_and_its_mistakes_told_together() {
+    let world = world();
+    world.ok("tenant add demo --home /srv/demo");
+    world.ok(
+        "site add wiki --tenant demo --host wiki --backend app --directory wiki --command puma --listen fd \
+         --secret KEY=key.txt --base /srv/base --writable wiki/files --writable wiki/log --ready /up \
+         --ready-within-seconds 5 --release r1 --warm-up / --warm-up /login --idle frozen=30 --idle image=never --min 1 \
+         --outbound host --database /run/mysqld/mysqld.sock --database /run/pg.sock=/tmp/pg.sock",
+    );
+    let expected = json!({
+        "kind": "app", "command": ["puma"], "directory": "wiki", "listen": "fd", "secrets": {"KEY": "key.txt"},
+        "base": "/srv/base", "writable": ["wiki/files", "wiki/log"], "ready": {"path": "/up", "within_seconds": 5},
+        "release": "r1", "warm_up": ["/", "/login"], "idle": {"frozen": 30, "image": "never"}, "min": 1, "outbound": "host",
+        "databases": [{"socket": "/run/mysqld/mysqld.sock"}, {"socket": "/run/pg.sock", "inside": "/tmp/pg.sock"}],
+    });
+    assert_eq!(world.site("wiki")["backend"], expected);
+    world.ok("site set wiki --release r2 --idle reclaimed=60 --ready /health --unset secret --unset database --unset min");
+    let backend = &world.site("wiki")["backend"];
+    assert_eq!(backend["idle"], json!({"frozen": 30, "reclaimed": 60, "image": "never"}));
+    assert_eq!(backend["ready"], json!({"path": "/health", "within_seconds": 5}));
+    assert_eq!((backend.get("secrets"), backend.get("databases"), backend.get("min")), (None, None, None));
+    let error =
+        world.run("site set wiki --max 3 --base rel --warm-up x --idle quiet=99").expect_err("four mistakes");
+    let CliError::Refused(problem) = error else { panic!("{error}") };
+    let fields: Vec<_> = problem.mistakes.iter().map(|mistake| &*mistake.field).collect();
+    assert_eq!(fields, ["base", "warm_up", "idle.frozen", "max"]);
+    for line in ["site set wiki --idle image", "site set wiki --idle image=soon", "site set wiki --secret x"]
+    {
+        assert!(Line::try_parse_from(line.split_whitespace()).is_err(), "{line}");
+    }
+}

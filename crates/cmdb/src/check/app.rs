@@ -1,0 +1,218 @@
+//! What an application's record must be: a command that fits what it listens on, paths, times in order.
+//!
+//! Not here: its cell's limits (`limits`), what depends on other records (`store::plan`).
+
+use std::path::Path;
+
+use super::{Findings, directory, env, is_variable};
+use crate::record::{
+    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Outbound, RELEASE_LEN_MAX, Ready,
+    START_SECONDS_MAX,
+};
+
+/// Longest path that is asked for, in bytes.
+const URL_LEN_MAX: usize = 1024;
+
+pub(super) fn app(app: &App, to: &mut Findings) {
+    command(app, to);
+    directory("directory", &app.directory, to);
+    env(&app.env, to);
+    secrets(app, to);
+    to.at_least_one("start_seconds", app.start_seconds);
+    if let Some(seconds) = app.start_seconds.filter(|seconds| *seconds > START_SECONDS_MAX) {
+        to.add("start_seconds", seconds, format!("is too long: at most {START_SECONDS_MAX}"));
+    }
+    to.at_least_one("timeout_seconds", app.timeout_seconds);
+    if let Some(base) = &app.base {
+        absolute("base", base, to);
+    }
+    short("writable", app.writable.len(), to);
+    app.writable.iter().for_each(|path| directory("writable", path, to));
+    if let Some(ready) = &app.ready {
+        readiness(ready, to);
+    }
+    if let Some(release) = &app.release {
+        name_of_release(release, to);
+    }
+    short("warm_up", app.warm_up.len(), to);
+    app.warm_up.iter().for_each(|path| url("warm_up", path, to));
+    idle(&app.idle, to);
+    if let Some(min) = app.min.filter(|min| *min > 1) {
+        to.add("min", min, "is not possible: an application has one instance, so use 0 or 1");
+    }
+    if let Some(max) = app.max.filter(|max| *max != 1) {
+        to.add("max", max, "is not possible: an application has one instance, so use 1 or leave it out");
+    }
+    if app.outbound == Outbound::Host && app.listen == Listen::Port {
+        to.add(
+            "listen",
+            "port",
+            "is not possible with outbound = host, where ports are the node's: use socket or fd",
+        );
+    }
+    short("databases", app.databases.len(), to);
+    for Database { socket, inside } in &app.databases {
+        absolute("databases.socket", socket, to);
+        inside.iter().for_each(|path| absolute("databases.inside", path, to));
+    }
+}
+
+fn command(app: &App, to: &mut Findings) {
+    if app.command.first().is_none_or(String::is_empty) {
+        to.add("command", "", "is empty: give the program and its arguments as a list");
+    }
+    to.list_len("command", app.command.len());
+    for word in app.command.iter().filter(|word| word.contains('\0')) {
+        to.add("command", word, "contains a NUL byte");
+    }
+    let (others, instead): (&[&str], _) = match app.listen {
+        Listen::Socket => (&["{port}"], "{socket} in the command, or listen = port"),
+        Listen::Port => (&["{socket}"], "{port} in the command, or listen = socket"),
+        Listen::Fd => (&["{port}", "{socket}"], "descriptor 3, which it gets, or another listen"),
+    };
+    for word in app.command.iter().filter(|word| others.iter().any(|other| word.contains(other))) {
+        to.add("command", word, format!("does not go with what it listens on: use {instead}"));
+    }
+}
+
+fn secrets(app: &App, to: &mut Findings) {
+    short("secrets", app.secrets.len(), to);
+    for (name, file) in &app.secrets {
+        if !is_variable(name) {
+            to.add("secrets", name, "is not a variable name: use letters, digits and '_', no digit first");
+        }
+        if app.env.contains_key(name) {
+            to.add("secrets", name, "is in env too: remove one of them");
+        }
+        directory(&format!("secrets.{name}"), file, to);
+    }
+}
+
+fn readiness(ready: &Ready, to: &mut Findings) {
+    url("ready.path", &ready.path, to);
+    to.at_least_one("ready.within_seconds", ready.within_seconds);
+    if let Some(seconds) = ready.within_seconds.filter(|seconds| *seconds > START_SECONDS_MAX) {
+        to.add("ready.within_seconds", seconds, format!("is too long: at most {START_SECONDS_MAX}"));
+    }
+}
+
+fn name_of_release(release: &str, to: &mut Findings) {
+    let is_plain = |b: u8| b.is_ascii_graphic();
+    if !(1..=RELEASE_LEN_MAX).contains(&release.len()) || !release.bytes().all(is_plain) {
+        let hint =
+            format!("is not a release name: use 1 to {RELEASE_LEN_MAX} printable ASCII characters, no space");
+        to.add("release", release, hint);
+    }
+}
+
+/// Each step comes no earlier than those above it.
+fn idle(idle: &Idle, to: &mut Findings) {
+    let Idle { quiet, frozen, reclaimed, image, cold } = *idle;
+    let steps = [
+        ("idle.quiet", quiet),
+        ("idle.frozen", frozen),
+        ("idle.reclaimed", reclaimed),
+        ("idle.image", image),
+        ("idle.cold", cold),
+    ];
+    let mut before: Option<(&str, u32)> = None;
+    for (field, seconds) in steps.into_iter().filter_map(|(field, after)| Some((field, after?))) {
+        let After::Seconds(seconds) = seconds else { continue };
+        if seconds > IDLE_SECONDS_MAX {
+            to.add(field, seconds, format!("is too long: at most {IDLE_SECONDS_MAX}, or never"));
+        }
+        if let Some((above, least)) = before
+            && seconds < least
+        {
+            to.add(field, seconds, format!("is sooner than {above} ({least}): use a later time, or never"));
+        }
+        before = Some((field, seconds));
+    }
+}
+
+/// What can stand in the first line of a request.
+fn url(field: &str, path: &str, to: &mut Findings) {
+    if !path.starts_with('/') || path.len() > URL_LEN_MAX || !path.bytes().all(|b| b.is_ascii_graphic()) {
+        to.add(
+            field,
+            path,
+            format!("is not a URL path: begin with '/', printable ASCII, at most {URL_LEN_MAX} bytes"),
+        );
+    }
+}
+
+fn absolute(field: &str, path: &Path, to: &mut Findings) {
+    if path.is_relative() && !path.as_os_str().is_empty() {
+        to.add(field, path.display(), "is relative: use an absolute path");
+    }
+    directory(field, path, to);
+}
+
+fn short(field: &str, len: usize, to: &mut Findings) {
+    if len > APP_LIST_LEN_MAX {
+        to.add(field, len, format!("entries are too many: at most {APP_LIST_LEN_MAX}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fields(more: &str) -> Vec<String> {
+        let command = if more.contains("\"command\"") { "" } else { r#""command":["x"],"# };
+        let record: App =
+            serde_json::from_str(&format!(r#"{{{command}"directory":"a",{more}}}"#)).expect(more);
+        let mut to = Findings::of_site("s", None);
+        app(&record, &mut to);
+        to.mistakes.into_iter().map(|mistake| mistake.field).collect()
+    }
+
+    #[test]
+    fn an_application_in_order_has_no_mistakes() {
+        for more in [
+            r#""listen":"fd","base":"/srv/base","writable":["media","/srv/shared"],"secrets":{"KEY":"k.txt"}"#,
+            r#""ready":{"path":"/up?deep=1","within_seconds":300},"warm_up":["/","/login"],"release":"v1.2+git3""#,
+            r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1"#,
+            r#""outbound":"host","databases":[{"socket":"/run/a.sock","inside":"/tmp/a.sock"}],"min":1"#,
+        ] {
+            assert_eq!(fields(more), [""; 0], "{more}");
+        }
+    }
+
+    #[test]
+    fn each_rule_names_its_field() {
+        let many = |word: &str| vec![word; APP_LIST_LEN_MAX + 1].join(",");
+        for (field, more) in [
+            ("command", r#""listen":"port","command":["x","{socket}"]"#.to_owned()),
+            ("command", r#""listen":"fd","command":["x","{socket}"]"#.to_owned()),
+            ("command", r#""listen":"fd","command":["x","{port}"]"#.to_owned()),
+            ("start_seconds", r#""start_seconds":301"#.to_owned()),
+            ("base", r#""base":"srv""#.to_owned()),
+            ("base", r#""base":"/srv/../x""#.to_owned()),
+            ("writable", r#""writable":["../x"]"#.to_owned()),
+            ("writable", format!(r#""writable":[{}]"#, many(r#""w""#))),
+            ("secrets", r#""secrets":{"1A":"k"}"#.to_owned()),
+            ("secrets", r#""secrets":{"A":"k"},"env":{"A":"x"}"#.to_owned()),
+            ("secrets.A", r#""secrets":{"A":""}"#.to_owned()),
+            ("ready.path", r#""ready":{"path":"up"}"#.to_owned()),
+            ("ready.path", r#""ready":{"path":"/a b"}"#.to_owned()),
+            ("ready.path", r#""ready":{"path":"/\r\nX: y"}"#.to_owned()),
+            ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":0}"#.to_owned()),
+            ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":301}"#.to_owned()),
+            ("listen", r#""listen":"port","outbound":"host""#.to_owned()),
+            ("release", r#""release":"""#.to_owned()),
+            ("release", r#""release":"a b""#.to_owned()),
+            ("warm_up", r#""warm_up":["//\n"]"#.to_owned()),
+            ("warm_up", format!(r#""warm_up":[{}]"#, many(r#""/""#))),
+            ("idle.frozen", r#""idle":{"quiet":9,"frozen":8}"#.to_owned()),
+            ("idle.cold", r#""idle":{"quiet":9,"image":"never","cold":8}"#.to_owned()),
+            ("idle.image", r#""idle":{"image":31536001}"#.to_owned()),
+            ("min", r#""min":2"#.to_owned()),
+            ("max", r#""max":0"#.to_owned()),
+            ("databases.socket", r#""databases":[{"socket":"run/a"}]"#.to_owned()),
+            ("databases.inside", r#""databases":[{"socket":"/run/a","inside":"a"}]"#.to_owned()),
+        ] {
+            assert_eq!(fields(&more), [field], "{more}");
+        }
+    }
+}

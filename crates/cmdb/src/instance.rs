@@ -1,0 +1,158 @@
+//! The words for instances that keeper, edge, supervisor and command line share: how deep one rests, what waking it took,
+//! what an operator can have done to it.
+//!
+//! Not here: an application's record (`record::App`), the life of an instance (`keeper`).
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How deep an instance rests, from no process and no image to work. Deeper compares as less.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// No process; waking it is a start of the program.
+    Cold,
+    /// No process; waking it restores its image.
+    Image,
+    /// Frozen, and its memory moved to swap.
+    Reclaimed,
+    /// It gets no CPU time at all.
+    Frozen,
+    /// It runs, but only in time nobody else wants.
+    Quiet,
+    Running,
+}
+
+impl Tier {
+    /// From the deepest up; the position of each is its number.
+    pub const ALL: [Self; 6] =
+        [Self::Cold, Self::Image, Self::Reclaimed, Self::Frozen, Self::Quiet, Self::Running];
+
+    /// The word for it in records, commands, logs and metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Cold => "cold",
+            Self::Image => "image",
+            Self::Reclaimed => "reclaimed",
+            Self::Frozen => "frozen",
+            Self::Quiet => "quiet",
+            Self::Running => "running",
+        }
+    }
+
+    /// Whether an instance that rests here has processes.
+    pub fn has_process(self) -> bool {
+        self > Self::Image
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A part of what waking an instance took, in the order in which they come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Stage {
+    /// From the request to what is to be done for it.
+    Decide,
+    /// For its turn: no more than so many instances wake at once.
+    Queue,
+    /// Its processes get CPU time again.
+    Thaw,
+    /// Namespaces, mounts and cell of a new one.
+    Sandbox,
+    /// From the image.
+    Restore,
+    /// The start of the program.
+    Boot,
+    /// Until it listens, and answers what its record says it must.
+    Ready,
+    /// Its image is taken, once for each release.
+    Image,
+    /// The connection for the one who asked.
+    Connect,
+}
+
+impl Stage {
+    /// The position of each is its number.
+    pub const ALL: [Self; 9] = [
+        Self::Decide,
+        Self::Queue,
+        Self::Thaw,
+        Self::Sandbox,
+        Self::Restore,
+        Self::Boot,
+        Self::Ready,
+        Self::Image,
+        Self::Connect,
+    ];
+
+    /// The word for it in receipts, logs and metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Decide => "decide",
+            Self::Queue => "queue",
+            Self::Thaw => "thaw",
+            Self::Sandbox => "sandbox",
+            Self::Restore => "restore",
+            Self::Boot => "boot",
+            Self::Ready => "ready",
+            Self::Image => "image",
+            Self::Connect => "connect",
+        }
+    }
+}
+
+/// What one who asked for an instance waited for, because it did not run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wake {
+    /// Where it rested.
+    pub from: Tier,
+    /// Each stage with its microseconds, as far as this one waited through it. Who joins late has waited less.
+    pub stages: Vec<(Stage, u64)>,
+}
+
+/// What an operator has done to an instance. The answer is a JSON object: `{"ok": true, ...}`, or `{"error": ...}`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Act {
+    /// Makes it run, and answers once it does.
+    Wake,
+    /// Makes it rest one tier deeper, or as deep as this. Not while it is in use.
+    Rest { to: Option<Tier> },
+    /// Takes a new image of it: it is started anew for that, if need be.
+    Image,
+    /// Ends its processes.
+    Stop,
+    /// All that is known of it.
+    Inspect,
+    /// The last lines it wrote.
+    Logs,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiers_go_up_and_are_numbered_in_that_order() {
+        assert!(Tier::ALL.is_sorted());
+        for (number, tier) in Tier::ALL.into_iter().enumerate() {
+            assert_eq!(tier as usize, number);
+            assert_eq!(serde_json::to_value(tier).unwrap(), tier.as_str());
+        }
+        assert_eq!(Tier::ALL.map(Tier::has_process), [false, false, true, true, true, true]);
+    }
+
+    #[test]
+    fn stages_are_numbered_in_their_order() {
+        for (number, stage) in Stage::ALL.into_iter().enumerate() {
+            assert_eq!(stage as usize, number);
+            assert_eq!(serde_json::to_value(stage).unwrap(), stage.as_str());
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! An application: what is run, in which surroundings, when it is ready, and how it rests while nobody needs it.
+//!
+//! Not here: its checks (`check::app`), running it (`keeper::instances`).
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
+pub const APP_LIST_LEN_MAX: usize = 32;
+
+/// Longest release name, in bytes.
+pub const RELEASE_LEN_MAX: usize = 128;
+
+/// Longest time of a rest step, in seconds: a year.
+pub const IDLE_SECONDS_MAX: u32 = 31_536_000;
+
+/// Longest start an application may be given, in seconds.
+pub const START_SECONDS_MAX: u32 = 300;
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct App {
+    /// Program and arguments. `{socket}` and `{port}` are replaced; `$NAGAYA_SOCKET` or `$PORT` is set too.
+    pub command: Vec<String>,
+    /// Working directory: beneath the tenant's home if relative.
+    pub directory: PathBuf,
+    #[serde(default)]
+    pub listen: Listen,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// Variables whose values are in files that the tenant may read: beneath its home if relative. What is in them is in no
+    /// record.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub secrets: BTreeMap<String, PathBuf>,
+    /// How long it may take until it listens, seconds. None: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start_seconds: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+    /// What it sees as `/`, read-only. None: the node's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<PathBuf>,
+    /// Where it may write, besides its own `/tmp`: beneath the tenant's home if relative. Empty: its directory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub writable: Vec<PathBuf>,
+    /// What it must answer before it gets requests. None: that it listens is enough.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ready: Option<Ready>,
+    /// Names what is deployed: an image of another release is not used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub release: Option<String>,
+    /// Paths that nagaya gets by itself before an image is taken, so that what a first request loads is in it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warm_up: Vec<String>,
+    #[serde(default, skip_serializing_if = "Idle::is_default")]
+    pub idle: Idle,
+    /// Processes of it that are always there: 1 starts it without a request and never lets it rest below reclaimed. None: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min: Option<u32>,
+    /// How many of it there may be. None: 1, and nothing else is possible on one node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max: Option<u32>,
+    #[serde(default, skip_serializing_if = "Outbound::is_default")]
+    pub outbound: Outbound,
+    /// Sockets of databases on this node that it reaches.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub databases: Vec<Database>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Listen {
+    /// A Unix socket at a path nagaya gives it.
+    #[default]
+    Socket,
+    /// A loopback TCP port nagaya gives it.
+    Port,
+    /// A Unix socket that nagaya listens on and hands to it as descriptor 3 (`LISTEN_FDS=1`, sd_listen_fds(3)).
+    Fd,
+}
+
+/// An answer an application must give, with a status below 500, before it is taken to be ready.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ready {
+    /// Got with `GET`.
+    pub path: String,
+    /// How long it may take from when it listens, seconds. None: what is left of its start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub within_seconds: Option<u32>,
+}
+
+/// After how many seconds without a request each step down is taken. None: the node's default.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Idle {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiet: Option<After>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub frozen: Option<After>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reclaimed: Option<After>,
+    /// Where there is no image, `cold` counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<After>,
+    /// Of one that has no image: the end of its processes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cold: Option<After>,
+}
+
+impl Idle {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a number of seconds or \"never\"")]
+pub enum After {
+    Seconds(u32),
+    Word(Never),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Never {
+    Never,
+}
+
+impl After {
+    pub const NEVER: Self = Self::Word(Never::Never);
+
+    /// None: never.
+    pub fn seconds(self) -> Option<u32> {
+        match self {
+            Self::Seconds(seconds) => Some(seconds),
+            Self::Word(Never::Never) => None,
+        }
+    }
+}
+
+/// What of the network it reaches besides its own loopback.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outbound {
+    #[default]
+    None,
+    /// All that the node reaches, with the node's own addresses. It has no network namespace of its own then.
+    Host,
+}
+
+impl Outbound {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// A Unix socket of the node that an application finds at a path of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Database {
+    /// On the node.
+    pub socket: PathBuf,
+    /// Inside. None: the same path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inside: Option<PathBuf>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_application_reads_and_writes_the_same_json() {
+        let text = r#"{"command":["gunicorn","-b","fd://3","site.wsgi"],"directory":"app","listen":"fd","env":{"A":"b"},"secrets":{"KEY":"key.txt"},"base":"/srv/base","writable":["app/media"],"ready":{"path":"/health","within_seconds":5},"release":"2024-1","warm_up":["/"],"idle":{"quiet":1,"frozen":10,"image":"never"},"min":1,"max":1,"outbound":"host","databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/pg.sock","inside":"/tmp/pg.sock"}]}"#;
+        let app: App = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&app).unwrap(), text);
+        assert_eq!((app.idle.quiet, app.idle.image), (Some(After::Seconds(1)), Some(After::NEVER)));
+        assert_eq!(app.idle.reclaimed, None);
+    }
+
+    #[test]
+    fn what_it_was_before_is_enough() {
+        let text = r#"{"command":["x"],"directory":"a","listen":"socket"}"#;
+        let app: App = serde_json::from_str(text).unwrap();
+        assert_eq!((app.outbound, app.min, app.idle), (Outbound::None, None, Idle::default()));
+        assert_eq!(serde_json::to_string(&app).unwrap(), text);
+    }
+
+    #[test]
+    fn a_time_is_seconds_or_never() {
+        assert_eq!(After::Seconds(3).seconds(), Some(3));
+        assert_eq!(After::NEVER.seconds(), None);
+        for bad in [r#"{"quiet":"soon"}"#, r#"{"quiet":-1}"#, r#"{"asleep":1}"#] {
+            assert!(serde_json::from_str::<Idle>(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Tests of what may be said again when an exchange fails, against servers that fail in each way.
+//!
+//! Not here: exchanges that succeed (`tests/e2e/proxy.rs`).
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use http::HeaderMap;
+use nagaya_base::RequestId;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::task::{LocalSet, spawn_local};
+
+use super::*;
+use crate::message::ConnInfo;
+use crate::metrics::Metrics;
+
+/// How a server behind one connection behaves.
+#[derive(Debug, Clone, Copy)]
+enum Server {
+    /// It closes before anything is sent to it.
+    Gone,
+    /// It reads the request and closes.
+    Silent,
+    /// It closes in the middle of its head.
+    HalfHead,
+    Answers,
+    /// There is no connection.
+    Refuses,
+    /// Nobody says whether there is one.
+    NeverThere,
+}
+
+/// Gives one connection after the other.
+struct Servers(RefCell<Vec<Server>>);
+
+impl Connector for Servers {
+    async fn connect(&self, _: &Address) -> Result<Socket, Refusal> {
+        let server = self.0.borrow_mut().remove(0);
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        match server {
+            Server::Gone => drop(theirs),
+            Server::Refuses => return Err(Refusal::BackendUnreachable("refused".into())),
+            Server::NeverThere => std::future::pending().await,
+            _ => drop(spawn_local(serve(theirs, server))),
+        }
+        Ok(Socket::Unix(ours))
+    }
+}
+
+async fn serve(mut stream: UnixStream, server: Server) {
+    let mut buffer = [0; 4096];
+    let _ = stream.read(&mut buffer).await.unwrap();
+    let said: &[u8] = match server {
+        Server::HalfHead => b"HTTP/1.1 200",
+        Server::Answers => b"HTTP/1.1 204 No Content\r\n\r\n",
+        _ => b"",
+    };
+    stream.write_all(said).await.unwrap();
+    if matches!(server, Server::Answers) {
+        // Kept open for the next request; the test ends it.
+        let _ = stream.read(&mut buffer).await;
+    }
+}
+
+fn head(method: Method) -> Head {
+    let address = "127.0.0.1:80".parse().unwrap();
+    Head {
+        id: RequestId(1),
+        method,
+        path: "/".into(),
+        query: None,
+        host: "demo".into(),
+        port: None,
+        version: Version::HTTP_11,
+        headers: HeaderMap::new(),
+        upgrade: None,
+        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None }),
+    }
+}
+
+/// The status, or whether the request may be sent again.
+fn exchanged(method: &Method, servers: &[Server]) -> Result<u16, bool> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    LocalSet::new().block_on(&runtime, async {
+        let pool = Rc::new(Pool::new(Arc::new(Metrics::new())));
+        let second = Duration::from_secs(20);
+        let bounds =
+            Bounds { connect: Duration::from_millis(50), head: second, idle: second, head_bytes: 4096 };
+        let address = Address::parse("unix:/nowhere");
+        let servers = Servers(RefCell::new(servers.to_vec()));
+        let head = head(method.clone());
+        let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo" };
+        match exchange(&pool, &address, &servers, outgoing, RequestBody::empty(), bounds).await {
+            Ok(response) => Ok(response.status.as_u16()),
+            Err(failed) => Err(failed.again.is_some()),
+        }
+    })
+}
+
+#[test]
+fn what_was_not_sent_or_does_no_harm_twice_may_be_sent_again() {
+    let (get, post) = (Method::GET, Method::POST);
+    assert_eq!(exchanged(&post, &[Server::Answers]), Ok(204));
+    for (method, server, may_again) in [
+        (&get, Server::Gone, true),
+        (&get, Server::Silent, true),
+        (&get, Server::Refuses, true),
+        (&post, Server::Gone, true),
+        (&post, Server::Refuses, true),
+        // It may have been done.
+        (&post, Server::Silent, false),
+        // An answer had begun.
+        (&get, Server::HalfHead, false),
+        // The next attempt would wait as long.
+        (&get, Server::NeverThere, false),
+    ] {
+        assert_eq!(exchanged(method, &[server]), Err(may_again), "{method} {server:?}");
+    }
+}

@@ -1,0 +1,188 @@
+//! Taking and bringing back: the two commands CRIU is given, and what comes of them.
+//!
+//! CRIU runs in the sandbox and sees only what is its own there, so it handles processes and nothing else: no mounts,
+//! no network devices, no cgroups. Not here: where images are kept (`store`), how CRIU is run (`criu`).
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, chown};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{CWD, Mode, OFlags};
+
+use super::criu::{self, Criu, HANDED_FD, IMAGE_FD, WORK_FD};
+use super::{ImageError, at, log};
+use crate::sandbox::{self, ROOT_PID, Sandbox, Task, root_id};
+
+/// How long taking an image may take, and with it how long its application stands still. The largest measured took a
+/// tenth of a second.
+const TAKE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long bringing one back may take before a cold start is quicker.
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Its log, in the directory of work.
+const LOG: &str = "log";
+
+/// A CRIU, and a directory with what it knows of the kernel (`facts`).
+#[derive(Debug)]
+pub struct Engine {
+    pub criu: Criu,
+    pub facts: OwnedFd,
+}
+
+/// Descriptors an image cannot carry, because they are the keeper's: each is handed over anew.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Handed<'a> {
+    /// The socket of `Sandbox::listener` that the application listens on. One it has made itself, it brings along.
+    pub listener: Option<BorrowedFd<'a>>,
+    /// The pipe of `Sandbox::pipe` that its standard output and error go to.
+    pub log: Option<BorrowedFd<'a>>,
+}
+
+impl Handed<'_> {
+    /// In the order in which their names stand in a header.
+    fn all(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.listener.into_iter().chain(self.log)
+    }
+
+    /// As CRIU names them: `socket:[123]`, `pipe:[456]`.
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let name = |fd: BorrowedFd<'_>| {
+            let stat = rustix::fs::fstat(fd)?;
+            let kind = match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
+                rustix::fs::FileType::Socket => "socket",
+                _ => "pipe",
+            };
+            Ok(format!("{kind}:[{}]", stat.st_ino))
+        };
+        self.all().map(name).collect()
+    }
+}
+
+/// A directory that root of one sandbox may write to, gone with this.
+#[derive(Debug)]
+pub struct Work {
+    pub path: PathBuf,
+}
+
+impl Work {
+    pub fn new(path: PathBuf, sandbox: &Sandbox) -> io::Result<Self> {
+        fs::DirBuilder::new().mode(0o700).create(&path)?;
+        let work = Self { path };
+        let owner = sandbox.identity();
+        chown(&work.path, Some(root_id(owner.uid)), Some(root_id(owner.gid)))?;
+        Ok(work)
+    }
+
+    fn reason(&self) -> io::Result<log::Reason> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(CWD, self.path.join(LOG), flags, Mode::empty())?;
+        log::reason(File::from(file))
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, "{} cannot be removed", self.path.display());
+        }
+    }
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split(' ').map(str::to_owned).collect()
+}
+
+/// Options of both commands: files are compared by size, network and cgroups are left alone, files that are open and
+/// have no name any more are carried up to this size.
+const BOTH: &str =
+    "--tcp-close --file-locks --manage-cgroups=ignore --file-validation filesize --ghost-limit 64M";
+
+/// Writes the processes of a sandbox into `image`. They go on as if nothing had been, also after a failure.
+pub fn take(
+    engine: &Engine,
+    sandbox: &Sandbox,
+    handed: &Handed<'_>,
+    image: &Work,
+    work: &Work,
+) -> Result<(), ImageError> {
+    let mut command = vec!["dump".to_owned()];
+    let own = "--leave-running --network-lock skip --skip-in-flight";
+    command.extend(words(&format!("-t {ROOT_PID} -v1 -o {LOG} {own} {BOTH}")));
+    if let Some(socket) = handed.listener {
+        let stat = rustix::fs::fstat(socket).map_err(|errno| at("look at", "the listener")(errno.into()))?;
+        command.extend(["--external".into(), format!("unix[{}]", stat.st_ino)]);
+    }
+    let into = sandbox::detached(&image.path, true).map_err(at("open", &image.path))?;
+    match run(engine, sandbox, command, (&into, work), &[], TAKE_TIMEOUT)? {
+        Some(0) => Ok(()),
+        _ => {
+            let reason = work.reason().map_err(at("read", &work.path))?;
+            let text = reason.to_string();
+            Err(if reason.is_no_space() {
+                ImageError::NoSpace { reason: text }
+            } else {
+                ImageError::Unfit { reason: text }
+            })
+        }
+    }
+}
+
+/// Brings the processes of an image back in a fresh sandbox. `names` are those of what was handed to the ones that
+/// were taken.
+pub fn restore(
+    engine: &Engine,
+    sandbox: &Sandbox,
+    (handed, names): (&Handed<'_>, &[String]),
+    image: &Path,
+    work: &Work,
+) -> Result<Task, ImageError> {
+    let mut command = vec!["restore".to_owned()];
+    command.extend(words(&format!("-d -v1 -o {LOG} {BOTH}")));
+    let copies = handed.all().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 0));
+    let copies =
+        copies.collect::<Result<Vec<_>, _>>().map_err(|e| at("copy", "what is handed over")(e.into()))?;
+    let mut fds = Vec::new();
+    for ((number, name), fd) in (HANDED_FD..).zip(names).zip(&copies) {
+        command.extend(["--inherit-fd".into(), format!("fd[{number}]:{name}")]);
+        fds.push((number, fd));
+    }
+    let from = sandbox::detached(image, false).map_err(at("open", image))?;
+    match run(engine, sandbox, command, (&from, work), &fds, RESTORE_TIMEOUT)? {
+        Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
+        _ => Err(ImageError::NotRestored {
+            reason: work.reason().map_err(at("read", &work.path))?.to_string(),
+        }),
+    }
+}
+
+/// The exit status of a CRIU with two directories. None: it was killed.
+fn run(
+    engine: &Engine,
+    sandbox: &Sandbox,
+    mut command: Vec<String>,
+    (image, work): (&OwnedFd, &Work),
+    handed: &[(i32, &OwnedFd)],
+    within: Duration,
+) -> Result<Option<i32>, ImageError> {
+    let reads_filters = command.first().is_some_and(|verb| verb == "dump");
+    command.extend(["-D".into(), criu::by_number(IMAGE_FD), "-W".into(), criu::by_number(WORK_FD)]);
+    let work = sandbox::detached(&work.path, true).map_err(at("open", &work.path))?;
+    let mut fds = vec![(IMAGE_FD, image), (WORK_FD, &work)];
+    fds.extend(handed);
+    let task = engine.criu.start(sandbox, &command, &fds, &engine.facts, reads_filters)?;
+    match task.wait(within) {
+        Ok(exit) => Ok(exit.status),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            // Its processes may stand still for good.
+            sandbox.end().map_err(at("end", "a sandbox CRIU hangs in"))?;
+            Err(ImageError::Timeout { within })
+        }
+        Err(error) => Err(at("wait for", "CRIU")(error)),
+    }
+}

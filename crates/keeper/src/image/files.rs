@@ -1,0 +1,131 @@
+//! The files of one image: closed to all but root, counted, and checked as often as it takes.
+//!
+//! What CRIU wrote is taken over by root, and readable for the one group that the sandbox' root is in: CRIU reads them
+//! with no more rights than that. The directory above lets only root in. Each file is read and compared once after the
+//! keeper's start; from then on it is enough that the file system says nothing has changed it. Not here: where images
+//! are (`store`).
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+use std::path::Path;
+
+use rustix::fs::{CWD, Mode, OFlags};
+
+use super::header::{Content, FILES_MAX, NAME};
+use super::{Digest, ImageError, at};
+
+/// What changes with every write to a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark {
+    inode: u64,
+    bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+/// Marks of all files of an image, from when their contents were compared.
+pub type Marks = BTreeMap<String, Mark>;
+
+fn open(dir: &Path, name: &str) -> io::Result<File> {
+    // Not blocking and following nothing: it may have been put there by whoever broke out of CRIU.
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::openat(CWD, dir.join(name), flags, Mode::empty())?))
+}
+
+/// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
+/// it.
+pub fn take_over(dir: &Path, group: u32, bytes_max: u64) -> Result<BTreeMap<String, Content>, ImageError> {
+    let io = |error| at("take over", dir)(error);
+    // First the directory: from here on nothing comes to it.
+    let handle = File::open(dir).map_err(io)?;
+    fchown(&handle, Some(0), Some(group)).map_err(io)?;
+    handle.set_permissions(fs::Permissions::from_mode(0o750)).map_err(io)?;
+    let (mut files, mut total) = (BTreeMap::new(), 0);
+    for entry in fs::read_dir(dir).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+        let file = open(dir, &name).map_err(at("open", &path))?;
+        let stat = file.metadata().map_err(at("look at", &path))?;
+        if !stat.is_file() || stat.nlink() != 1 || files.len() >= FILES_MAX || name == NAME {
+            return Err(ImageError::Unfit { reason: format!("CRIU left {name}, which no image has") });
+        }
+        total += stat.len();
+        if total > bytes_max {
+            return Err(ImageError::TooLarge { bytes: total, bytes_max });
+        }
+        fchown(&file, Some(0), Some(group)).map_err(at("take over", &path))?;
+        file.set_permissions(fs::Permissions::from_mode(0o640)).map_err(at("take over", &path))?;
+        let digest = Digest::of_file(&file).map_err(at("read", &path))?;
+        files.insert(name, Content { bytes: stat.len(), digest });
+    }
+    Ok(files)
+}
+
+/// Marks of the files as they are. The error is in words: what is wrong with them.
+pub fn marks(dir: &Path, files: &BTreeMap<String, Content>) -> Result<Marks, String> {
+    let mark = |(name, content): (&String, &Content)| {
+        let stat = fs::symlink_metadata(dir.join(name)).map_err(|error| format!("{name}: {error}"))?;
+        if !stat.is_file() || stat.uid() != 0 || stat.mode() & 0o027 != 0 {
+            return Err(format!("{name} is not closed to all but root"));
+        }
+        if stat.len() != content.bytes {
+            return Err(format!("{name} has {} bytes instead of {}", stat.len(), content.bytes));
+        }
+        let mark = Mark {
+            inode: stat.ino(),
+            bytes: stat.len(),
+            modified: (stat.mtime(), stat.mtime_nsec()),
+            changed: (stat.ctime(), stat.ctime_nsec()),
+        };
+        Ok((name.clone(), mark))
+    };
+    files.iter().map(mark).collect()
+}
+
+/// Compares all contents. The error is in words.
+pub fn compare(dir: &Path, files: &BTreeMap<String, Content>) -> Result<(), String> {
+    for (name, content) in files {
+        let digest = open(dir, name).and_then(|file| Digest::of_file(&file));
+        let digest = digest.map_err(|error| format!("{name}: {error}"))?;
+        if digest != content.digest {
+            return Err(format!("the content of {name} was changed"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image() -> (tempfile::TempDir, BTreeMap<String, Content>) {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("pages-1.img"), "contents").unwrap();
+        fs::set_permissions(dir.path().join("pages-1.img"), fs::Permissions::from_mode(0o640)).unwrap();
+        let content =
+            Content { bytes: 8, digest: Digest::of_file(&open(dir.path(), "pages-1.img").unwrap()).unwrap() };
+        let files = BTreeMap::from([("pages-1.img".to_owned(), content)]);
+        (dir, files)
+    }
+
+    #[test]
+    fn contents_are_compared() {
+        let (dir, files) = image();
+        assert_eq!(compare(dir.path(), &files), Ok(()));
+        fs::write(dir.path().join("pages-1.img"), "Contents").unwrap();
+        assert!(compare(dir.path(), &files).unwrap_err().contains("pages-1.img was changed"));
+        fs::remove_file(dir.path().join("pages-1.img")).unwrap();
+        assert!(compare(dir.path(), &files).is_err());
+    }
+
+    #[test]
+    fn a_link_in_place_of_a_file_is_no_file() {
+        let (dir, files) = image();
+        fs::rename(dir.path().join("pages-1.img"), dir.path().join("moved")).unwrap();
+        std::os::unix::fs::symlink("moved", dir.path().join("pages-1.img")).unwrap();
+        assert!(compare(dir.path(), &files).is_err());
+        assert!(marks(dir.path(), &files).is_err());
+    }
+}

@@ -1,0 +1,253 @@
+//! The header of an image: what it is of, what it needs, and what its files must be.
+//!
+//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 1
+//! has the fields of `Header`. A header of another version is no image any more; there is no migration, because an image
+//! can be taken again at any time. Not here: reading and writing the files it names (`store`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::Digest;
+
+/// Version of the format. Change it with any field.
+const VERSION: u32 = 1;
+
+/// The word the first line begins with.
+const MAGIC: &str = "nagaya-image";
+
+/// Name of the file in an image's directory.
+pub const NAME: &str = "header";
+
+/// Bytes of a header; 200 bytes tell of one file.
+pub const LEN_MAX: u64 = 1 << 20;
+
+/// Files of one image. CRIU writes about three for each process.
+pub const FILES_MAX: usize = 4096;
+
+/// What an image is of. Another release or definition is another image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Subject {
+    pub site: String,
+    pub release: String,
+    /// Of everything that the site's record says about how it is run.
+    pub definition: Digest,
+    /// Of the files it runs on: see `base_digest`.
+    pub base: Digest,
+    pub uid: u32,
+    pub gid: u32,
+}
+
+impl Subject {
+    /// Under which an image is kept. The base is not part of it: an image of an older base is replaced.
+    pub fn id(&self) -> String {
+        let Self { site, release, definition, base: _, uid, gid } = self;
+        let ids = format!("{definition} {uid} {gid}");
+        let mut id = Digest::of(&[site.as_bytes(), release.as_bytes(), ids.as_bytes()]).to_string();
+        id.truncate(ID_LEN);
+        id
+    }
+}
+
+/// Characters of an id.
+pub const ID_LEN: usize = 32;
+
+/// What an image needs to be the same where it is brought back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Environment {
+    pub kernel: String,
+    /// Of the processor's features.
+    pub processor: Digest,
+    pub criu: String,
+    /// Of CRIU's program.
+    pub criu_build: Digest,
+}
+
+impl Environment {
+    /// Of this machine.
+    pub fn here(criu: &super::criu::Criu) -> io::Result<Self> {
+        let system = rustix::system::uname();
+        let processor = fs::read_to_string("/proc/cpuinfo")?;
+        let is_feature = |line: &&str| {
+            ["vendor_id", "cpu family", "model\t", "flags", "Features"]
+                .iter()
+                .any(|name| line.starts_with(name))
+        };
+        let first = processor.split("\n\n").next().unwrap_or_default();
+        let features: Vec<&str> = first.lines().filter(is_feature).collect();
+        Ok(Self {
+            kernel: format!("{} {}", system.release().to_string_lossy(), system.version().to_string_lossy()),
+            processor: Digest::of(&[features.join("\n").as_bytes()]),
+            criu: criu.version.clone(),
+            criu_build: criu.build,
+        })
+    }
+
+    /// What differs, in words. None: nothing.
+    pub fn differs(&self, other: &Self) -> Option<String> {
+        if self.kernel != other.kernel {
+            return Some(format!("it was taken on kernel '{}'", self.kernel));
+        }
+        if self.processor != other.processor {
+            return Some("it was taken on a processor with other features".into());
+        }
+        if (&self.criu, self.criu_build) != (&other.criu, other.criu_build) {
+            return Some(format!("it was taken by another build of CRIU (version {})", self.criu));
+        }
+        None
+    }
+}
+
+/// One file of an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Content {
+    pub bytes: u64,
+    pub digest: Digest,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Header {
+    pub subject: Subject,
+    pub environment: Environment,
+    /// Seconds since 1970.
+    pub taken_at: u64,
+    /// CRIU's names of what was handed over.
+    pub handed: Vec<String>,
+    pub files: BTreeMap<String, Content>,
+}
+
+impl Header {
+    pub fn bytes(&self) -> u64 {
+        self.files.values().map(|content| content.bytes).sum()
+    }
+
+    pub fn encode(&self) -> Result<String, serde_json::Error> {
+        let body = serde_json::to_string_pretty(self)?;
+        Ok(format!("{MAGIC} {VERSION} {}\n{body}\n", Digest::of(&[body.as_bytes()])))
+    }
+
+    /// The error is in words that follow "its header".
+    pub fn decode(text: &str) -> Result<Self, String> {
+        let (first, body) = text.split_once('\n').ok_or("is cut off")?;
+        let mut words = first.split(' ');
+        if words.next() != Some(MAGIC) {
+            return Err("is none of an image".into());
+        }
+        if words.next() != Some(&VERSION.to_string()) {
+            return Err("is of another version of nagaya".into());
+        }
+        let body = body.strip_suffix('\n').ok_or("is cut off")?;
+        if words.next() != Some(&Digest::of(&[body.as_bytes()]).to_string()) {
+            return Err("was changed".into());
+        }
+        let header: Self = serde_json::from_str(body).map_err(|error| format!("does not read: {error}"))?;
+        let is_plain = |name: &String| !name.is_empty() && !name.contains('/') && !name.starts_with('.');
+        match header.files.len() <= FILES_MAX && header.files.keys().all(is_plain) {
+            true => Ok(header),
+            false => Err("names files no image has".into()),
+        }
+    }
+}
+
+/// Of the files a sandbox runs on, by what changes when packages are installed or removed. Reads no contents: it is
+/// asked for at every wake.
+pub fn base_digest(base: &Path) -> io::Result<Digest> {
+    use std::os::unix::fs::MetadataExt;
+    const MARKS: [&str; 10] = [
+        "usr",
+        "usr/bin",
+        "usr/lib",
+        "usr/lib64",
+        "usr/share",
+        "usr/local/lib",
+        "etc/ld.so.cache",
+        "etc/os-release",
+        "var/lib/dpkg/status",
+        "var/lib/rpm",
+    ];
+    let mut text = String::new();
+    for mark in MARKS {
+        let line = match fs::metadata(base.join(mark)) {
+            Ok(stat) => {
+                format!("{mark} {} {} {} {}\n", stat.ino(), stat.size(), stat.mtime(), stat.mtime_nsec())
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{mark} absent\n"),
+            Err(error) => return Err(error),
+        };
+        text.push_str(&line);
+    }
+    Ok(Digest::of(&[base.as_os_str().as_encoded_bytes(), text.as_bytes()]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        let digest = Digest::of(&[b"x"]);
+        let subject = Subject {
+            site: "shop".into(),
+            release: "7".into(),
+            definition: digest,
+            base: digest,
+            uid: 1001,
+            gid: 1001,
+        };
+        let environment =
+            Environment { kernel: "6.1".into(), processor: digest, criu: "4.1".into(), criu_build: digest };
+        let files = BTreeMap::from([("pages-1.img".into(), Content { bytes: 5, digest })]);
+        Header { subject, environment, taken_at: 1, handed: vec!["socket:[1]".into()], files }
+    }
+
+    #[test]
+    fn a_written_header_is_read_back() {
+        assert_eq!(Header::decode(&header().encode().unwrap()), Ok(header()));
+    }
+
+    #[test]
+    fn any_change_of_a_header_is_seen() {
+        let text = header().encode().unwrap();
+        for at in 0..text.len() {
+            let mut bytes = text.clone().into_bytes();
+            bytes[at] ^= 1;
+            let changed = String::from_utf8(bytes).unwrap();
+            assert!(Header::decode(&changed).is_err(), "at {at}: {changed}");
+            assert!(Header::decode(&text[..at]).is_err(), "cut at {at}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_names_paths_is_none() {
+        let digest = Digest::of(&[b"x"]);
+        for name in ["../x", "a/b", "", "."] {
+            let mut header = header();
+            header.files.insert(name.into(), Content { bytes: 0, digest });
+            assert!(Header::decode(&header.encode().unwrap()).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn another_kernel_processor_or_criu_is_told() {
+        let here = header().environment;
+        assert_eq!(here.differs(&here), None);
+        let kernel = Environment { kernel: "6.2".into(), ..here.clone() };
+        assert!(kernel.differs(&here).unwrap().contains("kernel '6.2'"));
+        let criu = Environment { criu_build: Digest::of(&[b"y"]), ..here.clone() };
+        assert!(criu.differs(&here).unwrap().contains("CRIU"));
+        let processor = Environment { processor: Digest::of(&[b"y"]), ..here.clone() };
+        assert!(processor.differs(&here).unwrap().contains("processor"));
+    }
+
+    #[test]
+    fn an_id_is_of_what_makes_an_image_another_one() {
+        let subject = header().subject;
+        assert_eq!(subject.id().len(), ID_LEN);
+        assert_eq!(Subject { base: Digest::of(&[b"y"]), ..subject.clone() }.id(), subject.id());
+        assert_ne!(Subject { release: "8".into(), ..subject.clone() }.id(), subject.id());
+        assert_ne!(Subject { uid: 1002, ..subject.clone() }.id(), subject.id());
+    }
+}

@@ -1,0 +1,397 @@
+//! The directory of images: what is in it, what was put aside, what goes.
+//!
+//! ```text
+//! images/<id>/        one image: `header` and CRIU's files; last used when the header's time of change says
+//! quarantine/<id>.<n> one that turned out wrong, with a file `reason`
+//! refused/<id>        why there is none, and where that was found out
+//! work/<n>            under way; removed at the next start
+//! ```
+//!
+//! An image appears by one rename. It is not forced to disk: after a power failure its files may be cut, which the check
+//! at its next use sees. Not here: files of one image (`files`), what makes one (`checkpoint`).
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::checkpoint::Work;
+use super::files::{self, Marks};
+use super::header::{self, Environment, Header, ID_LEN, Subject};
+use super::{ImageError, at};
+use crate::sandbox::Sandbox;
+
+/// How long it is remembered that something cannot be imaged: a connection that was open may be closed another time.
+const REFUSAL_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// Images that turned out wrong before none is taken any more for that time.
+const QUARANTINES_BEFORE_REFUSAL: usize = 2;
+
+/// What was put aside is kept for whoever looks into it, the newest so many.
+const QUARANTINED_MAX: usize = 8;
+
+/// What was refused and is remembered.
+const REFUSALS_MAX: usize = 10_000;
+
+/// Bytes of a refusal's file.
+const REFUSAL_LEN_MAX: u64 = 64 * 1024;
+
+/// Bytes that must stay free on the file system of the images.
+const FREE_BYTES_MIN: u64 = 256 << 20;
+
+/// What images may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// All together.
+    pub bytes_max: u64,
+    pub images_max: usize,
+    /// Not used for so long, one goes.
+    pub age_max: Duration,
+}
+
+/// One line of a list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Listed {
+    pub id: String,
+    /// None: its header cannot be read.
+    pub subject: Option<Subject>,
+    pub bytes: u64,
+    /// Seconds since 1970.
+    pub used_at: u64,
+    /// Why it was put aside.
+    pub quarantined: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Refusal {
+    reason: String,
+    /// Elsewhere it may be otherwise.
+    environment: Environment,
+    subject: Subject,
+}
+
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    limits: Mutex<Limits>,
+    next: AtomicU64,
+    /// Images whose contents were compared since the start.
+    checked: Mutex<HashMap<String, Marks>>,
+    /// Images that are being read, how often.
+    held: Mutex<HashMap<String, u32>>,
+}
+
+/// Keeps an image in its place.
+pub struct Hold<'a> {
+    store: &'a Store,
+    id: String,
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        let mut held = self.store.held.lock();
+        match held.get_mut(&self.id) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(held.remove(&self.id)),
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+impl Store {
+    pub fn open(dir: &Path, limits: Limits) -> Result<Self, ImageError> {
+        make(dir)?;
+        for part in ["images", "quarantine", "refused", "work"] {
+            make(&dir.join(part))?;
+        }
+        // Of a keeper that was killed.
+        for path in entries(&dir.join("work")) {
+            fs::remove_dir_all(&path).map_err(at("remove", &path))?;
+        }
+        Ok(Self {
+            dir: dir.into(),
+            limits: Mutex::new(limits),
+            next: AtomicU64::new(now()),
+            checked: Mutex::default(),
+            held: Mutex::default(),
+        })
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn set_limits(&self, limits: Limits) {
+        *self.limits.lock() = limits;
+    }
+
+    pub fn path(&self, id: &str) -> PathBuf {
+        self.dir.join("images").join(id)
+    }
+
+    /// A directory for CRIU in this sandbox to write to.
+    pub fn work(&self, sandbox: &Sandbox) -> Result<Work, ImageError> {
+        let path = self.dir.join("work").join(self.number().to_string());
+        Work::new(path.clone(), sandbox).map_err(at("make", path))
+    }
+
+    fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// How many bytes the next image may have.
+    pub fn room(&self) -> Result<u64, ImageError> {
+        let stat = rustix::fs::statvfs(&self.dir).map_err(|errno| at("look at", &self.dir)(errno.into()))?;
+        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+        if free <= FREE_BYTES_MIN {
+            let reason = format!("{} has {free} bytes left; {FREE_BYTES_MIN} stay free", self.dir.display());
+            return Err(ImageError::NoSpace { reason });
+        }
+        Ok(self.limits.lock().bytes_max.min(free - FREE_BYTES_MIN))
+    }
+
+    // === Images ===
+
+    /// None: there is no image. The error is in words: why there is a wrong one.
+    pub fn header(&self, id: &str) -> Result<Option<Header>, String> {
+        let path = self.path(id).join(header::NAME);
+        let text = match read(&path, header::LEN_MAX) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !self.path(id).exists() => {
+                return Ok(None);
+            }
+            text => text.map_err(|error| format!("its header: {error}"))?,
+        };
+        Header::decode(&text).map(Some).map_err(|why| format!("its header {why}"))
+    }
+
+    /// Whether the files are as they were when it was taken. The error is in words.
+    pub fn check(&self, id: &str, header: &Header) -> Result<(), String> {
+        let dir = self.path(id);
+        let marks = files::marks(&dir, &header.files)?;
+        if self.checked.lock().get(id) == Some(&marks) {
+            return Ok(());
+        }
+        files::compare(&dir, &header.files)?;
+        self.checked.lock().insert(id.to_owned(), marks);
+        Ok(())
+    }
+
+    /// Has the memory of an image read from disk, so that it is there when CRIU asks. Returns at once.
+    pub fn prefetch(&self, id: &str, header: &Header) {
+        for name in header.files.keys().filter(|name| name.starts_with("pages-")) {
+            // Only a hint.
+            if let Ok(file) = fs::File::open(self.path(id).join(name)) {
+                let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::WillNeed);
+            }
+        }
+    }
+
+    /// Makes what is in `work` the image of this id, in place of an older one.
+    pub fn publish(&self, id: &str, header: &Header, work: Work) -> Result<(), ImageError> {
+        let path = work.path.join(header::NAME);
+        let text = header.encode().map_err(|error| at("write", &path)(error.into()))?;
+        let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(at("write", &path))?;
+        if self.held.lock().contains_key(id) {
+            return Err(at("replace", self.path(id))(io::ErrorKind::ResourceBusy.into()));
+        }
+        let (target, aside) = (self.path(id), self.dir.join("work").join(self.number().to_string()));
+        self.checked.lock().remove(id);
+        match fs::rename(&target, &aside) {
+            Ok(()) => remove(&aside),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at("replace", &target)(error)),
+        }
+        fs::rename(&work.path, &target).map_err(at("make", &target))?;
+        self.forget_refusal(id);
+        // Written by us just now from what was read just now.
+        if let Ok(marks) = files::marks(&target, &header.files) {
+            self.checked.lock().insert(id.to_owned(), marks);
+        }
+        Ok(())
+    }
+
+    /// Notes that an image was used.
+    pub fn touch(&self, id: &str) {
+        let path = self.path(id).join(header::NAME);
+        let touched = fs::File::open(&path).and_then(|file| file.set_modified(SystemTime::now()));
+        if let Err(error) = touched {
+            tracing::info!(%error, "when an image was used last is not noted: {}", path.display());
+        }
+    }
+
+    pub fn hold(&self, id: &str) -> Hold<'_> {
+        *self.held.lock().entry(id.to_owned()).or_insert(0) += 1;
+        Hold { store: self, id: id.to_owned() }
+    }
+
+    // === What was put aside ===
+
+    pub fn quarantine(&self, id: &str, subject: &Subject, environment: &Environment, reason: &str) {
+        self.checked.lock().remove(id);
+        let target = self.dir.join("quarantine").join(format!("{id}.{}", self.number()));
+        // Another one may have been quicker.
+        if let Err(error) = fs::rename(self.path(id), &target) {
+            tracing::info!(%error, "there is no image {id} to put aside");
+            return;
+        }
+        if let Err(error) = write(&target.join("reason"), reason.as_bytes()) {
+            tracing::warn!(%error, "the reason cannot be kept in {}", target.display());
+        }
+        let is_its = |path: &PathBuf| name(path).strip_prefix(id).is_some_and(|rest| rest.starts_with('.'));
+        let before = entries(&self.dir.join("quarantine")).filter(is_its).count();
+        if before >= QUARANTINES_BEFORE_REFUSAL {
+            let reason = format!("its last {before} images turned out wrong, the last because {reason}");
+            self.refuse(id, subject, environment, &reason);
+        }
+    }
+
+    pub fn refuse(&self, id: &str, subject: &Subject, environment: &Environment, reason: &str) {
+        let refusal =
+            Refusal { reason: reason.into(), environment: environment.clone(), subject: subject.clone() };
+        let path = self.dir.join("refused").join(id);
+        let written =
+            serde_json::to_vec(&refusal).map_err(io::Error::from).and_then(|text| write(&path, &text));
+        if let Err(error) = written {
+            tracing::warn!(%error, "{} cannot be written; it will be tried again", path.display());
+        }
+    }
+
+    /// Why no image can be taken here and now.
+    pub fn refusal(&self, id: &str, subject: &Subject, environment: &Environment) -> Option<String> {
+        let path = self.dir.join("refused").join(id);
+        let age = fs::metadata(&path).ok()?.modified().ok()?.elapsed().unwrap_or_default();
+        let refusal: Refusal = serde_json::from_str(&read(&path, REFUSAL_LEN_MAX).ok()?).ok()?;
+        let holds = age < REFUSAL_AGE_MAX
+            && refusal.subject == *subject
+            && environment.differs(&refusal.environment).is_none();
+        holds.then_some(refusal.reason)
+    }
+
+    pub fn forget_refusal(&self, id: &str) {
+        let path = self.dir.join("refused").join(id);
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, "{} cannot be removed", path.display());
+        }
+    }
+
+    // === All of them ===
+
+    pub fn list(&self) -> Vec<Listed> {
+        let images = entries(&self.dir.join("images")).map(|path| listed(&path, None));
+        let aside = entries(&self.dir.join("quarantine")).map(|path| {
+            let reason = read(&path.join("reason"), REFUSAL_LEN_MAX);
+            listed(&path, Some(reason.unwrap_or_else(|_| "its reason was not kept".into())))
+        });
+        images.chain(aside).collect()
+    }
+
+    pub fn collect(&self, wanted: impl Fn(&Subject) -> bool) {
+        let limits = *self.limits.lock();
+        let mut all: Vec<Listed> =
+            entries(&self.dir.join("images")).map(|path| listed(&path, None)).collect();
+        all.sort_by_key(|one| std::cmp::Reverse(one.used_at));
+        let (mut bytes, mut count) = (0_u64, 0);
+        for one in all {
+            let is_old = Duration::from_secs(now().saturating_sub(one.used_at)) > limits.age_max;
+            let is_wanted = one.subject.as_ref().is_some_and(&wanted);
+            bytes = bytes.saturating_add(one.bytes);
+            count += 1;
+            let fits = bytes <= limits.bytes_max && count <= limits.images_max;
+            if (is_wanted && !is_old && fits) || self.held.lock().contains_key(&one.id) {
+                continue;
+            }
+            bytes -= one.bytes;
+            count -= 1;
+            tracing::info!(id = one.id, bytes = one.bytes, "an image goes: {}", why(is_wanted, is_old));
+            self.checked.lock().remove(&one.id);
+            remove(&self.path(&one.id));
+        }
+        keep_newest(&self.dir.join("quarantine"), QUARANTINED_MAX, limits.age_max);
+        keep_newest(&self.dir.join("refused"), REFUSALS_MAX, REFUSAL_AGE_MAX);
+    }
+}
+
+fn why(is_wanted: bool, is_old: bool) -> &'static str {
+    match (is_wanted, is_old) {
+        (false, _) => "its release is not served any more",
+        (_, true) => "it was not used for long",
+        _ => "there are too many; others were used since",
+    }
+}
+
+fn listed(path: &Path, quarantined: Option<String>) -> Listed {
+    let header = path.join(header::NAME);
+    let used = fs::metadata(&header).or_else(|_| fs::metadata(path));
+    let decoded = read(&header, header::LEN_MAX).ok().and_then(|text| Header::decode(&text).ok());
+    let bytes =
+        |path| entries(path).filter_map(|file| fs::symlink_metadata(file).ok()).map(|stat| stat.len()).sum();
+    Listed {
+        id: name(path).chars().take(ID_LEN).collect(),
+        bytes: bytes(path),
+        subject: decoded.map(|header| header.subject),
+        used_at: used.map_or(0, |stat| stat.mtime().try_into().unwrap_or(0)),
+        quarantined,
+    }
+}
+
+/// Of what was put aside the newest stay.
+fn keep_newest(dir: &Path, most: usize, age_max: Duration) {
+    let mut all: Vec<(i64, PathBuf)> =
+        entries(dir).filter_map(|path| Some((fs::symlink_metadata(&path).ok()?.ctime(), path))).collect();
+    all.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
+    for (index, (changed, path)) in all.into_iter().enumerate() {
+        let age = now().saturating_sub(changed.try_into().unwrap_or(0));
+        if index >= most || Duration::from_secs(age) > age_max {
+            remove(&path);
+        }
+    }
+}
+
+// === Files ===
+
+fn make(dir: &Path) -> Result<(), ImageError> {
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    // One that was there already may have been open to others.
+    made.and_then(|()| fs::set_permissions(dir, fs::Permissions::from_mode(0o700))).map_err(at("make", dir))
+}
+
+fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(dir).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()))
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn read(path: &Path, len_max: u64) -> io::Result<String> {
+    let mut text = String::new();
+    fs::File::open(path)?.take(len_max).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn write(path: &Path, text: &[u8]) -> io::Result<()> {
+    fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?.write_all(text)
+}
+
+fn remove(path: &Path) {
+    let removed = match path.is_dir() {
+        true => fs::remove_dir_all(path),
+        false => fs::remove_file(path),
+    };
+    if let Err(error) = removed {
+        tracing::warn!(%error, "{} cannot be removed", path.display());
+    }
+}

@@ -1,0 +1,125 @@
+//! The node's images as instances use them: opened at the start, kept within their limits, gone with their sites.
+//!
+//! Not here: the images (`image`), when one is taken or used (`lifecycle`).
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_cmdb::{Backend, Table};
+use serde_json::{Value, json};
+use tokio::task::spawn_local;
+use tokio::time::sleep;
+
+use super::surroundings::Scratch;
+use super::{Instance, Instances};
+use crate::engine::Engine;
+use crate::fault::Fault;
+use crate::image::{Images, Limits, Subject};
+use crate::options::Options;
+use crate::protocol::Failure;
+
+/// Images at most: one for each of the most sites there may be on a node.
+const IMAGES_MAX: usize = 100_000;
+
+/// Time between two looks for images nobody wants any more.
+const COLLECT_INTERVAL: Duration = Duration::from_secs(3600);
+
+pub fn limits(options: &Options) -> Limits {
+    let options = &options.instances;
+    Limits {
+        bytes_max: options.image_bytes_max,
+        images_max: IMAGES_MAX,
+        age_max: Duration::from_millis(options.image_age_max_ms),
+    }
+}
+
+impl Instances {
+    /// Opens the images, if they can be used here, and removes those nobody wants from time to time, for ever.
+    pub async fn keep_images(&self, engine: &Rc<Engine>) {
+        if let Ok(launcher) = engine.launcher() {
+            let options = (*engine.options()).clone();
+            let opened = engine.on_worker(move || {
+                let own = &options.instances;
+                Images::open(&own.images, own.criu.as_deref(), &launcher, limits(&options))
+                    .map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+            });
+            match opened.await {
+                Ok(images) => {
+                    tracing::info!(criu = %images.criu().path.display(), version = images.criu().version, "images can be used");
+                    self.images.replace(Some(Arc::new(images)));
+                    self.options_changed(engine);
+                }
+                Err(fault) => {
+                    tracing::warn!("{fault}; applications that rest for long start anew");
+                    self.no_images.replace(Some(fault.to_string()));
+                }
+            }
+        }
+        loop {
+            self.collect(engine);
+            sleep(COLLECT_INTERVAL).await;
+        }
+    }
+
+    /// Removes images of sites that are gone or of another release now, and those beyond the limits.
+    pub(super) fn collect(&self, engine: &Rc<Engine>) {
+        let Some(images) = self.images.borrow().clone() else { return };
+        let table = Arc::clone(engine.table());
+        let engine = Rc::clone(engine);
+        spawn_local(async move {
+            let collect = move || {
+                images.collect(|subject| is_wanted(&table.read(), subject));
+                Ok(())
+            };
+            // Otherwise the next look does it.
+            let _ = engine.on_worker(collect).await;
+        });
+    }
+
+    /// Why no image can be taken here, for `nagaya status`; null: one can.
+    pub(super) fn images_status(&self) -> Value {
+        match (&*self.images.borrow(), &*self.no_images.borrow()) {
+            (Some(images), _) => json!({"criu": images.criu().version}),
+            (None, Some(why)) => json!({"none": why}),
+            (None, None) => Value::Null,
+        }
+    }
+
+    /// The operator wants it tried again, whatever it was that did not work.
+    pub(super) async fn forget_refusal(&self, engine: &Rc<Engine>, instance: &Instance) {
+        let (images, refused) = (self.images.borrow().clone(), instance.refused.take());
+        let (Some(images), Some(subject)) = (images, refused) else { return };
+        let forget = move || {
+            images.forget_refusal(&subject);
+            Ok(())
+        };
+        // Should no worker be free, the refusal is found again and said.
+        let _ = engine.on_worker(forget).await;
+    }
+
+    /// Removes what a site leaves on disk, once it is gone and nothing of it runs.
+    pub(super) fn clear_away(&self, engine: &Rc<Engine>, instance: &Rc<Instance>) {
+        let site = instance.site();
+        // One of the same name may be there again, and use them.
+        let is_there = engine.site(&site.name).is_ok_and(|(now, _)| matches!(now.backend, Backend::App(_)));
+        if is_there {
+            return;
+        }
+        let scratch = Scratch::of(&site, &engine.options());
+        let engine = Rc::clone(engine);
+        spawn_local(async move {
+            let removed = engine.on_worker(move || Ok(scratch.remove())).await;
+            if let Ok(Err(error)) = removed {
+                tracing::warn!(site = %site.name, %error, "its files in the state directory cannot be removed");
+            }
+            engine.instances.collect(&engine);
+        });
+    }
+}
+
+fn is_wanted(table: &Table, subject: &Subject) -> bool {
+    let Some(site) = table.site(&subject.site) else { return false };
+    let Backend::App(app) = &site.backend else { return false };
+    app.release.as_deref().unwrap_or_default() == subject.release
+}

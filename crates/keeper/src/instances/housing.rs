@@ -1,0 +1,276 @@
+//! Putting an application into a sandbox: started anew, or brought back from its image. All of it blocks: it is a
+//! worker's part.
+//!
+//! Not here: when (`lifecycle`), what comes before and after (`start`), what the sandbox shows (`surroundings`).
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use nagaya_cmdb::record::{App, Idle, Listen};
+use nagaya_cmdb::{Site, Tenant};
+
+use super::carried::{self, Present};
+use super::surroundings::{self, Scratch};
+use crate::cells::Leaf;
+use crate::fault::{self, Fault};
+use crate::image::{Digest, Found, Handed, Image, ImageError, Images, Subject, base_digest};
+use crate::options::Options;
+use crate::process::Root;
+use crate::protocol::Failure;
+use crate::sandbox::{Identity, Launcher, Program, ROOT_PID, Sandbox, SandboxError, Task};
+use crate::spawn::{self, Runner, Started};
+use crate::sys;
+
+/// In its `/run`: other bytes after each restoration, for programs that would go on with the random numbers of the image.
+const WAKE_FILE: &str = "nagaya.wake";
+
+/// All that is needed to put one site's application into a sandbox.
+pub struct Housing {
+    pub site: Arc<Site>,
+    pub tenant: Arc<Tenant>,
+    pub app: App,
+    pub runner: Runner,
+    pub options: Arc<Options>,
+    /// On the node, for a socket the keeper listens on.
+    pub listens_at: PathBuf,
+}
+
+/// What came of it besides the processes.
+pub struct Made {
+    pub sandbox: Arc<Sandbox>,
+    /// When the sandbox was ready.
+    pub since: Instant,
+    /// What an image that is taken of it is to say; None: it comes from one.
+    pub subject: Option<Subject>,
+    /// For an image that is taken of it.
+    pub handover: Handover,
+    pub image: Option<Image>,
+}
+
+/// Ends of what an application was given: an image does not carry them.
+pub struct Handover {
+    listener: Option<OwnedFd>,
+    log: OwnedFd,
+}
+
+impl Handover {
+    fn handed(&self) -> Handed<'_> {
+        Handed { listener: self.listener.as_ref().map(AsFd::as_fd), log: Some(self.log.as_fd()) }
+    }
+}
+
+/// Why nothing was brought back.
+pub enum NotRestored {
+    /// There is no image.
+    Nothing,
+    /// None can be taken.
+    Unfit(String, Box<Subject>),
+    /// It is wrong, and was put aside with this reason.
+    PutAside(Fault),
+    /// Something else than the image.
+    Failed(Fault),
+}
+
+impl Housing {
+    fn identity(&self) -> Identity {
+        self.runner.identity.expect("sandboxes are made by root for tenants")
+    }
+
+    fn scratch(&self) -> Scratch {
+        Scratch::of(&self.site, &self.options)
+    }
+
+    fn sandbox(&self, launcher: &Launcher, leaf: &Leaf) -> Result<Sandbox, Fault> {
+        let whose = (self.identity(), leaf.entrance());
+        let Self { site, tenant, app, options, .. } = self;
+        let spec = surroundings::spec(site, tenant, app, &self.scratch(), options, whose);
+        launcher.create(&spec).map_err(|error| of_sandbox(&error))
+    }
+
+    /// Starts the program.
+    pub fn boot(&self, launcher: &Launcher, leaf: &Leaf) -> Result<(Started, Made), Fault> {
+        let secrets = spawn::secrets(&self.app, &self.tenant, &self.runner)?;
+        let subject = self
+            .subject(&secrets)
+            .map_err(|error| Fault::of_path(fault::APP, "cannot look at the base", self.base(), error))?;
+        self.scratch().make(self.identity())?;
+        let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
+        let since = Instant::now();
+        let (log, handover) = self.hand_over(&sandbox)?;
+        let address = surroundings::told(self.app.listen, &self.listens_at);
+        let mut env = spawn::app_environment(&self.app, &self.tenant, &address);
+        // The sandbox says that itself.
+        env.remove("LISTEN_FDS");
+        env.extend(secrets);
+        let program = Program {
+            argv: spawn::app_command(&self.app, &address)?.into_iter().map(OsString::from).collect(),
+            env: env.into_iter().map(|(name, value)| (name.into(), value.into())).collect(),
+            directory: spawn::home(&self.tenant).join(&self.app.directory),
+            stdin: None,
+            stdout: Some(handover.log.as_fd()),
+            stderr: Some(handover.log.as_fd()),
+            listener: handover.listener.as_ref().map(AsFd::as_fd),
+            pid: Some(ROOT_PID),
+            open_files_max: self.runner.open_files_max,
+        };
+        let task = sandbox.run(&program).map_err(|error| of_sandbox(&error))?;
+        let started = started(&sandbox, task, log);
+        Ok((started, Made { sandbox, since, subject: Some(subject), handover, image: None }))
+    }
+
+    /// Brings it back from its image, if it has one.
+    pub fn restore(
+        &self,
+        launcher: &Launcher,
+        images: &Images,
+        leaf: &Leaf,
+    ) -> Result<(Started, Made), NotRestored> {
+        let secrets = spawn::secrets(&self.app, &self.tenant, &self.runner)?;
+        // A base that cannot be looked at has no image; the start that follows says why.
+        let subject = self.subject(&secrets).map_err(|_| NotRestored::Nothing)?;
+        let image = match images.find(&subject) {
+            Found::Image(image) => *image,
+            Found::Nothing => return Err(NotRestored::Nothing),
+            Found::Unfit(why) => return Err(NotRestored::Unfit(why, Box::new(subject))),
+        };
+        let scratch = self.scratch();
+        scratch.make(self.identity())?;
+        self.put_back(&scratch).map_err(|error| {
+            let why = format!("the files it expects cannot be put back: {error}");
+            images.quarantine(&image, &why);
+            NotRestored::PutAside(Fault::new(Failure::Broken, fault::BAD_IMAGE, why))
+        })?;
+        let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
+        let since = Instant::now();
+        let (log, handover) = self.hand_over(&sandbox)?;
+        match images.restore(&image, &sandbox, &handover.handed()) {
+            Ok(task) => {
+                let started = started(&sandbox, task, log);
+                Ok((started, Made { sandbox, since, subject: None, handover, image: Some(image) }))
+            }
+            Err(error) => {
+                let fault = Fault::new(Failure::Broken, error.code(), error.to_string());
+                Err(match error {
+                    ImageError::NotRestored { .. } | ImageError::Timeout { .. } => {
+                        NotRestored::PutAside(fault)
+                    }
+                    _ => NotRestored::Failed(fault),
+                })
+            }
+        }
+    }
+
+    /// Takes an image of what `boot` has made, which goes on.
+    pub fn take(
+        &self,
+        images: &Images,
+        sandbox: &Sandbox,
+        subject: &Subject,
+        handover: &Handover,
+    ) -> Result<Image, ImageError> {
+        let image = images.take(subject, sandbox, &handover.handed())?;
+        if let Err(error) = self.keep(&self.scratch()) {
+            images.quarantine(&image, &format!("the files it expects cannot be kept: {error}"));
+            return Err(ImageError::Io { what: "keep the files an image expects".into(), error });
+        }
+        Ok(image)
+    }
+
+    fn keep(&self, scratch: &Scratch) -> io::Result<()> {
+        let dirs = scratch.open()?;
+        sys::as_tenant(self.runner.identity, || {
+            carried::copy(&dirs.run(), &dirs.carried_run(), Present::Replace)?;
+            if let Err(error) = carried::copy(&dirs.tmp(), &dirs.carried_tmp(), Present::Replace) {
+                // Most of what is there no process has open.
+                tracing::debug!(site = %self.site.name, %error, "not all of /tmp goes with its image");
+            }
+            Ok(())
+        })?
+    }
+
+    fn put_back(&self, scratch: &Scratch) -> io::Result<()> {
+        let dirs = scratch.open()?;
+        let mut bytes = [0; 16];
+        rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+        sys::as_tenant(self.runner.identity, || {
+            carried::copy(&dirs.carried_run(), &dirs.run(), Present::Replace)?;
+            carried::copy(&dirs.carried_tmp(), &dirs.tmp(), Present::Keep)?;
+            fs::write(dirs.run().join(WAKE_FILE), format!("{:032x}\n", u128::from_ne_bytes(bytes)))
+        })?
+    }
+
+    fn base(&self) -> &std::path::Path {
+        self.app.base.as_deref().unwrap_or(std::path::Path::new("/"))
+    }
+
+    fn subject(&self, secrets: &[(String, String)]) -> io::Result<Subject> {
+        let Self { site, tenant, app, runner, .. } = self;
+        let record = serde_json::to_vec(&what_runs(app)).map_err(io::Error::other)?;
+        let home = spawn::home(tenant).as_os_str().as_encoded_bytes();
+        let files_max = runner.open_files_max.to_le_bytes();
+        let mut parts = vec![record.as_slice(), home, &files_max];
+        parts.extend(secrets.iter().flat_map(|(name, value)| [name.as_bytes(), value.as_bytes()]));
+        let Identity { uid, gid } = self.identity();
+        Ok(Subject {
+            site: site.name.to_string(),
+            release: app.release.clone().unwrap_or_default(),
+            definition: Digest::of(&parts),
+            base: base_digest(self.base())?,
+            uid,
+            gid,
+        })
+    }
+
+    /// The keeper's end of the log, and what the program gets.
+    fn hand_over(&self, sandbox: &Sandbox) -> Result<(OwnedFd, Handover), Fault> {
+        let listener = match self.app.listen {
+            Listen::Fd => Some(self.listen(sandbox)?),
+            Listen::Socket | Listen::Port => None,
+        };
+        let (log, output) = sandbox.pipe().map_err(|error| {
+            Fault::new(Failure::Busy, fault::SPAWN, format!("cannot make the pipe of its log: {error}"))
+        })?;
+        Ok((log, Handover { listener, log: output }))
+    }
+
+    fn listen(&self, sandbox: &Sandbox) -> Result<OwnedFd, Fault> {
+        let dir = self.listens_at.parent().expect("a file in a directory");
+        let listening =
+            fs::DirBuilder::new().mode(0o700).create(dir).and_then(|()| sandbox.listener(&self.listens_at));
+        listening.map_err(|error| Fault::of_path(fault::APP, "cannot listen on", &self.listens_at, error))
+    }
+}
+
+impl From<Fault> for NotRestored {
+    fn from(fault: Fault) -> Self {
+        Self::Failed(fault)
+    }
+}
+
+fn started(sandbox: &Arc<Sandbox>, task: Task, log: OwnedFd) -> Started {
+    Started { root: Root::Sandboxed { sandbox: Arc::clone(sandbox), task }, log, fds: Vec::new() }
+}
+
+fn of_sandbox(error: &SandboxError) -> Fault {
+    let failure = match error {
+        SandboxError::Run { error, .. } | SandboxError::Create { error, .. }
+            if matches!(error.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::WouldBlock) =>
+        {
+            Failure::Busy
+        }
+        _ => Failure::Broken,
+    };
+    Fault::new(failure, error.code(), error.to_string())
+}
+
+/// What of a record a running instance was made from.
+pub fn what_runs(app: &App) -> App {
+    let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
+    App { start_seconds: None, ..when }
+}

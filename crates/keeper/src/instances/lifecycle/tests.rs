@@ -1,0 +1,523 @@
+//! Simulated years of instances under one node's wakes: requests, leavers, crashes, bad images, pressure and operators, in
+//! an order that a seed decides. What must never be is looked for after each step.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+
+use super::super::alarms::Alarms;
+use super::super::wakes::{Key, Wakes};
+use super::*;
+
+const SEEDS: u64 = 200;
+const STEPS: u32 = 2000;
+const INSTANCES: Key = 6;
+
+/// splitmix64: the same numbers for the same seed, everywhere.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % sides
+    }
+
+    fn chance(&mut self, percent: u64) -> bool {
+        self.roll(100) < percent
+    }
+
+    fn ms(&mut self, most: u64) -> Duration {
+        Duration::from_millis(self.roll(most + 1))
+    }
+}
+
+/// What an instance's processes and image are in the world outside.
+#[derive(Default)]
+struct Outside {
+    alive: Option<Run>,
+    /// A start or restoration is under way.
+    is_coming: bool,
+    has_turn: bool,
+    tier: Option<Tier>,
+    users: u32,
+    waiting: BTreeSet<Waiter>,
+    has_image: bool,
+    /// The last operation was a restoration that failed by its image.
+    must_quarantine: bool,
+    /// Nobody has looked for an image.
+    unknown: bool,
+    retake: bool,
+    kept: bool,
+    closed: bool,
+}
+
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Later {
+    Ask,
+    Cancel(Waiter),
+    Leave(u32),
+    Done(u64, u8),
+    Crash,
+}
+
+struct World {
+    dice: Dice,
+    start: Instant,
+    now: Instant,
+    lives: Vec<Lifecycle>,
+    outside: Vec<Outside>,
+    wakes: Wakes,
+    /// The same order, kept by the test.
+    order: VecDeque<Key>,
+    at_once: usize,
+    alarms: Alarms,
+    later: BinaryHeap<Reverse<(Instant, u64, Key, Later)>>,
+    sequence: u64,
+    next_waiter: u64,
+    answers: BTreeMap<Waiter, bool>,
+    /// What has happened and was not told yet.
+    events: VecDeque<(Key, Event)>,
+    seen: Seen,
+}
+
+/// What a simulation came across, so that one that tests nothing is noticed.
+#[derive(Debug, Default)]
+struct Seen {
+    served: u64,
+    fallbacks: u64,
+    backoffs: u64,
+    restores: u64,
+    rests: u64,
+    ends: u64,
+    cancelled_starts: u64,
+    from_half_way: u64,
+}
+
+const OUTCOMES: [Outcome; 10] = [
+    Outcome::Ready,
+    Outcome::Failed(Blame::Program),
+    Outcome::Failed(Blame::Node),
+    Outcome::Imaged(true),
+    Outcome::Imaged(false),
+    Outcome::Rests(Tier::Running),
+    Outcome::Rests(Tier::Quiet),
+    Outcome::Rests(Tier::Frozen),
+    Outcome::Rests(Tier::Reclaimed),
+    Outcome::Stuck,
+];
+const ENDED: u8 = 10;
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut dice = Dice(seed);
+        let now = Instant::now();
+        let at_once = 1 + usize::try_from(dice.roll(3)).unwrap();
+        let mut outside: Vec<Outside> = Vec::new();
+        let mut lives = Vec::new();
+        for _ in 0..INSTANCES {
+            let (keep, has_image) = (dice.chance(15), dice.chance(30));
+            let terms = Terms { after: steps(&mut dice), keep, images: dice.chance(85) };
+            lives.push(Lifecycle::new(now, terms));
+            outside.push(Outside { has_image, unknown: true, kept: keep, ..Outside::default() });
+        }
+        Self {
+            dice,
+            start: now,
+            now,
+            lives,
+            outside,
+            wakes: Wakes::new(at_once),
+            order: VecDeque::new(),
+            at_once,
+            alarms: Alarms::default(),
+            later: BinaryHeap::new(),
+            sequence: 0,
+            next_waiter: 0,
+            answers: BTreeMap::new(),
+            events: VecDeque::new(),
+            seen: Seen::default(),
+        }
+    }
+
+    fn after(&mut self, pause: Duration, key: Key, what: Later) {
+        self.sequence += 1;
+        self.later.push(Reverse((self.now + pause, self.sequence, key, what)));
+    }
+
+    fn finish(&mut self, key: Key, most_ms: u64, op: Op, outcome: Outcome) {
+        let pause = self.dice.ms(most_ms);
+        let code = match outcome {
+            Outcome::Ended => ENDED,
+            other => u8::try_from(OUTCOMES.iter().position(|one| *one == other).unwrap()).unwrap(),
+        };
+        self.after(pause, key, Later::Done(op.0, code));
+    }
+
+    fn ask(&mut self, key: Key) {
+        let waiter = Waiter(self.next_waiter);
+        self.next_waiter += 1;
+        self.answers.insert(waiter, false);
+        self.outside[key as usize].waiting.insert(waiter);
+        if self.dice.chance(20) {
+            let pause = self.dice.ms(1500);
+            self.after(pause, key, Later::Cancel(waiter));
+        }
+        self.tell(key, Event::Ask(waiter));
+    }
+
+    fn tell(&mut self, key: Key, event: Event) {
+        self.events.push_back((key, event));
+        while let Some((key, event)) = self.events.pop_front() {
+            let before = self.lives[key as usize].deadline();
+            let effects = self.lives[key as usize].apply(self.now, event);
+            if event == Event::Alarm && effects.is_empty() {
+                let after = self.lives[key as usize].deadline();
+                assert!(after.is_none_or(|due| due > self.now), "an alarm for nothing: {before:?} {after:?}");
+            }
+            let must = std::mem::take(&mut self.outside[key as usize].must_quarantine);
+            if must {
+                assert!(matches!(effects[..], [Effect::Quarantine(Reason::NotRestored), ..]), "{effects:?}");
+                let is_wanted = !self.outside[key as usize].waiting.is_empty();
+                assert!(!is_wanted || matches!(effects[1], Effect::Boot(..)), "{effects:?}");
+                self.seen.fallbacks += u64::from(is_wanted);
+            }
+            for effect in effects {
+                self.perform(key, event, effect);
+            }
+            let deadline = self.lives[key as usize].deadline();
+            self.alarms.set(key, deadline);
+            while let Some(next) = self.wakes.next(self.now) {
+                assert_eq!(self.order.pop_front(), Some(next), "first come, first served");
+                self.outside[next as usize].has_turn = true;
+                self.events.push_front((next, Event::Turn));
+            }
+            assert!(self.wakes.awake() <= self.at_once);
+            self.check(key);
+        }
+    }
+
+    fn check(&self, key: Key) {
+        let (life, out) = (&self.lives[key as usize], &self.outside[key as usize]);
+        assert_eq!(life.waiting(), out.waiting.len(), "all who wait are known");
+        assert!(life.waiting() == 0 || life.doing().is_some(), "somebody waits and nothing is done");
+        if out.users > 0 {
+            assert_eq!((life.users(), life.tier(), life.doing()), (out.users, Tier::Running, None));
+        }
+        let turns = self.outside.iter().filter(|out| out.has_turn).count();
+        assert!(turns <= self.at_once, "{turns} at once");
+    }
+
+    fn perform(&mut self, key: Key, event: Event, effect: Effect) {
+        let at = key as usize;
+        match effect {
+            Effect::Queue => {
+                assert!(self.outside[at].alive.is_none(), "it waits for its turn while it lives");
+                if self.dice.chance(2) {
+                    return self.events.push_front((key, Event::NoTurn));
+                }
+                assert!(self.wakes.join(key));
+                self.order.push_back(key);
+            }
+            Effect::Unqueue => {
+                self.wakes.leave(key);
+                self.order.retain(|one| *one != key);
+                self.seen.cancelled_starts += u64::from(matches!(event, Event::Cancel(_)));
+            }
+            Effect::Release(woke) => {
+                self.wakes.release(key, self.now, woke);
+                self.outside[at].has_turn = false;
+            }
+            Effect::Boot(op, run) => self.come(key, op, run, false),
+            Effect::Restore(op, run) => self.come(key, op, run, true),
+            Effect::TakeImage(op) => {
+                assert!(self.outside[at].users == 0, "an image of one that has served");
+                self.outside[at].unknown = false;
+                let is_taken = self.dice.chance(80);
+                self.finish(key, 300, op, Outcome::Imaged(is_taken));
+            }
+            Effect::Rest(op, from, to) => self.go_down(key, event, op, from, to),
+            Effect::Rouse(op, from) => {
+                assert!(!self.outside[at].waiting.is_empty(), "up without need");
+                assert!(from < Tier::Running && from.has_process());
+                self.seen.from_half_way += u64::from(self.outside[at].tier != Some(from));
+                let outcome =
+                    if self.dice.chance(3) { Outcome::Stuck } else { Outcome::Rests(Tier::Running) };
+                self.finish(key, 100, op, outcome);
+            }
+            Effect::End(op) => {
+                let down = [Event::Alarm, Event::Pressure, Event::Rest(Tier::Cold), Event::Rest(Tier::Image)];
+                if down.contains(&event) {
+                    assert!(self.outside[at].users == 0 && self.outside[at].waiting.is_empty());
+                    assert!(!self.outside[at].kept || matches!(event, Event::Rest(_)), "it is kept");
+                }
+                self.outside[at].users = 0;
+                self.seen.ends += 1;
+                self.finish(key, 400, op, Outcome::Ended);
+            }
+            Effect::Quarantine(_) => {
+                assert!(self.outside[at].has_image || self.outside[at].unknown, "there is none");
+                (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
+            }
+            Effect::Answer(waiter, answer) => self.answered(key, waiter, answer),
+            Effect::Closed => {
+                assert!(self.outside[at].alive.is_none());
+                self.outside[at].closed = true;
+            }
+        }
+    }
+
+    fn come(&mut self, key: Key, op: Op, run: Run, is_restore: bool) {
+        let out = &mut self.outside[key as usize];
+        assert!(out.alive.is_none() && !out.is_coming, "two at once");
+        assert!(out.has_turn, "it is not its turn");
+        assert!(!out.waiting.is_empty() || out.kept || out.retake, "a start that nobody wants");
+        if is_restore && !out.has_image {
+            assert!(out.unknown, "it has no image, and that is known");
+            out.unknown = false;
+            (out.alive, out.is_coming) = (None, false);
+            self.events.push_back((key, Event::Lost));
+            self.events.push_back((key, Event::Done(op, Outcome::Failed(Blame::Node))));
+            return;
+        }
+        // A start says nothing of it.
+        out.unknown &= !is_restore;
+        (out.alive, out.is_coming, out.tier) = (Some(run), true, Some(Tier::Running));
+        self.seen.restores += u64::from(is_restore);
+        let outcome = match self.dice.roll(100) {
+            0..12 => Outcome::Failed(Blame::Program),
+            12..15 => Outcome::Failed(Blame::Node),
+            _ => Outcome::Ready,
+        };
+        self.finish(key, if is_restore { 80 } else { 2000 }, op, outcome);
+    }
+
+    fn go_down(&mut self, key: Key, event: Event, op: Op, from: Tier, to: Tier) {
+        let out = &self.outside[key as usize];
+        assert!(out.users == 0 && out.waiting.is_empty(), "it is in use");
+        assert!(matches!(event, Event::Alarm | Event::Pressure | Event::Rest(_)), "down by {event:?}");
+        assert!(to < from && out.tier == Some(from), "{from} to {to}, from {:?}", out.tier);
+        self.seen.rests += 1;
+        // There may be no swap, or no freezer.
+        let reached = if self.dice.chance(20) { from } else { to };
+        self.finish(key, 300, op, Outcome::Rests(reached));
+    }
+
+    fn answered(&mut self, key: Key, waiter: Waiter, answer: Result<Run, Refusal>) {
+        let out = &mut self.outside[key as usize];
+        assert!(out.waiting.remove(&waiter), "nobody waits");
+        let told = self.answers.insert(waiter, true);
+        assert_eq!(told, Some(false), "exactly one answer");
+        match answer {
+            Ok(run) => {
+                assert_eq!((out.alive, out.tier, out.is_coming), (Some(run), Some(Tier::Running), false));
+                out.users += 1;
+                self.seen.served += 1;
+                let pause = self.dice.ms(5000);
+                self.after(pause, key, Later::Leave(run.0));
+                if self.dice.chance(4) {
+                    let pause = self.dice.ms(20_000);
+                    self.after(pause, key, Later::Crash);
+                }
+            }
+            Err(Refusal::Backoff { left, .. }) => {
+                assert!(left <= BACKOFF_MAX);
+                self.seen.backoffs += 1;
+            }
+            Err(_) => {}
+        }
+    }
+
+    fn happen(&mut self, key: Key, what: Later) {
+        let at = key as usize;
+        match what {
+            Later::Ask => self.ask(key),
+            Later::Cancel(waiter) => {
+                if self.outside[at].waiting.remove(&waiter) {
+                    self.answers.insert(waiter, true);
+                    self.tell(key, Event::Cancel(waiter));
+                }
+            }
+            Later::Leave(run) => {
+                if self.outside[at].alive == Some(Run(run)) && self.outside[at].users > 0 {
+                    self.outside[at].users -= 1;
+                }
+                self.tell(key, Event::Leave(Run(run)));
+            }
+            Later::Done(op, code) => self.finished(key, Op(op), code),
+            Later::Crash => self.crash(key),
+        }
+    }
+
+    /// The end of an operation, unless the life has gone on without it.
+    fn finished(&mut self, key: Key, op: Op, code: u8) {
+        let out = &mut self.outside[key as usize];
+        let outcome = OUTCOMES.get(usize::from(code)).copied().unwrap_or(Outcome::Ended);
+        let is_current = match self.lives[key as usize].state {
+            State::Booting(of) | State::Restoring(of) | State::Imaging(of) | State::Ending(of) => of == op,
+            State::Up(Up { doing, .. }) => doing.is_some_and(|(of, _)| of == op),
+            State::Off | State::Queued => false,
+        };
+        if is_current {
+            match outcome {
+                Outcome::Ready => out.is_coming = false,
+                Outcome::Failed(blame) => {
+                    let was_restored = matches!(self.lives[key as usize].state, State::Restoring(_));
+                    out.must_quarantine = was_restored && blame == Blame::Program;
+                    (out.is_coming, out.alive) = (false, None);
+                }
+                Outcome::Imaged(is_taken) => out.has_image |= is_taken,
+                Outcome::Rests(tier) => out.tier = Some(tier),
+                Outcome::Stuck => {}
+                Outcome::Ended => (out.is_coming, out.alive, out.retake) = (false, None, out.retake),
+            }
+        }
+        self.tell(key, Event::Done(op, outcome));
+        if outcome == Outcome::Ready || matches!(outcome, Outcome::Failed(_)) {
+            self.outside[key as usize].retake = self.lives[key as usize].retake;
+        }
+    }
+
+    /// The processes end by themselves, at any point after the start.
+    fn crash(&mut self, key: Key) {
+        let out = &mut self.outside[key as usize];
+        let is_ending = matches!(self.lives[key as usize].state, State::Ending(_));
+        if let Some(run) = out.alive.filter(|_| !out.is_coming && !is_ending) {
+            (out.alive, out.users) = (None, 0);
+            self.tell(key, Event::Died(run));
+        }
+    }
+
+    /// One of the things that happen to a node.
+    fn anything(&mut self) {
+        let key = Key::try_from(self.dice.roll(INSTANCES.into())).unwrap();
+        let at = key as usize;
+        match self.dice.roll(100) {
+            0..70 => self.ask(key),
+            70..74 => self.crash(key),
+            74..80 => (0..INSTANCES).for_each(|key| self.tell(key, Event::Pressure)),
+            80..84 => {
+                let to = Tier::ALL[usize::try_from(self.dice.roll(5)).unwrap()];
+                self.tell(key, Event::Rest(to));
+            }
+            84..86 => self.tell(key, Event::Stop),
+            86..88 => {
+                self.outside[at].retake |= self.lives[at].fits(Event::Retake).is_ok();
+                self.tell(key, Event::Retake);
+            }
+            88..90 => {
+                let after = steps(&mut self.dice);
+                let (keep, has_image) = (self.dice.chance(15), self.dice.chance(50));
+                (self.outside[at].kept, self.outside[at].has_image, self.outside[at].unknown) =
+                    (keep, has_image, true);
+                let terms = Terms { after, keep, images: true };
+                self.tell(key, Event::Renew(terms));
+            }
+            90..92 => {
+                let terms = Terms { after: steps(&mut self.dice), ..self.lives[at].terms };
+                self.tell(key, Event::Terms(terms));
+            }
+            92..94 if !matches!(self.lives[at].state, State::Restoring(_)) => {
+                (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
+                self.tell(key, Event::Lost);
+            }
+            94 => {
+                let stale = Op(self.dice.roll(self.lives[at].last_op + 1));
+                if !matches!(self.lives[at].state, State::Off | State::Queued)
+                    && stale.0 + 1 < self.lives[at].last_op
+                {
+                    self.tell(key, Event::Done(stale, Outcome::Ready));
+                }
+            }
+            _ => {
+                let pause = self.dice.ms(200_000);
+                self.after(pause, key, Later::Ask);
+            }
+        }
+    }
+
+    /// Goes to the next thing that is due, if one is before this time.
+    fn advance(&mut self, until: Instant) -> bool {
+        let alarm = self.alarms.first().unwrap_or(until);
+        let later = self.later.peek().map_or(until, |Reverse((at, ..))| *at);
+        let next = alarm.min(later);
+        if next >= until {
+            self.now = until;
+            return false;
+        }
+        self.now = self.now.max(next);
+        if alarm <= later {
+            let key = self.alarms.due(self.now).expect("its time has come");
+            self.tell(key, Event::Alarm);
+        } else if let Some(Reverse((_, _, key, what))) = self.later.pop() {
+            self.happen(key, what);
+        }
+        true
+    }
+
+    fn simulate(&mut self) {
+        for _ in 0..STEPS {
+            let calm = if self.dice.chance(10) { 2_000_000 } else { 3000 };
+            let until = self.now + self.dice.ms(calm);
+            while self.advance(until) {}
+            self.anything();
+        }
+        // Nobody comes any more: all get their answers, and all come to rest.
+        let end = self.now + Duration::from_secs(400_000);
+        while self.advance(end) {}
+        assert!(self.answers.values().all(|told| *told), "somebody was never answered");
+        for (life, out) in self.lives.iter().zip(&self.outside) {
+            assert_eq!((life.doing(), life.users()), (None, 0));
+            if let (true, Some(run)) = (out.kept, out.alive) {
+                assert_eq!(run, life.run());
+            }
+            let never = life.terms.after[if life.has_image() { 3 } else { 4 }].is_none();
+            assert!(
+                out.alive.is_none() || never || out.kept,
+                "{:?} after {:?}",
+                life.state,
+                self.now - self.start
+            );
+        }
+        for key in 0..INSTANCES {
+            self.tell(key, Event::Close);
+        }
+        let end = self.now + Duration::from_secs(10);
+        while self.advance(end) {}
+        assert!(self.outside.iter().all(|out| out.closed && out.alive.is_none()));
+    }
+}
+
+/// Times of the ladder, rising, some of them never.
+fn steps(dice: &mut Dice) -> [Option<Duration>; 5] {
+    let mut at = Duration::ZERO;
+    [1000, 5000, 60_000, 300_000, 900_000].map(|most| {
+        at += dice.ms(most);
+        (!dice.chance(15)).then_some(at)
+    })
+}
+
+#[test]
+fn whatever_happens_what_must_never_be_is_not() {
+    let mut total = Seen::default();
+    for seed in 0..SEEDS {
+        let mut world = World::new(seed);
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| world.simulate()));
+        assert!(result.is_ok(), "seed {seed}");
+        let Seen { served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way } =
+            world.seen;
+        total.served += served;
+        total.fallbacks += fallbacks;
+        total.backoffs += backoffs;
+        total.restores += restores;
+        total.rests += rests;
+        total.ends += ends;
+        total.cancelled_starts += cancelled_starts;
+        total.from_half_way += from_half_way;
+    }
+    let Seen { served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way } = total;
+    for seen in [served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way] {
+        assert!(seen > 100, "{total:?}");
+    }
+}

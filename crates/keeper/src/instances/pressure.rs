@@ -1,0 +1,88 @@
+//! Memory pressure: while the node is short of memory, those that were idle longest go deeper before their time.
+//!
+//! Not here: which step that is (`policy`).
+
+use std::fs;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use super::Instances;
+use super::lifecycle::Event;
+use crate::engine::Engine;
+
+/// Time between two looks: the kernel's own shortest average is over ten seconds.
+const LOOK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Percent of the last ten seconds in which something waited for memory.
+const STALLED_MAX: f64 = 5.0;
+
+/// Without that figure: percent of memory that is available.
+const AVAILABLE_MIN: u64 = 5;
+
+/// Instances sent deeper at each look: what they give back has an effect by the next.
+const AT_ONCE: usize = 8;
+
+impl Instances {
+    /// Looks from time to time, for ever.
+    pub async fn watch_pressure(&self, engine: &Rc<Engine>) {
+        loop {
+            sleep(LOOK_INTERVAL).await;
+            // Without idle instances there is nothing to win.
+            let longest = self.idle.borrow().earliest(AT_ONCE);
+            if longest.is_empty() || !is_short() {
+                continue;
+            }
+            tracing::debug!(
+                instances = longest.len(),
+                "memory is short: the longest idle instances go deeper"
+            );
+            for key in longest {
+                let instance = self.all.borrow().get(&key).cloned();
+                if let Some(instance) = instance {
+                    self.tell(engine, &instance, Event::Pressure);
+                }
+            }
+        }
+    }
+}
+
+/// Both files are made by the kernel as they are read: nothing here waits for a disk.
+fn is_short() -> bool {
+    match fs::read_to_string("/proc/pressure/memory").ok().and_then(|text| stalled(&text)) {
+        Some(percent) => percent > STALLED_MAX,
+        None => {
+            let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+            available(&text).is_some_and(|percent| percent < AVAILABLE_MIN)
+        }
+    }
+}
+
+/// Of `some avg10=0.12 avg60=...` (Documentation/accounting/psi.rst).
+fn stalled(text: &str) -> Option<f64> {
+    let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    some.split(' ').find_map(|word| word.strip_prefix("avg10="))?.parse().ok()
+}
+
+fn available(text: &str) -> Option<u64> {
+    let kib = |name| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.split_ascii_whitespace().next()?.parse::<u64>().ok()
+    };
+    kib("MemAvailable")?.checked_mul(100)?.checked_div(kib("MemTotal")?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pressure_is_read_as_the_kernel_writes_it() {
+        let text = "some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=0\n";
+        assert_eq!(stalled(text), Some(12.5));
+        assert_eq!(stalled("full avg10=1.00"), None);
+        let text = "MemTotal:        4000 kB\nMemFree: 1 kB\nMemAvailable:     1000 kB\n";
+        assert_eq!((available(text), available("")), (Some(25), None));
+    }
+}

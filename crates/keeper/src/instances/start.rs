@@ -1,0 +1,405 @@
+//! Bringing an instance up: its processes, until it listens and answers as its record wants, and nagaya's own requests
+//! before any visitor's.
+//!
+//! A start that is given up or fails leaves nothing: it is over only when no process of it is left. Not here: whether it
+//! is to be started (`lifecycle`), what is run (`spawn`).
+
+use std::cell::RefCell;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_cmdb::instance::Stage;
+use nagaya_cmdb::record::{App, Ready};
+use nagaya_cmdb::{Backend, Site};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use super::door::Door;
+use super::housing::{Housing, Made, NotRestored};
+use super::lifecycle::{Blame, Op};
+use super::rest::Resting;
+use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
+use crate::cells::{Home, Leaf};
+use crate::engine::{Engine, wrong_kind};
+use crate::fault::{self, Fault};
+use crate::image::{Image, Images};
+use crate::process::{Handle, Kind, Order, Request};
+use crate::protocol::{Exit, Failure};
+use crate::spawn;
+
+/// Name of the socket the keeper listens on for an application.
+const SOCKET: &str = "app.sock";
+
+/// Characters of the site's name in the name of its socket's directory, so that the path stays short.
+const DIR_NAME_MAX: usize = 32;
+
+/// First and longest pause between two tries whether it answers as it must.
+const TRY_FIRST: Duration = Duration::from_millis(10);
+const TRY_MAX: Duration = Duration::from_millis(500);
+
+/// How long what came back from an image may take to answer the first time, before a start is the better try.
+const TRIAL_MAX: Duration = Duration::from_secs(5);
+
+/// How long warming up may take altogether, while those who asked first wait. What takes longer is no reason not to go on.
+const WARM_UP_MAX: Duration = Duration::from_secs(20);
+
+/// The processes of an instance that can answer.
+pub struct Body {
+    /// None: its end has begun.
+    handle: RefCell<Option<Handle>>,
+    leaf: Arc<Leaf>,
+    door: Door,
+    pub resting: Arc<Resting>,
+    /// It was brought back from this one.
+    pub image: Option<Image>,
+    /// For an image to be taken of it, until that is done or not wanted.
+    inside: RefCell<Option<Inside>>,
+    _dir: Directory,
+}
+
+/// What an image of it takes.
+struct Inside {
+    housing: Arc<Housing>,
+    made: Made,
+}
+
+/// How it comes to be.
+#[derive(Clone)]
+pub enum How {
+    Boot,
+    Restore(Arc<Images>),
+}
+
+/// Where its socket is; it goes with the processes.
+struct Directory(PathBuf);
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, "{} cannot be removed", self.0.display());
+        }
+    }
+}
+
+/// Why there is no body, once nothing of it is left.
+pub enum NoBody {
+    Failed(Fault),
+    NotRestored(NotRestored),
+    /// It came back from this image, and does not answer.
+    Mute(Box<Image>, Fault),
+    /// Its end was wanted before it could answer.
+    GivenUp,
+}
+
+impl From<Fault> for NoBody {
+    fn from(fault: Fault) -> Self {
+        Self::Failed(fault)
+    }
+}
+
+/// Whether the next try is to wait for what this one failed of.
+pub fn blame(fault: &Fault) -> Blame {
+    if fault.failure == Failure::Busy { Blame::Node } else { Blame::Program }
+}
+
+impl Body {
+    /// A connection to it, non-blocking.
+    pub async fn connect(&self) -> io::Result<OwnedFd> {
+        self.door.connect().await
+    }
+
+    /// No image is taken of it any more: what was kept for that is let go.
+    pub fn needs_no_image(&self) {
+        self.inside.take();
+    }
+
+    /// Where its processes are.
+    pub fn leaf(&self) -> &Arc<Leaf> {
+        &self.leaf
+    }
+
+    /// Resolves once nothing of it is left.
+    pub fn ended(&self) -> impl Future<Output = Exit> + use<> {
+        let ended = self.handle.borrow().as_ref().map(Handle::ended);
+        async move {
+            match ended {
+                Some(ended) => ended.await.0,
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Ends it, and returns once nothing of it is left.
+    pub async fn end(&self) {
+        let handle = self.handle.take();
+        if let Some(handle) = handle {
+            end(handle).await;
+        }
+        self.bury();
+    }
+
+    /// Nothing of it is left.
+    pub fn bury(&self) {
+        self.leaf.forget_freezer();
+    }
+}
+
+async fn end(handle: Handle) {
+    let ended = handle.ended();
+    drop(handle);
+    ended.await;
+}
+
+/// Brings it up, and returns when it can answer.
+pub async fn bring_up(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    how: &How,
+    number: u64,
+    mut end_wanted: watch::Receiver<Option<Op>>,
+) -> Result<Body, NoBody> {
+    let site = instance.site();
+    let Backend::App(app) = &site.backend else { return Err(wrong_kind(&site, "app").into()) };
+    let began = Instant::now();
+    let node_max = Duration::from_millis(engine.options().app_start_ms);
+    let within = app.start_seconds.map_or(node_max, |seconds| Duration::from_secs(seconds.into()));
+    let until = began + within.min(START_MAX);
+    let body = spawn(engine, instance, app, number, how).await?;
+    let ended = body.ended();
+    let ready = tokio::select! {
+        _ = end_wanted.wait_for(Option::is_some) => Err(NoBody::GivenUp),
+        exit = ended => {
+            let Exit { status, signal, .. } = exit;
+            let why = format!("ended before it could answer (status {status:?}, signal {signal:?})");
+            Err(broken(&site, fault::APP, &why).into())
+        }
+        ready = make_ready(engine, instance, app, &body, until) => ready.map_err(NoBody::Failed),
+    };
+    let why = match ready {
+        Ok(()) => return Ok(body),
+        Err(why) => why,
+    };
+    body.end().await;
+    Err(match (why, body.image.clone()) {
+        // The program started well once: it is the image that is wrong.
+        (NoBody::Failed(fault), Some(image)) => NoBody::Mute(Box::new(image), fault),
+        (why, _) => why,
+    })
+}
+
+/// Starts its processes, wherever they are to be.
+async fn spawn(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    number: u64,
+    how: &How,
+) -> Result<Body, NoBody> {
+    let site = instance.site();
+    let short: String = site.name.as_str().chars().take(DIR_NAME_MAX).collect();
+    let dir = Directory(engine.instances.dir.join(format!("{short}.{number}")));
+    let (handle, door, inside) = if engine.is_root() {
+        let (handle, door, inside) = spawn_sandboxed(engine, instance, app, &dir.0, how).await?;
+        (handle, door, Some(inside))
+    } else {
+        let (handle, door) = spawn_plain(engine, instance, app, &dir.0).await?;
+        (handle, door, None)
+    };
+    let leaf = handle.leaf();
+    let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
+    let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
+    let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
+    Ok(Body { handle, leaf, door, resting, image, inside, _dir: dir })
+}
+
+/// Without root there are no sandboxes: all of the node runs as one.
+async fn spawn_plain(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    dir: &Path,
+) -> Result<(Handle, Door), Fault> {
+    let tenant = instance.tenant();
+    let runner = engine.runner(&tenant)?;
+    let owner = runner.identity.map(|identity| identity.uid);
+    let given = {
+        let (listen, path, runner) = (app.listen, dir.to_owned(), runner.clone());
+        engine.on_worker(move || address::give(listen, &path, &runner)).await?
+    };
+    instance.mark(Stage::Boot, Instant::now().into());
+    let (listener, address) = (given.listener, given.address.clone());
+    let app = app.clone();
+    let make = move |leaf: &_| spawn::app(&app, &tenant, &address, listener, &runner, leaf);
+    let handle = engine.processes.start(order(engine, instance), make).await?.0;
+    Ok((handle, Door::Plain { address: given.address, owner }))
+}
+
+async fn spawn_sandboxed(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    dir: &Path,
+    how: &How,
+) -> Result<(Handle, Door, Inside), NoBody> {
+    let (site, tenant) = (instance.site(), instance.tenant());
+    let (runner, launcher, options) = (engine.runner(&tenant)?, engine.launcher()?, engine.options());
+    let listens_at = dir.join(SOCKET);
+    let address = surroundings::address(app.listen, &listens_at);
+    let options = Arc::new((*options).clone());
+    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at });
+    // What the worker has made besides the processes, or why it has made none.
+    let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
+    let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());
+    let make = move |leaf: &Leaf| {
+        let made = match &how {
+            How::Boot => house.boot(&launcher, leaf).map_err(NotRestored::Failed),
+            How::Restore(images) => house.restore(&launcher, images, leaf),
+        };
+        let (started, made) = match made {
+            Ok((started, made)) => (Ok(started), Ok(made)),
+            Err(why) => {
+                let fault = match &why {
+                    NotRestored::Failed(fault) | NotRestored::PutAside(fault) => fault.clone(),
+                    NotRestored::Nothing | NotRestored::Unfit(..) => {
+                        Fault::new(Failure::NotFound, fault::BAD_IMAGE, "it has no image")
+                    }
+                };
+                (Err(fault), Err(why))
+            }
+        };
+        *tell.lock() = Some(made);
+        started
+    };
+    let started = engine.processes.start(order(engine, instance), make).await;
+    let told = told.lock().take();
+    let (handle, made) = match (started, told) {
+        (Ok((handle, _)), Some(Ok(made))) => (handle, made),
+        (Err(_), Some(Err(why))) => return Err(NoBody::NotRestored(why)),
+        (Err(fault), _) => return Err(fault.into()),
+        (Ok((handle, _)), _) => {
+            end(handle).await;
+            return Err(
+                Fault::new(Failure::Broken, fault::SPAWN, "its start was lost inside the keeper").into()
+            );
+        }
+    };
+    instance.mark(if made.image.is_some() { Stage::Restore } else { Stage::Boot }, made.since);
+    let sandbox = Arc::clone(&made.sandbox);
+    let door = Door::Sandboxed { sandbox, address, workers: engine.workers.clone() };
+    Ok((handle, door, Inside { housing, made }))
+}
+
+fn order(engine: &Engine, instance: &Instance) -> Order {
+    let site = instance.site();
+    let home = Home { tenant: instance.tenant(), site: Some(Arc::clone(&site)), device: None };
+    let order = engine.order(Kind::App, Request::none(home), site.name.to_string(), PER_TENANT_MAX);
+    Order { tail: Some(Rc::clone(&instance.tail)), ..order }
+}
+
+/// Waits until it listens and answers as its record wants.
+async fn make_ready(
+    engine: &Engine,
+    instance: &Instance,
+    app: &App,
+    body: &Body,
+    until: Instant,
+) -> Result<(), Fault> {
+    let site = instance.site();
+    match timeout_at(until, body.door.until_open()).await {
+        Err(_) => return Err(broken(&site, fault::APP, "does not listen in the time it has to start")),
+        Ok(Err(error)) => return Err(broken(&site, fault::APP, &format!("cannot be used: {error}"))),
+        Ok(Ok(())) => {}
+    }
+    if let Some((port, owner)) = body.door.shared_port() {
+        engine.on_worker(move || address::is_owner(port, owner)).await?;
+    }
+    let (path, below, until) = match &app.ready {
+        // Whoever comes back from an image was ready when it was taken. The first time that is looked at, too.
+        _ if body.image.as_ref().is_some_and(|image| instance.is_proven(image)) => return Ok(()),
+        Some(Ready { path, within_seconds }) => {
+            let until = within_seconds
+                .map_or(until, |seconds| Instant::now() + Duration::from_secs(seconds.into()).min(START_MAX));
+            (path.as_str(), 500, until)
+        }
+        // Whoever connects is queued before the program is there; an answer of any kind says that it is.
+        None if body.door.is_kept_open() => (app.warm_up.first().map_or("/", String::as_str), 600, until),
+        None => return Ok(()),
+    };
+    instance.mark(Stage::Ready, Instant::now().into());
+    let until = if body.image.is_some() { until.min(Instant::now() + TRIAL_MAX) } else { until };
+    let said = timeout_at(until, until_answered(body, &host(&site), path, below)).await;
+    said.map_err(|_| {
+        let why = format!("listens, but does not answer GET {path} with a status below {below} in time");
+        broken(&site, fault::NOT_READY, &why)
+    })
+}
+
+async fn until_answered(body: &Body, host: &str, path: &str, below: u16) {
+    let mut pause = TRY_FIRST;
+    loop {
+        if let Ok(socket) = body.connect().await
+            && get::get(socket, host, path, START_MAX).await.is_ok_and(|status| status < below)
+        {
+            return;
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(TRY_MAX);
+    }
+}
+
+/// Takes an image of it, warmed up and before it has served anybody. It goes on in any case, unless it dies of it.
+pub async fn take_image(
+    engine: &Engine,
+    instance: &Instance,
+    images: Arc<Images>,
+    body: &Body,
+) -> Result<Image, Fault> {
+    let inside = body.inside.take();
+    let unfit = || Fault::new(Failure::Broken, fault::BAD_IMAGE, "it runs in no sandbox");
+    let Inside { housing, made } = inside.ok_or_else(unfit)?;
+    let subject = made.subject.ok_or_else(unfit)?;
+    warm_up(&housing.site, &housing.app, body).await;
+    instance.mark(Stage::Image, Instant::now().into());
+    let (sandbox, handover, of) = (made.sandbox, made.handover, subject.clone());
+    let take = move || {
+        let taken = housing.take(&images, &sandbox, &of, &handover);
+        taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+    };
+    let taken = engine.on_worker(take).await;
+    instance.refused.replace(taken.is_err().then_some(subject));
+    taken
+}
+
+/// nagaya's own requests, so that what a first visitor's would load is loaded. What they answer is of no account.
+async fn warm_up(site: &Site, app: &App, body: &Body) {
+    let until = Instant::now() + WARM_UP_MAX;
+    for path in &app.warm_up {
+        let left = until.saturating_duration_since(Instant::now());
+        let Ok(socket) = body.connect().await else { return };
+        match get::get(socket, &host(site), path, left).await {
+            Ok(status) => tracing::debug!(site = %site.name, path, status, "warmed up"),
+            Err(error) => {
+                tracing::info!(site = %site.name, path, %error, "warming it up with this path failed")
+            }
+        }
+    }
+}
+
+/// A name the application is known by. One that stands for many stands for none here.
+fn host(site: &Site) -> String {
+    let plain = site.hosts.iter().map(|host| host.as_str()).find(|host| !host.contains('*'));
+    plain.unwrap_or("localhost").to_owned()
+}
+
+fn broken(site: &Site, code: nagaya_base::Code, why: &str) -> Fault {
+    let message = format!("the application of '{}' {why}; `nagaya instance logs` says more", site.name);
+    Fault::new(Failure::Broken, code, message)
+}

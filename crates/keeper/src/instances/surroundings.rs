@@ -1,0 +1,241 @@
+//! What an application finds around it in its sandbox: its base, its files, where it may write, where it listens.
+//!
+//! Not here: making the sandbox (`sandbox`), what runs in it (`start`).
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, chown};
+use std::path::{Path, PathBuf};
+
+use nagaya_cmdb::record::{App, Database, Listen, Outbound};
+use nagaya_cmdb::{Site, Tenant};
+
+use crate::fault::{self, Fault};
+use crate::options::Options;
+use crate::sandbox::{Address, Bind, Entrance, Identity, Spec};
+use crate::spawn;
+
+/// Where it makes its socket, if it is to listen on one.
+const SOCKET: &str = "/run/app.sock";
+
+/// The port it is given: in a network of its own, all are free, and an image must find the same again.
+pub const PORT: u16 = 8080;
+
+/// Bytes of its `/dev/shm`. An image carries them.
+const SHM_BYTES_MAX: u64 = 64 << 20;
+
+/// How names are looked up (resolv.conf(5)).
+const RESOLVER: &str = "/etc/resolv.conf";
+
+/// Longest host name (`__NEW_UTS_LEN`).
+const HOSTNAME_LEN_MAX: usize = 64;
+
+/// Directories on disk that an instance keeps from one run to the next. They are the tenant's, beneath one that only
+/// root enters.
+#[derive(Debug, Clone)]
+pub struct Scratch {
+    pub tmp: PathBuf,
+    pub run: PathBuf,
+    /// What was in them when its image was taken.
+    pub carried_tmp: PathBuf,
+    pub carried_run: PathBuf,
+}
+
+/// The same, opened, for who has the tenant's rights and could not come there by their paths.
+pub struct OpenScratch([OwnedFd; 4]);
+
+impl OpenScratch {
+    fn path(&self, index: usize) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0[index].as_raw_fd()).into()
+    }
+
+    pub fn tmp(&self) -> PathBuf {
+        self.path(0)
+    }
+
+    pub fn run(&self) -> PathBuf {
+        self.path(1)
+    }
+
+    pub fn carried_tmp(&self) -> PathBuf {
+        self.path(2)
+    }
+
+    pub fn carried_run(&self) -> PathBuf {
+        self.path(3)
+    }
+}
+
+impl Scratch {
+    pub fn of(site: &Site, options: &Options) -> Self {
+        // Beside the images: on disk, because images do not carry what is in memory.
+        let dir = options.instances.images.with_file_name("instances").join(site.name.as_str());
+        let [tmp, run, carried_tmp, carried_run] =
+            ["tmp", "run", "carried-tmp", "carried-run"].map(|name| dir.join(name));
+        Self { tmp, run, carried_tmp, carried_run }
+    }
+
+    pub fn open(&self) -> io::Result<OpenScratch> {
+        let open = |path: &PathBuf| spawn::open_directory(path);
+        let Self { tmp, run, carried_tmp, carried_run } = self;
+        Ok(OpenScratch([open(tmp)?, open(run)?, open(carried_tmp)?, open(carried_run)?]))
+    }
+
+    /// Removes all of it: the site is gone.
+    pub fn remove(&self) -> io::Result<()> {
+        match self.tmp.parent().map(fs::remove_dir_all) {
+            Some(Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes them for a start: what a run before left in `/run` is of nothing that lives; its `/tmp` it keeps.
+    pub fn make(&self, owner: Identity) -> Result<(), Fault> {
+        let because = |path: &Path| {
+            let path = path.to_owned();
+            move |error| Fault::of_path(fault::APP, "cannot make", &path, error)
+        };
+        match fs::remove_dir_all(&self.run) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(because(&self.run)(error)),
+            _ => {}
+        }
+        for path in [&self.tmp, &self.run, &self.carried_tmp, &self.carried_run] {
+            let make = || -> io::Result<()> {
+                if let Some(above) = path.parent() {
+                    fs::DirBuilder::new().recursive(true).mode(0o700).create(above)?;
+                }
+                match fs::DirBuilder::new().mode(0o700).create(path) {
+                    Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                    _ => {}
+                }
+                chown(path, Some(owner.uid), Some(owner.gid))
+            };
+            make().map_err(because(path))?;
+        }
+        Ok(())
+    }
+}
+
+/// The sandbox of this application.
+pub fn spec(
+    site: &Site,
+    tenant: &Tenant,
+    app: &App,
+    scratch: &Scratch,
+    options: &Options,
+    (identity, entrance): (Identity, Entrance),
+) -> Spec {
+    let home = spawn::home(tenant);
+    let directory = home.join(&app.directory);
+    // Its own files; of what is not beneath its home, such as a program of the base, it owns nothing.
+    let is_own = tenant.home.is_some() && directory.starts_with(home);
+    let bind =
+        |source: PathBuf, target: PathBuf, writable| Bind { source, target, writable, as_tenant: true };
+    let mut binds = vec![bind(directory.clone(), directory, app.writable.is_empty() && is_own)];
+    for path in &app.writable {
+        let path = home.join(path);
+        binds.push(bind(path.clone(), path, true));
+    }
+    for Database { socket, inside } in &app.databases {
+        // To connect is to write, as the kernel sees it.
+        binds.push(bind(socket.clone(), inside.as_ref().unwrap_or(socket).clone(), true));
+    }
+    let host_network = app.outbound == Outbound::Host;
+    if let Some(path) =
+        Path::new(RESOLVER).canonicalize().ok().filter(|path| host_network && path.starts_with("/run"))
+    {
+        // Where a service of the node writes it.
+        binds.push(Bind { source: path.clone(), target: path, writable: false, as_tenant: true });
+    }
+    let name: String = site.name.as_str().chars().take(HOSTNAME_LEN_MAX).collect();
+    Spec {
+        identity,
+        hostname: name,
+        base: app.base.clone().unwrap_or_else(|| "/".into()),
+        binds,
+        hide: hidden(options),
+        tmp: Some(scratch.tmp.clone()),
+        run: Some(scratch.run.clone()),
+        shm_bytes_max: SHM_BYTES_MAX,
+        host_network,
+        entrance,
+    }
+}
+
+/// What is the keeper's. `/run` is each sandbox's own anyway.
+fn hidden(options: &Options) -> Vec<PathBuf> {
+    let own = [
+        Some(options.runtime_dir.as_path()),
+        options.instances.images.parent(),
+        options.certificates.as_deref(),
+    ];
+    let is_there = |path: &&Path| path.is_absolute() && path.parent().is_some() && path.is_dir();
+    own.into_iter().flatten().filter(is_there).map(Path::to_path_buf).collect()
+}
+
+/// Where it listens, as it is told.
+pub fn told(listen: Listen, path: &Path) -> spawn::Address {
+    match listen {
+        Listen::Socket => spawn::Address::Socket(SOCKET.into()),
+        Listen::Port => spawn::Address::Port(PORT),
+        Listen::Fd => spawn::Address::Inherited(path.into()),
+    }
+}
+
+/// The same place, for who connects to it.
+pub fn address(listen: Listen, path: &Path) -> Address {
+    match listen {
+        Listen::Socket => Address::Socket(SOCKET.into()),
+        Listen::Port => Address::Port(PORT),
+        Listen::Fd => Address::Listener(path.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn site(backend: &str) -> (Site, App) {
+        let text = format!(r#"{{"name":"blog","tenant":"t","hosts":["b"],"backend":{backend}}}"#);
+        let site: Site = serde_json::from_str(&text).unwrap();
+        let nagaya_cmdb::Backend::App(app) = site.backend.clone() else { panic!("{backend}") };
+        (site, app)
+    }
+
+    fn binds(backend: &str) -> Vec<(String, String, bool)> {
+        let (site, app) = site(backend);
+        let tenant = serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
+        let options = Options::default();
+        let scratch = Scratch::of(&site, &options);
+        let whose = (Identity { uid: 9, gid: 9 }, Entrance::default());
+        let spec = spec(&site, &tenant, &app, &scratch, &options, whose);
+        assert!(spec.binds.iter().all(|bind| bind.as_tenant), "nothing is looked up with root's rights");
+        let text = |path: &Path| path.display().to_string();
+        spec.binds.iter().map(|bind| (text(&bind.source), text(&bind.target), bind.writable)).collect()
+    }
+
+    fn same(path: &str, writable: bool) -> (String, String, bool) {
+        (path.into(), path.into(), writable)
+    }
+
+    #[test]
+    fn its_directory_is_its_own_unless_the_record_says_where_it_writes() {
+        let own = binds(r#"{"kind":"app","command":["x"],"directory":"app"}"#);
+        assert_eq!(own, [same("/home/t/app", true)]);
+        let said =
+            binds(r#"{"kind":"app","command":["x"],"directory":"app","writable":["app/media","/srv/x"]}"#);
+        assert_eq!(said, [same("/home/t/app", false), same("/home/t/app/media", true), same("/srv/x", true)]);
+        let of_base = binds(r#"{"kind":"app","command":["x"],"directory":"/usr/share/redmine"}"#);
+        assert_eq!(of_base, [same("/usr/share/redmine", false)]);
+    }
+
+    #[test]
+    fn a_database_is_reached_by_its_socket_alone() {
+        let backend = r#"{"kind":"app","command":["x"],"directory":"app",
+            "databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/a.sock","inside":"/tmp/b.sock"}]}"#;
+        let binds = binds(backend);
+        assert_eq!(binds[1], same("/run/mysqld/mysqld.sock", true));
+        assert_eq!(binds[2], ("/run/a.sock".into(), "/tmp/b.sock".into(), true));
+    }
+}

@@ -1,0 +1,474 @@
+//! Sandboxes: a tenant's processes in namespaces of their own, on a read-only base, with nothing else in sight.
+//!
+//! A sandbox has its own user, pid, mount, IPC, UTS, network and cgroup namespaces. Its first process (`init`) is root
+//! of it and nobody on the node; programs run under the tenant's uid without any capability, behind a filter of system
+//! calls, with loopback as their only network. It ends as a whole when its `Sandbox` is dropped, and with the keeper.
+//!
+//! Sandboxes are made by the **launcher** (`launcher`), a copy of the keeper's process from before it had threads: only
+//! a process with one thread can be forked into namespaces. All calls here block: make them from `workers`.
+//!
+//! Not here: limits (`cells`; a sandbox is born in the cell it is given), what runs when (`instances`), images
+//! (`image`).
+
+mod birth;
+mod cgroup;
+mod channel;
+mod checkpoint;
+mod failure;
+mod filter;
+mod init;
+mod kernel;
+mod launcher;
+mod network;
+mod order;
+mod program;
+mod tree;
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use nagaya_base::Code;
+use parking_lot::Mutex;
+use rustix::process::{Signal, pidfd_send_signal};
+
+use crate::protocol::Exit;
+
+use kernel::{Alone, Fork};
+use order::{Ask, Birth, Bound, Role, Run, Told};
+
+pub use crate::sys::{Entrance, Identity};
+pub use network::Address;
+pub use order::Step;
+pub(crate) use tree::{detached, lock, memory};
+
+/// No sandbox can be made at all.
+pub const LAUNCHER: Code = Code(330);
+/// A sandbox cannot be made.
+pub const CREATE: Code = Code(331);
+/// A program cannot be started in a sandbox.
+pub const RUN: Code = Code(332);
+/// A sandbox has ended.
+pub const ENDED: Code = Code(333);
+
+/// Number of an application's first process in its sandbox. An image brings its processes back under their own
+/// numbers, so those must be free; only the init is there before.
+pub const ROOT_PID: u32 = 10;
+
+/// How long making a sandbox may take: a source on a file system that does not answer never comes, and a cell may be
+/// short of CPU time.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the start of a program may take, for the same reasons. A sandbox that does not answer is ended.
+const RUN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Ids of sandboxes' own root users on the node are the tenants' with this bit: beyond what distributions, container
+/// tools and systemd give out, so they own nothing and nobody else runs under them.
+const ROOT_ID_BIT: u32 = 1 << 31;
+
+/// Bytes of a host name (`__NEW_UTS_LEN`).
+const HOSTNAME_LEN_MAX: usize = 64;
+
+/// Sources that are bound into one sandbox.
+const BINDS_MAX: usize = 256;
+
+/// Id on the node of the root of a sandbox whose tenant has this id.
+pub(crate) fn root_id(id: u32) -> u32 {
+    id | ROOT_ID_BIT
+}
+
+/// Why there is no sandbox, or no program in it.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    #[error("the launcher of sandboxes cannot be started: {0}")]
+    Start(#[source] io::Error),
+    #[error("the launcher of sandboxes has ended: restart nagaya; its log says why it ended ({0})")]
+    Launcher(#[source] io::Error),
+    #[error("{0}")]
+    Spec(String),
+    #[error("a sandbox cannot {step}: {error}")]
+    Create { step: String, error: io::Error },
+    #[error("a program cannot be started in its sandbox ({step:?}): {error}")]
+    Run { step: Step, error: io::Error },
+    #[error("the sandbox has ended: {0}")]
+    Ended(#[source] io::Error),
+}
+
+impl SandboxError {
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Start(_) | Self::Launcher(_) => LAUNCHER,
+            Self::Spec(_) | Self::Create { .. } => CREATE,
+            Self::Run { .. } => RUN,
+            Self::Ended(_) => ENDED,
+        }
+    }
+}
+
+/// A file or directory of the node that is to be seen in a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bind {
+    pub source: PathBuf,
+    /// Absolute, in the sandbox. Made if it is missing beneath `/home`, `/root`, `/srv`, `/mnt`, `/media`, `/run`,
+    /// `/tmp`, at the top, or in what `hide` hides; elsewhere it must be in the base.
+    pub target: PathBuf,
+    pub writable: bool,
+    /// Look the source up with the tenant's rights. To be false only for paths of the keeper's own, none of which a
+    /// tenant can change.
+    pub as_tenant: bool,
+}
+
+/// What a sandbox is to be.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    /// Uids and gids are below 2^31 and not 0.
+    pub identity: Identity,
+    /// At most 64 bytes.
+    pub hostname: String,
+    /// Its root, read-only. `/` is the node's, without homes, mail, logs and other file systems.
+    pub base: PathBuf,
+    /// In this order; later ones may lie in earlier ones.
+    pub binds: Vec<Bind>,
+    /// Directories of the node's root that are to look empty.
+    pub hide: Vec<PathBuf>,
+    /// Directory on disk for its `/tmp`, owned by the tenant. None: 64 MiB of memory, which no image carries.
+    pub tmp: Option<PathBuf>,
+    /// The same for its `/run`.
+    pub run: Option<PathBuf>,
+    /// Bytes that `/dev/shm` may hold.
+    pub shm_bytes_max: u64,
+    /// It has the node's network instead of one of its own, loopback and abstract Unix sockets included.
+    pub host_network: bool,
+    /// Of the cell in which all of it is born.
+    pub entrance: Entrance,
+}
+
+/// What is to run in a sandbox under the tenant's uid.
+#[derive(Debug)]
+pub struct Program<'a> {
+    /// A name without `/` is looked for in `PATH` of `env`.
+    pub argv: Vec<OsString>,
+    pub env: Vec<(OsString, OsString)>,
+    /// In the sandbox.
+    pub directory: PathBuf,
+    /// None: `/dev/null` of the sandbox, which, unlike the node's, an image can carry.
+    pub stdin: Option<BorrowedFd<'a>>,
+    pub stdout: Option<BorrowedFd<'a>>,
+    pub stderr: Option<BorrowedFd<'a>>,
+    /// Descriptor 3, announced by `LISTEN_FDS` and `LISTEN_PID` (sd_listen_fds(3)).
+    pub listener: Option<BorrowedFd<'a>>,
+    /// Its number in the sandbox. None: the next free one.
+    pub pid: Option<u32>,
+    pub open_files_max: u64,
+}
+
+/// A tool of the keeper's, run as root of the sandbox with an empty environment and outside of the filter.
+#[derive(Debug)]
+pub(crate) struct Tool<'a> {
+    pub program: BorrowedFd<'a>,
+    pub argv: Vec<OsString>,
+    pub env: Vec<(OsString, OsString)>,
+    /// Numbers from 4 to 63, or 1 and 2 for what it writes.
+    pub fds: Vec<(i32, BorrowedFd<'a>)>,
+    pub pid: u32,
+    /// It takes a checkpoint, and must read the filters of the others.
+    pub reads_filters: bool,
+}
+
+/// The descriptor a tool's program gets.
+const TOOL_FD: i32 = 3;
+
+/// A process in a sandbox.
+#[derive(Debug)]
+pub struct Task {
+    /// In the sandbox.
+    pub pid: u32,
+    pub pidfd: OwnedFd,
+    end: OwnedFd,
+}
+
+impl Task {
+    /// Readable once the process has ended and is reaped, or its sandbox has ended.
+    pub fn end(&self) -> BorrowedFd<'_> {
+        self.end.as_fd()
+    }
+
+    /// How it ended; None: it runs. Killed is what it was if its sandbox ended first.
+    pub fn try_exit(&self) -> io::Result<Option<Exit>> {
+        let mut bytes = [0; 64];
+        match rustix::io::read(&self.end, &mut bytes) {
+            Ok(0) => Ok(Some(Exit { status: None, signal: Some(Signal::KILL.as_raw()), cpu_us: 0 })),
+            Ok(len) => {
+                let exit = postcard::from_bytes(&bytes[..len]);
+                exit.map(Some).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+            }
+            Err(rustix::io::Errno::AGAIN) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Waits for its end.
+    pub fn wait(&self, within: Duration) -> io::Result<Exit> {
+        channel::wait_readable(&self.end, within)?;
+        self.try_exit()?.ok_or_else(|| io::ErrorKind::TimedOut.into())
+    }
+
+    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+        Ok(pidfd_send_signal(&self.pidfd, signal)?)
+    }
+}
+
+// === impl Launcher ===
+
+/// The keeper's end of the launcher. There is one in a process; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Launcher {
+    orders: OwnedFd,
+    pid: i32,
+    pidfd: OwnedFd,
+    /// Whether it is in the keeper's own cgroup.
+    settled: OnceLock<()>,
+}
+
+impl Launcher {
+    /// Makes the launcher. The process must be root's and have one thread: call it before anything starts another.
+    pub fn start() -> Result<Self, SandboxError> {
+        let start = || -> io::Result<Self> {
+            if !rustix::process::geteuid().is_root() {
+                return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it needs root"));
+            }
+            let Some(alone) = Alone::check()? else {
+                let why = "this process has several threads already: start it earlier";
+                return Err(io::Error::other(why));
+            };
+            let (ours, theirs) = channel::pair()?;
+            let keeper = rustix::process::getpid().as_raw_nonzero().get();
+            let (pid, pidfd) = alone.fork(&Fork::default(), |alone| launcher::run(alone, &theirs, keeper))?;
+            Ok(Self { orders: ours, pid, pidfd, settled: OnceLock::new() })
+        };
+        start().map_err(SandboxError::Start)
+    }
+
+    /// Readable once the launcher has ended, and all sandboxes with it.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Makes an empty sandbox: its init runs, and nothing else.
+    pub fn create(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
+        check(spec)?;
+        // A keeper moves to another cgroup at its start, if at all; what is born must be born from there (`cells::birth`).
+        self.settled.get_or_init(|| {
+            if let Err(error) = cgroup::share(self.pid) {
+                tracing::warn!(%error, "the launcher of sandboxes stays in another cgroup than the keeper");
+            }
+        });
+        let birth = birth_of(spec);
+        let (ours, theirs) = channel::pair().map_err(SandboxError::Launcher)?;
+        let mut fds = vec![theirs.as_fd()];
+        fds.extend(spec.entrance.born.iter().map(AsFd::as_fd));
+        fds.extend(spec.entrance.tasks.iter().map(AsFd::as_fd));
+        channel::send(&self.orders, &birth, &fds).map_err(SandboxError::Launcher)?;
+        drop(fds);
+        drop(theirs);
+        let failed = |error: io::Error| SandboxError::Create { step: "be made".into(), error };
+        match channel::receive_within::<Told>(&ours, CREATE_TIMEOUT).map_err(failed)? {
+            Some((Told::Ready, fds)) => {
+                let mut fds = fds.into_iter();
+                let (Some(pidfd), Some(root)) = (fds.next(), fds.next()) else {
+                    return Err(failed(io::ErrorKind::InvalidData.into()));
+                };
+                Ok(Sandbox { init: Mutex::new(ours), pidfd, root, identity: spec.identity })
+            }
+            Some((Told::Failed { step, errno }, _)) => {
+                Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
+            }
+            Some(_) => Err(failed(io::ErrorKind::InvalidData.into())),
+            None => Err(failed(io::Error::new(io::ErrorKind::BrokenPipe, "its first process was killed"))),
+        }
+    }
+}
+
+fn check(spec: &Spec) -> Result<(), SandboxError> {
+    let refuse = |why: String| Err(SandboxError::Spec(why));
+    let Identity { uid, gid } = spec.identity;
+    if [uid, gid].iter().any(|id| *id == 0 || *id >= ROOT_ID_BIT) {
+        return refuse(format!("uid {uid} and gid {gid} of a sandbox must be from 1 to {}", ROOT_ID_BIT - 1));
+    }
+    if spec.hostname.is_empty() || spec.hostname.len() > HOSTNAME_LEN_MAX {
+        return refuse(format!("'{}' is no host name: 1 to {HOSTNAME_LEN_MAX} bytes", spec.hostname));
+    }
+    if spec.binds.len() > BINDS_MAX {
+        return refuse(format!("{} files are bound into one sandbox; {BINDS_MAX} may be", spec.binds.len()));
+    }
+    let is_odd = |path: &Path| !path.is_absolute() || path.components().any(|part| part.as_os_str() == "..");
+    match spec.binds.iter().find(|bind| is_odd(&bind.target) || bind.target == Path::new("/")) {
+        Some(bind) => refuse(format!(
+            "'{}' cannot be bound into a sandbox: give an absolute path beneath / without '..'",
+            bind.target.display()
+        )),
+        None => Ok(()),
+    }
+}
+
+fn birth_of(spec: &Spec) -> Birth {
+    let bound = |bind: &Bind| Bound {
+        source: bind.source.clone(),
+        target: bind.target.clone(),
+        writable: bind.writable,
+        as_tenant: bind.as_tenant,
+    };
+    Birth {
+        uid: spec.identity.uid,
+        gid: spec.identity.gid,
+        hostname: spec.hostname.clone(),
+        base: spec.base.clone(),
+        binds: spec.binds.iter().map(bound).collect(),
+        hide: spec.hide.clone(),
+        tmp: spec.tmp.clone(),
+        run: spec.run.clone(),
+        shm_bytes_max: spec.shm_bytes_max,
+        host_network: spec.host_network,
+        has_cgroup: spec.entrance.born.is_some(),
+    }
+}
+
+// === impl Sandbox ===
+
+/// A sandbox that lives. Dropping it ends all of it.
+#[derive(Debug)]
+pub struct Sandbox {
+    /// One question at a time; each is answered before the next.
+    init: Mutex<OwnedFd>,
+    pidfd: OwnedFd,
+    root: OwnedFd,
+    identity: Identity,
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        // Ended already is as good.
+        let _ = self.end();
+    }
+}
+
+impl Sandbox {
+    /// Of its first process. Readable once the sandbox has ended.
+    pub fn init_pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Whose it is.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// Kills everything in it. Returns at once; `init_pidfd` tells when it is done.
+    pub fn end(&self) -> io::Result<()> {
+        Ok(pidfd_send_signal(&self.pidfd, Signal::KILL)?)
+    }
+
+    /// Starts a program and returns when it runs. Not for one that is frozen: its init, which starts programs, is frozen
+    /// with it.
+    pub fn run(&self, program: &Program<'_>) -> Result<Task, SandboxError> {
+        let standard = [(0, program.stdin), (1, program.stdout), (2, program.stderr), (3, program.listener)];
+        let fds = standard.into_iter().filter_map(|(number, fd)| Some((number, fd?)));
+        let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = fds.unzip();
+        let run = Run {
+            argv: bytes(&program.argv),
+            env: variables(&program.env),
+            directory: program.directory.clone(),
+            fds: numbers,
+            listeners: u32::from(program.listener.is_some()),
+            pid: program.pid.map(u32::cast_signed),
+            open_files_max: program.open_files_max,
+            role: Role::Tenant,
+        };
+        self.ask(&Ask::Run(run), &fds)
+    }
+
+    /// Starts a tool of the keeper's.
+    pub(crate) fn run_tool(&self, tool: &Tool<'_>) -> Result<Task, SandboxError> {
+        let with_program = [(TOOL_FD, tool.program)].into_iter().chain(tool.fds.iter().copied());
+        let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = with_program.unzip();
+        let run = Run {
+            argv: bytes(&tool.argv),
+            env: variables(&tool.env),
+            directory: "/".into(),
+            fds: numbers,
+            listeners: 0,
+            pid: Some(tool.pid.cast_signed()),
+            open_files_max: 0,
+            role: Role::Tool { program: TOOL_FD, reads_filters: tool.reads_filters },
+        };
+        self.ask(&Ask::Run(run), &fds)
+    }
+
+    /// A process in it that was not started by `run`: one that an image brought back.
+    pub fn adopt(&self, pid: u32) -> Result<Task, SandboxError> {
+        self.ask(&Ask::Adopt { pid }, &[])
+    }
+
+    fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<Task, SandboxError> {
+        let init = self.init.lock();
+        let answered = channel::send(&*init, ask, fds)
+            .and_then(|()| channel::receive_within::<Told>(&*init, RUN_TIMEOUT));
+        drop(init);
+        match answered {
+            Ok(Some((Told::Runs { pid }, fds))) => {
+                let mut fds = fds.into_iter();
+                match (fds.next(), fds.next()) {
+                    (Some(pidfd), Some(end)) => Ok(Task { pid, pidfd, end }),
+                    _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
+                }
+            }
+            Ok(Some((Told::NotRun { step, errno }, _))) => {
+                Err(SandboxError::Run { step, error: io::Error::from_raw_os_error(errno) })
+            }
+            Ok(_) => Err(SandboxError::Ended(io::ErrorKind::BrokenPipe.into())),
+            // What it may still answer would be taken for the answer to the next question.
+            Err(error) => {
+                let _ = self.end();
+                Err(SandboxError::Ended(error))
+            }
+        }
+    }
+
+    /// A pipe for what a program in it writes: its end to read, and its end to write. It belongs to the tenant, so that
+    /// programs can open it again as `/dev/stdout`, and CRIU can give it to those it brings back.
+    pub fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let Identity { uid, gid } = self.identity;
+        let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+        rustix::fs::fchown(&write, Some(uid), Some(gid))?;
+        Ok((read, write))
+    }
+
+    /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, at most 107
+    /// bytes long, which must not be in sight in the sandbox; whoever connects there is queued, whether or not the program runs.
+    pub fn listener(&self, path: &Path) -> io::Result<OwnedFd> {
+        network::listener(self.pidfd.as_fd(), path)
+    }
+
+    /// The same on a port of its loopback. 0: a free one.
+    pub fn port_listener(&self, port: u16) -> io::Result<OwnedFd> {
+        network::port_listener(self.pidfd.as_fd(), port)
+    }
+
+    /// A connection to what listens in it, not blocking. `WouldBlock`: its queue is full.
+    pub fn connect(&self, address: &Address) -> io::Result<OwnedFd> {
+        network::connect(self.pidfd.as_fd(), self.root.as_fd(), self.identity.uid, address)
+    }
+}
+
+fn bytes(texts: &[OsString]) -> Vec<Vec<u8>> {
+    texts.iter().map(|text| text.as_bytes().to_vec()).collect()
+}
+
+fn variables(env: &[(OsString, OsString)]) -> Vec<Vec<u8>> {
+    env.iter().map(|(name, value)| [name.as_bytes(), b"=", value.as_bytes()].concat()).collect()
+}

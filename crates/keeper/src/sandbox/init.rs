@@ -1,0 +1,165 @@
+//! The first process of a sandbox: starts what the keeper asks for, and reaps whatever ends.
+//!
+//! It is root of the sandbox and of nothing else, runs no tenant's code, and cannot be traced or signalled by any:
+//! theirs have another uid and no rights. When the keeper closes its connection it ends, and the kernel ends all
+//! others with it. Not here: how a child becomes a program (`program`).
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::pipe::PipeFlags;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::kernel::{self, Alone};
+use super::order::{Ask, Role, Run, Step, Told};
+use super::program::{self, NotRun};
+use super::{channel, checkpoint};
+
+/// Ends of processes the keeper wants to be told about at once.
+const WATCHED_MAX: usize = 256;
+
+struct Init<'a> {
+    alone: &'a Alone,
+    keeper: &'a OwnedFd,
+    uid: u32,
+    gid: u32,
+    children: SignalFd,
+    /// Where the end of a process is written.
+    watched: HashMap<u32, OwnedFd>,
+    /// System calls of a checkpoint that wait for answers.
+    questions: Option<OwnedFd>,
+    /// A tool that runs, and the last number that was given out before it.
+    tool: Option<(u32, String)>,
+}
+
+/// The last number that was given to a process here. The next one gets the next that is free.
+const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
+
+/// Serves until the keeper closes the connection.
+pub fn run(alone: &Alone, keeper: &OwnedFd, uid: u32, gid: u32) -> u8 {
+    let served = begin(alone, keeper, uid, gid).and_then(|mut init| {
+        while init.turn()? {}
+        Ok(())
+    });
+    u8::from(served.is_err())
+}
+
+fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, uid: u32, gid: u32) -> io::Result<Init<'a>> {
+    // The launcher lets the kernel reap; here every end counts.
+    kernel::default_signals();
+    let mut child = SigSet::empty();
+    child.add(Signal::SIGCHLD);
+    child.thread_block()?;
+    let children = SignalFd::with_flags(&child, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+    Ok(Init { alone, keeper, uid, gid, children, watched: HashMap::new(), questions: None, tool: None })
+}
+
+impl Init<'_> {
+    /// Waits for the next thing to do and does it. False: the keeper has gone.
+    fn turn(&mut self) -> io::Result<bool> {
+        let mut events = vec![
+            PollFd::new(self.keeper, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.children.as_fd(), PollFlags::IN),
+        ];
+        events.extend(self.questions.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        match poll(&mut events, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let happened: Vec<PollFlags> = events.iter().map(PollFd::revents).collect();
+        if !happened[1].is_empty() {
+            while self.children.read_signal()?.is_some() {}
+            self.reap()?;
+        }
+        if let Some(asked) = happened.get(2).filter(|asked| !asked.is_empty()) {
+            self.answer(*asked);
+        }
+        if happened[0].is_empty() {
+            return Ok(true);
+        }
+        match channel::receive::<Ask>(self.keeper)? {
+            Some((ask, fds)) => self.serve(ask, fds).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    fn reap(&mut self) -> io::Result<()> {
+        while let Some((pid, exit)) = kernel::reap_any()? {
+            if let Some((_, before)) = self.tool.take_if(|(tool, _)| *tool == pid) {
+                // Otherwise numbers go on from the tool's: nothing depends on it.
+                let _ = std::fs::write(LAST_PID, before);
+            }
+            if let Some(end) = self.watched.remove(&pid) {
+                let bytes = postcard::to_stdvec(&exit).unwrap_or_default();
+                // A keeper that does not want to know has closed its end.
+                let _ = rustix::io::write(end, &bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers for the kernel what a checkpoint asks it. One that has ended asks no more.
+    fn answer(&mut self, asked: PollFlags) {
+        let Some(questions) = &self.questions else { return };
+        if !asked.contains(PollFlags::IN) || checkpoint::answer(questions).is_err() {
+            self.questions = None;
+        }
+    }
+
+    fn serve(&mut self, ask: Ask, fds: Vec<OwnedFd>) -> io::Result<()> {
+        let done = match ask {
+            Ask::Run(run) => self.run(&run, &fds),
+            Ask::Adopt { pid } => adopt(pid).map(|pidfd| (pid, pidfd)),
+        };
+        let watched = done.and_then(|(pid, pidfd)| Ok((pid, pidfd, self.watch(pid)?)));
+        match watched {
+            Ok((pid, pidfd, end)) => {
+                channel::send(self.keeper, &Told::Runs { pid }, &[pidfd.as_fd(), end.as_fd()])
+            }
+            Err(NotRun { step, error }) => {
+                let errno = error.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+                channel::send(self.keeper, &Told::NotRun { step, errno }, &[])
+            }
+        }
+    }
+
+    fn run(&mut self, run: &Run, fds: &[OwnedFd]) -> Result<(u32, OwnedFd), NotRun> {
+        if run.role == Role::Tenant {
+            let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+            return Ok((started.pid, started.pidfd));
+        }
+        // What a tool forks gets numbers after its own: the low ones are those of an image.
+        let failed = |error: io::Error| NotRun { step: Step::Fork, error };
+        let before = std::fs::read_to_string(LAST_PID).map_err(failed)?;
+        std::fs::write(LAST_PID, run.pid.unwrap_or(0).to_string()).map_err(failed)?;
+        let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+        self.questions = started.questions;
+        self.tool = Some((started.pid, before));
+        Ok((started.pid, started.pidfd))
+    }
+
+    /// A pipe that tells of the end of a process that has not been reaped.
+    fn watch(&mut self, pid: u32) -> Result<OwnedFd, NotRun> {
+        let failed = |error: io::Error| NotRun { step: Step::Descriptors, error };
+        if self.watched.len() >= WATCHED_MAX {
+            return Err(failed(io::ErrorKind::QuotaExceeded.into()));
+        }
+        let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
+            .map_err(|e| failed(e.into()))?;
+        self.watched.insert(pid, write);
+        Ok(read)
+    }
+}
+
+fn adopt(pid: u32) -> Result<OwnedFd, NotRun> {
+    let opened = || -> io::Result<OwnedFd> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+        Ok(pidfd_open(number, PidfdFlags::empty())?)
+    };
+    opened().map_err(|error| NotRun { step: Step::Fork, error })
+}

@@ -1,0 +1,374 @@
+//! The kernel calls of sandboxes no safe wrapper has: forks of a process with one thread, seccomp, mount attributes.
+//!
+//! Not here: what is done with them (`birth`, `init`, `program`), calls of the keeper's own process (`crate::sys`).
+#![allow(unsafe_code)]
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use nix::libc;
+use rustix::mount::MountAttrFlags;
+
+use crate::protocol::Exit;
+
+/// Exit status of a child whose code panicked.
+const EXIT_PANICKED: i32 = 101;
+
+pub const CLONE_PARENT: u64 = libc::CLONE_PARENT as u64;
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// All that a sandbox has of its own, but its cgroup namespace: that begins where its init has gone.
+pub const SANDBOX_NAMESPACES: u64 = (libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNS
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS) as u64;
+
+/// The one of these that an order may leave out.
+pub const NETWORK: u64 = libc::CLONE_NEWNET as u64;
+
+/// Proof that this process has one thread, so that a fork of it is a whole process: no lock is held by a thread that
+/// the child does not have. The processes that hold one never start a thread.
+#[derive(Debug)]
+pub struct Alone(PhantomData<*const ()>);
+
+/// How a child is made.
+#[derive(Debug, Default)]
+pub struct Fork<'a> {
+    /// `CLONE_*`.
+    pub flags: u64,
+    /// Its number in its innermost pid namespace. None: the next free one.
+    pub pid: Option<i32>,
+    /// The cgroup v2 directory it is born in.
+    pub cgroup: Option<BorrowedFd<'a>>,
+}
+
+/// `struct clone_args` of `clone3(2)`.
+#[repr(C)]
+#[derive(Default)]
+struct CloneArgs {
+    flags: u64,
+    pidfd: u64,
+    child_tid: u64,
+    parent_tid: u64,
+    exit_signal: u64,
+    stack: u64,
+    stack_size: u64,
+    tls: u64,
+    set_tid: u64,
+    set_tid_size: u64,
+    cgroup: u64,
+}
+
+impl Alone {
+    /// None: the process has several threads.
+    pub fn check() -> io::Result<Option<Self>> {
+        let threads = std::fs::read_dir("/proc/self/task")?.count();
+        Ok((threads == 1).then_some(Self(PhantomData)))
+    }
+
+    /// Runs `child` in a copy of this process, which ends with what it returns as its status.
+    pub fn fork(&self, how: &Fork<'_>, child: impl FnOnce(&Self) -> u8) -> io::Result<(i32, OwnedFd)> {
+        let mut pidfd: RawFd = -1;
+        let pids = [how.pid.unwrap_or(0)];
+        let mut args = CloneArgs {
+            flags: how.flags | libc::CLONE_PIDFD as u64,
+            pidfd: &raw mut pidfd as u64,
+            // A child that is to be our parent's takes over our own signal.
+            exit_signal: if how.flags & CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
+            ..CloneArgs::default()
+        };
+        if how.pid.is_some() {
+            (args.set_tid, args.set_tid_size) = (pids.as_ptr() as u64, 1);
+        }
+        if let Some(cgroup) = how.cgroup {
+            args.flags |= CLONE_INTO_CGROUP;
+            args.cgroup = cgroup.as_raw_fd() as u64;
+        }
+        // SAFETY: without CLONE_VM and without a stack this is a fork: the child goes on here with a copy of all memory.
+        // This process has one thread (`Alone`), so nothing in that memory is in use by another.
+        let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) };
+        match pid {
+            ..0 => Err(io::Error::last_os_error()),
+            0 => {
+                // It must not return into the frames of its parent, not even by a panic.
+                let status = catch_unwind(AssertUnwindSafe(|| child(self))).map_or(EXIT_PANICKED, i32::from);
+                end(status)
+            }
+            // SAFETY: clone3 succeeded with CLONE_PIDFD, so it stored a new descriptor that nobody else owns.
+            _ => Ok((i32::try_from(pid).unwrap_or(i32::MAX), unsafe { OwnedFd::from_raw_fd(pidfd) })),
+        }
+    }
+}
+
+/// Ends this process at once, without what its parent wanted done at its own end.
+pub fn end(status: i32) -> ! {
+    // SAFETY: takes a number and does not return.
+    unsafe { libc::_exit(status) }
+}
+
+/// Closes every descriptor but these. Whoever owns one of the others must not use or drop it any more: only for a
+/// fresh child, which never returns to them.
+pub fn close_all_but(keep: &mut [RawFd]) -> io::Result<()> {
+    keep.sort_unstable();
+    let mut first: libc::c_uint = 0;
+    for fd in keep {
+        let kept = libc::c_uint::try_from(*fd).unwrap_or(0);
+        if kept > first {
+            close_range(first, kept - 1)?;
+        }
+        first = kept + 1;
+    }
+    close_range(first, libc::c_uint::MAX)
+}
+
+fn close_range(first: libc::c_uint, last: libc::c_uint) -> io::Result<()> {
+    // SAFETY: takes numbers; see the caller for who may call it.
+    check(unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) }).map(drop)
+}
+
+/// Makes `to` another name of `from`, which stays open over `execve`.
+pub fn place(from: BorrowedFd<'_>, to: RawFd) -> io::Result<()> {
+    // SAFETY: takes numbers. What was open at `to` is closed; see `close_all_but` for who may do that.
+    let placed = unsafe {
+        match from.as_raw_fd() == to {
+            true => libc::fcntl(to, libc::F_SETFD, 0),
+            false => libc::dup2(from.as_raw_fd(), to),
+        }
+    };
+    check(i64::from(placed)).map(drop)
+}
+
+/// The descriptor of this number, which must be open for as long as the process runs.
+pub fn descriptor(number: RawFd) -> BorrowedFd<'static> {
+    assert!(number >= 0, "a number of a descriptor");
+    // SAFETY: the caller has just put it in place, in a process that is about to become another program.
+    unsafe { BorrowedFd::borrow_raw(number) }
+}
+
+/// Signals and all handlers as a program expects to find them.
+pub fn default_signals() {
+    /// Highest signal number on Linux.
+    const SIGNAL_MAX: libc::c_int = 64;
+    for signal in 1..=SIGNAL_MAX {
+        // SAFETY: setting the default action runs none of our code. KILL and STOP cannot be set, and have no handler.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+}
+
+/// Ignores what ends or stops a service, and lets the kernel reap children: only for a process that watches its
+/// children by other means.
+pub fn ignore_signals(signals: &[libc::c_int]) {
+    for signal in signals {
+        // SAFETY: ignoring a signal runs none of our code.
+        unsafe { libc::signal(*signal, libc::SIG_IGN) };
+    }
+}
+
+/// A child that has ended and is reaped by this call; None: there is none at the moment.
+pub fn reap_any() -> io::Result<Option<(u32, Exit)>> {
+    // SAFETY: all zero is a valid value of both plain structures, and the kernel writes into them.
+    let (mut info, mut usage): (libc::siginfo_t, libc::rusage) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    let flags = libc::WEXITED | libc::WNOHANG | libc::__WALL;
+    // SAFETY: both pointers are to live values of the right types.
+    let result =
+        unsafe { libc::syscall(libc::SYS_waitid, libc::P_ALL, 0, &raw mut info, flags, &raw mut usage) };
+    match check(result) {
+        Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Ok(None),
+        result => result?,
+    };
+    // SAFETY: waitid fills the fields of SIGCHLD, or leaves the pid 0 where nothing ended.
+    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    let exited = info.si_code == libc::CLD_EXITED;
+    let micros = |time: libc::timeval| {
+        u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0)
+    };
+    let exit = Exit {
+        status: exited.then_some(status),
+        signal: (!exited).then_some(status),
+        cpu_us: micros(usage.ru_utime) + micros(usage.ru_stime),
+    };
+    Ok(u32::try_from(pid).ok().filter(|pid| *pid > 0).map(|pid| (pid, exit)))
+}
+
+/// `struct mount_attr` of `mount_setattr(2)`.
+#[repr(C)]
+struct MountAttr {
+    set: u64,
+    clear: u64,
+    propagation: u64,
+    userns_fd: u64,
+}
+
+/// Adds attributes to a mount and takes it out of all propagation.
+pub fn set_mount_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io::Result<()> {
+    let set = u64::from(attributes.bits());
+    let attr = MountAttr { set, clear: 0, propagation: libc::MS_PRIVATE, userns_fd: 0 };
+    // SAFETY: an open descriptor, a C text and a live structure of the size that is told.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_fd().as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attr,
+            size_of::<MountAttr>(),
+        )
+    };
+    check(result).map(drop)
+}
+
+/// A cgroup namespace whose root is where this process is.
+pub fn new_cgroup_namespace() -> io::Result<()> {
+    // SAFETY: the flag changes what this process sees of cgroups, and none of its descriptors.
+    Ok(unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWCGROUP) }?)
+}
+
+/// Brings the loopback device of this network namespace up.
+pub fn raise_loopback() -> io::Result<()> {
+    let socket = rustix::net::socket_with(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::DGRAM,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )?;
+    // SAFETY: all zero is a valid `ifreq`.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(*b"lo") {
+        *to = from.cast_signed();
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    // SAFETY: this request reads one `ifreq`, which lives.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) };
+    check(i64::from(result)).map(drop)
+}
+
+/// Takes every capability out of the bounding set: no program brings one back.
+pub fn drop_bounding_capabilities() -> io::Result<()> {
+    for capability in 0..64_u64 {
+        // SAFETY: prctl with plain numbers.
+        let result = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+        match check(i64::from(result)) {
+            // The first number that this kernel has no capability for.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+            result => result?,
+        };
+    }
+    Ok(())
+}
+
+/// Drops the capabilities of this thread.
+pub fn drop_capabilities() -> io::Result<()> {
+    let none = rustix::thread::CapabilitySet::empty();
+    let sets = rustix::thread::CapabilitySets { effective: none, permitted: none, inheritable: none };
+    Ok(rustix::thread::set_capabilities(None, sets)?)
+}
+
+// === seccomp ===
+
+/// One instruction of a filter.
+pub type Instruction = libc::sock_filter;
+
+/// Puts a filter on this process for good. It needs `no_new_privs` or the capability.
+pub fn install_filter(program: &[Instruction]) -> io::Result<()> {
+    seccomp(program, 0).map(drop)
+}
+
+/// The same for one that asks: the descriptor answers for it.
+pub fn install_asking_filter(program: &[Instruction]) -> io::Result<OwnedFd> {
+    let fd = seccomp(program, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;
+    // SAFETY: with this flag a success is a new descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd).unwrap_or(-1)) })
+}
+
+fn seccomp(program: &[Instruction], flags: libc::c_ulong) -> io::Result<i64> {
+    let len = libc::c_ushort::try_from(program.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let program = libc::sock_fprog { len, filter: program.as_ptr().cast_mut() };
+    // SAFETY: the kernel copies the program, which lives, and changes nothing in it.
+    check(unsafe {
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program)
+    })
+}
+
+/// A system call that waits for an answer.
+#[derive(Debug, Clone, Copy)]
+pub struct Question {
+    id: u64,
+    /// Who makes it.
+    pub pid: i32,
+    pub args: [u64; 6],
+}
+
+/// The next system call that waits. None: its caller was killed meanwhile.
+pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
+    // SAFETY: all zero is a valid value of the structure, and what the kernel asks for.
+    let mut question: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+    // SAFETY: this request fills one such structure, which lives.
+    let result = unsafe {
+        libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_RECV as libc::Ioctl, &raw mut question)
+    };
+    match check(i64::from(result)) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(None),
+        result => result?,
+    };
+    let pid = i32::try_from(question.pid).unwrap_or(0);
+    Ok(Some(Question { id: question.id, pid, args: question.data.args }))
+}
+
+/// Answers a call instead of the kernel: with a value, or with an error.
+pub fn answer_question(
+    listener: &OwnedFd,
+    question: Question,
+    answer: Result<i64, libc::c_int>,
+) -> io::Result<()> {
+    let (val, error) = match answer {
+        Ok(value) => (value, 0),
+        Err(errno) => (0, -errno),
+    };
+    let mut response = libc::seccomp_notif_resp { id: question.id, val, error, flags: 0 };
+    // SAFETY: this request reads one such structure, which lives.
+    let result = unsafe {
+        libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SEND as libc::Ioctl, &raw mut response)
+    };
+    check(i64::from(result)).map(drop)
+}
+
+/// Writes into another process' memory.
+pub fn write_memory(pid: i32, address: u64, bytes: &[u8]) -> io::Result<()> {
+    let ours = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let theirs = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: bytes.len() };
+    // SAFETY: the kernel reads our bytes, which live, and writes to the other process only.
+    let written = unsafe { libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0) };
+    match usize::try_from(written) {
+        Ok(len) if len == bytes.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The bytes of a filter as `ptrace` hands them out.
+pub fn filter_bytes(program: &[Instruction]) -> Vec<u8> {
+    let bytes = |one: &Instruction| {
+        let mut bytes = [0; 8];
+        bytes[..2].copy_from_slice(&one.code.to_ne_bytes());
+        (bytes[2], bytes[3]) = (one.jt, one.jf);
+        bytes[4..].copy_from_slice(&one.k.to_ne_bytes());
+        bytes
+    };
+    program.iter().flat_map(bytes).collect()
+}
+
+/// Time as `poll` takes it.
+pub fn timespec(time: Duration) -> rustix::event::Timespec {
+    let tv_sec = i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
+    rustix::event::Timespec { tv_sec, tv_nsec: time.subsec_nanos().into() }
+}
+
+fn check(result: i64) -> io::Result<i64> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}

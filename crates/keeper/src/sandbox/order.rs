@@ -1,0 +1,97 @@
+//! What the keeper, the launcher and the init of a sandbox tell each other.
+//!
+//! Not here: how it travels (`channel`). Both ends are always of one build: the launcher and every init are copies of
+//! the keeper's own process.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// To the launcher: make a sandbox. With it come the init's end of its connection with the keeper, the cgroup v2
+/// directory if there is one, and as many `tasks` files of cgroup v1.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Birth {
+    pub uid: u32,
+    pub gid: u32,
+    pub hostname: String,
+    pub base: PathBuf,
+    pub binds: Vec<Bound>,
+    pub hide: Vec<PathBuf>,
+    pub tmp: Option<PathBuf>,
+    pub run: Option<PathBuf>,
+    pub shm_bytes_max: u64,
+    pub host_network: bool,
+    pub has_cgroup: bool,
+}
+
+/// A file or directory of the node to be seen in the sandbox.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Bound {
+    pub source: PathBuf,
+    pub target: PathBuf,
+    pub writable: bool,
+    /// Looked for with the tenant's rights: no link of its own leads it to what it could not reach anyway.
+    pub as_tenant: bool,
+}
+
+/// To an init.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Ask {
+    /// With it come the descriptors, in the order of `fds`.
+    Run(Run),
+    /// Tell about the end of a process it has not started itself.
+    Adopt { pid: u32 },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Run {
+    pub argv: Vec<Vec<u8>>,
+    /// `NAME=value`.
+    pub env: Vec<Vec<u8>>,
+    pub directory: PathBuf,
+    /// The numbers the descriptors get.
+    pub fds: Vec<i32>,
+    /// How many of them, from number 3 on, are sockets to listen on.
+    pub listeners: u32,
+    pub pid: Option<i32>,
+    pub open_files_max: u64,
+    pub role: Role,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Role {
+    /// The tenant's program: its uid, no rights, behind the filter of system calls.
+    Tenant,
+    /// A tool of the keeper's: root of the sandbox. The program is the descriptor of this number.
+    Tool { program: i32, reads_filters: bool },
+}
+
+/// From an init.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Told {
+    /// It is ready. With it come the descriptor of its process and its root directory.
+    Ready,
+    /// There will be no sandbox.
+    Failed {
+        step: String,
+        errno: i32,
+    },
+    /// With it come the descriptor of the process and the pipe its end is told through.
+    Runs {
+        pid: u32,
+    },
+    NotRun {
+        step: Step,
+        errno: i32,
+    },
+}
+
+/// Where on its way to the program a child failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Step {
+    Fork,
+    Descriptors,
+    Rights,
+    Directory,
+    Program,
+}

@@ -1,0 +1,192 @@
+//! How a child of an init becomes a program: the tenant's, without any right, or a tool of the keeper's.
+//!
+//! Not here: the filter of system calls (`filter`), what runs when (`init`).
+
+use std::convert::Infallible;
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use nix::fcntl::AtFlags;
+use nix::unistd::{Gid, Uid};
+use rustix::process::{Resource, Rlimit};
+
+use super::kernel::{self, Alone, Fork};
+use super::order::{Role, Run, Step};
+use super::{channel, filter};
+
+/// Where a program without a `/` in its name is looked for, if its environment does not say.
+const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
+
+/// Exit status of a child that could not become its program, the shell's for "command not found".
+const EXIT_NOT_STARTED: u8 = 127;
+
+/// Numbers from here on are free for copies while descriptors are put in their places.
+const ABOVE_ALL: RawFd = 64;
+
+/// A program that did not start.
+#[derive(Debug)]
+pub struct NotRun {
+    pub step: Step,
+    pub error: io::Error,
+}
+
+#[derive(Debug)]
+pub struct Started {
+    pub pid: u32,
+    pub pidfd: OwnedFd,
+    /// Of a tool that reads filters: where its questions come from.
+    pub questions: Option<OwnedFd>,
+}
+
+/// Starts it and returns once it runs.
+pub fn start(alone: &Alone, run: &Run, fds: &[OwnedFd], uid: u32, gid: u32) -> Result<Started, NotRun> {
+    let failed = |error: io::Error| NotRun { step: Step::Fork, error };
+    // Closed by the start of the program, or carries why there is none.
+    let (ours, theirs) = channel::pair().map_err(failed)?;
+    let fork = Fork { pid: run.pid, ..Fork::default() };
+    let (pid, pidfd) = alone
+        .fork(&fork, |_| {
+            match arrange(run, fds, &theirs) {
+                Ok(init) => {
+                    let Err(not_run) = prepare(run, &init, uid, gid).and_then(|()| execute(run));
+                    say_failed(&init, &not_run);
+                }
+                Err(error) => say_failed(&theirs, &NotRun { step: Step::Descriptors, error }),
+            }
+            EXIT_NOT_STARTED
+        })
+        .map_err(failed)?;
+    drop(theirs);
+    let mut questions = None;
+    loop {
+        match channel::receive::<Said>(&ours).map_err(failed)? {
+            None => break,
+            Some((Said::Questions, fds)) => questions = fds.into_iter().next(),
+            Some((Said::Failed { step, errno }, _)) => {
+                return Err(NotRun { step, error: io::Error::from_raw_os_error(errno) });
+            }
+        }
+    }
+    let pid = u32::try_from(pid).map_err(|_| failed(io::ErrorKind::InvalidData.into()))?;
+    Ok(Started { pid, pidfd, questions })
+}
+
+/// From a child on its way to its init.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+enum Said {
+    Failed {
+        step: Step,
+        errno: i32,
+    },
+    /// With it comes the descriptor.
+    Questions,
+}
+
+fn say_failed(init: &OwnedFd, NotRun { step, error }: &NotRun) {
+    let errno = error.raw_os_error().unwrap_or(nix::libc::EIO);
+    // An init that cannot be told sees the exit status.
+    let _ = channel::send(init, &Said::Failed { step: *step, errno }, &[]);
+}
+
+/// Everything between its descriptors and the program.
+fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> {
+    let at = |step: Step| move |error: io::Error| NotRun { step, error };
+    kernel::default_signals();
+    nix::sys::signal::SigSet::empty().thread_set_mask().map_err(io::Error::from).map_err(at(Step::Rights))?;
+    rustix::process::setsid().map_err(io::Error::from).map_err(at(Step::Rights))?;
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    match run.role {
+        Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,
+        Role::Tool { reads_filters: true, .. } => {
+            let questions =
+                kernel::install_asking_filter(&filter::of_checkpoints()).map_err(at(Step::Rights))?;
+            channel::send(init, &Said::Questions, &[questions.as_fd()]).map_err(at(Step::Rights))?;
+        }
+        Role::Tool { .. } => {}
+    }
+    rustix::process::chdir(&run.directory).map_err(io::Error::from).map_err(at(Step::Directory))?;
+    // Last: what comes before is not all among what a tenant's program may do.
+    if run.role == Role::Tenant {
+        kernel::install_filter(&filter::of_tenants()).map_err(at(Step::Rights))?;
+    }
+    Ok(())
+}
+
+/// Puts the descriptors at their numbers and closes all others but the connection with the init.
+fn arrange(run: &Run, fds: &[OwnedFd], init: &OwnedFd) -> io::Result<OwnedFd> {
+    let above = |fd: BorrowedFd<'_>| rustix::io::fcntl_dupfd_cloexec(fd, ABOVE_ALL);
+    let nothing = OwnedFd::from(File::options().read(true).write(true).open("/dev/null")?);
+    let mut sources =
+        (0..3).map(|number| Ok((number, above(nothing.as_fd())?))).collect::<io::Result<Vec<_>>>()?;
+    for (number, fd) in run.fds.iter().zip(fds) {
+        if !(0..ABOVE_ALL).contains(number) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        sources.push((*number, above(fd.as_fd())?));
+    }
+    let init = above(init.as_fd())?;
+    for (number, source) in &sources {
+        kernel::place(source.as_fd(), *number)?;
+    }
+    let mut keep: Vec<RawFd> = sources.iter().map(|(number, _)| *number).collect();
+    keep.dedup();
+    keep.push(init.as_raw_fd());
+    kernel::close_all_but(&mut keep)?;
+    // Closed just now.
+    std::mem::forget((sources, nothing));
+    Ok(init)
+}
+
+/// For good: no capability, no way to one, no other uid.
+fn give_up_rights(run: &Run, uid: u32, gid: u32) -> io::Result<()> {
+    let open_files = Rlimit { current: Some(run.open_files_max), maximum: Some(run.open_files_max) };
+    rustix::process::setrlimit(Resource::Nofile, open_files)?;
+    rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    kernel::drop_bounding_capabilities()?;
+    nix::unistd::setgroups(&[])?;
+    nix::unistd::setresgid(gid, gid, gid)?;
+    nix::unistd::setresuid(uid, uid, uid)?;
+    kernel::drop_capabilities()?;
+    rustix::thread::set_no_new_privs(true)?;
+    Ok(())
+}
+
+fn execute(run: &Run) -> Result<Infallible, NotRun> {
+    let failed = |error: io::Error| NotRun { step: Step::Program, error };
+    let texts = |list: &[Vec<u8>]| {
+        let texts = list.iter().map(|text| CString::new(text.as_slice())).collect::<Result<Vec<_>, _>>();
+        texts.map_err(|_| failed(io::Error::from_raw_os_error(nix::libc::EINVAL)))
+    };
+    let mut env = run.env.clone();
+    if run.listeners > 0 {
+        env.push(format!("LISTEN_FDS={}", run.listeners).into_bytes());
+        env.push(format!("LISTEN_PID={}", rustix::process::getpid()).into_bytes());
+    }
+    let (args, env) = (texts(&run.argv)?, texts(&env)?);
+    if let Role::Tool { program, .. } = run.role {
+        return nix::unistd::execveat(kernel::descriptor(program), c"", &args, &env, AtFlags::AT_EMPTY_PATH)
+            .map_err(|errno| failed(errno.into()));
+    }
+    let mut last = nix::errno::Errno::ENOENT;
+    for program in candidates(run.argv.first().map_or(&[], Vec::as_slice), &env) {
+        let Err(errno) = nix::unistd::execve(&program, &args, &env);
+        last = errno;
+        if last != nix::errno::Errno::ENOENT {
+            break;
+        }
+    }
+    Err(failed(last.into()))
+}
+
+/// The paths a program's name can mean: itself if it has a `/`, else one for each directory of `PATH`.
+fn candidates(name: &[u8], env: &[CString]) -> Vec<CString> {
+    if name.contains(&b'/') {
+        return CString::new(name).into_iter().collect();
+    }
+    let path = env.iter().find_map(|one| one.as_bytes().strip_prefix(b"PATH="));
+    let path = path.unwrap_or(PATH.as_bytes());
+    path.split(|byte| *byte == b':').filter_map(|dir| CString::new([dir, b"/", name].concat()).ok()).collect()
+}

@@ -1,0 +1,443 @@
+//! The files a sandbox sees: what is opened for it with the node's rights, and how its init puts that together.
+//!
+//! Two processes share the work. One with root's rights on the node opens every source as a mount of its own, attached
+//! nowhere (`prepare`): root of a sandbox could not reach them. The init then has a mount namespace and puts them in
+//! place (`attach`); at the end nothing of the node's own tree is left. Not here: the namespaces (`birth`).
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
+    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree, unmount,
+};
+
+use super::failure::{Failure, Step};
+use super::kernel::set_mount_attributes;
+use super::order::{Birth, Bound};
+use super::root_id;
+use crate::sys::{Identity, as_tenant};
+
+const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
+const PLAIN: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
+const READ_ONLY: MountAttrFlags = PLAIN.union(MountAttrFlags::MOUNT_ATTR_RDONLY);
+const NO_PROGRAMS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOEXEC;
+/// The one file system that has devices.
+const SKELETON: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(NO_PROGRAMS);
+
+/// In every sandbox its own.
+const OWN: [&str; 5] = ["proc", "sys", "dev", "run", "tmp"];
+
+/// Of the node's root these are empty: whose files they hold is somebody else's business.
+const EMPTY: [&str; 7] = ["home", "root", "srv", "mnt", "media", "boot", "lost+found"];
+
+/// The same, deeper. `hide` of an order adds to them.
+const HIDDEN: [&str; 4] = ["/var/log", "/var/spool", "/var/mail", "/var/backups"];
+
+/// Directories of a base that nodes often have as file systems of their own.
+const NESTED: [&str; 4] = ["usr/local", "var/lib", "var/cache", "var/www"];
+
+/// What programs ask of the node's hardware.
+const FACTS: [&str; 2] = ["/sys/devices/system/cpu", "/sys/kernel/mm/transparent_hugepage"];
+
+/// Of `/proc`, what Docker masks too: files that tell of the node, or act on it.
+const MASKED: [&str; 16] = [
+    "acpi",
+    "asound",
+    "interrupts",
+    "kallsyms",
+    "kcore",
+    "keys",
+    "key-users",
+    "kmsg",
+    "latency_stats",
+    "modules",
+    "sched_debug",
+    "scsi",
+    "sysrq-trigger",
+    "timer_list",
+    "timer_stats",
+    "vmallocinfo",
+];
+/// Not `sys`: what is not the sandbox' own in it belongs to root of the node, who is nobody here, and CRIU wants to
+/// write what is.
+const LOCKED: [&str; 3] = ["bus", "fs", "irq"];
+
+/// Name, major and minor number (`Documentation/admin-guide/devices.txt`).
+const DEVICES: [(&str, u32, u32); 6] =
+    [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
+
+const LINKS: [(&str, &str); 5] = [
+    ("dev/ptmx", "pts/ptmx"),
+    ("dev/fd", "/proc/self/fd"),
+    ("dev/stdin", "/proc/self/fd/0"),
+    ("dev/stdout", "/proc/self/fd/1"),
+    ("dev/stderr", "/proc/self/fd/2"),
+];
+
+/// Directories of the skeleton that are mounted over others: those that may get mount points, and an empty one.
+const HIDES: &str = ".hidden";
+const NOTHING: &str = ".nothing";
+
+/// Bytes of the skeleton: directories, links and devices only.
+const SKELETON_BYTES_MAX: &str = "1m";
+/// Pseudoterminals.
+const TERMINALS_MAX: &str = "16";
+/// Bytes of `/tmp` and of `/run` where the order names no directory for them.
+const SCRATCH_BYTES_MAX: u64 = 64 << 20;
+
+/// All sources of one sandbox, each a mount that is attached nowhere.
+#[derive(Debug)]
+pub struct Prepared {
+    root: OwnedFd,
+    base: Vec<Source>,
+    tmp: Option<OwnedFd>,
+    run: Option<OwnedFd>,
+    binds: Vec<Source>,
+    /// Directories of the base that are to look empty.
+    hide: Vec<PathBuf>,
+    /// `/var/tmp` is there and has to be `/tmp`.
+    has_var_tmp: bool,
+}
+
+#[derive(Debug)]
+struct Source {
+    mount: OwnedFd,
+    target: PathBuf,
+    is_directory: bool,
+}
+
+// === With the node's rights ===
+
+/// Opens everything `birth` names.
+pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
+    let root = skeleton(birth).step("make its root file system")?;
+    let base_at = || format!("open its base {}", birth.base.display());
+    let base = rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty()).step(base_at())?;
+    let is_node = birth.base == Path::new("/");
+    let mut sources = top_level(&base, &root, is_node).step(base_at())?;
+    let mut hide = Vec::new();
+    if is_node {
+        let hidden = HIDDEN.iter().map(Path::new).chain(birth.hide.iter().map(PathBuf::as_path));
+        hide.extend(hidden.filter(|path| path.is_dir()).map(Path::to_path_buf));
+    }
+    for fact in FACTS.iter().map(Path::new).filter(|fact| fact.is_dir()) {
+        let mount = clone_path(CWD, fact, READ_ONLY).step(format!("open {}", fact.display()))?;
+        sources.push(Source { mount, target: fact.into(), is_directory: true });
+    }
+    let scratch = |path: &Option<PathBuf>| {
+        let open = |path: &PathBuf| clone_path(CWD, path, PLAIN).step(format!("open {}", path.display()));
+        path.as_ref().map(open).transpose()
+    };
+    let identity = Identity { uid: birth.uid, gid: birth.gid };
+    let binds = birth
+        .binds
+        .iter()
+        .map(|bound| open_bound(bound, identity).step(format!("open {} for it", bound.source.display())));
+    let has_var_tmp = rustix::fs::statat(&base, "var/tmp", AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory);
+    Ok(Prepared {
+        root,
+        base: sources,
+        tmp: scratch(&birth.tmp)?,
+        run: scratch(&birth.run)?,
+        binds: binds.collect::<Result<_, _>>()?,
+        hide,
+        has_var_tmp,
+    })
+}
+
+/// A small file system in memory that belongs to the sandbox' root, with the only devices there are.
+fn skeleton(birth: &Birth) -> io::Result<OwnedFd> {
+    let (uid, gid) = (root_id(birth.uid).to_string(), root_id(birth.gid).to_string());
+    let options = [("mode", "755"), ("size", SKELETON_BYTES_MAX), ("uid", &uid), ("gid", &gid)];
+    let root = new_mount("tmpfs", &options, SKELETON)?;
+    let mode = Mode::from_raw_mode(0o755);
+    rustix::fs::mkdirat(&root, "dev", mode)?;
+    for (name, major, minor) in DEVICES {
+        let (path, device) = (format!("dev/{name}"), rustix::fs::makedev(major, minor));
+        let file = Mode::from_raw_mode(0o666);
+        rustix::fs::mknodat(&root, &path, FileType::CharacterDevice, file, device)?;
+        // The mask of the keeper's process was taken off it.
+        rustix::fs::chmodat(&root, &path, file, AtFlags::empty())?;
+    }
+    for (name, to) in LINKS {
+        rustix::fs::symlinkat(to, &root, name)?;
+    }
+    for name in OWN.into_iter().filter(|name| *name != "dev").chain(["dev/pts", "dev/shm", HIDES, NOTHING]) {
+        rustix::fs::mkdirat(&root, name, mode)?;
+        rustix::fs::chownat(&root, name, Some(own(birth.uid)), Some(own_group(birth.gid)), AtFlags::empty())?;
+    }
+    rustix::fs::chownat(&root, "dev", Some(own(birth.uid)), Some(own_group(birth.gid)), AtFlags::empty())?;
+    Ok(root)
+}
+
+fn own(uid: u32) -> rustix::fs::Uid {
+    rustix::fs::Uid::from_raw(root_id(uid))
+}
+
+fn own_group(gid: u32) -> rustix::fs::Gid {
+    rustix::fs::Gid::from_raw(root_id(gid))
+}
+
+/// The directories of a base, each as a mount, and its links, which go into the skeleton as they are.
+fn top_level(base: &OwnedFd, root: &OwnedFd, is_node: bool) -> io::Result<Vec<Source>> {
+    let mut sources = Vec::new();
+    for entry in rustix::fs::Dir::read_from(base_readable(base)?)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().to_str() else { continue };
+        let left_out = is_node && EMPTY.contains(&name);
+        if name.starts_with('.') || OWN.contains(&name) || left_out {
+            continue;
+        }
+        let stat = rustix::fs::statat(base, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Symlink => {
+                let to = rustix::fs::readlinkat(base, name, Vec::new())?;
+                rustix::fs::symlinkat(&to, root, name)?;
+            }
+            FileType::Directory => {
+                let mount = clone_path(base, Path::new(name), READ_ONLY)?;
+                sources.push(Source { mount, target: name.into(), is_directory: true });
+            }
+            _ => {}
+        }
+    }
+    for name in NESTED {
+        let stat = rustix::fs::statx(base, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
+        if stat.is_ok_and(|stat| stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)) {
+            let mount = clone_path(base, Path::new(name), READ_ONLY)?;
+            sources.push(Source { mount, target: name.into(), is_directory: true });
+        }
+    }
+    Ok(sources)
+}
+
+fn base_readable(base: &OwnedFd) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(base, ".", flags, Mode::empty())?)
+}
+
+fn open_bound(bound: &Bound, identity: Identity) -> io::Result<Source> {
+    let who = bound.as_tenant.then_some(identity);
+    let open = || rustix::fs::openat(CWD, &bound.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let found = as_tenant(who, open)??;
+    let stat = rustix::fs::fstat(&found)?;
+    let mount = clone_mount(&found, if bound.writable { PLAIN } else { READ_ONLY })?;
+    let is_directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+    Ok(Source { mount, target: bound.target.clone(), is_directory })
+}
+
+// === In the sandbox' own namespaces ===
+
+/// Puts it all together and makes it the root of this process. Needs a mount namespace of its own, in which the node's
+/// tree is still to be seen.
+pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Result<(), Failure> {
+    let proc = new_mount("proc", &[("hidepid", "2")], PLAIN | NO_PROGRAMS).step("mount its /proc")?;
+    let root = &prepared.root;
+    attach_at(root, CWD, "/").step("attach its root")?;
+    for source in &prepared.base {
+        put(root, source).step(format!("attach {}", source.target.display()))?;
+    }
+    let mut hides = Vec::with_capacity(prepared.hide.len());
+    for (number, path) in prepared.hide.iter().enumerate() {
+        let hidden = hide(root, number, path).step(format!("hide {}", path.display()))?;
+        hides.extend(hidden);
+    }
+    for (target, given) in [("tmp", &prepared.tmp), ("run", &prepared.run)] {
+        let at = || format!("mount its /{target}");
+        match given {
+            Some(mount) => attach_at(mount, root, target).step(at())?,
+            None => {
+                let mount = scratch(uid, gid, "755", SCRATCH_BYTES_MAX, PLAIN).step(at())?;
+                attach_at(&mount, root, target).step(at())?;
+            }
+        }
+    }
+    if prepared.has_var_tmp {
+        let mount = clone_path(root, Path::new("tmp"), PLAIN).step("open its /tmp")?;
+        attach_at(&mount, root, "var/tmp").step("mount its /var/tmp")?;
+    }
+    let shm = scratch(uid, gid, "1777", shm_bytes_max, PLAIN | NO_PROGRAMS);
+    shm.and_then(|shm| attach_at(&shm, root, "dev/shm")).step("mount its /dev/shm")?;
+    let options = [("ptmxmode", "666"), ("mode", "620"), ("max", TERMINALS_MAX)];
+    let terminals = new_mount("devpts", &options, MountAttrFlags::MOUNT_ATTR_NOSUID | NO_PROGRAMS);
+    terminals.and_then(|pts| attach_at(&pts, root, "dev/pts")).step("mount its /dev/pts")?;
+    attach_at(&proc, root, "proc").step("attach its /proc")?;
+    mask(root).step("mask its /proc")?;
+    for source in &prepared.binds {
+        put(root, source).step(format!("bind {}", source.target.display()))?;
+    }
+    for hidden in &hides {
+        set_mount_attributes(hidden, READ_ONLY).step("make what is hidden read-only")?;
+    }
+    set_mount_attributes(root, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)
+        .step("make its root read-only")?;
+    pivot(root).step("enter its root")
+}
+
+fn hide(root: &OwnedFd, number: usize, path: &Path) -> io::Result<Option<OwnedFd>> {
+    let place = format!("{HIDES}/{number}");
+    rustix::fs::mkdirat(root, &place, Mode::from_raw_mode(0o755))?;
+    let mount = clone_path(root, Path::new(&place), SKELETON | MountAttrFlags::MOUNT_ATTR_NODEV)?;
+    match find(root, path, true) {
+        Ok(target) => {
+            attach_to(&mount, &target)?;
+            Ok(Some(mount))
+        }
+        // Beneath a directory that is hidden itself.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn scratch(
+    uid: u32,
+    gid: u32,
+    mode: &str,
+    bytes_max: u64,
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
+    let (uid, gid, size) = (uid.to_string(), gid.to_string(), bytes_max.to_string());
+    new_mount("tmpfs", &[("mode", mode), ("size", &size), ("uid", &uid), ("gid", &gid)], attributes)
+}
+
+/// Files of `/proc` become `/dev/null`, directories empty ones; a few more become read-only.
+fn mask(root: &OwnedFd) -> io::Result<()> {
+    for name in MASKED {
+        let path = Path::new("proc").join(name);
+        let target = match find(root, &path, false) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            target => target?,
+        };
+        let is_directory =
+            FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) == FileType::Directory;
+        let over = if is_directory { NOTHING } else { "dev/null" };
+        attach_to(
+            &clone_path(root, Path::new(over), SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)?,
+            &target,
+        )?;
+    }
+    for name in LOCKED {
+        let path = Path::new("proc").join(name);
+        let target = match find(root, &path, true) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            target => target?,
+        };
+        attach_to(&clone_mount(&target, READ_ONLY | NO_PROGRAMS)?, &target)?;
+    }
+    Ok(())
+}
+
+/// Attaches at the source's target; what is missing of the path is made where the sandbox' root may do that.
+fn put(root: &OwnedFd, source: &Source) -> io::Result<()> {
+    let target = match find(root, &source.target, source.is_directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            make(root, &source.target, source.is_directory)?;
+            find(root, &source.target, source.is_directory)?
+        }
+        target => target?,
+    };
+    attach_to(&source.mount, &target)
+}
+
+/// Looks a path up as a program in the sandbox would: no link leads out.
+fn find(root: &OwnedFd, path: &Path, is_directory: bool) -> io::Result<OwnedFd> {
+    let flags = if is_directory { DIRECTORY } else { OFlags::PATH | OFlags::CLOEXEC };
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    Ok(rustix::fs::openat2(root, path, flags, Mode::empty(), resolve)?)
+}
+
+fn make(root: &OwnedFd, path: &Path, is_directory: bool) -> io::Result<()> {
+    let names: Vec<_> = path.components().filter(|part| matches!(part, Component::Normal(_))).collect();
+    let mut at = find(root, Path::new("."), true)?;
+    let mut done = PathBuf::new();
+    for (index, name) in names.iter().enumerate() {
+        let (is_last, mode) = (index + 1 == names.len(), Mode::from_raw_mode(0o755));
+        let made = match is_last && !is_directory {
+            true => {
+                let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+                rustix::fs::openat(&at, name.as_os_str(), flags, mode).map(drop)
+            }
+            false => rustix::fs::mkdirat(&at, name.as_os_str(), mode),
+        };
+        match made {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) => {
+                let why = format!("/{} is missing in the base", done.join(name).display());
+                return Err(io::Error::new(io::ErrorKind::NotFound, why));
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+        done.push(name);
+        if !is_last {
+            at = find(root, &done, true)?;
+        }
+    }
+    Ok(())
+}
+
+/// Leaves the node's tree for good.
+fn pivot(root: &OwnedFd) -> io::Result<()> {
+    rustix::process::fchdir(root)?;
+    rustix::process::pivot_root(".", ".")?;
+    // Where both are at one place the old one is on top.
+    unmount(".", UnmountFlags::DETACH)?;
+    rustix::process::chdir("/")?;
+    Ok(())
+}
+
+// === Mounts ===
+
+/// A directory of the node as a mount that leads nowhere else, not even by `..`.
+pub fn detached(path: &Path, writable: bool) -> io::Result<OwnedFd> {
+    clone_path(CWD, path, if writable { PLAIN } else { READ_ONLY })
+}
+
+/// Nobody writes through this mount any more.
+pub fn lock(mount: impl AsFd) -> io::Result<()> {
+    set_mount_attributes(mount, READ_ONLY)
+}
+
+/// An empty directory in memory that nobody finds, for a user and group of the node.
+pub fn memory(uid: u32, gid: u32, mode: &str, bytes_max: u64) -> io::Result<OwnedFd> {
+    scratch(uid, gid, mode, bytes_max, PLAIN | NO_PROGRAMS)
+}
+
+fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let context = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for (name, value) in options {
+        fsconfig_set_string(&context, *name, *value)?;
+    }
+    fsconfig_create(&context)?;
+    Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+fn clone_path(at: impl AsFd, path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let found = rustix::fs::openat(at, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    clone_mount(&found, attributes)
+}
+
+/// A mount of what an open file is, attached nowhere.
+fn clone_mount(file: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH
+        | OpenTreeFlags::AT_NO_AUTOMOUNT;
+    let mount = open_tree(file, "", flags)?;
+    set_mount_attributes(&mount, attributes)?;
+    Ok(mount)
+}
+
+fn attach_at(mount: &OwnedFd, at: impl AsFd, path: &str) -> io::Result<()> {
+    Ok(move_mount(mount, "", at, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
+}
+
+fn attach_to(mount: &OwnedFd, target: &OwnedFd) -> io::Result<()> {
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    Ok(move_mount(mount, "", target, "", flags)?)
+}

@@ -1,0 +1,598 @@
+//! Images on the real kernel with a real CRIU: state that survives, and images that are wrong.
+//!
+//! Skipped where there is no CRIU. Not here: sandboxes alone (`sandbox`), single values of headers and logs (beside
+//! the code).
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use nagaya_keeper::image::{
+    Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
+};
+use nagaya_keeper::sandbox::{Address, ROOT_PID, Sandbox, Task};
+use serde_json::{Value, json};
+
+use crate::Fact;
+use crate::scene::{self, Scene, TIMEOUT, launcher};
+use crate::world::{ALICE, set_mode};
+
+pub const CRIU: &[Fact] = &[
+    ("an application goes on from its image with what it remembered", goes_on),
+    ("an image of an image's application is one too", generations),
+    ("processes that share memory, files and locks go on together", prefork),
+    ("an application listens on sockets of its own after its restore", own_sockets),
+    ("a restored program is as fenced in as before", still_fenced),
+    ("an image is closed to everybody but root", closed),
+    ("an image that was cut is put aside and not used", cut),
+    ("an image that was altered is put aside and not used", altered),
+    ("an image of another kernel, CRIU, base or release is not used", elsewhere),
+    ("an image that cannot be brought back is put aside, and at last none is taken", not_restored),
+    ("what cannot be imaged goes on, says why and is remembered", unfit),
+    ("a program with a filter of its own is not imaged", own_filter),
+    ("an image that is too large or has no room is refused", no_room),
+    ("images go when nobody wants them, or others were used since", collected),
+    ("a CRIU that is no good is passed over with the reason", no_criu),
+];
+
+/// Why these tests cannot run here, if they cannot.
+pub fn missing() -> Option<&'static str> {
+    find_criu(configured().as_deref()).found.is_none().then_some("no CRIU of 4.1 or newer is installed")
+}
+
+/// For a CRIU elsewhere than in the usual places.
+fn configured() -> Option<PathBuf> {
+    std::env::var_os("NAGAYA_TEST_CRIU").map(PathBuf::from)
+}
+
+const COUNTER: &str = "import os, socket\n\
+    server = socket.socket(fileno=3)\n\
+    seen = []\n\
+    print('starts', flush=True)\n\
+    while True:\n\
+    \x20   client, _ = server.accept()\n\
+    \x20   try:\n\
+    \x20       seen.append(client.recv(100).decode())\n\
+    \x20       print('served', len(seen), flush=True)\n\
+    \x20       client.sendall(f'{os.getpid()} {os.getuid()} {seen}'.encode())\n\
+    \x20   except OSError: seen.append('gone')\n\
+    \x20   client.close()\n";
+
+const LIMITS: Limits =
+    Limits { bytes_max: 1 << 30, images_max: 100, age_max: std::time::Duration::from_secs(3600) };
+
+struct Stage {
+    scene: Scene,
+    images: Images,
+}
+
+/// One life of the application.
+struct Life {
+    sandbox: Sandbox,
+    listener: OwnedFd,
+    path: PathBuf,
+    log: OwnedFd,
+    log_writer: OwnedFd,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let scene = Scene::new().with_file("counter.py", COUNTER);
+        let dir = scene.dir.path().join("images");
+        let images = Images::open(&dir, configured().as_deref(), launcher(), LIMITS).unwrap();
+        Self { scene, images }
+    }
+
+    fn subject(&self) -> Subject {
+        Subject {
+            site: "counter".into(),
+            release: "1".into(),
+            definition: Digest::of(&[b"counter"]),
+            base: base_digest("/".as_ref()).unwrap(),
+            uid: ALICE,
+            gid: ALICE,
+        }
+    }
+
+    /// A fresh sandbox with the sockets of an application, and nothing in it.
+    fn life(&self) -> Life {
+        let sandbox = self.scene.create();
+        let path = self.scene.dir.path().join("listener.sock");
+        let listener = sandbox.listener(&path).unwrap();
+        let (log, log_writer) = sandbox.pipe().unwrap();
+        Life { sandbox, listener, path, log, log_writer }
+    }
+}
+
+impl Life {
+    fn start(&self, command: &[&str]) -> Task {
+        scene::root_task(&self.sandbox, command, Some(&self.listener), &self.log_writer)
+    }
+
+    fn handed(&self) -> Handed<'_> {
+        Handed { listener: Some(self.listener.as_fd()), log: Some(self.log_writer.as_fd()) }
+    }
+
+    fn connect(&self) -> OwnedFd {
+        self.sandbox.connect(&Address::Listener(self.path.clone())).unwrap()
+    }
+
+    fn ask(&self, word: &str) -> String {
+        talk(self.connect(), word)
+    }
+
+    fn read_log(&self) -> String {
+        scene::wait_readable(&self.log);
+        let mut text = [0; 4096];
+        let len = rustix::io::read(&self.log, &mut text).unwrap();
+        String::from_utf8_lossy(&text[..len]).into_owned()
+    }
+}
+
+fn talk(socket: OwnedFd, word: &str) -> String {
+    rustix::io::ioctl_fionbio(&socket, false).unwrap();
+    let mut stream = UnixStream::from(socket);
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.write_all(word.as_bytes()).unwrap();
+    let mut said = String::new();
+    stream.read_to_string(&mut said).unwrap();
+    said
+}
+
+/// An application that serves, and an image of it.
+fn imaged(stage: &Stage) -> (Life, Image) {
+    let life = stage.life();
+    let _task = life.start(&["python3", "counter.py"]);
+    assert_eq!(life.ask("one"), format!("10 {ALICE} ['one']"));
+    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    (life, image)
+}
+
+#[track_caller]
+fn found(stage: &Stage) -> Image {
+    match stage.images.find(&stage.subject()) {
+        Found::Image(image) => *image,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn not_found(stage: &Stage, subject: &Subject) {
+    let found = stage.images.find(subject);
+    assert!(matches!(found, Found::Nothing), "{found:?}");
+}
+
+/// Why images were put aside.
+fn put_aside(stage: &Stage) -> Vec<String> {
+    stage.images.list().into_iter().filter_map(|one| one.quarantined).collect()
+}
+
+fn image_file(stage: &Stage, name: &str) -> PathBuf {
+    stage.images.dir().join("images").join(stage.subject().id()).join(name)
+}
+
+fn goes_on() {
+    let stage = Stage::new();
+    not_found(&stage, &stage.subject());
+    let (life, taken) = imaged(&stage);
+    assert!(taken.bytes() > 1 << 20, "{taken:?}");
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"), "it goes on after its image was taken");
+    drop(life);
+    // As often as it takes, each time from the same moment.
+    for word in ["three", "four", "five"] {
+        let life = stage.life();
+        // Queued before there is anybody.
+        let early = life.connect();
+        let task = stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap();
+        assert_eq!(task.pid, ROOT_PID);
+        assert_eq!(talk(early, word), format!("10 {ALICE} ['one', '{word}']"));
+        assert_eq!(life.ask("more"), format!("10 {ALICE} ['one', '{word}', 'more']"));
+        assert_eq!(life.read_log(), "served 2\nserved 3\n");
+        assert_eq!(task.try_exit().unwrap(), None);
+        task.signal(rustix::process::Signal::TERM).unwrap();
+        let exit = task.wait(TIMEOUT).unwrap();
+        assert_eq!(exit.signal, Some(rustix::process::Signal::TERM.as_raw()));
+    }
+    assert_eq!(put_aside(&stage), [""; 0]);
+}
+
+fn generations() {
+    let stage = Stage::new();
+    let (mut life, mut image) = imaged(&stage);
+    for generation in 2..5 {
+        drop(life);
+        life = stage.life();
+        stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+        let said = life.ask("again");
+        assert_eq!(said.matches("again").count(), generation - 1, "{said}");
+        image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    }
+    assert_eq!(stage.images.list().len(), 1, "each takes the place of the one before");
+}
+
+/// As gunicorn does it: a master, workers that share memory, a file without a name for signs of life, a lock.
+const PREFORK: &str = "import fcntl, mmap, os, socket, tempfile, threading, time\n\
+    server = socket.socket(fileno=3)\n\
+    shared = mmap.mmap(-1, 4096)\n\
+    alive = tempfile.TemporaryFile()\n\
+    alive.write(b'alive'); alive.flush()\n\
+    locked = open('/srv/app/lock', 'w'); fcntl.lockf(locked, fcntl.LOCK_EX)\n\
+    log = open('/tmp/own.log', 'a')\n\
+    def serve():\n\
+    \x20   while True:\n\
+    \x20       client, _ = server.accept()\n\
+    \x20       shared[0] += 1\n\
+    \x20       print(shared[0], file=log, flush=True)\n\
+    \x20       client.recv(100); alive.seek(0)\n\
+    \x20       client.sendall(f'{shared[0]} {alive.read().decode()} {threading.active_count()}'.encode())\n\
+    \x20       client.close()\n\
+    if os.fork() == 0:\n\
+    \x20   threading.Thread(target=time.sleep, args=(100000,), daemon=True).start()\n\
+    \x20   serve()\n\
+    os.wait()\n";
+
+fn prefork() {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("prefork.py", PREFORK);
+    let life = stage.life();
+    let _task = life.start(&["python3", "prefork.py"]);
+    assert_eq!(life.ask("x"), "1 alive 2");
+    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("x"), "2 alive 2");
+    drop(life);
+    let life = stage.life();
+    let task = stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("x"), "2 alive 2");
+    assert_eq!(fs::read_to_string(stage.scene.dir.path().join("tmp/own.log")).unwrap(), "1\n2\n2\n");
+    let try_lock = "import fcntl\n\
+        try: fcntl.lockf(open('/srv/app/lock', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); print('free')\n\
+        except OSError: print('locked')";
+    assert_eq!(scene::python(&life.sandbox, try_lock), "locked");
+    assert_eq!(task.try_exit().unwrap(), None);
+}
+
+fn own_sockets() {
+    let mut stage = Stage::new();
+    let knows_ports = !stage.images.criu().why.contains("cannot image applications with TCP sockets");
+    let own = "server = socket.socket(socket.AF_UNIX); server.bind('/run/own.sock'); server.listen()";
+    let port = "server = socket.create_server(('127.0.0.1', 8123))";
+    let handed = "server = socket.socket(fileno=3)";
+    stage.scene = stage.scene.with_file("own.py", &COUNTER.replace(handed, own));
+    stage.scene = stage.scene.with_file("port.py", &COUNTER.replace(handed, port));
+    let own = ("own.py", Address::Socket("/run/own.sock".into()));
+    let ways = if knows_ports { vec![own, ("port.py", Address::Port(8123))] } else { vec![own] };
+    for (name, address) in ways {
+        let life = stage.life();
+        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        let _task = scene::root_task(&life.sandbox, &["python3", name], None, &life.log_writer);
+        assert!(life.read_log().contains("starts"));
+        assert_eq!(talk(life.sandbox.connect(&address).unwrap(), "one"), format!("10 {ALICE} ['one']"));
+        let stays = life.sandbox.connect(&address).unwrap();
+        let taken = stage.images.take(&stage.subject(), &life.sandbox, &log);
+        match address {
+            // It is cut off in the image.
+            Address::Port(_) => drop(taken.unwrap()),
+            _ => {
+                let refused = taken.unwrap_err().to_string();
+                assert!(refused.contains("one end of a Unix socket's connection is outside"), "{refused}");
+                drop(stays);
+                stage.images.forget_refusal(&stage.subject());
+                // It must have seen that the client has gone.
+                assert_eq!(
+                    talk(life.sandbox.connect(&address).unwrap(), "one"),
+                    format!("10 {ALICE} ['one', '', 'gone', 'one']")
+                );
+                stage.images.take(&stage.subject(), &life.sandbox, &log).unwrap();
+            }
+        }
+        drop(life);
+        let life = stage.life();
+        let log = Handed { listener: None, log: Some(life.log_writer.as_fd()) };
+        stage.images.restore(&found(&stage), &life.sandbox, &log).unwrap();
+        let said = talk(life.sandbox.connect(&address).unwrap(), "two");
+        assert!(said.ends_with("'two']"), "{said}");
+        assert_eq!(put_aside(&stage), [""; 0]);
+    }
+}
+
+fn still_fenced() {
+    let mut stage = Stage::new();
+    let status = "client.recv(100); seen = [line.split()[1] for line in open('/proc/self/status') if line.startswith((\
+        'CapEff', 'CapBnd', 'NoNewPrivs', 'Seccomp'))]";
+    let code = COUNTER.replace("seen.append(client.recv(100).decode())", status);
+    stage.scene = stage.scene.with_file("fenced.py", &code);
+    let life = stage.life();
+    let _task = life.start(&["python3", "fenced.py"]);
+    let before = life.ask("x");
+    let none = "0".repeat(16);
+    assert_eq!(before, format!("10 {ALICE} ['{none}', '{none}', '1', '2', '1']"));
+    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    drop(life);
+    let life = stage.life();
+    stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("x"), before);
+    // What CRIU was is gone; the application is alone, and new processes have numbers near its own.
+    let others = "import os; own = os.getpid()\n\
+        print(own < 100, [name for name in os.listdir('/proc') if name.isdigit() and int(name) != own])";
+    assert_eq!(scene::python(&life.sandbox, others), "True ['10']");
+}
+
+fn closed() {
+    let stage = Stage::new();
+    let (life, _image) = imaged(&stage);
+    let mode = |path: &Path| fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777;
+    for dir in ["", "images", "quarantine", "work", "refused"] {
+        assert_eq!(mode(&stage.images.dir().join(dir)), 0o700, "{dir}");
+    }
+    let dir = image_file(&stage, "");
+    assert_eq!(mode(&dir), 0o750);
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let stat = fs::symlink_metadata(&path).unwrap();
+        assert_eq!((stat.uid(), mode(&path) & 0o137), (0, 0), "{}", path.display());
+    }
+    assert_eq!(fs::read_dir(stage.images.dir().join("work")).unwrap().count(), 0);
+    // The group that can read is that of the sandbox' root, which no program in it is in.
+    let code = "import os; print(os.getgroups(), os.getgid())";
+    assert_eq!(scene::python(&life.sandbox, code), format!("[] {ALICE}"));
+}
+
+fn cut() {
+    let stage = Stage::new();
+    drop(imaged(&stage));
+    let pages = image_file(&stage, "pages-1.img");
+    let len = fs::metadata(&pages).unwrap().len();
+    fs::File::options().write(true).open(&pages).unwrap().set_len(len - 4096).unwrap();
+    not_found(&stage, &stage.subject());
+    let why = put_aside(&stage);
+    assert!(matches!(why.as_slice(), [why] if why.contains("pages-1.img has")), "{why:?}");
+    // Another one is taken, of which the header is cut.
+    drop(imaged(&stage));
+    found(&stage);
+    fs::File::options().write(true).open(image_file(&stage, "header")).unwrap().set_len(200).unwrap();
+    not_found(&stage, &stage.subject());
+    assert_eq!(put_aside(&stage).len(), 2);
+    assert!(
+        matches!(stage.images.find(&stage.subject()), Found::Unfit(why) if why.contains("turned out wrong"))
+    );
+}
+
+fn altered() {
+    let stage = Stage::new();
+    drop(imaged(&stage));
+    found(&stage);
+    let pages = image_file(&stage, "pages-1.img");
+    let file = fs::File::options().read(true).write(true).open(&pages).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 100_000).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
+    not_found(&stage, &stage.subject());
+    let why = put_aside(&stage);
+    assert!(matches!(why.as_slice(), [why] if why.contains("content of pages-1.img was changed")), "{why:?}");
+    // One that nobody looked at since the start of the keeper is compared, too.
+    drop(imaged(&stage));
+    let pages = image_file(&stage, "pages-1.img");
+    let again = Images::open(&stage.images.dir(), configured().as_deref(), launcher(), LIMITS).unwrap();
+    let stage = Stage { images: again, ..stage };
+    fs::File::options().write(true).open(&pages).unwrap().write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
+    not_found(&stage, &stage.subject());
+}
+
+/// Changes the header as somebody would who knows its digest.
+fn forge(stage: &Stage, change: impl FnOnce(&mut Value)) {
+    let path = image_file(stage, "header");
+    let text = fs::read_to_string(&path).unwrap();
+    let (first, body) = text.split_once('\n').unwrap();
+    let mut header: Value = serde_json::from_str(body).unwrap();
+    change(&mut header);
+    let body = serde_json::to_string_pretty(&header).unwrap();
+    let digest = Digest::of(&[body.as_bytes()]).to_string();
+    let (magic, _) = first.rsplit_once(' ').unwrap();
+    fs::write(&path, format!("{magic} {digest}\n{body}\n")).unwrap();
+}
+
+fn elsewhere() {
+    let stage = Stage::new();
+    drop(imaged(&stage));
+    forge(&stage, |_| {});
+    found(&stage);
+    for (field, value) in
+        [("kernel", json!("5.10.0 #1")), ("criu", json!("4.0")), ("criu_build", json!("0".repeat(64)))]
+    {
+        let before = fs::read(image_file(&stage, "header")).unwrap();
+        forge(&stage, |header| header["environment"][field] = value);
+        not_found(&stage, &stage.subject());
+        fs::write(image_file(&stage, "header"), before).unwrap();
+        found(&stage);
+    }
+    let other = Digest::of(&[b"upgraded"]);
+    not_found(&stage, &Subject { base: other, ..stage.subject() });
+    not_found(&stage, &Subject { definition: other, ..stage.subject() });
+    not_found(&stage, &Subject { release: "2".into(), ..stage.subject() });
+    forge(&stage, |header| header["subject"]["site"] = json!("another"));
+    not_found(&stage, &stage.subject());
+    // None of them is wrong: they only do not fit.
+    assert_eq!(put_aside(&stage), [""; 0]);
+    // A format of another version is none.
+    let text = fs::read_to_string(image_file(&stage, "header")).unwrap();
+    fs::write(image_file(&stage, "header"), text.replacen("nagaya-image 1 ", "nagaya-image 2 ", 1)).unwrap();
+    not_found(&stage, &stage.subject());
+    assert!(put_aside(&stage)[0].contains("another version of nagaya"));
+}
+
+fn not_restored() {
+    let mut stage = Stage::new();
+    let code = format!("data = open('/srv/app/data', 'r+')\n{COUNTER}");
+    stage.scene = stage.scene.with_file("data.py", &code).with_file("data", "x");
+    for time in 1..=2 {
+        fs::write(stage.scene.app("data"), "x").unwrap();
+        std::os::unix::fs::chown(stage.scene.app("data"), Some(ALICE), Some(ALICE)).unwrap();
+        let life = stage.life();
+        let _task = life.start(&["python3", "data.py"]);
+        life.ask("one");
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        drop(life);
+        fs::remove_file(stage.scene.app("data")).unwrap();
+        let life = stage.life();
+        let refused = stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap_err();
+        assert!(matches!(refused, ImageError::NotRestored { .. }), "{refused}");
+        assert!(refused.to_string().contains("srv/app/data"), "{refused}");
+        assert_eq!(put_aside(&stage).len(), time);
+    }
+    assert!(matches!(stage.images.find(&stage.subject()), Found::Unfit(_)));
+    // Another release is another matter, and asking by hand is too.
+    not_found(&stage, &Subject { release: "2".into(), ..stage.subject() });
+    stage.images.forget_refusal(&stage.subject());
+    not_found(&stage, &stage.subject());
+}
+
+fn unfit() {
+    let mut stage = Stage::new();
+    // A database, outside.
+    let path = stage.scene.dir.path().join("run/db.sock");
+    let database = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    std::os::unix::fs::chown(&path, Some(ALICE), Some(ALICE)).unwrap();
+    let code =
+        format!("import socket\ndb = socket.socket(socket.AF_UNIX); db.connect('/run/db.sock')\n{COUNTER}");
+    stage.scene = stage.scene.with_file("connected.py", &code);
+    let life = stage.life();
+    let _task = life.start(&["python3", "connected.py"]);
+    let _connection = database.accept().unwrap();
+    assert_eq!(life.ask("one"), format!("10 {ALICE} ['one']"));
+    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    assert!(refused.to_string().contains("a Unix socket is connected to something outside"), "{refused}");
+    assert_eq!(refused.code().to_string(), "NGY0335");
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"), "it goes on");
+    match stage.images.find(&stage.subject()) {
+        Found::Unfit(reason) => assert!(reason.contains("a Unix socket is connected"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+    stage.images.forget_refusal(&stage.subject());
+    not_found(&stage, &stage.subject());
+    assert_eq!(fs::read_dir(stage.images.dir().join("work")).unwrap().count(), 0);
+}
+
+fn own_filter() {
+    let mut stage = Stage::new();
+    // One instruction: allow everything.
+    let code = format!(
+        "import ctypes, struct\n\
+         program = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0x7fff0000))\n\
+         header = ctypes.create_string_buffer(struct.pack('HxxxxxxP', 1, ctypes.addressof(program)))\n\
+         assert ctypes.CDLL(None).prctl(22, 2, header, 0, 0) == 0\n{COUNTER}"
+    );
+    stage.scene = stage.scene.with_file("filtered.py", &code);
+    let life = stage.life();
+    let _task = life.start(&["python3", "filtered.py"]);
+    life.ask("one");
+    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    assert!(refused.to_string().contains("a system call filter of its own"), "{refused}");
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
+}
+
+fn no_room() {
+    let stage = Stage::new();
+    stage.images.set_limits(Limits { bytes_max: 1 << 20, ..LIMITS });
+    let life = stage.life();
+    let _task = life.start(&["python3", "counter.py"]);
+    life.ask("one");
+    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    assert!(matches!(refused, ImageError::TooLarge { .. }), "{refused}");
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
+    assert_eq!(fs::read_dir(stage.images.dir().join("work")).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(stage.images.dir().join("images")).unwrap().count(), 0);
+    // A file system with less than must stay free.
+    let small = stage.scene.dir.path().join("small");
+    fs::create_dir(&small).unwrap();
+    let _mounted = Mounted::new(&small, "size=64m");
+    let images = Images::open(&small.join("images"), configured().as_deref(), launcher(), LIMITS).unwrap();
+    let refused = images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    assert!(matches!(refused, ImageError::NoSpace { .. }), "{refused}");
+    assert!(matches!(images.find(&stage.subject()), Found::Nothing), "that is not remembered");
+}
+
+/// A file system in memory, gone with this.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(at: &Path, options: &str) -> Self {
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", options, "none"]).arg(at).status();
+        assert!(mounted.unwrap().success());
+        Self(at.into())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+fn collected() {
+    let stage = Stage::new();
+    let life = stage.life();
+    let _task = life.start(&["python3", "counter.py"]);
+    life.ask("one");
+    let release = |number: u32| Subject { release: number.to_string(), ..stage.subject() };
+    for number in 1..=3 {
+        stage.images.take(&release(number), &life.sandbox, &life.handed()).unwrap();
+    }
+    // Used longest ago, by the clock of the file system.
+    let used = |number: u32, seconds: u64| {
+        let header = stage.images.dir().join("images").join(release(number).id()).join("header");
+        let time = std::time::SystemTime::now() - std::time::Duration::from_secs(seconds);
+        fs::File::open(header).unwrap().set_modified(time).unwrap();
+    };
+    for (number, seconds) in [(1, 10), (2, 30), (3, 20)] {
+        used(number, seconds);
+    }
+    let left = || {
+        let mut left: Vec<String> =
+            stage.images.list().into_iter().map(|one| one.subject.unwrap().release).collect();
+        left.sort();
+        left
+    };
+    stage.images.collect(|_| true);
+    assert_eq!(left(), ["1", "2", "3"]);
+    stage.images.set_limits(Limits { images_max: 2, ..LIMITS });
+    stage.images.collect(|_| true);
+    assert_eq!(left(), ["1", "3"]);
+    stage.images.collect(|subject| subject.release != "1");
+    assert_eq!(left(), ["3"]);
+    used(3, 7200);
+    stage.images.collect(|_| true);
+    assert_eq!(left(), [""; 0]);
+}
+
+fn no_criu() {
+    let dir = tempfile::tempdir().unwrap();
+    let passed_over = |path: &Path| {
+        let search = find_criu(Some(path));
+        assert!(search.found.is_none());
+        search.reason()
+    };
+    let absent = dir.path().join("absent");
+    assert!(passed_over(&absent).contains("no such file"), "{}", passed_over(&absent));
+    // A program that says no version.
+    assert!(passed_over(Path::new("/bin/true")).contains("does not say its version"));
+    let script = dir.path().join("script");
+    fs::write(&script, "#!/bin/sh\necho Version: 9.9\n").unwrap();
+    set_mode(&script, 0o755);
+    assert!(passed_over(&script).contains("no program of this machine"));
+    let open = dir.path().join("open");
+    fs::copy("/bin/true", &open).unwrap();
+    set_mode(&open, 0o777);
+    assert!(passed_over(&open).contains("others than root can change it"));
+    let search = find_criu(configured().as_deref());
+    assert!(
+        search.reason().contains("version 4") || search.reason().contains("version 5"),
+        "{}",
+        search.reason()
+    );
+    let refused = Images::open(dir.path(), Some(&absent), launcher(), LIMITS).unwrap_err();
+    assert_eq!(refused.code().to_string(), "NGY0334");
+}

@@ -1,0 +1,133 @@
+//! What the facts mean for instances of applications: which steps of rest this machine has, and what a sandbox is made of.
+//!
+//! Pure. Not here: the facts (`facts`, `cgroups`), the rest of the machine (`checks`).
+
+use nagaya_base::units::format_bytes;
+
+use super::cgroups::{Hierarchy, Version};
+use super::checks::{Row, State};
+use super::facts::Facts;
+
+/// Each sandbox has one; more than a node can host.
+const USER_NAMESPACES_WANTED: u64 = 4_096;
+
+pub static ROWS: &[Row] = &[
+    Row {
+        name: "criu",
+        why: "applications can rest as images on disk, and come back in milliseconds instead of being started anew",
+        how: "install CRIU 4.1 or newer (Debian 13 has it), or name one as criu in [instances]",
+        judge: criu,
+    },
+    Row {
+        name: "user-namespaces",
+        why: "each application has one, so that nothing in its sandbox has rights outside of it",
+        how: "sysctl -w user.max_user_namespaces=65536 (and kernel.unprivileged_userns_clone=1 on Debian, without root)",
+        judge: user_namespaces,
+    },
+    Row {
+        name: "freezer",
+        why: "an application that rests frozen uses no CPU time at all",
+        how: "mount cgroup2 anywhere (it needs no controllers; Linux 5.2), or the v1 hierarchy of freezer",
+        judge: freezer,
+    },
+    Row {
+        name: "swap",
+        why: "memory of an application that rests reclaimed goes there; without it, it stays until the application has an image",
+        how: "compressed swap costs no disk: modprobe zram, and zramctl, mkswap and swapon it (package zram-tools does it)",
+        judge: swap,
+    },
+];
+
+fn criu(facts: &Facts) -> (State, String) {
+    match &facts.criu.path {
+        Some(path) => (State::Ok, format!("{}: {}", path.display(), facts.criu.reason)),
+        None => (State::Off, facts.criu.reason.clone()),
+    }
+}
+
+fn user_namespaces(facts: &Facts) -> (State, String) {
+    match facts.user_namespaces {
+        Some(0) | None => (State::Off, "0".into()),
+        Some(max) if max < USER_NAMESPACES_WANTED => {
+            (State::Warn, format!("{max}, {USER_NAMESPACES_WANTED} wanted"))
+        }
+        Some(max) => (State::Ok, max.to_string()),
+    }
+}
+
+/// Cgroup v2 freezes without any controller.
+fn freezer(facts: &Facts) -> (State, String) {
+    let usable = |version| facts.cgroups.of(version).filter(|hierarchy| hierarchy.is_usable());
+    let v1 = usable(Version::V1).find(|hierarchy| hierarchy.has("freezer"));
+    let v2 = usable(Version::V2).next();
+    let at = |hierarchy: &Hierarchy, how: &str| (State::Ok, format!("{how} ({})", hierarchy.base.display()));
+    match (v2, v1) {
+        (Some(v2), _) => at(v2, "v2"),
+        (None, Some(v1)) => at(v1, "v1"),
+        (None, None) => (State::Off, "no usable hierarchy".into()),
+    }
+}
+
+fn swap(facts: &Facts) -> (State, String) {
+    match &facts.swaps[..] {
+        [] => (State::Warn, "none".into()),
+        swaps => {
+            let shown = swaps.iter().map(|swap| {
+                let compressed = if swap.name.contains("zram") { ", compressed" } else { "" };
+                format!("{} ({}{compressed})", swap.name, format_bytes(swap.bytes))
+            });
+            (State::Ok, shown.collect::<Vec<_>>().join(", "))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::facts::{Criu, Swap};
+    use super::*;
+
+    #[test]
+    fn which_criu_runs_and_why_is_said() {
+        let with = |path: Option<&str>, reason: &str| Facts {
+            criu: Criu { path: path.map(Into::into), reason: reason.into() },
+            ..Facts::default()
+        };
+        let shown = (State::Ok, "/opt/criu: the configured one, version 4.2".to_owned());
+        assert_eq!(criu(&with(Some("/opt/criu"), "the configured one, version 4.2")), shown);
+        assert_eq!(criu(&with(None, "none is installed")), (State::Off, "none is installed".into()));
+    }
+
+    #[test]
+    fn either_freezer_is_enough_and_v2_needs_no_controller() {
+        let hierarchy = |version, controllers: &[&str]| Hierarchy {
+            version,
+            controllers: controllers.iter().map(|name| (*name).into()).collect(),
+            withheld: Vec::new(),
+            base: "/sys/fs/cgroup/x".into(),
+            read_only: false,
+            writable: true,
+            favors_moves: false,
+            crowded: false,
+            files: BTreeSet::new(),
+        };
+        let mut facts = Facts::default();
+        assert_eq!(freezer(&facts).0, State::Off);
+        facts.cgroups.hierarchies = vec![hierarchy(Version::V1, &["cpu"])];
+        assert_eq!(freezer(&facts).0, State::Off);
+        facts.cgroups.hierarchies.push(hierarchy(Version::V1, &["freezer"]));
+        assert_eq!(freezer(&facts), (State::Ok, "v1 (/sys/fs/cgroup/x)".into()));
+        facts.cgroups.hierarchies.push(hierarchy(Version::V2, &[]));
+        assert_eq!(freezer(&facts), (State::Ok, "v2 (/sys/fs/cgroup/x)".into()));
+    }
+
+    #[test]
+    fn compressed_swap_is_told_from_a_disk() {
+        let swap_of = |name: &str| Swap { name: name.into(), bytes: 2 << 30 };
+        let facts = Facts { swaps: vec![swap_of("/dev/zram0"), swap_of("/swap")], ..Facts::default() };
+        let shown = "/dev/zram0 (2GiB, compressed), /swap (2GiB)";
+        assert_eq!(swap(&facts), (State::Ok, shown.into()));
+        assert_eq!(swap(&Facts::default()).0, State::Warn);
+    }
+}

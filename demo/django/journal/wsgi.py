@@ -1,0 +1,8 @@
+"""What gunicorn runs."""
+
+import os
+
+from django.core.wsgi import get_wsgi_application
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "journal.settings")
+application = get_wsgi_application()

@@ -1,0 +1,514 @@
+//! Instances: real applications that start with their first request, rest deeper and deeper, wake for the next one, and
+//! say what that took.
+//!
+//! Not here: what a hostile application can try (`keeper/tests/kernel`), proxying as such (`proxy`).
+
+use std::sync::mpsc;
+
+use nagaya_tests::client::{self, Connection, Response};
+use nagaya_tests::suite::{Suite, Tests, skip};
+use nagaya_tests::world::World;
+use nagaya_tests::{machine, wait};
+use serde_json::{Value, json};
+
+use crate::programs;
+
+pub const SUITE: Suite = Suite {
+    name: "instances",
+    needs_root: true,
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            a_first_request_starts_an_application_and_says_what_that_took,
+            the_same_is_in_the_log_the_metrics_and_the_explanation,
+            a_socket_a_port_and_a_descriptor_are_ways_to_listen,
+            phps_own_server_is_an_application,
+            a_node_server_is_an_application,
+            an_idle_application_rests_step_by_step_and_comes_back_with_its_memory,
+            an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start,
+            fifty_first_requests_start_it_once,
+            a_crash_between_two_requests_is_invisible_to_a_get,
+            a_request_that_ends_its_application_is_tried_once_more_and_no_oftener,
+            a_post_is_never_done_twice,
+            an_upgraded_connection_keeps_it_awake_for_as_long_as_it_lives,
+            a_slow_answer_keeps_it_awake,
+            a_crawler_is_answered_without_waking_anybody,
+            an_operator_lists_wakes_rests_and_stops_instances,
+            what_an_operator_cannot_do_is_said,
+            top_shows_who_runs_and_rests,
+            a_record_with_mistakes_is_refused_with_all_of_them,
+            a_secret_comes_from_its_file_and_is_in_no_record,
+            one_that_is_not_ready_gets_no_request,
+            a_client_that_leaves_waits_for_no_wake,
+        ],
+    ),
+};
+
+/// Those that end a process which the others stand on.
+pub const ALONE: Suite = Suite {
+    name: "instances_alone",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![a_keeper_that_is_started_anew_is_waited_for]),
+};
+
+const CRAWLERS: &str =
+    "answer 503, \"Not now.\\n\" if request.header[\"User-Agent\"].to_s.include?(\"crawler\")\n";
+
+fn world() -> World {
+    let mut builder = World::builder().tenant("alice");
+    // One that is not where the node looks for it by itself.
+    if let Ok(criu) = std::env::var("NAGAYA_CRIU") {
+        builder = builder.set("instances", &format!("criu = {criu:?}"));
+    }
+    let world = builder
+        .set("receipts", "allow = [\"127.0.0.1\"]")
+        .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
+        .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
+        .rule("crawlers", "access_checker", CRAWLERS, "")
+        .start();
+    world.write_program("alice", "app/app.py", programs::INSTANCE);
+    world.write("alice", "app/secret", "hunter2\n");
+    world.write("alice", "php/index.php", "<?php echo 'php ', getmypid(), ' ', PHP_SAPI;");
+    world.write("alice", "node/server.js", programs::NODE_SERVER);
+    world
+}
+
+/// A site at `NAME.test` whose application has its name on its command line, so that its processes can be told from others.
+fn add(world: &World, name: &str, more: Value) {
+    let mut backend = json!({
+        "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
+        "env": { "NAME": name },
+    });
+    for (key, value) in more.as_object().expect("an object") {
+        backend[key] = value.clone();
+    }
+    world.import(&[
+        json!({ "name": name, "tenant": "alice", "hosts": [format!("{name}.test")], "backend": backend }),
+    ]);
+}
+
+#[track_caller]
+fn get(world: &World, name: &str, target: &str) -> Response {
+    world.get(&format!("{name}.test"), target)
+}
+
+/// What one run of the program calls itself: another one after each start, the same for as long as its memory lives.
+#[track_caller]
+fn run_of(world: &World, name: &str) -> String {
+    get(world, name, "/run").expect(200).text()
+}
+
+fn starts(world: &World, name: &str) -> usize {
+    let path = world.home("alice").join(format!("app/{name}.starts"));
+    std::fs::read_to_string(path).unwrap_or_default().lines().count()
+}
+
+#[track_caller]
+fn listed(world: &World, name: &str) -> Value {
+    let all: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("JSON");
+    let all = all.as_array().expect("a list").clone();
+    all.into_iter().find(|row| row["site"] == name).unwrap_or_else(|| panic!("{name} is not listed"))
+}
+
+fn tier(world: &World, name: &str) -> String {
+    listed(world, name)["tier"].as_str().expect("every instance has a tier").to_owned()
+}
+
+#[track_caller]
+fn until_tier(world: &World, name: &str, tiers: &[&str]) {
+    wait::until(&format!("{name} rests at one of {tiers:?}"), || tiers.contains(&&*tier(world, name)));
+}
+
+/// Lets it rest, once the threads of the edge have left it.
+#[track_caller]
+fn rest(world: &World, name: &str, to: &str) {
+    wait::until("it is not in use any more", || {
+        world.try_cli(&["instance", "rest", name, "--to", to]).status.success()
+    });
+}
+
+/// Whether `nagaya doctor` finds this in order.
+fn has(world: &World, what: &str) -> bool {
+    let checks: Value = serde_json::from_str(&world.cli(&["doctor", "--json"])).expect("JSON");
+    let rows = checks.as_array().expect("a list of checks");
+    rows.iter().any(|row| row["name"] == what && row["state"] == "ok")
+}
+
+fn processes(name: &str) -> Vec<i32> {
+    machine::processes_with(&format!("app-named-{name}"))
+}
+
+/// The parameters of `wake` in a receipt, if it has one.
+fn wake(answer: &Response) -> Option<String> {
+    let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
+    receipt.split(", ").find_map(|item| item.strip_prefix("wake=")).map(str::to_owned)
+}
+
+#[track_caller]
+fn woken_from(answer: &Response) -> String {
+    let wake = wake(answer).unwrap_or_else(|| panic!("it waited for no wake: {answer:?}"));
+    let from = wake.split(';').find_map(|part| part.strip_prefix("from="));
+    from.expect("a wake says where it began").to_owned()
+}
+
+// === Waking ===
+
+fn a_first_request_starts_an_application_and_says_what_that_took(world: &World) {
+    add(world, "first", json!({}));
+    assert!(processes("first").is_empty());
+    let answer = get(world, "first", "/who").expect(200);
+    assert_eq!(answer.text(), format!("uid {}", world.uid("alice")));
+    let wake_of_first = wake(&answer).expect("it waited for the start");
+    for part in [";from=cold", ";boot=", ";connect=", ";first_byte="] {
+        assert!(wake_of_first.contains(part), "{part} is not in {wake_of_first}");
+    }
+    let timing = answer.header("server-timing").expect("timing goes with the receipt");
+    assert!(timing.contains("wake;dur=") && timing.contains("wake-boot;dur="), "{timing}");
+    let again = get(world, "first", "/who").expect(200);
+    assert_eq!(wake(&again), None, "the second one finds it running");
+    assert_eq!(starts(world, "first"), 1);
+}
+
+fn the_same_is_in_the_log_the_metrics_and_the_explanation(world: &World) {
+    add(world, "told", json!({}));
+    let metric = |name: &str, labels: &str| world.metric(name, labels);
+    let before = metric("nagaya_instance_wake_stage_seconds_count", "stage=\"boot\"");
+    get(world, "told", "/run?told").expect(200);
+    let line = wait::until_some("the request is logged", || {
+        world.access_log().into_iter().find(|line| line["target"] == "/run?told")
+    });
+    let us = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("not a number: {value} in {line}"));
+    assert_eq!(line["woken"]["from"], "cold", "{line}");
+    assert!(us(&line["woken"]["boot_us"]) > 0 && us(&line["wake_us"]) > 0, "{line}");
+    assert!(us(&line["wake_us"]) <= us(&line["duration_us"]), "{line}");
+    let id = line["id"].as_str().expect("every request has an id");
+    let text = world.cli(&["explain", id]);
+    for part in ["waking", "Waking its application (it was cold)", "boot", "first_byte"] {
+        assert!(text.contains(part), "'{part}' is not in\n{text}");
+    }
+    assert!(metric("nagaya_instance_wake_stage_seconds_count", "stage=\"boot\"") > before);
+    assert!(metric("nagaya_instance_wake_wait_seconds_count", "from=\"cold\"") > 0.0);
+}
+
+fn a_socket_a_port_and_a_descriptor_are_ways_to_listen(world: &World) {
+    for listen in ["socket", "port", "fd"] {
+        let name = format!("by-{listen}");
+        add(world, &name, json!({ "listen": listen }));
+        assert_eq!(get(world, &name, "/listens").expect(200).text(), listen);
+    }
+}
+
+fn phps_own_server_is_an_application(world: &World) {
+    if !std::path::Path::new("/usr/bin/php").exists() {
+        skip("there is no php here");
+    }
+    let command = ["/usr/bin/php", "-S", "127.0.0.1:{port}", "-t", "."];
+    add(world, "php-server", json!({ "listen": "port", "directory": "php", "command": command }));
+    let text = get(world, "php-server", "/").expect(200).text();
+    assert!(text.starts_with("php ") && text.ends_with("cli-server"), "{text}");
+}
+
+fn a_node_server_is_an_application(world: &World) {
+    if !std::path::Path::new("/usr/bin/node").exists() {
+        skip("there is no node here");
+    }
+    add(world, "node", json!({ "directory": "node", "command": ["/usr/bin/node", "server.js"] }));
+    assert_eq!(get(world, "node", "/").expect(200).text(), "node");
+    rest(world, "node", "frozen");
+    let answer = get(world, "node", "/").expect(200);
+    assert_eq!((answer.text().as_str(), woken_from(&answer).as_str()), ("node", "frozen"));
+}
+
+fn fifty_first_requests_start_it_once(world: &World) {
+    add(world, "fifty", json!({}));
+    let address = world.http();
+    let (tell, told) = mpsc::channel();
+    for _ in 0..50 {
+        let tell = tell.clone();
+        std::thread::spawn(move || tell.send(client::get(address, "fifty.test", "/run").expect(200).text()));
+    }
+    drop(tell);
+    let mut runs: Vec<_> = told.iter().collect();
+    assert_eq!(runs.len(), 50);
+    runs.dedup();
+    assert_eq!(runs.len(), 1, "{runs:?}");
+    assert_eq!(starts(world, "fifty"), 1);
+}
+
+fn one_that_is_not_ready_gets_no_request(world: &World) {
+    add(
+        world,
+        "warming",
+        json!({ "ready": { "path": "/ready" }, "env": { "NAME": "warming", "WARM_UP": "3" } }),
+    );
+    let answer = get(world, "warming", "/asked-before-ready").expect(200);
+    assert_eq!(answer.text(), "no", "the first request came when it was ready");
+    assert!(wake(&answer).expect("it was started").contains(";ready="), "{answer:?}");
+}
+
+fn a_client_that_leaves_waits_for_no_wake(world: &World) {
+    add(
+        world,
+        "left",
+        json!({ "command": ["/bin/sh", "-c", "while :; do sleep 1; done", "app-named-left"] }),
+    );
+    let waiting = || {
+        let shown: Value =
+            serde_json::from_str(&world.cli(&["instance", "show", "left", "--json"])).expect("JSON");
+        shown["waiting"].as_u64().expect("a number of waiters")
+    };
+    let mut connections = [(); 3].map(|()| Connection::open(world.http()));
+    for connection in &mut connections {
+        connection.send("GET /run HTTP/1.1\r\nHost: left.test\r\n\r\n");
+    }
+    wait::until("they wait", || waiting() > 0);
+    drop(connections);
+    wait::until("nobody waits", || waiting() == 0);
+}
+
+// === Resting ===
+
+fn an_idle_application_rests_step_by_step_and_comes_back_with_its_memory(world: &World) {
+    let never = json!({ "quiet": 1, "frozen": 2, "reclaimed": 4, "image": "never", "cold": "never" });
+    add(world, "rests", json!({ "idle": never }));
+    let run = run_of(world, "rests");
+    until_tier(world, "rests", &["frozen"]);
+    let answer = get(world, "rests", "/run").expect(200);
+    assert_eq!(woken_from(&answer), "frozen");
+    assert_eq!(answer.text(), run, "its memory is what it was");
+    if has(world, "swap") {
+        until_tier(world, "rests", &["reclaimed"]);
+        let answer = get(world, "rests", "/run").expect(200);
+        assert_eq!((woken_from(&answer).as_str(), answer.text()), ("reclaimed", run));
+    }
+    let none = json!({ "quiet": 0, "frozen": 0, "reclaimed": "never", "image": 1, "cold": 1 });
+    add(world, "ends", json!({ "idle": none }));
+    run_of(world, "ends");
+    until_tier(world, "ends", &["image", "cold"]);
+    wait::until("it has no process", || processes("ends").is_empty());
+    let answer = get(world, "ends", "/run").expect(200);
+    assert!(matches!(woken_from(&answer).as_str(), "image" | "cold"), "{answer:?}");
+}
+
+fn an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start(world: &World) {
+    if !has(world, "criu") {
+        skip("there is no CRIU here that works");
+    }
+    add(world, "imaged", json!({ "release": "1", "warm_up": ["/count", "/count"] }));
+    let run = run_of(world, "imaged");
+    assert_eq!(get(world, "imaged", "/count").expect(200).text(), "3", "two were of the warm-up");
+    wait::until("it has an image", || listed(world, "imaged")["image"].is_object());
+    rest(world, "imaged", "image");
+    wait::until("it has no process", || processes("imaged").is_empty());
+    assert_eq!(tier(world, "imaged"), "image");
+    let answer = get(world, "imaged", "/run").expect(200);
+    assert_eq!((woken_from(&answer).as_str(), answer.text()), ("image", run), "the same run goes on");
+    assert!(wake(&answer).expect("it woke").contains(";restore="), "{answer:?}");
+    assert_eq!(get(world, "imaged", "/count").expect(200).text(), "3", "no visitor's request is in an image");
+    assert_eq!(starts(world, "imaged"), 1);
+}
+
+fn a_slow_answer_keeps_it_awake(world: &World) {
+    add(
+        world,
+        "slow",
+        json!({ "idle": { "quiet": 0, "frozen": 0, "reclaimed": "never", "image": "never", "cold": "never" } }),
+    );
+    let slow = get(world, "slow", "/slow").expect(200);
+    // It writes a line every tenth of a second, for longer than every time after which it may rest.
+    assert_eq!(slow.text().lines().count(), 20);
+    until_tier(world, "slow", &["frozen"]);
+}
+
+fn an_upgraded_connection_keeps_it_awake_for_as_long_as_it_lives(world: &World) {
+    add(
+        world,
+        "socket",
+        json!({ "idle": { "quiet": 0, "frozen": 0, "reclaimed": "never", "image": "never", "cold": "never" } }),
+    );
+    let mut connection = Connection::open(world.http());
+    connection
+        .send("GET /echo HTTP/1.1\r\nHost: socket.test\r\nConnection: upgrade\r\nUpgrade: echo\r\n\r\n");
+    let answer = connection.head();
+    assert_eq!(answer.status, 101, "{answer:?}");
+    // Another request begins and ends meanwhile, and half a second later its thread needs the instance no more for it.
+    run_of(world, "socket");
+    for round in 0..20 {
+        let word = format!("{round:04}");
+        assert_eq!(connection.send(&word).bytes(4), word.as_bytes());
+        assert_eq!(tier(world, "socket"), "running");
+    }
+    drop(connection);
+    until_tier(world, "socket", &["frozen"]);
+}
+
+fn a_crawler_is_answered_without_waking_anybody(world: &World) {
+    add(world, "crawled", json!({}));
+    let answer =
+        client::get_with(world.http(), "crawled.test", "/run", "User-Agent: a crawler\r\n").expect(503);
+    assert_eq!(answer.text(), "Not now.\n");
+    assert_eq!(starts(world, "crawled"), 0);
+    run_of(world, "crawled");
+    assert_eq!(starts(world, "crawled"), 1);
+}
+
+// === What goes wrong ===
+
+fn a_crash_between_two_requests_is_invisible_to_a_get(world: &World) {
+    for round in 1..=3 {
+        let name = format!("crash-{round}");
+        add(world, &name, json!({}));
+        run_of(world, &name);
+        let before = processes(&name);
+        assert!(!before.is_empty());
+        for id in &before {
+            machine::signal(*id, "KILL");
+        }
+        // At once: the edge may still have connections to what has just ended.
+        run_of(world, &name);
+        let after = processes(&name);
+        assert!(after.iter().all(|id| !before.contains(id)), "{before:?} {after:?}");
+    }
+}
+
+fn a_request_that_ends_its_application_is_tried_once_more_and_no_oftener(world: &World) {
+    add(world, "fatal", json!({}));
+    run_of(world, "fatal");
+    let answer = get(world, "fatal", "/exit");
+    assert!(matches!(answer.status, 502 | 503), "{answer:?}");
+    assert!(starts(world, "fatal") <= 2, "{} starts", starts(world, "fatal"));
+    wait::until("it serves again", || get(world, "fatal", "/run").status == 200);
+}
+
+fn a_post_is_never_done_twice(world: &World) {
+    add(world, "post", json!({}));
+    run_of(world, "post");
+    let answer = client::post(world.http(), "post.test", "/note-and-exit", "x");
+    assert_eq!(answer.status, 502, "{answer:?}");
+    let noted =
+        std::fs::read_to_string(world.home("alice").join("app/post.notes")).expect("it was done once");
+    assert_eq!(noted.lines().count(), 1, "{noted}");
+}
+
+fn a_keeper_that_is_started_anew_is_waited_for() {
+    let world = world();
+    add(&world, "survivor", json!({}));
+    run_of(&world, "survivor");
+    let keeper = world.pid_of("keeper");
+    machine::signal(keeper, "KILL");
+    wait::until("the old one is gone", || !machine::is_running(keeper));
+    get(&world, "survivor", "/run").expect(200);
+    world.stop();
+}
+
+fn a_record_with_mistakes_is_refused_with_all_of_them(world: &World) {
+    let output = world.try_cli(&[
+        "site",
+        "add",
+        "wrong",
+        "--tenant",
+        "alice",
+        "--host",
+        "wrong.test",
+        "--backend",
+        "app",
+        "--directory",
+        "app",
+        "--command",
+        "{port}",
+        "--listen",
+        "fd",
+        "--base",
+        "relative",
+        "--ready",
+        "no-slash",
+        "--release",
+        "a b",
+        "--idle",
+        "frozen=9",
+        "--idle",
+        "reclaimed=8",
+        "--max",
+        "2",
+        "--json",
+    ]);
+    assert!(!output.status.success());
+    let problem: Value = serde_json::from_slice(&output.stderr).expect("a problem document");
+    let fields: Vec<_> = problem["mistakes"]
+        .as_array()
+        .expect("mistakes")
+        .iter()
+        .filter_map(|m| m["field"].as_str())
+        .collect();
+    for field in ["command", "base", "ready.path", "release", "idle.reclaimed", "max"] {
+        assert!(fields.contains(&field), "{field} is not in {fields:?}");
+    }
+}
+
+fn a_secret_comes_from_its_file_and_is_in_no_record(world: &World) {
+    add(world, "secret", json!({ "secrets": { "PASSWORD": "app/secret" } }));
+    assert_eq!(get(world, "secret", "/password").expect(200).text(), "hunter2");
+    for shown in [world.cli(&["site", "show", "secret"]), world.cli(&["instance", "show", "secret"])] {
+        assert!(!shown.contains("hunter2"), "{shown}");
+    }
+}
+
+// === Commands ===
+
+fn an_operator_lists_wakes_rests_and_stops_instances(world: &World) {
+    add(world, "ops", json!({}));
+    world.cli(&["instance", "wake", "ops"]);
+    assert_eq!((starts(world, "ops"), tier(world, "ops").as_str()), (1, "running"));
+    let run = run_of(world, "ops");
+    rest(world, "ops", "frozen");
+    assert_eq!(tier(world, "ops"), "frozen");
+    let table = world.cli(&["instance", "list", "--tenant", "alice"]);
+    assert!(table.lines().any(|line| line.starts_with("ops ") && line.contains("frozen")), "{table}");
+    assert_eq!(run_of(world, "ops"), run);
+    let shown = world.cli(&["instance", "show", "ops"]);
+    assert!(shown.lines().any(|line| line.starts_with("site ") && line.ends_with("ops")), "{shown}");
+    let logs = world.cli(&["instance", "logs", "ops"]);
+    assert!(logs.contains("the application ops listens"), "{logs}");
+    world.cli(&["instance", "stop", "ops"]);
+    wait::until("it has no process", || processes("ops").is_empty());
+    assert!(matches!(tier(world, "ops").as_str(), "cold" | "image"));
+    let answer = get(world, "ops", "/run").expect(200);
+    assert!(matches!(woken_from(&answer).as_str(), "cold" | "image"), "{answer:?}");
+}
+
+fn what_an_operator_cannot_do_is_said(world: &World) {
+    let refused = |arguments: &[&str]| {
+        let output = world.try_cli(arguments);
+        assert!(!output.status.success(), "{arguments:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let text = refused(&["instance", "wake", "nobody"]);
+    assert!(text.contains("nobody") && text.contains("NGY0"), "{text}");
+    let text = refused(&["instance", "rest", "nobody", "--to", "running"]);
+    assert!(text.contains("quiet, frozen"), "{text}");
+    add(world, "in-use", json!({}));
+    let mut connection = Connection::open(world.http());
+    connection
+        .send("GET /echo HTTP/1.1\r\nHost: in-use.test\r\nConnection: upgrade\r\nUpgrade: echo\r\n\r\n");
+    assert_eq!(connection.head().status, 101);
+    let text = refused(&["instance", "rest", "in-use", "--to", "frozen"]);
+    assert!(text.contains("NGY0"), "{text}");
+    assert_eq!(connection.send("here").bytes(4), b"here");
+}
+
+fn top_shows_who_runs_and_rests(world: &World) {
+    add(world, "watched", json!({}));
+    let mut connection = Connection::open(world.http());
+    connection
+        .send("GET /echo HTTP/1.1\r\nHost: watched.test\r\nConnection: upgrade\r\nUpgrade: echo\r\n\r\n");
+    assert_eq!(connection.head().status, 101);
+    let rows: Value = serde_json::from_str(&world.cli(&["top", "--once", "--json"])).expect("JSON");
+    let row = rows.as_array().and_then(|rows| rows.iter().find(|row| row["site"] == "watched"));
+    let row = row.unwrap_or_else(|| panic!("it is not in {rows}"));
+    assert_eq!(
+        (&row["tier"], &row["running"], &row["tenant"]),
+        (&json!("running"), &json!(1), &json!("alice"))
+    );
+    let text = world.cli(&["top", "--once", "--limit", "1000"]);
+    assert!(text.starts_with("instances: ") && text.contains("\nwatched "), "{text}");
+}

@@ -1,0 +1,100 @@
+//! WordPress on Apache with PHP in it, and its tables in MariaDB: sources and PHP's module from Debian's packages, which
+//! are unpacked and not installed, so that no Apache of the system's is there after the next boot.
+//!
+//! Not here: the database server (`mariadb`), which server runs it. There is no WordPress on php-fpm: that speaks FastCGI,
+//! and an application of nagaya's speaks HTTP.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+
+use super::mariadb::Account;
+use super::{App, LOGIN, Page, copy_entries, give, libraries, packages, run, secret};
+use crate::workspace;
+
+const APACHE: &str = "/usr/sbin/apache2";
+
+/// WordPress of its own in `tree`, which then belongs to `uid`, with its tables in the account's database. Takes about two
+/// seconds once the packages are there.
+pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
+    ensure!(Path::new(APACHE).exists(), "{APACHE} is missing: it belongs to the package apache2-bin");
+    let mut names = vec!["wordpress".to_owned(), "wordpress-theme-twentytwentythree".into()];
+    names.extend(libraries("wordpress", &["libjs-", "php-getid3"])?);
+    names.extend(libraries("libapache2-mod-php", &["libapache2-mod-php"])?);
+    let from = packages(&names)?;
+
+    let html = tree.join("html");
+    // Its `.htaccess` leads to /etc.
+    copy_entries(&from.join("usr/share/wordpress"), &html, &[".htaccess"])?;
+    let own = workspace::root().join("demo/wordpress");
+    let copy = |name: &str, to: PathBuf| {
+        fs::copy(own.join(name), &to).with_context(|| format!("writing {}", to.display())).map(drop)
+    };
+    copy("wp-config.php", html.join("wp-config.php"))?;
+    database(tree, account)?;
+    let version = apache(&from, tree)?;
+    let ini = tree.join("php");
+    fs::create_dir_all(&ini).with_context(|| format!("creating {}", ini.display()))?;
+    copy("site.ini", ini.join("site.ini"))?;
+    run(Command::new("php")
+        .arg(own.join("install.php"))
+        .arg(&html)
+        .env("ADMIN_PASSWORD", LOGIN.password)
+        .current_dir(tree))?;
+    give(tree, uid)?;
+
+    // Extensions of PHP as they are set up for CGI; Apache's own set belongs to a package that is not installed.
+    let scanned = format!("/etc/php/{version}/cgi/conf.d:{}", ini.display());
+    let config = tree.join("apache/apache.conf");
+    Ok(App {
+        backend: json!({
+            "kind": "app",
+            "command": [APACHE, "-DFOREGROUND", "-f", config],
+            "directory": tree,
+            "listen": "port",
+            "env": {"PHP_INI_SCAN_DIR": scanned},
+            "writable": [html.join("wp-content")],
+            "databases": [{"socket": account.socket}],
+            "ready": {"path": "/wp-login.php"},
+            "warm_up": ["/", "/?p=1", "/wp-login.php"],
+            "release": "1",
+        }),
+        files: None,
+        page: Page { path: "/", text: "A weblog that rests" },
+        login: "/wp-login.php",
+    })
+}
+
+/// What WordPress must know of its database, and nobody else.
+fn database(tree: &Path, account: &Account) -> Result<()> {
+    let (socket, name) = (account.socket.display(), &account.name);
+    let text = format!(
+        "<?php\ndefine('DB_NAME', '{name}');\ndefine('DB_USER', '{name}');\n\
+         define('DB_PASSWORD', '{}');\ndefine('DB_HOST', 'localhost:{socket}');\n",
+        account.password
+    );
+    secret(&tree.join("database.php"), &text)
+}
+
+/// Apache's configuration and PHP's module. Returns the version of PHP, such as `8.2`.
+fn apache(from: &Path, tree: &Path) -> Result<String> {
+    let dir = tree.join("apache");
+    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    let modules = from.join("usr/lib/apache2/modules");
+    let names = fs::read_dir(&modules).with_context(|| format!("reading {}", modules.display()))?;
+    let module = names.flatten().find_map(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let version = name.strip_prefix("libphp")?.strip_suffix(".so")?.to_owned();
+        Some((entry.path(), version))
+    });
+    let (module, version) = module.with_context(|| format!("no libphp*.so in {}", modules.display()))?;
+    fs::copy(&module, dir.join("libphp.so")).with_context(|| format!("copying {}", module.display()))?;
+    let config = fs::read_to_string(workspace::root().join("demo/wordpress/apache.conf"));
+    let config = config.context("reading apache.conf")?.replace("@TREE@", &tree.to_string_lossy());
+    let file = dir.join("apache.conf");
+    fs::write(&file, config).with_context(|| format!("writing {}", file.display()))?;
+    Ok(version)
+}
