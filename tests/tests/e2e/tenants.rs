@@ -180,10 +180,10 @@ fn no_tenant_speaks_to_the_node(world: &World) {
             run.display()
         )
     };
-    // Alice's application listens on a socket somewhere beneath the runtime directory.
+    // Alice's application listens on a socket in its sandbox: outside there is nothing to be found, by root neither.
     world.get("app.test", "/").expect(200);
     let find = format!("find {} -type s", run.join("keeper").display());
-    assert_eq!(machine::run("sh", &["-c", &find]).lines().count(), 1, "root finds it");
+    assert_eq!(machine::run("sh", &["-c", &find]).lines().count(), 0, "its socket has a name outside");
     let state = world.path("state");
     let lines = [
         connect("admin.sock", "SOCK_STREAM"),
