@@ -223,10 +223,10 @@ impl Asks {
 fn write_setting(to: &mut String, field: Option<&str>, scalar: Scalar<'_>) {
     // Writing to a String does not fail.
     let _ = match scalar {
-        Scalar::Bool(value) => write!(to, "{field:?}b{value}\n"),
-        Scalar::Int(value) => write!(to, "{field:?}i{value}\n"),
-        Scalar::Float(value) => write!(to, "{field:?}f{:x}\n", value.to_bits()),
-        Scalar::Text(value) => write!(to, "{field:?}t{value:?}\n"),
+        Scalar::Bool(value) => writeln!(to, "{field:?}b{value}"),
+        Scalar::Int(value) => writeln!(to, "{field:?}i{value}"),
+        Scalar::Float(value) => writeln!(to, "{field:?}f{:x}", value.to_bits()),
+        Scalar::Text(value) => writeln!(to, "{field:?}t{value:?}"),
     };
 }
 
