@@ -8,10 +8,9 @@ pub mod wake;
 
 use std::io::Write as _;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
-use nagaya_cmdb::instance::{Tier, Wake};
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::instance::Tier;
 use serde_json::{Value, json};
 
 use super::{Setting, UID_BASE};
@@ -19,18 +18,12 @@ use crate::content::{App, Page};
 use crate::http::{self, Visit};
 use crate::interrupt;
 use crate::process::Process;
+use crate::server::instance::{self, Status};
 use crate::server::nagaya::{Node, Settings};
 
 /// Settings of a node whose instances go to rest only when they are told to.
 const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
      image_after = \"13d\"\ncold_after = \"14d\"\n";
-
-/// Longest wait until an instance rests where it was told to. The edge keeps one for half a second after its last
-/// request.
-const REST_MAX: Duration = Duration::from_secs(20);
-
-/// How often it is told.
-const REST_EVERY: Duration = Duration::from_millis(20);
 
 /// A site of kind `app`, under the name of its application.
 struct Hosted {
@@ -79,48 +72,14 @@ impl Hosting {
 
     /// Lets an instance rest, which nobody uses, and waits until it does.
     fn rest(&self, site: &str, to: Tier) -> Result<()> {
-        let begun = Instant::now();
-        loop {
-            interrupt::check()?;
-            let told = self.node.run(&["instance", "rest", site, "--to", to.as_str()]);
-            let rests = Status::of(&self.node, site)?.tier;
-            if rests == to {
-                return Ok(());
-            }
-            if begun.elapsed() > REST_MAX {
-                told?;
-                bail!("{site} does not rest at {to}: it is at {rests}\n{}", self.process.log_end());
-            }
-            std::thread::sleep(REST_EVERY);
-        }
+        let rests = instance::rest(&self.node, site, to)
+            .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))?;
+        ensure!(rests.tier == to, "{site} has no image: {:?}", rests.note);
+        Ok(())
     }
 
     fn status(&self, site: &str) -> Result<Status> {
         Status::of(&self.node, site)
-    }
-}
-
-/// What `nagaya instance show` says of one.
-struct Status {
-    tier: Tier,
-    memory_bytes: Option<f64>,
-    image_bytes: Option<f64>,
-    last_wake: Option<Wake>,
-    note: Option<String>,
-}
-
-impl Status {
-    fn of(node: &Node, site: &str) -> Result<Self> {
-        let shown = node.run(&["instance", "show", site, "--json"])?;
-        let shown: Value = serde_json::from_str(&shown).context("reading what is shown of an instance")?;
-        let read = |name: &str| shown.get(name).cloned().unwrap_or_default();
-        Ok(Self {
-            tier: serde_json::from_value(read("tier")).context("the tier of an instance")?,
-            memory_bytes: shown["memory_bytes"].as_f64(),
-            image_bytes: shown["image"]["bytes"].as_f64(),
-            last_wake: serde_json::from_value(read("last_wake")).context("the last wake of an instance")?,
-            note: shown["note"].as_str().map(Into::into),
-        })
     }
 }
 

@@ -9,13 +9,14 @@ use anyhow::{Context as _, Result, ensure};
 use nagaya_cmdb::instance::{Stage, Tier};
 use serde_json::json;
 
-use super::{Hosted, Hosting, Status, has_swap, place, uid};
+use super::{Hosted, Hosting, has_swap, place, uid};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
 use crate::content::{django, redmine, wordpress};
 use crate::experiment::{Setting, UID_BASE};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
+use crate::server::instance::Status;
 
 /// What memory of a virtual machine needs to be taken back by its host: an image that was not used for this long is
 /// restored into pages that must be found anew.
