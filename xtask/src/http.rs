@@ -4,7 +4,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -20,15 +20,38 @@ const HEAD_MAX: usize = 256 << 10;
 
 /// Status and body of one GET with `Connection: close`. Chunked bodies come as they are on the wire.
 pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)> {
+    visit(address, host, path).map(|visit| (visit.status, visit.body))
+}
+
+/// An answer, and when it came.
+#[derive(Debug, Clone)]
+pub struct Visit {
+    pub status: u16,
+    /// As it is on the wire.
+    pub body: Vec<u8>,
+    /// From before connecting to the first byte of the answer.
+    pub first_byte_ms: f64,
+    /// To the last byte.
+    pub whole_ms: f64,
+}
+
+/// One GET with `Connection: close`, timed.
+pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<Visit> {
+    let begun = Instant::now();
+    let since = || begun.elapsed().as_secs_f64() * 1e3;
     let mut stream = TcpStream::connect_timeout(&address, SILENCE_MAX).context("connecting")?;
     stream.set_read_timeout(Some(SILENCE_MAX)).context("setting a read timeout")?;
     write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").context("sending")?;
-    let mut answer = Vec::new();
+    let mut answer = vec![0; 16 << 10];
+    let first = stream.read(&mut answer).context("receiving")?;
+    let first_byte_ms = since();
+    answer.truncate(first);
     stream.take(ANSWER_MAX).read_to_end(&mut answer).context("receiving")?;
+    let whole_ms = since();
     let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     let status = head.split(' ').nth(1).and_then(|s| s.parse().ok()).context("an answer without a status")?;
-    Ok((status, answer.split_off(end + 4)))
+    Ok(Visit { status, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
 }
 
 /// Like `get`, but anything other than 200 is an error that says what came.

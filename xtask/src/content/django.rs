@@ -9,11 +9,13 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use super::{App, LOGIN, Page, copy_tree, give, random_word, run, secret};
+use super::{App, LOGIN, Page, copy_tree, give, need, random_word, run, secret};
 use crate::workspace;
 
 /// Debian's Django belongs to Debian's Python; another one may come first in `PATH`.
 const PYTHON: &str = "/usr/bin/python3";
+
+const DJANGO: &str = "/usr/lib/python3/dist-packages/django";
 
 const GUNICORN: &str = "/usr/bin/gunicorn";
 
@@ -21,10 +23,7 @@ const SECRET: &str = "DJANGO_SECRET_KEY";
 
 /// A journal of its own in `tree`, which then belongs to `uid`. Takes about two seconds.
 pub fn create(tree: &Path, uid: u32) -> Result<App> {
-    ensure!(
-        Path::new(GUNICORN).exists(),
-        "{GUNICORN} is missing: it belongs to the package gunicorn ('sudo ./dev setup demo')"
-    );
+    need(&[PYTHON, GUNICORN, DJANGO])?;
     copy_tree(&workspace::root().join("demo/django"), tree)?;
     let key = random_word()?;
     secret(&tree.join("secret-key"), &key)?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::{random_word, run};
+use super::{need, random_word, run};
 use crate::process::Process;
 use crate::server::words;
 
@@ -52,10 +52,7 @@ pub struct Account {
 impl MariaDb {
     /// A new, empty server in `dir` that runs under `uid`. Takes about three seconds.
     pub fn start(dir: &Path, uid: u32) -> Result<Self> {
-        for program in PROGRAMS {
-            let found = Path::new(program).exists();
-            ensure!(found, "{program} is missing: 'sudo ./dev setup demo' installs MariaDB");
-        }
+        need(&PROGRAMS)?;
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         chown(dir, Some(uid), Some(uid)).with_context(|| format!("giving {} to uid {uid}", dir.display()))?;
         let data = format!("--datadir={}", dir.join("data").display());

@@ -9,6 +9,7 @@ pub mod mariadb;
 pub mod redmine;
 pub mod wordpress;
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io::Read as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
@@ -68,6 +69,26 @@ impl App {
     }
 }
 
+/// Something of Debian's is not on this machine: no fault of what was to be made from it.
+#[derive(Debug)]
+pub struct Missing(String);
+
+impl std::error::Error for Missing {}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// An error (`Missing`) if a program or a directory of a package is not there.
+fn need(paths: &[&str]) -> Result<(), Missing> {
+    match paths.iter().find(|path| !Path::new(path).exists()) {
+        None => Ok(()),
+        Some(path) => Err(Missing(format!("{path} is missing: 'sudo ./dev setup apps' installs it"))),
+    }
+}
+
 /// Unpacks packages, downloading those that were not yet, into one tree that is kept between runs.
 pub fn packages(names: &[String]) -> Result<PathBuf> {
     let tree = workspace::cache_dir().join("packages");
@@ -97,10 +118,16 @@ fn unpack(name: &str, tree: &Path) -> Result<()> {
     let mut output = download().context("running apt-get")?;
     if !output.status.success() {
         // Without package lists, or with old ones, the file is not found; a second failure is final.
-        run(Command::new("apt-get").args(["update", "-qq"]))?;
+        let updated = Command::new("apt-get").args(["update", "-qq"]).status().context("running apt-get")?;
+        if !updated.success() {
+            return Err(Missing("apt-get cannot reach its servers".into()).into());
+        }
         output = download().context("running apt-get")?;
     }
-    ensure!(output.status.success(), "apt-get download: {}", String::from_utf8_lossy(&output.stderr));
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(Missing(format!("apt-get cannot download it: {}", said.trim())).into());
+    }
     for entry in fs::read_dir(dir.path()).context("reading the download")?.flatten() {
         run(Command::new("dpkg").arg("-x").arg(entry.path()).arg(tree))?;
     }

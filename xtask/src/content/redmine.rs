@@ -7,10 +7,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use serde_json::json;
 
-use super::{App, LOGIN, Page, copy_entries, give, random_word, run, secret};
+use super::{App, LOGIN, Page, copy_entries, give, need, random_word, run, secret};
 use crate::workspace;
 
 const PACKAGE: &str = "/usr/share/redmine";
@@ -27,9 +27,7 @@ const BUNDLE: &str = "/usr/bin/bundle";
 /// A Redmine of its own in `tree`, which then belongs to `uid`. Takes about half a minute: its tables are made by more
 /// than two hundred migrations.
 pub fn create(tree: &Path, uid: u32) -> Result<App> {
-    for needed in [PACKAGE, PUMA, BUNDLE] {
-        ensure!(Path::new(needed).exists(), "{needed} is missing: 'sudo ./dev setup demo' installs Redmine");
-    }
+    need(&[PACKAGE, PUMA, BUNDLE])?;
     copy_entries(Path::new(PACKAGE), tree, &LINKS)?;
     let instance = tree.join("instances/default");
     configure(tree, &instance)?;

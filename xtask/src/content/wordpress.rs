@@ -8,19 +8,22 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use serde_json::json;
 
 use super::mariadb::Account;
-use super::{App, LOGIN, Page, copy_entries, give, libraries, packages, run, secret};
+use super::{App, LOGIN, Page, copy_entries, give, libraries, need, packages, run, secret};
 use crate::workspace;
 
 const APACHE: &str = "/usr/sbin/apache2";
 
+/// Makes its tables; what serves its pages is a module of Apache's.
+const PHP: &str = "/usr/bin/php";
+
 /// WordPress of its own in `tree`, which then belongs to `uid`, with its tables in the account's database. Takes about two
 /// seconds once the packages are there.
 pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
-    ensure!(Path::new(APACHE).exists(), "{APACHE} is missing: it belongs to the package apache2-bin");
+    need(&[APACHE, PHP])?;
     let mut names = vec!["wordpress".to_owned(), "wordpress-theme-twentytwentythree".into()];
     names.extend(libraries("wordpress", &["libjs-", "php-getid3"])?);
     names.extend(libraries("libapache2-mod-php", &["libapache2-mod-php"])?);
@@ -39,7 +42,7 @@ pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
     let ini = tree.join("php");
     fs::create_dir_all(&ini).with_context(|| format!("creating {}", ini.display()))?;
     copy("site.ini", ini.join("site.ini"))?;
-    run(Command::new("php")
+    run(Command::new(PHP)
         .arg(own.join("install.php"))
         .arg(&html)
         .env("ADMIN_PASSWORD", LOGIN.password)

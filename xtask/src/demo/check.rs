@@ -1,23 +1,21 @@
 //! The demo visited by a script: every site with curl, as a person would, the wiki with an edit.
 //!
-//! Not here: starting and stopping the demo.
+//! Not here: starting and stopping the demo, the applications that rest (`resting`).
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{rule_file, uid_of};
+use super::apps::Apps;
+use super::visitor::{Visitor, hidden};
+use super::{resting, rule_file, uid_of};
 use crate::interrupt;
 use crate::server::Server;
 use crate::server::nagaya::Node;
 
-/// Longest time one request may take: the first page of a wiki builds its caches.
-const REQUEST_SECONDS_MAX: &str = "60";
-
 /// Fetches and verifies everything; the first surprise is the error.
-pub fn visit(server: &Server, node: &Node, dir: &Path) -> Result<()> {
+pub fn visit(server: &Server, node: &Node, dir: &Path, apps: &Apps) -> Result<()> {
     let visitor = Visitor { port: server.address.port(), jar: dir.join("cookies"), node: node.clone() };
     let steps: [(&str, Step); 9] = [
         ("front page", front),
@@ -35,77 +33,12 @@ pub fn visit(server: &Server, node: &Node, dir: &Path) -> Result<()> {
         step(&visitor, dir).with_context(|| what.to_string())?;
         println!("ok  {what}");
     }
+    let counted = resting::visit(&visitor, apps)?;
+    println!("{} checks passed, {} skipped", steps.len() + counted.passed, counted.skipped);
     Ok(())
 }
 
 type Step = fn(&Visitor, &Path) -> Result<()>;
-
-struct Visitor {
-    port: u16,
-    /// Cookies, as a browser keeps them between two pages.
-    jar: std::path::PathBuf,
-    /// For its command line.
-    node: Node,
-}
-
-struct Answer {
-    status: u16,
-    head: String,
-    body: String,
-}
-
-impl Visitor {
-    fn get(&self, host: &str, path: &str) -> Result<Answer> {
-        self.ask(host, path, &[])
-    }
-
-    /// One request with curl, with more of curl's arguments.
-    fn ask(&self, host: &str, path: &str, more: &[&str]) -> Result<Answer> {
-        let url = format!("http://{host}:{}{path}", self.port);
-        let output = Command::new("curl")
-            .args([
-                "--silent",
-                "--show-error",
-                "--include",
-                "--max-time",
-                REQUEST_SECONDS_MAX,
-                "--noproxy",
-                "*",
-            ])
-            .args(["--connect-to", &format!("::127.0.0.1:{}", self.port)])
-            .arg("--cookie")
-            .arg(&self.jar)
-            .arg("--cookie-jar")
-            .arg(&self.jar)
-            .args(more)
-            .arg(&url)
-            .output()
-            .context("running curl")?;
-        ensure!(output.status.success(), "curl {url}: {}", String::from_utf8_lossy(&output.stderr));
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let (head, body) =
-            text.split_once("\r\n\r\n").with_context(|| format!("{url}: an answer without a head"))?;
-        let status = head.split(' ').nth(1).and_then(|s| s.parse().ok());
-        let status = status.with_context(|| format!("{url}: an answer without a status"))?;
-        Ok(Answer { status, head: head.into(), body: body.into() })
-    }
-}
-
-impl Answer {
-    fn expect(&self, status: u16, text: &str) -> Result<()> {
-        let shown: String = self.body.chars().take(400).collect();
-        ensure!(self.status == status, "status {} instead of {status}: {}\n{shown}", self.status, self.head);
-        ensure!(self.body.contains(text), "'{text}' is not in the answer: {}\n{shown}", self.head);
-        Ok(())
-    }
-
-    fn header(&self, name: &str) -> Option<&str> {
-        self.head.lines().skip(1).find_map(|line| {
-            let (field, value) = line.split_once(':')?;
-            field.eq_ignore_ascii_case(name).then(|| value.trim())
-        })
-    }
-}
 
 fn front(visitor: &Visitor, _dir: &Path) -> Result<()> {
     visitor.get("localhost", "/")?.expect(200, "wiki.localhost")
@@ -164,13 +97,6 @@ fn wiki(visitor: &Visitor, dir: &Path) -> Result<()> {
     let meta = file.metadata().with_context(|| format!("looking at {}", file.display()))?;
     ensure!(meta.uid() == uid_of("writers"), "{} belongs to uid {}", file.display(), meta.uid());
     Ok(())
-}
-
-/// The value of a hidden field of a form.
-fn hidden<'b>(body: &'b str, name: &str) -> Option<&'b str> {
-    let mark = format!("name=\"{name}\" value=\"");
-    let begin = body.find(&mark)? + mark.len();
-    body[begin..].split('"').next()
 }
 
 fn git(visitor: &Visitor, _dir: &Path) -> Result<()> {

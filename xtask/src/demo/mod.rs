@@ -1,10 +1,14 @@
 //! `./dev demo`: real sites from Debian's packages, served by the release build until Ctrl-C, with nothing left
 //! behind.
 //!
-//! Not here: where the sites come from (`content`), the visit by a script (`check`), what may be left (`traces`).
+//! Not here: where the sites come from (`content`), those that rest (`apps`), the visit by a script (`check`, `resting`), what
+//! may be left (`traces`).
 
+mod apps;
 mod check;
+mod resting;
 mod traces;
+mod visitor;
 
 use std::fs;
 use std::io::Write as _;
@@ -17,6 +21,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::fs::{Mode, chmod};
 use serde_json::json;
 
+use self::apps::Apps;
 use self::traces::Traces;
 use crate::content::{self, dokuwiki, gitweb};
 use crate::process::Process;
@@ -98,14 +103,16 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces:
     let port = listen[0].port();
     eprintln!("preparing the sites in {}", dir.display());
     let node = configure(program, dir, listen)?;
-    sites(&node, dir, port)?;
     content::copy_tree(&workspace::root().join("demo/rules"), &dir.join("rules"))?;
+    let apps = Apps::create(dir, || sites(&node, dir))?;
+    apps.import(&node, dir)?;
+    front(dir, port, &apps)?;
     let probe = Probe { host: "localhost".into(), path: "/".into() };
     let mut server = node.start(&probe)?;
     let visited = if check {
-        check::visit(&server, &node, dir)
+        check::visit(&server, &node, dir, &apps)
     } else {
-        welcome(dir, port);
+        welcome(dir, port, &apps);
         watch(&mut server.process)
     };
     traces.node(server.process.pid());
@@ -114,6 +121,7 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces:
         eprintln!("the node's log ends with:\n{}", server.process.log_end());
     }
     visited?;
+    apps.stop()?;
     ensure!(left.is_empty(), "processes outlived the node:\n  {}", left.join("\n  "));
     Ok(())
 }
@@ -134,15 +142,17 @@ fn configure(program: &Path, dir: &Path, listen: &[SocketAddr]) -> Result<Node> 
     config.push_str(&format!(
         "\n[log]\naccess = \"{0}/log/access.log\"\n\n[edge.limits]\ndrain_timeout = \"{DRAIN}\"\n\n\
          [[rules]]\nphase = \"access_checker\"\nfile = \"{1}\"\n\n\
-         # Clients that get a receipt with each answer.\n[receipts]\nallow = [\"127.0.0.0/8\", \"::1\"]\n",
+         # Clients that get a receipt with each answer.\n[receipts]\nallow = [\"127.0.0.0/8\", \"::1\"]\n\n\
+         # When applications rest: soon enough to be watched.\n{2}",
         dir.display(),
-        rule_file(dir).display()
+        rule_file(dir).display(),
+        apps::IDLE
     ));
     Node::with_config(program, dir, listen[0], &config)
 }
 
 /// Tenants by command, sites by import: both ways an operator has.
-fn sites(node: &Node, dir: &Path, port: u16) -> Result<()> {
+fn sites(node: &Node, dir: &Path) -> Result<()> {
     for (name, uid) in TENANTS {
         let home = dir.join("home").join(name);
         fs::create_dir_all(&home).with_context(|| format!("creating {}", home.display()))?;
@@ -151,7 +161,7 @@ fn sites(node: &Node, dir: &Path, port: u16) -> Result<()> {
         let uid_text = uid.to_string();
         let home_text = home.to_string_lossy();
         node.run(&["tenant", "add", name, "--uid", &uid_text, "--gid", &uid_text, "--home", &home_text])?;
-        fill(name, &home, uid, port)?;
+        fill(name, &home, uid)?;
         content::give(&home, uid)?;
     }
     let (path, mut writer) = node.records("sites.jsonl")?;
@@ -164,16 +174,11 @@ fn sites(node: &Node, dir: &Path, port: u16) -> Result<()> {
     Ok(())
 }
 
-fn fill(tenant: &str, home: &Path, uid: u32, port: u16) -> Result<()> {
+fn fill(tenant: &str, home: &Path, uid: u32) -> Result<()> {
     match tenant {
         "library" => {
             let packages = content::packages(&["apache2-doc".into()])?;
-            content::copy_tree(&packages.join("usr/share/doc/apache2-doc/manual"), &home.join("manual"))?;
-            let front = home.join("front");
-            fs::create_dir_all(&front).with_context(|| format!("creating {}", front.display()))?;
-            let page = fs::read_to_string(workspace::root().join("demo/front/index.html"));
-            let page = page.context("reading the front page")?.replace("@PORT@", &port.to_string());
-            fs::write(front.join("index.html"), page).context("writing the front page")
+            content::copy_tree(&packages.join("usr/share/doc/apache2-doc/manual"), &home.join("manual"))
         }
         "writers" => dokuwiki::create(&home.join("wiki"), uid),
         _ => {
@@ -181,6 +186,17 @@ fn fill(tenant: &str, home: &Path, uid: u32, port: u16) -> Result<()> {
             content::copy_tree(&workspace::root().join("demo/cpu"), &home.join("cpu"))
         }
     }
+}
+
+/// The page with links to all the others.
+fn front(dir: &Path, port: u16, apps: &Apps) -> Result<()> {
+    let front = dir.join("home/library/front");
+    fs::create_dir_all(&front).with_context(|| format!("creating {}", front.display()))?;
+    let page = fs::read_to_string(workspace::root().join("demo/front/index.html"));
+    let page = page.context("reading the front page")?;
+    let page = page.replace("@PORT@", &port.to_string()).replace("@APPS@\n", &apps.rows(port));
+    fs::write(front.join("index.html"), page).context("writing the front page")?;
+    content::give(&front, uid_of("library"))
 }
 
 fn records(dir: &Path) -> Vec<serde_json::Value> {
@@ -215,7 +231,7 @@ fn records(dir: &Path) -> Vec<serde_json::Value> {
     ]
 }
 
-fn welcome(dir: &Path, port: u16) {
+fn welcome(dir: &Path, port: u16, apps: &Apps) {
     let dir = dir.display();
     println!(
         "
@@ -227,7 +243,10 @@ nagaya serves
   http://git.localhost:{port}/        CGI: gitweb over this repository
   http://cpu.localhost:{port}/        CGI: burns CPU; ?n=1000000 for more
 
-Three things to try in a second terminal:
+and applications that rest when nobody visits them, log in as {name} with {password}
+
+{apps}
+Four things to try in a second terminal:
 
 1. Burn CPU with twenty requests at once. The wiki stays fast, and each of them is answered:
 
@@ -245,6 +264,15 @@ Three things to try in a second terminal:
   curl -si 'http://cpu.localhost:{port}/?n=200000' | grep -iE 'receipt|timing|x-request-id'
   {program} --config {dir}/nagaya.toml explain ID
 
+4. Watch an application rest and wake. Five seconds after its last visitor it stands still, after a minute only its image
+   is left; load its page again and see that you are still logged in:
+
+  {program} --config {dir}/nagaya.toml top
+  {program} --config {dir}/nagaya.toml instance list
+  {program} --config {dir}/nagaya.toml instance rest redmine --to image
+  curl -si http://redmine.localhost:{port}/ | grep -iE 'receipt|timing|x-request-id'
+  {program} --config {dir}/nagaya.toml explain ID
+
 Names under .localhost need no DNS: browsers and curl know them. Also
 
   curl -i http://manual.localhost:{port}/en/
@@ -256,6 +284,9 @@ Names under .localhost need no DNS: browsers and curl know them. Also
 
 Ctrl-C ends everything and removes {dir}.",
         program = workspace::nagaya().display(),
+        name = content::LOGIN.name,
+        password = content::LOGIN.password,
+        apps = apps.lines(port),
     );
 }
 

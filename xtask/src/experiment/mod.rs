@@ -3,6 +3,7 @@
 //! Not here: how servers are configured (`server`), how load is made (`load`), how results are written (`report`).
 
 mod cell_cost;
+mod instances;
 mod isolation;
 mod php;
 mod proxy;
@@ -39,7 +40,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 10] = [
+const EXPERIMENTS: [(&str, Experiment); 12] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -50,6 +51,8 @@ const EXPERIMENTS: [(&str, Experiment); 10] = [
     ("isolation-neighbour", isolation::neighbour::run),
     ("cell-cost", cell_cost::run),
     ("rule-cost", rule_cost::run),
+    ("wake", instances::wake::run),
+    ("sandbox-cost", instances::sandbox_cost::run),
 ];
 
 /// What was asked for on the command line, and a directory that lives as long as the experiment.

@@ -5,6 +5,7 @@
 
 pub mod apache;
 pub mod haproxy;
+pub mod instance;
 pub mod nagaya;
 pub mod nginx;
 pub mod phpfpm;

@@ -1,0 +1,176 @@
+//! The demo's applications that rest when nobody visits them: a journal (Django), Redmine (Rails) and WordPress with
+//! MariaDB, each of a tenant of its own.
+//!
+//! Not here: how they are made (`content`), the sites that are files or programs (the parent module).
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use serde_json::json;
+
+use crate::content::mariadb::MariaDb;
+use crate::content::{self, App, LOGIN, Missing, django, redmine, wordpress};
+use crate::server::nagaya::Node;
+
+/// MariaDB runs under a uid that no tenant has.
+const MARIADB_UID: u32 = 310_009;
+
+/// When they rest in the demo: soon enough to be watched.
+pub const IDLE: &str =
+    "[instances]\nfrozen_after = \"5s\"\nreclaimed_after = \"20s\"\nimage_after = \"1m\"\n";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Django,
+    Redmine,
+    WordPress,
+}
+
+/// Where an application of the demo is.
+#[derive(Debug)]
+pub struct Place {
+    pub kind: Kind,
+    /// Of its site, and of the host `SITE.localhost`.
+    pub site: &'static str,
+    tenant: &'static str,
+    uid: u32,
+    pub what: &'static str,
+}
+
+/// In the order in which they are shown.
+static PLACES: [Place; 3] = [
+    Place {
+        kind: Kind::Django,
+        site: "journal",
+        tenant: "authors",
+        uid: 310_003,
+        what: "Django with its admin, on gunicorn",
+    },
+    Place {
+        kind: Kind::Redmine,
+        site: "redmine",
+        tenant: "planners",
+        uid: 310_004,
+        what: "Redmine: Rails, on puma",
+    },
+    Place {
+        kind: Kind::WordPress,
+        site: "wordpress",
+        tenant: "bloggers",
+        uid: 310_005,
+        what: "WordPress: PHP in Apache, with MariaDB",
+    },
+];
+
+impl Place {
+    pub fn host(&self) -> String {
+        format!("{}.localhost", self.site)
+    }
+
+    fn home(&self, dir: &Path) -> PathBuf {
+        dir.join("home").join(self.tenant)
+    }
+
+    /// Makes the application, or says what of Debian's it would need.
+    fn make(&self, dir: &Path, create: impl FnOnce(&Path) -> Result<App>) -> Result<Made> {
+        let home = self.home(dir);
+        fs::create_dir_all(&home).with_context(|| format!("creating {}", home.display()))?;
+        fs::set_permissions(&home, fs::Permissions::from_mode(0o700)).context("closing a tenant's home")?;
+        match create(&home.join(self.site)) {
+            Ok(app) => {
+                content::give(&home, self.uid)?;
+                Ok(Ok(app))
+            }
+            Err(error) if error.downcast_ref::<Missing>().is_some() => Ok(Err(format!("{error:#}"))),
+            Err(error) => Err(error.context(format!("making {}", self.site))),
+        }
+    }
+}
+
+/// An application, or why there is none.
+type Made = Result<App, String>;
+
+/// What is there of them. Their database server ends with this value.
+pub struct Apps {
+    mariadb: Option<MariaDb>,
+    made: Vec<(&'static Place, Made)>,
+}
+
+impl Apps {
+    /// Makes all of them. Redmine takes longest; `meanwhile` is done beside it.
+    pub fn create(dir: &Path, meanwhile: impl FnOnce() -> Result<()>) -> Result<Self> {
+        let [journal, redmine, wordpress] = &PLACES;
+        let mut mariadb = None;
+        let made = std::thread::scope(|scope| {
+            let slow = scope.spawn(|| redmine.make(dir, |tree| redmine::create(tree, redmine.uid)));
+            let blog = wordpress.make(dir, |tree| {
+                let server = mariadb.insert(MariaDb::start(&dir.join("mariadb"), MARIADB_UID)?);
+                wordpress::create(tree, wordpress.uid, &server.database("wordpress")?)
+            })?;
+            let diary = journal.make(dir, |tree| django::create(tree, journal.uid))?;
+            meanwhile()?;
+            let tracker = slow.join().map_err(|_| anyhow!("making Redmine panicked"))??;
+            Ok::<_, anyhow::Error>(vec![(journal, diary), (redmine, tracker), (wordpress, blog)])
+        })?;
+        Ok(Self { mariadb, made })
+    }
+
+    /// Those that are there.
+    pub fn hosted(&self) -> impl Iterator<Item = (&'static Place, &App)> {
+        self.made.iter().filter_map(|(place, made)| made.as_ref().ok().map(|app| (*place, app)))
+    }
+
+    /// Those that are not, with why.
+    pub fn missing(&self) -> impl Iterator<Item = (&'static Place, &str)> {
+        self.made.iter().filter_map(|(place, made)| made.as_ref().err().map(|why| (*place, why.as_str())))
+    }
+
+    /// Makes their tenants and sites known to a node.
+    pub fn import(&self, node: &Node, dir: &Path) -> Result<()> {
+        let (path, mut writer) = node.records("apps.jsonl")?;
+        for (place, app) in self.hosted() {
+            let (name, uid) = (place.tenant, place.uid);
+            let tenant = json!({"tenant": {"name": name, "uid": uid, "gid": uid, "home": place.home(dir)}});
+            for record in [vec![tenant], app.records(place.site, name, &place.host())].concat() {
+                writeln!(writer, "{record}").context("writing records")?;
+            }
+        }
+        writer.flush().context("writing records")?;
+        drop(writer);
+        node.import(&path).map(drop)
+    }
+
+    /// Rows of the front page's table.
+    pub fn rows(&self, port: u16) -> String {
+        let there = self.hosted().map(|(place, app)| {
+            let (site, host, what) = (place.site, place.host(), place.what);
+            format!(
+                "  <tr><td><a href=\"http://{host}:{port}/\">{site}</a><td>{what}; \
+                 <a href=\"http://{host}:{port}{}\">log in</a> as <code>{}</code>, <code>{}</code>\n",
+                app.login, LOGIN.name, LOGIN.password
+            )
+        });
+        let absent = self.missing().map(|(place, _)| format!("  <tr><td>{}<td>not installed\n", place.site));
+        there.chain(absent).collect()
+    }
+
+    /// Lines of the terminal's welcome.
+    pub fn lines(&self, port: u16) -> String {
+        let there = self.hosted().map(|(place, _)| {
+            let address = format!("http://{}:{port}/", place.host());
+            format!("  {address:36} {}\n", place.what)
+        });
+        let absent = self.missing().map(|(place, why)| format!("  (no {}: {why})\n", place.site));
+        there.chain(absent).collect()
+    }
+
+    /// Ends the database server. An error if it left something behind.
+    pub fn stop(mut self) -> Result<()> {
+        let left = self.mariadb.as_mut().map(MariaDb::stop).unwrap_or_default();
+        ensure!(left.is_empty(), "processes outlived MariaDB:\n  {}", left.join("\n  "));
+        Ok(())
+    }
+}

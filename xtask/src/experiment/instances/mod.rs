@@ -1,0 +1,103 @@
+//! The experiments of instances: what it takes to wake one from each tier, what one costs while it rests, what a sandbox
+//! costs, and that no fault reaches a visitor.
+//!
+//! Not here: the applications (`content`).
+
+pub mod sandbox_cost;
+pub mod wake;
+
+use std::io::Write as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::instance::Tier;
+use serde_json::{Value, json};
+
+use super::{Setting, UID_BASE};
+use crate::content::{App, Page};
+use crate::http::{self, Visit};
+use crate::interrupt;
+use crate::process::Process;
+use crate::server::instance::{self, Status};
+use crate::server::nagaya::{Node, Settings};
+
+/// Settings of a node whose instances go to rest only when they are told to.
+const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
+     image_after = \"13d\"\ncold_after = \"14d\"\n";
+
+/// A site of kind `app`, under the name of its application.
+struct Hosted {
+    name: String,
+    app: App,
+}
+
+/// A node with applications, each of a tenant of its own.
+struct Hosting {
+    node: Node,
+    process: Process,
+}
+
+impl Hosting {
+    /// `tables`: what follows in the table `[instances]`.
+    fn start(setting: &Setting, name: &str, apps: &[Hosted], tables: &str) -> Result<Self> {
+        let settings = Settings { tables: format!("{RESTLESS}{tables}"), ..Settings::default() };
+        let node = Node::create(&setting.program, setting.dir(), name, settings)?;
+        let (path, mut writer) = node.records("sites.jsonl")?;
+        let mut line = |record: Value| writeln!(writer, "{record}").context("writing records");
+        for (index, hosted) in apps.iter().enumerate() {
+            let uid = uid(index)?;
+            line(json!({"tenant": {"name": hosted.name, "uid": uid, "gid": uid}}))?;
+            for record in hosted.app.records(&hosted.name, &hosted.name, &host(&hosted.name)) {
+                line(record)?;
+            }
+        }
+        writer.flush().context("writing records")?;
+        drop(writer);
+        node.import(&path)?;
+        let process = node.serve()?;
+        Ok(Self { node, process })
+    }
+
+    /// Gets a page, as a visitor would. True: it is the right one.
+    fn visit(&self, site: &str, page: Page) -> Result<(Visit, bool)> {
+        interrupt::check()?;
+        let visit = http::visit(self.node.address, &host(site), page.path)?;
+        let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(page.text);
+        if !is_right {
+            let said: String = String::from_utf8_lossy(&visit.body).chars().take(500).collect();
+            eprintln!("{site}{}: {} {said}", page.path, visit.status);
+        }
+        Ok((visit, is_right))
+    }
+
+    /// Lets an instance rest, which nobody uses, and waits until it does.
+    fn rest(&self, site: &str, to: Tier) -> Result<()> {
+        let rests = instance::rest(&self.node, site, to)
+            .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))?;
+        ensure!(rests.tier == to, "{site} has no image: {:?}", rests.note);
+        Ok(())
+    }
+
+    fn status(&self, site: &str) -> Result<Status> {
+        Status::of(&self.node, site)
+    }
+}
+
+fn host(site: &str) -> String {
+    format!("{}.example", site.replace('_', "-"))
+}
+
+fn uid(index: usize) -> Result<u32> {
+    Ok(UID_BASE + u32::try_from(index).context("number of applications")?)
+}
+
+/// Whether memory can go anywhere but to image files.
+fn has_swap() -> bool {
+    let text = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
+    text.lines().count() > 1
+}
+
+/// A directory for one application's files.
+fn place(dir: &Path, name: &str) -> std::path::PathBuf {
+    dir.join("apps").join(name)
+}

@@ -1,0 +1,192 @@
+//! `sandbox-cost`: what a sandbox takes to make, and a program in one until it runs, against crun and runc.
+//!
+//! nagaya's part is measured by the keeper itself, as for any visitor's wake. The peers are run as their users run them: one
+//! process for each container, timed from before it is started to its end, when the container's program runs in the
+//! background. Not here: what a wake takes as a whole (`wake`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::instance::Stage;
+use serde_json::{Value, json};
+
+use super::{Hosted, Hosting, uid};
+use crate::content::{self, App, Page};
+use crate::experiment::Setting;
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+use crate::{interrupt, workspace};
+
+/// A program that stays. nagaya wants an answer of its applications; the peers ask for nothing. No start is longer for it:
+/// each is measured until the program begins.
+const PROGRAM: [&str; 3] = ["/usr/bin/python3", "-c", ANSWER];
+const ANSWER: &str = "\
+import os, signal, socket
+if 'LISTEN_FDS' not in os.environ:
+    signal.pause()
+while True:
+    client, _ = socket.socket(fileno=os.dup(3)).accept()
+    if client.recv(65536):
+        client.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n')
+    client.close()
+";
+
+/// The peers with their arguments.
+const PEERS: [(&str, &[&str]); 2] = [("crun", &["crun", "--cgroup-manager=disabled"]), ("runc", &["runc"])];
+
+/// Starts of each in a round.
+const STARTS: usize = 10;
+
+/// Runs one peer again and again, and prints the microseconds of each start. In a mount namespace of its own, because crun
+/// refuses machines with both versions of cgroups: there the second is taken out of its sight, and no container needs either.
+const TIMES: &str = "\
+set -eu
+bundle=$1 count=$2
+shift 2
+umount --lazy /sys/fs/cgroup/unified 2>/dev/null || true
+for turn in $(seq \"$count\"); do
+    name=nagaya-experiment-$$-$turn
+    begun=$EPOCHREALTIME
+    \"$@\" run --detach --bundle \"$bundle\" \"$name\" </dev/null >\"$bundle/output\" 2>&1 || { cat \"$bundle/output\" >&2; exit 1; }
+    ended=$EPOCHREALTIME
+    echo $((${ended/./} - ${begun/./}))
+    \"$@\" delete --force \"$name\"
+done
+";
+
+const GOALS: [Goal; 2] = [
+    Goal { key: "sandbox_ms", bound: Bound::AtMost(3.0), aim: 3.0 },
+    Goal { key: "ratio_crun", bound: Bound::AtMost(0.5), aim: 0.5 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("sandbox-cost");
+    let dir = setting.dir().join("sleeper");
+    fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    content::give(&dir, uid(0)?)?;
+    let backend =
+        json!({"kind": "app", "command": PROGRAM, "directory": dir, "listen": "fd", "ready": {"path": "/"}});
+    let app = App { backend, files: None, page: Page { path: "/", text: "" }, login: "/" };
+    let hosting = Hosting::start(
+        setting,
+        "nagaya",
+        &[Hosted { name: "sleeper".into(), app }],
+        "image_bytes = \"0B\"\n",
+    )?;
+    let bundle = bundle(setting.dir())?;
+    report.note("program", json!(PROGRAM));
+    report.note("starts in each round", json!(STARTS));
+
+    for round in 0..setting.rounds() {
+        own(&mut report, round, &hosting)?;
+        for (peer, command) in PEERS {
+            for ms in peer_times(&bundle, command)? {
+                report.sample(round, "start", peer, "ms", ms);
+            }
+        }
+        eprintln!("round {} done", round + 1);
+    }
+    report.set("sandbox_ms", report.median("sandbox", "nagaya", "ms")?);
+    for variant in ["nagaya", "crun", "runc"] {
+        report.set(format!("{variant}_start_ms"), report.median("start", variant, "ms")?);
+    }
+    report.set("ratio_crun", report.ratio("start", "nagaya", "crun", "ms")?);
+    report.set("ratio_runc", report.ratio("start", "nagaya", "runc", "ms")?);
+    let chart = chart(&report);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+/// nagaya's starts: the sandbox alone, and all until the program runs.
+fn own(report: &mut Report, round: usize, hosting: &Hosting) -> Result<()> {
+    for _ in 0..STARTS {
+        interrupt::check()?;
+        hosting.node.run(&["instance", "wake", "sleeper"])?;
+        let wake = hosting.status("sleeper")?.last_wake.context("the wake that just was")?;
+        #[expect(clippy::cast_precision_loss, reason = "microseconds of a start stay far below 2^53")]
+        let ms = |us: u64| us as f64 / 1e3;
+        let until =
+            |last: Stage| wake.stages.iter().filter(|(stage, _)| *stage <= last).map(|(_, us)| us).sum();
+        let made = wake.stages.iter().any(|(stage, _)| *stage == Stage::Sandbox);
+        ensure!(made, "a wake without a sandbox: {:?}", wake.stages);
+        report.sample(round, "sandbox", "nagaya", "ms", ms(until(Stage::Sandbox)));
+        report.sample(round, "start", "nagaya", "ms", ms(until(Stage::Boot)));
+        hosting.node.run(&["instance", "stop", "sleeper"])?;
+    }
+    Ok(())
+}
+
+/// Milliseconds of each start.
+fn peer_times(bundle: &Path, command: &[&str]) -> Result<Vec<f64>> {
+    interrupt::check()?;
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "bash", "-c", TIMES, "bash"])
+        .arg(bundle)
+        .arg(STARTS.to_string())
+        .args(command)
+        .current_dir(workspace::root())
+        .output()
+        .context("running unshare")?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "{} failed: {said}", command.join(" "));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.lines()
+        .map(|line| line.parse::<f64>().map(|us| us / 1e3).with_context(|| format!("a time of '{line}'")))
+        .collect()
+}
+
+/// A container in the format that both peers read: the node's programs read-only, a `/proc`, `/dev` and `/tmp` of its own,
+/// and the namespaces of a sandbox but for the user namespace, which would only make the peers slower.
+fn bundle(dir: &Path) -> Result<PathBuf> {
+    let bundle = dir.join("bundle");
+    for name in ["proc", "dev", "tmp", "usr"] {
+        let dir = bundle.join("root").join(name);
+        fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
+    }
+    for name in ["bin", "lib", "lib64"] {
+        std::os::unix::fs::symlink(format!("usr/{name}"), bundle.join("root").join(name))
+            .context("linking to /usr")?;
+    }
+    let file = bundle.join("config.json");
+    fs::write(&file, config(uid(0)?).to_string()).with_context(|| format!("writing {}", file.display()))?;
+    Ok(bundle)
+}
+
+fn config(uid: u32) -> Value {
+    let namespaces: Vec<Value> = ["pid", "mount", "ipc", "uts", "network", "cgroup"]
+        .iter()
+        .map(|kind| json!({"type": kind}))
+        .collect();
+    json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": uid, "gid": uid},
+            "args": PROGRAM,
+            "env": ["PATH=/usr/bin"],
+            "cwd": "/",
+            "noNewPrivileges": true,
+            "capabilities": {"bounding": [], "effective": [], "permitted": []},
+        },
+        "root": {"path": "root", "readonly": true},
+        "hostname": "sleeper",
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
+            {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev"]},
+            {"destination": "/usr", "type": "bind", "source": "/usr", "options": ["bind", "ro"]},
+        ],
+        "linux": {"namespaces": namespaces, "maskedPaths": ["/proc/kcore"], "readonlyPaths": ["/proc/sys"]},
+    })
+}
+
+fn chart(report: &Report) -> Chart {
+    Chart {
+        title: "A program in a sandbox".into(),
+        subtitle: "from nothing until it runs; median, whiskers: least and greatest".into(),
+        panels: vec![
+            report.panel("Sandbox alone", "milliseconds", "sandbox", "ms", &["nagaya"]),
+            report.panel("With a program", "milliseconds", "start", "ms", &["nagaya", "crun", "runc"]),
+        ],
+    }
+}

@@ -1,0 +1,263 @@
+//! `wake`: how long a visitor waits for the first byte of a page from a database, through the edge, when its application
+//! rests at each tier; Django on gunicorn, WordPress on Apache, Redmine on puma.
+//!
+//! Not here: many at once (`parallel`), what resting costs (`rest_cost`).
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::instance::{Stage, Tier};
+use serde_json::json;
+
+use super::{Hosted, Hosting, has_swap, place, uid};
+use crate::clients::to_float;
+use crate::content::mariadb::MariaDb;
+use crate::content::{django, redmine, wordpress};
+use crate::experiment::{Setting, UID_BASE};
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+use crate::server::instance::Status;
+
+/// What memory of a virtual machine needs to be taken back by its host: an image that was not used for this long is
+/// restored into pages that must be found anew.
+const IDLE: Duration = Duration::from_secs(4);
+
+/// MariaDB runs under a uid that no tenant has.
+const MARIADB_UID: u32 = UID_BASE - 1;
+
+/// Where the application rests before it is visited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum From {
+    /// On a node that keeps no images.
+    Cold,
+    Image,
+    ImageIdle,
+    Frozen,
+    Reclaimed,
+    Warm,
+}
+
+impl From {
+    const ALL: [Self; 6] =
+        [Self::Cold, Self::Image, Self::ImageIdle, Self::Frozen, Self::Reclaimed, Self::Warm];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cold => "cold",
+            Self::Image => "image",
+            Self::ImageIdle => "image after 4 s",
+            Self::Frozen => "frozen",
+            Self::Reclaimed => "reclaimed",
+            Self::Warm => "warm",
+        }
+    }
+
+    fn tier(self) -> Tier {
+        match self {
+            Self::Cold => Tier::Cold,
+            Self::Image | Self::ImageIdle => Tier::Image,
+            Self::Frozen => Tier::Frozen,
+            Self::Reclaimed => Tier::Reclaimed,
+            Self::Warm => Tier::Running,
+        }
+    }
+}
+
+const GOALS: [Goal; 7] = [
+    Goal { key: "django_image_ms", bound: Bound::AtMost(50.0), aim: 25.0 },
+    Goal { key: "wordpress_apache_image_ms", bound: Bound::AtMost(85.0), aim: 50.0 },
+    Goal { key: "redmine_image_ms", bound: Bound::AtMost(95.0), aim: 50.0 },
+    Goal { key: "django_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
+    Goal { key: "wordpress_apache_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
+    Goal { key: "redmine_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
+    Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("wake");
+    let mariadb = MariaDb::start(&setting.dir().join("mariadb"), MARIADB_UID)?;
+    let apps = apps(setting, &mariadb)?;
+    let node = Hosting::start(setting, "nagaya", &apps, "")?;
+    let bare = Hosting::start(setting, "no-images", &apps, "image_bytes = \"0B\"\n")?;
+    let rounds = if setting.quick { 5 } else { 15 };
+    report.note("rounds", json!(rounds));
+
+    let mut visits = Visits { report: &mut report, errors: 0 };
+    let mut froms = Vec::new();
+    for hosted in &apps {
+        froms.push(prepare(&mut visits, &node, &bare, hosted)?);
+    }
+    for round in 0..rounds {
+        for (hosted, froms) in apps.iter().zip(&froms) {
+            let mut order = froms.clone();
+            order.rotate_left(round % froms.len());
+            for from in order {
+                let hosting = if from == From::Cold { &bare } else { &node };
+                visits.measure(round, hosting, hosted, from)?;
+            }
+        }
+        eprintln!("round {} of {rounds} done", round + 1);
+    }
+    let errors = visits.errors;
+    for hosted in &apps {
+        summarise(&mut report, &hosted.name)?;
+    }
+    report.set("errors", to_float(errors));
+    let chart = chart(&report, &apps);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
+    eprintln!("preparing Django, WordPress and Redmine");
+    let account = mariadb.database("wordpress")?;
+    let dir = |name: &str| place(setting.dir(), name);
+    Ok(vec![
+        Hosted { name: "django".into(), app: django::create(&dir("django"), uid(0)?)? },
+        Hosted {
+            name: "wordpress_apache".into(),
+            app: wordpress::create(&dir("wordpress"), uid(1)?, &account)?,
+        },
+        Hosted { name: "redmine".into(), app: redmine::create(&dir("redmine"), uid(2)?)? },
+    ])
+}
+
+/// Starts an application for the first time on both nodes, with its image taken on one. Tells from where it can be woken.
+fn prepare(visits: &mut Visits<'_>, node: &Hosting, bare: &Hosting, hosted: &Hosted) -> Result<Vec<From>> {
+    let name = &hosted.name;
+    // Twice: what the first start compiles and stores on the disk is no part of the others.
+    for hosting in [bare, node] {
+        visits.get(hosting, hosted)?;
+        visits.get(hosting, hosted)?;
+    }
+    bare.rest(name, Tier::Cold)?;
+    let status = node.status(name)?;
+    visits.stages(0, hosted, "first start", &status);
+    let mut froms = From::ALL.to_vec();
+    match status.image_bytes {
+        Some(bytes) => visits.report.set(format!("{name}_image_mb"), bytes / 1e6),
+        None => {
+            let why = status.note.unwrap_or_else(|| "no image was taken, and nothing says why".into());
+            eprintln!("{name} has no image: {why}");
+            visits.report.note(&format!("{name} has no image"), json!(why));
+            froms.retain(|from| from.tier() != Tier::Image);
+        }
+    }
+    if !has_swap() {
+        visits.report.note("reclaimed", json!("not measured: there is no swap"));
+        froms.retain(|from| *from != From::Reclaimed);
+    }
+    Ok(froms)
+}
+
+struct Visits<'r> {
+    report: &'r mut Report,
+    errors: usize,
+}
+
+impl Visits<'_> {
+    /// One visit; milliseconds to the first and to the last byte.
+    fn get(&mut self, hosting: &Hosting, hosted: &Hosted) -> Result<(f64, f64)> {
+        let (visit, is_right) = hosting.visit(&hosted.name, hosted.app.page)?;
+        self.errors += usize::from(!is_right);
+        Ok((visit.first_byte_ms, visit.whole_ms))
+    }
+
+    fn measure(&mut self, round: usize, hosting: &Hosting, hosted: &Hosted, from: From) -> Result<()> {
+        let name = &hosted.name;
+        if from == From::Warm {
+            self.get(hosting, hosted)?;
+        } else {
+            if hosting.status(name)?.tier < from.tier() {
+                self.get(hosting, hosted)?;
+            }
+            hosting.rest(name, from.tier())?;
+        }
+        if from == From::ImageIdle {
+            std::thread::sleep(IDLE);
+        }
+        let (first, whole) = self.get(hosting, hosted)?;
+        // In the same state, a moment later: what a visit takes without a wake.
+        let (warm, _) = self.get(hosting, hosted)?;
+        let variant = from.name();
+        self.report.sample(round, name, variant, "first_byte_ms", first);
+        self.report.sample(round, name, variant, "whole_ms", whole);
+        self.report.sample(round, name, variant, "added_ms", first - warm);
+        let status = hosting.status(name)?;
+        if from == From::Warm {
+            let bytes = status.memory_bytes.context("the memory of a running instance")?;
+            self.report.sample(round, name, variant, "pss_mb", bytes / 1e6);
+        } else {
+            let woken = status.last_wake.as_ref().map(|wake| wake.from);
+            ensure!(
+                woken == Some(from.tier()),
+                "{name} rested at {} and woke from {woken:?}: {:?}\n{}",
+                from.tier(),
+                status.note,
+                hosting.process.log_end()
+            );
+            self.stages(round, hosted, variant, &status);
+        }
+        Ok(())
+    }
+
+    /// What the last wake waited for.
+    fn stages(&mut self, round: usize, hosted: &Hosted, variant: &str, status: &Status) {
+        let stages = status.last_wake.iter().flat_map(|wake| &wake.stages);
+        for (stage, us) in stages {
+            #[expect(clippy::cast_precision_loss, reason = "microseconds of a wake stay far below 2^53")]
+            let ms = *us as f64 / 1e3;
+            self.report.sample(round, &hosted.name, variant, stage_metric(*stage), ms);
+        }
+    }
+}
+
+fn stage_metric(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Decide => "decide_ms",
+        Stage::Queue => "queue_ms",
+        Stage::Thaw => "thaw_ms",
+        Stage::Sandbox => "sandbox_ms",
+        Stage::Restore => "restore_ms",
+        Stage::Boot => "boot_ms",
+        Stage::Ready => "ready_ms",
+        Stage::Image => "taking_image_ms",
+        Stage::Connect => "connect_ms",
+    }
+}
+
+fn summarise(report: &mut Report, name: &str) -> Result<()> {
+    for (key, from, metric) in [
+        ("cold_ms", From::Cold, "first_byte_ms"),
+        ("image_ms", From::Image, "first_byte_ms"),
+        ("image_idle_ms", From::ImageIdle, "first_byte_ms"),
+        ("image_restore_ms", From::Image, "restore_ms"),
+        ("frozen_added_ms", From::Frozen, "added_ms"),
+        ("trimmed_added_ms", From::Reclaimed, "added_ms"),
+        ("warm_ms", From::Warm, "first_byte_ms"),
+        ("pss_mb", From::Warm, "pss_mb"),
+    ] {
+        let optional = matches!(from.tier(), Tier::Image | Tier::Reclaimed);
+        match report.median(name, from.name(), metric) {
+            Err(_) if optional => {}
+            median => report.set(format!("{name}_{key}"), median?),
+        }
+    }
+    Ok(())
+}
+
+fn chart(report: &Report, apps: &[Hosted]) -> Chart {
+    let all = From::ALL.map(From::name);
+    let woken: Vec<&str> = all.iter().copied().filter(|name| *name != "cold").collect();
+    let panels = apps.iter().flat_map(|hosted| {
+        let panel = |what: &str, variants: &[&str]| {
+            let title = format!("{}, {what}", hosted.name.replace('_', " on "));
+            report.panel(&title, "milliseconds", &hosted.name, "first_byte_ms", variants)
+        };
+        [panel("from all", &all), panel("without a start", &woken)]
+    });
+    Chart {
+        title: "First byte of a page whose application rests".into(),
+        subtitle: "through the edge, on a new connection; median, whiskers: least and greatest round".into(),
+        panels: panels.collect(),
+    }
+}

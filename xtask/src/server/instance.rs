@@ -1,0 +1,64 @@
+//! An instance of nagaya's as its operator sees it: what is shown of it, and letting it rest.
+//!
+//! Not here: visiting it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use nagaya_cmdb::instance::{Tier, Wake};
+use serde_json::Value;
+
+use super::nagaya::Node;
+use crate::interrupt;
+
+/// Longest wait until an instance rests where it was told to. The edge keeps one for half a second after its last
+/// request.
+const REST_MAX: Duration = Duration::from_secs(20);
+
+/// How often it is told.
+const REST_EVERY: Duration = Duration::from_millis(20);
+
+/// What `nagaya instance show` says of one.
+#[derive(Debug, Clone)]
+pub struct Status {
+    pub tier: Tier,
+    pub memory_bytes: Option<f64>,
+    pub image_bytes: Option<f64>,
+    pub last_wake: Option<Wake>,
+    /// What is wrong with it, such as why it has no image.
+    pub note: Option<String>,
+}
+
+impl Status {
+    /// Of a running node's site of kind `app`.
+    pub fn of(node: &Node, site: &str) -> Result<Self> {
+        let shown = node.run(&["instance", "show", site, "--json"])?;
+        let shown: Value = serde_json::from_str(&shown).context("reading what is shown of an instance")?;
+        let read = |name: &str| shown.get(name).cloned().unwrap_or_default();
+        Ok(Self {
+            tier: serde_json::from_value(read("tier")).context("the tier of an instance")?,
+            memory_bytes: shown["memory_bytes"].as_f64(),
+            image_bytes: shown["image"]["bytes"].as_f64(),
+            last_wake: serde_json::from_value(read("last_wake")).context("the last wake of an instance")?,
+            note: shown["note"].as_str().map(Into::into),
+        })
+    }
+}
+
+/// Lets an instance rest, which nobody uses, and waits until it does. One without an image goes past that tier.
+pub fn rest(node: &Node, site: &str, to: Tier) -> Result<Status> {
+    let begun = Instant::now();
+    loop {
+        interrupt::check()?;
+        let told = node.run(&["instance", "rest", site, "--to", to.as_str()]);
+        let status = Status::of(node, site)?;
+        if status.tier == to || (to == Tier::Image && status.tier == Tier::Cold) {
+            return Ok(status);
+        }
+        if begun.elapsed() > REST_MAX {
+            told?;
+            bail!("{site} does not rest at {to}: it is at {}", status.tier);
+        }
+        std::thread::sleep(REST_EVERY);
+    }
+}
