@@ -13,8 +13,10 @@ use rustix::process::Pid;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
 
-use crate::Fact;
-use crate::world::{ALICE, World, is_alive, read_socket, refusal, site_name, until_so, wait_dead};
+use crate::world::{
+    ALICE, World, is_alive, read_socket, refusal, site_change, site_name, until_so, wait_dead,
+};
+use crate::{CellFact, Fact, groups};
 
 pub const ROOT: &[Fact] = &[
     ("many who need an application at once start it once, under its tenant's uid", started_once),
@@ -25,6 +27,12 @@ pub const ROOT: &[Fact] = &[
     ("an application ends when its record changes and when the keeper does", ends_with_record),
     ("an application cannot lead the keeper to another's socket", no_foreign_socket),
 ];
+
+pub const CELLS: &[CellFact] = &[(
+    &["cpu", "pids"],
+    "limits of an application's site hold for it while it runs, as soon as its record says so",
+    limits_follow,
+)];
 
 /// Says its uid, pid and directory to everyone who connects.
 const SERVER: &str = r#"
@@ -208,6 +216,24 @@ fn ends_with_record() {
     assert!(world.drain(), "{}", world.log());
     assert!(!is_alive(last));
     assert_eq!(std::fs::read_dir(world.dir.path().join("run/apps")).unwrap().count(), 0);
+}
+
+fn limits_follow() {
+    let world = with_server().start();
+    world.run(async |keeper| {
+        let first = read_socket(connect(&keeper, "app").await.unwrap()).await;
+        let pid = pids(&world, "app")[0];
+        let of = |controller: &str| groups::above(pid, controller, "site-app").unwrap();
+        for (percent, processes) in [(50, 40), (20, 30), (90, 50)] {
+            let limits = json!({"limits": {"cpu": format!("{percent}%"), "processes": processes}});
+            world.apply(vec![site_change("app", "alice", app("one"), limits)]);
+            let (quota, period) = groups::cpu_quota(&of("cpu")).unwrap();
+            assert_eq!(quota * 100 / period, percent);
+            assert_eq!(groups::processes(&of("pids")), Some(processes));
+        }
+        let last = read_socket(connect(&keeper, "app").await.unwrap()).await;
+        assert_eq!((first, pid), (last, pids(&world, "app")[0]), "it ran through all of it");
+    });
 }
 
 fn no_foreign_socket() {

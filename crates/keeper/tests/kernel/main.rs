@@ -81,7 +81,7 @@ fn main() {
     let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let facts = [cells::CELLS, places::CELLS, limits::CELLS].concat();
+    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS].concat();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
