@@ -14,7 +14,7 @@ use std::process::Command;
 use nagaya_keeper::image::{
     Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
 };
-use nagaya_keeper::sandbox::{Address, ROOT_PID, Sandbox, Task};
+use nagaya_keeper::sandbox::{Address, Bind, ROOT_PID, Sandbox, Task};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -27,6 +27,7 @@ pub const CRIU: &[Fact] = &[
     ("processes that share memory, files and locks go on together", prefork),
     ("an application listens on sockets of its own after its restore", own_sockets),
     ("a restored program is as fenced in as before", still_fenced),
+    ("CRIU obeys no file of a tenant's", no_obedience),
     ("an image is closed to everybody but root", closed),
     ("an image that was cut is put aside and not used", cut),
     ("an image that was altered is put aside and not used", altered),
@@ -319,6 +320,28 @@ fn still_fenced() {
     let others = "import os; own = os.getpid()\n\
         print(own < 100, [name for name in os.listdir('/proc') if name.isdigit() and int(name) != own])";
     assert_eq!(scene::python(&life.sandbox, others), "True ['10']");
+}
+
+fn no_obedience() {
+    let mut stage = Stage::new();
+    // What CRIU looks for by itself: its settings in /etc, which a base of the tenant's may have, and what it once
+    // found out, in /run.
+    stage.scene = stage.scene.with_file("planted", "#!/bin/sh\n: > /srv/app/obeyed\n");
+    let etc = stage.scene.dir.path().join("etc");
+    fs::create_dir_all(etc.join("criu")).unwrap();
+    fs::write(etc.join("criu/default.conf"), "action-script /srv/app/planted\n").unwrap();
+    let bind = Bind { source: etc, target: "/etc".into(), writable: false, as_tenant: false };
+    stage.scene.spec.binds.push(bind);
+    let facts = stage.scene.dir.path().join("run/criu.kdat");
+    fs::write(&facts, "planted").unwrap();
+    let (life, image) = imaged(&stage);
+    assert_eq!(scene::shell(&life.sandbox, "cat /etc/criu/default.conf"), "action-script /srv/app/planted");
+    drop(life);
+    let life = stage.life();
+    stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
+    assert!(!stage.scene.app("obeyed").exists());
+    assert_eq!(fs::read_to_string(&facts).unwrap(), "planted");
 }
 
 fn closed() {
