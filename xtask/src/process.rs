@@ -88,6 +88,16 @@ impl Process {
         seconds(ticks)
     }
 
+    /// Where all it prints goes.
+    pub fn log_path(&self) -> &Path {
+        &self.log
+    }
+
+    /// To its first process; nothing if that has ended.
+    pub fn signal(&mut self, signal: Signal) {
+        send(self.pid(), signal, &mut self.child);
+    }
+
     /// The last lines of what it printed.
     pub fn log_end(&self) -> String {
         const LINES: usize = 30;

@@ -214,7 +214,7 @@ impl Images {
             subject: subject.clone(),
             environment: self.environment.clone(),
             taken_at: store::now(),
-            handed: handed.names().map_err(at("look at", "what was handed over"))?,
+            handed: handed.known().map_err(at("look at", "what was handed over"))?,
             files,
         };
         self.store.publish(&subject.id(), &header, image)?;

@@ -159,9 +159,11 @@ impl Apps {
 
     /// Lines of the terminal's welcome.
     pub fn lines(&self, port: u16) -> String {
+        // As wide as those of the other sites.
+        let width = 29 + port.to_string().len();
         let there = self.hosted().map(|(place, _)| {
             let address = format!("http://{}:{port}/", place.host());
-            format!("  {address:36} {}\n", place.what)
+            format!("  {address:width$} {}\n", place.what)
         });
         let absent = self.missing().map(|(place, why)| format!("  (no {}: {why})\n", place.site));
         there.chain(absent).collect()

@@ -251,7 +251,7 @@ Four things to try in a second terminal:
 1. Burn CPU with twenty requests at once. The wiki stays fast, and each of them is answered:
 
   seq 20 | xargs -P 20 -I _ curl -s 'http://cpu.localhost:{port}/?n=500000' &
-  curl -s -o /dev/null -w '%{{time_total}} s\n' http://wiki.localhost:{port}/
+  curl -s -o /dev/null -w '%{{time_total}} s\\n' http://wiki.localhost:{port}/
   {program} --config {dir}/nagaya.toml cells --watch
 
 2. Edit the rule that slows them down. The next request obeys it:

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use nagaya_cmdb::instance::Tier;
+use serde_json::Value;
 
 use super::apps::{Apps, Kind, Place};
 use super::visitor::{Answer, Visitor, hidden};
@@ -130,8 +131,7 @@ fn from_rest(
     visitor.node.run(&["instance", "wake", place.site])?;
     let rested = instance::rest(&visitor.node, place.site, to)?;
     if rested.tier != to {
-        let why = rested.note.as_deref().unwrap_or("nothing says why");
-        counted.skip(&format!("{} at rest as an image: {why}", place.site));
+        counted.skip(&format!("{} at rest as an image: {}", place.site, no_image(visitor, &rested)?));
     }
     let woke = look(visitor, &place.host(), pages)?.context("no page was visited")?;
     let id = woke.header("x-request-id").context("no X-Request-Id in the answer")?;
@@ -144,6 +144,17 @@ fn from_rest(
     counted
         .pass(&format!("{} woken from {} by a visitor, with all that was written", place.site, rested.tier));
     Ok(())
+}
+
+/// Why an application has no image: because of what it does, or because this machine takes none.
+fn no_image(visitor: &Visitor, status: &Status) -> Result<String> {
+    if let Some(note) = &status.note {
+        return Ok(note.clone());
+    }
+    let node: Value =
+        serde_json::from_str(&visitor.node.run(&["status", "--json"])?).context("the status")?;
+    let why = node["keeper"]["instances"]["images"]["none"].as_str();
+    why.map(Into::into).context("it has no image, and nothing says why")
 }
 
 // === What is written ===

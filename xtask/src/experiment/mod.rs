@@ -40,7 +40,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 12] = [
+const EXPERIMENTS: [(&str, Experiment); 13] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -52,6 +52,7 @@ const EXPERIMENTS: [(&str, Experiment); 12] = [
     ("cell-cost", cell_cost::run),
     ("rule-cost", rule_cost::run),
     ("wake", instances::wake::run),
+    ("wake-parallel", instances::parallel::run),
     ("sandbox-cost", instances::sandbox_cost::run),
 ];
 

@@ -2,6 +2,7 @@
 //!
 //! Not here: visiting it.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -14,6 +15,9 @@ use crate::interrupt;
 /// Longest wait until an instance rests where it was told to. The edge keeps one for half a second after its last
 /// request.
 const REST_MAX: Duration = Duration::from_secs(20);
+
+/// The same for hundreds.
+const REST_ALL_MAX: Duration = Duration::from_secs(120);
 
 /// How often it is told.
 const REST_EVERY: Duration = Duration::from_millis(20);
@@ -33,7 +37,18 @@ impl Status {
     /// Of a running node's site of kind `app`.
     pub fn of(node: &Node, site: &str) -> Result<Self> {
         let shown = node.run(&["instance", "show", site, "--json"])?;
-        let shown: Value = serde_json::from_str(&shown).context("reading what is shown of an instance")?;
+        Self::read(&serde_json::from_str(&shown).context("reading what is shown of an instance")?)
+    }
+
+    /// Of all the node's, by their sites.
+    pub fn of_all(node: &Node) -> Result<BTreeMap<String, Self>> {
+        let listed = node.run(&["instance", "list", "--json"])?;
+        let listed: Vec<Value> = serde_json::from_str(&listed).context("reading the list of instances")?;
+        let named = |one: &Value| Ok((one["site"].as_str().unwrap_or_default().to_owned(), Self::read(one)?));
+        listed.iter().map(named).collect()
+    }
+
+    fn read(shown: &Value) -> Result<Self> {
         let read = |name: &str| shown.get(name).cloned().unwrap_or_default();
         Ok(Self {
             tier: serde_json::from_value(read("tier")).context("the tier of an instance")?,
@@ -58,6 +73,30 @@ pub fn rest(node: &Node, site: &str, to: Tier) -> Result<Status> {
         if begun.elapsed() > REST_MAX {
             told?;
             bail!("{site} does not rest at {to}: it is at {}", status.tier);
+        }
+        std::thread::sleep(REST_EVERY);
+    }
+}
+
+/// The same for many. Each of them has an image if that is where it is to rest.
+pub fn rest_all(node: &Node, sites: &[&str], to: Tier) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        let all = Status::of_all(node)?;
+        let mut told = Ok(String::new());
+        let mut awake = None;
+        for site in sites {
+            let status = all.get(*site).with_context(|| format!("{site} has no instance"))?;
+            if status.tier != to {
+                interrupt::check()?;
+                told = node.run(&["instance", "rest", site, "--to", to.as_str()]);
+                awake = Some((site, status));
+            }
+        }
+        let Some((site, status)) = awake else { return Ok(()) };
+        if begun.elapsed() > REST_ALL_MAX {
+            told?;
+            bail!("{site} does not rest at {to}: it is at {} ({:?})", status.tier, status.note);
         }
         std::thread::sleep(REST_EVERY);
     }

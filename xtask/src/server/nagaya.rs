@@ -69,6 +69,11 @@ impl Node {
         self.dir.join(format!("rule-{index}.rb"))
     }
 
+    /// What it reads at its start, and when told to.
+    pub fn config_file(&self) -> PathBuf {
+        self.dir.join("nagaya.toml")
+    }
+
     /// Where the keeper listens.
     pub fn keeper_socket(&self) -> PathBuf {
         self.dir.join("run/keeper.sock")
@@ -82,7 +87,7 @@ impl Node {
 
     /// `nagaya --config ... ARGUMENTS`.
     pub fn command(&self, arguments: &[&str]) -> Vec<String> {
-        let config = self.dir.join("nagaya.toml");
+        let config = self.config_file();
         let mut command = words(&[&self.program.to_string_lossy(), "--config", &config.to_string_lossy()]);
         command.extend(words(arguments));
         command

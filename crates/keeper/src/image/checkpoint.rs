@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{CWD, Mode, OFlags};
+use serde::{Deserialize, Serialize};
 
 use super::criu::{self, Criu, HANDED_FD, IMAGE_FD, WORK_FD};
 use super::{ImageError, at, log};
@@ -48,18 +49,29 @@ impl Handed<'_> {
         self.listener.into_iter().chain(self.log)
     }
 
-    /// As CRIU names them: `socket:[123]`, `pipe:[456]`.
-    pub fn names(&self) -> io::Result<Vec<String>> {
-        let name = |fd: BorrowedFd<'_>| {
+    pub fn known(&self) -> io::Result<Vec<Known>> {
+        let known = |fd: BorrowedFd<'_>| {
             let stat = rustix::fs::fstat(fd)?;
             let kind = match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
                 rustix::fs::FileType::Socket => "socket",
                 _ => "pipe",
             };
-            Ok(format!("{kind}:[{}]", stat.st_ino))
+            let nonblocking = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK);
+            Ok(Known { name: format!("{kind}:[{}]", stat.st_ino), nonblocking })
         };
-        self.all().map(name).collect()
+        self.all().map(known).collect()
     }
+}
+
+/// What an image knows of a descriptor that was handed over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Known {
+    /// As CRIU names it: `socket:[123]`, `pipe:[456]`.
+    pub name: String,
+    /// The application has made it so, the keeper's own descriptor included. CRIU leaves what it is handed as it is, and a
+    /// program that waits for events must not wait in `accept`.
+    pub nonblocking: bool,
 }
 
 /// A directory that root of one sandbox may write to, gone with this.
@@ -133,12 +145,11 @@ pub fn take(
     }
 }
 
-/// Brings the processes of an image back in a fresh sandbox. `names` are those of what was handed to the ones that
-/// were taken.
+/// Brings the processes of an image back in a fresh sandbox. `known` is what was handed to the ones that were taken.
 pub fn restore(
     engine: &Engine,
     sandbox: &Sandbox,
-    (handed, names): (&Handed<'_>, &[String]),
+    (handed, known): (&Handed<'_>, &[Known]),
     image: &Path,
     work: &Work,
 ) -> Result<Task, ImageError> {
@@ -148,7 +159,9 @@ pub fn restore(
     let copies =
         copies.collect::<Result<Vec<_>, _>>().map_err(|e| at("copy", "what is handed over")(e.into()))?;
     let mut fds = Vec::new();
-    for ((number, name), fd) in (HANDED_FD..).zip(names).zip(&copies) {
+    for ((number, Known { name, nonblocking }), fd) in (HANDED_FD..).zip(known).zip(&copies) {
+        rustix::io::ioctl_fionbio(fd, *nonblocking)
+            .map_err(|errno| at("set up", "what is handed over")(errno.into()))?;
         command.extend(["--inherit-fd".into(), format!("fd[{number}]:{name}")]);
         fds.push((number, fd));
     }

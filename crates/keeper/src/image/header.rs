@@ -1,6 +1,6 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
-//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 1
+//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 2
 //! has the fields of `Header`. A header of another version is no image any more; there is no migration, because an image
 //! can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
@@ -12,9 +12,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::Digest;
+use super::checkpoint::Known;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";
@@ -115,8 +116,8 @@ pub struct Header {
     pub environment: Environment,
     /// Seconds since 1970.
     pub taken_at: u64,
-    /// CRIU's names of what was handed over.
-    pub handed: Vec<String>,
+    /// What was handed over, in the order of `checkpoint::Handed`.
+    pub handed: Vec<Known>,
     pub files: BTreeMap<String, Content>,
 }
 
@@ -200,7 +201,8 @@ mod tests {
         let environment =
             Environment { kernel: "6.1".into(), processor: digest, criu: "4.1".into(), criu_build: digest };
         let files = BTreeMap::from([("pages-1.img".into(), Content { bytes: 5, digest })]);
-        Header { subject, environment, taken_at: 1, handed: vec!["socket:[1]".into()], files }
+        let handed = vec![Known { name: "socket:[1]".into(), nonblocking: true }];
+        Header { subject, environment, taken_at: 1, handed, files }
     }
 
     #[test]

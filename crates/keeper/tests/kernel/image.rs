@@ -14,7 +14,7 @@ use std::process::Command;
 use nagaya_keeper::image::{
     Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
 };
-use nagaya_keeper::sandbox::{Address, ROOT_PID, Sandbox, Task};
+use nagaya_keeper::sandbox::{Address, Bind, ROOT_PID, Sandbox, Task};
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -25,8 +25,10 @@ pub const CRIU: &[Fact] = &[
     ("an application goes on from its image with what it remembered", goes_on),
     ("an image of an image's application is one too", generations),
     ("processes that share memory, files and locks go on together", prefork),
+    ("what an application made non-blocking is so after its restore", blocking),
     ("an application listens on sockets of its own after its restore", own_sockets),
     ("a restored program is as fenced in as before", still_fenced),
+    ("CRIU obeys no file of a tenant's", no_obedience),
     ("an image is closed to everybody but root", closed),
     ("an image that was cut is put aside and not used", cut),
     ("an image that was altered is put aside and not used", altered),
@@ -255,6 +257,35 @@ fn prefork() {
     assert_eq!(task.try_exit().unwrap(), None);
 }
 
+/// Tells whether it would wait in `accept` and for its log. It does not: it waits for events.
+const EVENTS: &str = "import os, select, socket, sys\n\
+    server = socket.socket(fileno=3)\n\
+    for fd in map(int, sys.argv[1:]): os.set_blocking(fd, False)\n\
+    while True:\n\
+    \x20   select.select([server], [], [])\n\
+    \x20   client, _ = server.accept()\n\
+    \x20   client.setblocking(True)\n\
+    \x20   client.recv(100)\n\
+    \x20   client.sendall(f'{os.get_blocking(3)} {os.get_blocking(1)}'.encode())\n\
+    \x20   client.close()\n";
+
+fn blocking() {
+    for (nonblocking, said) in
+        [(&[][..], "True True"), (&["3"], "False True"), (&["1"], "True False"), (&["1", "3"], "False False")]
+    {
+        let mut stage = Stage::new();
+        stage.scene = stage.scene.with_file("events.py", EVENTS);
+        let life = stage.life();
+        let _task = life.start(&[&["python3", "events.py"], nonblocking].concat());
+        assert_eq!(life.ask("x"), said);
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        drop(life);
+        let life = stage.life();
+        stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+        assert_eq!(life.ask("x"), said);
+    }
+}
+
 fn own_sockets() {
     let mut stage = Stage::new();
     let knows_ports = !stage.images.criu().why.contains("cannot image applications with TCP sockets");
@@ -319,6 +350,28 @@ fn still_fenced() {
     let others = "import os; own = os.getpid()\n\
         print(own < 100, [name for name in os.listdir('/proc') if name.isdigit() and int(name) != own])";
     assert_eq!(scene::python(&life.sandbox, others), "True ['10']");
+}
+
+fn no_obedience() {
+    let mut stage = Stage::new();
+    // What CRIU looks for by itself: its settings in /etc, which a base of the tenant's may have, and what it once
+    // found out, in /run.
+    stage.scene = stage.scene.with_file("planted", "#!/bin/sh\n: > /srv/app/obeyed\n");
+    let etc = stage.scene.dir.path().join("etc");
+    fs::create_dir_all(etc.join("criu")).unwrap();
+    fs::write(etc.join("criu/default.conf"), "action-script /srv/app/planted\n").unwrap();
+    let bind = Bind { source: etc, target: "/etc".into(), writable: false, as_tenant: false };
+    stage.scene.spec.binds.push(bind);
+    let facts = stage.scene.dir.path().join("run/criu.kdat");
+    fs::write(&facts, "planted").unwrap();
+    let (life, image) = imaged(&stage);
+    assert_eq!(scene::shell(&life.sandbox, "cat /etc/criu/default.conf"), "action-script /srv/app/planted");
+    drop(life);
+    let life = stage.life();
+    stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
+    assert!(!stage.scene.app("obeyed").exists());
+    assert_eq!(fs::read_to_string(&facts).unwrap(), "planted");
 }
 
 fn closed() {
@@ -419,7 +472,7 @@ fn elsewhere() {
     assert_eq!(put_aside(&stage), [""; 0]);
     // A format of another version is none.
     let text = fs::read_to_string(image_file(&stage, "header")).unwrap();
-    fs::write(image_file(&stage, "header"), text.replacen("nagaya-image 1 ", "nagaya-image 2 ", 1)).unwrap();
+    fs::write(image_file(&stage, "header"), text.replacen("nagaya-image 2 ", "nagaya-image 1 ", 1)).unwrap();
     not_found(&stage, &stage.subject());
     assert!(put_aside(&stage)[0].contains("another version of nagaya"));
 }

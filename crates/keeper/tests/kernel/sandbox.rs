@@ -29,6 +29,7 @@ pub const ROOT: &[Fact] = &[
     ("a program in a sandbox cannot signal or see anything outside", no_signals),
     ("a program in a sandbox cannot connect to the keeper or any other service", no_services),
     ("a sandbox' first process cannot be touched from inside", no_init),
+    ("a program in a sandbox has a limit of descriptors that it cannot raise", descriptors),
     ("what is bound is looked up with the tenant's rights", binds_of_tenant),
     ("a fork bomb stays within the cell a sandbox is born in on cgroup v1", bomb_v1),
     ("a fork bomb ends with its sandbox on cgroup v2", bomb_v2),
@@ -404,6 +405,19 @@ fn no_init() {
         \x20   except OSError as error: print(signal, errno.errorcode[error.errno])\n";
     refused(&python(&sandbox, code), &["ENOENT", "EPERM", "EACCES"]);
     assert_eq!(shell(&sandbox, "echo it lives"), "it lives");
+}
+
+fn descriptors() {
+    let scene = Scene::new();
+    let sandbox = scene.create();
+    let code = "import errno, os, resource\n\
+        try: resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)); print('raised')\n\
+        except ValueError: print('refused')\n\
+        opened = []\n\
+        try:\n\
+        \x20   while len(opened) < 4096: opened.append(os.dup(0))\n\
+        except OSError as error: print(errno.errorcode[error.errno], len(opened) + 3)\n";
+    assert_eq!(python(&sandbox, code), "refused\nEMFILE 1024");
 }
 
 fn binds_of_tenant() {

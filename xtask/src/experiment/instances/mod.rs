@@ -3,18 +3,24 @@
 //!
 //! Not here: the applications (`content`).
 
+pub mod parallel;
 pub mod sandbox_cost;
 pub mod wake;
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Barrier;
+use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use nagaya_cmdb::instance::Tier;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::{Setting, UID_BASE};
-use crate::content::{App, Page};
+use crate::content::{App, Page, copy_tree, django, give};
 use crate::http::{self, Visit};
 use crate::interrupt;
 use crate::process::Process;
@@ -24,6 +30,12 @@ use crate::server::nagaya::{Node, Settings};
 /// Settings of a node whose instances go to rest only when they are told to.
 const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
      image_after = \"13d\"\ncold_after = \"14d\"\n";
+
+/// What a node says when it has done as it was told.
+const READ_AGAIN: &str = "the configuration was read again";
+
+/// Longest wait for that.
+const READ_MAX: Duration = Duration::from_secs(20);
 
 /// A site of kind `app`, under the name of its application.
 struct Hosted {
@@ -78,8 +90,48 @@ impl Hosting {
         Ok(())
     }
 
+    fn rest_all(&self, sites: &[&str], to: Tier) -> Result<()> {
+        instance::rest_all(&self.node, sites, to)
+            .with_context(|| format!("the node's log ends with:\n{}", self.process.log_end()))
+    }
+
     fn status(&self, site: &str) -> Result<Status> {
         Status::of(&self.node, site)
+    }
+
+    fn statuses(&self) -> Result<BTreeMap<String, Status>> {
+        Status::of_all(&self.node)
+    }
+
+    /// Makes the node read its configuration with something else in the table `[instances]`.
+    fn reconfigure(&mut self, tables: &str) -> Result<()> {
+        let file = self.node.config_file();
+        let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        let (before, _) = text.split_once(RESTLESS).context("a configuration without its instances")?;
+        fs::write(&file, format!("{before}{RESTLESS}{tables}"))
+            .with_context(|| format!("writing {}", file.display()))?;
+        let log = self.process.log_path().to_path_buf();
+        let times = || fs::read_to_string(&log).map_or(0, |text| text.matches(READ_AGAIN).count());
+        let before = times();
+        self.process.signal(Signal::HUP);
+        self.process.wait_until(READ_MAX, || times() > before)
+    }
+
+    /// Gets a page of each of these at the same moment.
+    fn visit_all(&self, apps: &[Hosted]) -> Result<Vec<(Visit, bool)>> {
+        let start = Barrier::new(apps.len());
+        std::thread::scope(|scope| {
+            let visitors: Vec<_> = apps
+                .iter()
+                .map(|hosted| {
+                    scope.spawn(|| {
+                        start.wait();
+                        self.visit(&hosted.name, hosted.app.page)
+                    })
+                })
+                .collect();
+            visitors.into_iter().map(|one| one.join().map_err(|_| anyhow!("a visitor panicked"))?).collect()
+        })
     }
 }
 
@@ -98,6 +150,27 @@ fn has_swap() -> bool {
 }
 
 /// A directory for one application's files.
-fn place(dir: &Path, name: &str) -> std::path::PathBuf {
+fn place(dir: &Path, name: &str) -> PathBuf {
     dir.join("apps").join(name)
+}
+
+/// So many journals of Django, each with files and a database of its own.
+fn journals(dir: &Path, count: usize) -> Result<Vec<Hosted>> {
+    let first = place(dir, "journal-0");
+    let app = django::create(&first, uid(0)?)?;
+    let mut all = vec![Hosted { name: "journal-0".into(), app }];
+    for index in 1..count {
+        interrupt::check()?;
+        let name = format!("journal-{index}");
+        let tree = place(dir, &name);
+        copy_tree(&first, &tree)?;
+        give(&tree, uid(index)?)?;
+        let mut app = all[0].app.clone();
+        let moved = app.backend.to_string().replace(&*first.to_string_lossy(), &tree.to_string_lossy());
+        app.backend = serde_json::from_str(&moved).context("moving a record")?;
+        app.files = None;
+        all.push(Hosted { name, app });
+    }
+    all[0].app.files = None;
+    Ok(all)
 }

@@ -1,0 +1,128 @@
+//! `wake-parallel`: many applications asked for at the same moment, each restored from its image: with the bound of wakes at
+//! once, and without.
+//!
+//! There is no more than one wake of an instance however many ask for it, so that many wakes are always of many instances.
+//! Here each has files, a database and an image of its own. Not here: one at a time (`wake`).
+
+use anyhow::{Result, ensure};
+use nagaya_cmdb::instance::Tier;
+use serde_json::json;
+
+use super::{Hosted, Hosting, journals};
+use crate::clients::{Answers, to_float};
+use crate::experiment::Setting;
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+
+/// Applications asked for at once.
+const AT_ONCE: [usize; 5] = [1, 4, 8, 16, ALL];
+const ALL: usize = 50;
+
+/// The bound is one wake for each core, and then no bound that matters.
+const VARIANTS: [(&str, &str); 2] =
+    [("bound", "wakes_at_once = 0\n"), ("no bound", "wakes_at_once = 1024\n")];
+
+const GOALS: [Goal; 3] = [
+    Goal { key: "all_50_ms", bound: Bound::AtMost(1000.0), aim: 700.0 },
+    Goal { key: "ratio_p50_bound_16", bound: Bound::AtMost(1.0), aim: 0.6 },
+    Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("wake-parallel");
+    eprintln!("preparing {ALL} applications");
+    let apps = journals(setting.dir(), ALL)?;
+    let mut hosting = Hosting::start(setting, "nagaya", &apps, VARIANTS[0].1)?;
+    let mut errors = first(&hosting, &apps)?;
+    let rounds = if setting.quick { 3 } else { 9 };
+    report.note("rounds", json!(rounds));
+    for round in 0..rounds {
+        let mut order = VARIANTS;
+        order.rotate_left(round % VARIANTS.len());
+        for (variant, tables) in order {
+            hosting.reconfigure(tables)?;
+            for count in AT_ONCE {
+                errors += measure(&mut report, round, &hosting, &apps[..count], variant)?;
+            }
+        }
+        eprintln!("round {} of {rounds} done", round + 1);
+    }
+    summarise(&mut report)?;
+    report.set("errors", to_float(errors));
+    let chart = chart(&report);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+/// Starts all for the first time, some at once, and sees that each has an image.
+fn first(hosting: &Hosting, apps: &[Hosted]) -> Result<usize> {
+    let mut errors = 0;
+    for some in apps.chunks(4) {
+        errors += wrong(&hosting.visit_all(some)?);
+    }
+    for (site, status) in hosting.statuses()? {
+        ensure!(status.image_bytes.is_some(), "{site} has no image: {:?}", status.note);
+    }
+    Ok(errors)
+}
+
+fn wrong(visits: &[(crate::http::Visit, bool)]) -> usize {
+    visits.iter().filter(|(_, is_right)| !is_right).count()
+}
+
+/// One visit of each of these at once. Returns how many went wrong.
+fn measure(
+    report: &mut Report,
+    round: usize,
+    hosting: &Hosting,
+    apps: &[Hosted],
+    variant: &str,
+) -> Result<usize> {
+    let names: Vec<&str> = apps.iter().map(|hosted| hosted.name.as_str()).collect();
+    hosting.rest_all(&names, Tier::Image)?;
+    let visits = hosting.visit_all(apps)?;
+    let woken = hosting.statuses()?;
+    for name in &names {
+        let from = woken.get(*name).and_then(|status| status.last_wake.as_ref()).map(|wake| wake.from);
+        ensure!(from == Some(Tier::Image), "{name} woke from {from:?}\n{}", hosting.process.log_end());
+    }
+    let times = visits.iter().map(|(visit, _)| visit.first_byte_ms).collect();
+    let answers = Answers { times_ms: times, ..Answers::default() };
+    let case = apps.len().to_string();
+    for (metric, part) in [("p50_ms", 0.5), ("p95_ms", 0.95), ("all_ms", 1.0)] {
+        report.sample(round, &case, variant, metric, answers.percentile_ms(part));
+    }
+    Ok(wrong(&visits))
+}
+
+fn summarise(report: &mut Report) -> Result<()> {
+    for count in AT_ONCE {
+        for (variant, ending) in [("bound", ""), ("no bound", "_no_bound")] {
+            for metric in ["p50_ms", "p95_ms"] {
+                let value = report.median(&count.to_string(), variant, metric)?;
+                report.set(format!("{metric}_{count}{ending}"), value);
+            }
+        }
+    }
+    let all = ALL.to_string();
+    report.set(format!("all_{ALL}_ms"), report.median(&all, "bound", "all_ms")?);
+    report.set(format!("all_{ALL}_ms_no_bound"), report.median(&all, "no bound", "all_ms")?);
+    for count in [16, ALL] {
+        let ratio = report.ratio(&count.to_string(), "bound", "no bound", "p50_ms")?;
+        report.set(format!("ratio_p50_bound_{count}"), ratio);
+    }
+    Ok(())
+}
+
+fn chart(report: &Report) -> Chart {
+    let variants = VARIANTS.map(|(variant, _)| variant);
+    let panels = AT_ONCE.iter().map(|count| {
+        let title = format!("{count} at once, median");
+        report.panel(&title, "milliseconds", &count.to_string(), "p50_ms", &variants)
+    });
+    let all = report.panel("50 at once, the last", "milliseconds", "50", "all_ms", &variants);
+    Chart {
+        title: "Django applications asked for at the same moment, all resting as images".into(),
+        subtitle: "first byte through the edge; median of the rounds, whiskers: least and greatest".into(),
+        panels: panels.chain([all]).collect(),
+    }
+}
