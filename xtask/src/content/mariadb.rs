@@ -100,11 +100,6 @@ impl MariaDb {
         .with_context(|| format!("MariaDB:\n{}", self.process.log_end()))
     }
 
-    /// Its first process.
-    pub fn pid(&self) -> u32 {
-        self.process.pid()
-    }
-
     /// Ends it; names what it left behind.
     pub fn stop(&mut self) -> Vec<String> {
         self.process.stop()
