@@ -40,7 +40,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 13] = [
+const EXPERIMENTS: [(&str, Experiment); 15] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -53,6 +53,8 @@ const EXPERIMENTS: [(&str, Experiment); 13] = [
     ("rule-cost", rule_cost::run),
     ("wake", instances::wake::run),
     ("wake-parallel", instances::parallel::run),
+    ("rest-cost", instances::rest_cost::run),
+    ("wake-faults", instances::faults::run),
     ("sandbox-cost", instances::sandbox_cost::run),
 ];
 

@@ -27,6 +27,8 @@ const REST_EVERY: Duration = Duration::from_millis(20);
 pub struct Status {
     pub tier: Tier,
     pub memory_bytes: Option<f64>,
+    /// Of its processes, some of many. A list has none.
+    pub pids: Vec<u32>,
     pub image_bytes: Option<f64>,
     pub last_wake: Option<Wake>,
     /// What is wrong with it, such as why it has no image.
@@ -53,6 +55,12 @@ impl Status {
         Ok(Self {
             tier: serde_json::from_value(read("tier")).context("the tier of an instance")?,
             memory_bytes: shown["memory_bytes"].as_f64(),
+            pids: shown["pids"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(|pid| u32::try_from(pid.as_u64()?).ok())
+                .collect(),
             image_bytes: shown["image"]["bytes"].as_f64(),
             last_wake: serde_json::from_value(read("last_wake")).context("the last wake of an instance")?,
             note: shown["note"].as_str().map(Into::into),

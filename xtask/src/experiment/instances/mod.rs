@@ -3,7 +3,9 @@
 //!
 //! Not here: the applications (`content`).
 
+pub mod faults;
 pub mod parallel;
+pub mod rest_cost;
 pub mod sandbox_cost;
 pub mod wake;
 

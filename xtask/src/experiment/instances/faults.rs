@@ -1,0 +1,293 @@
+//! `wake-faults`: what a visitor sees when an image is bad, a process or a part of the node is killed, or an application
+//! misbehaves; and whether the next wake is as it should be.
+//!
+//! Not here: faults that need a kernel or a disk prepared for them: the keeper's own tests have those.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nagaya_cmdb::instance::Tier;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use super::{Hosted, Hosting, journals, place, uid};
+use crate::clients::to_float;
+use crate::content::{App, Page, give};
+use crate::experiment::Setting;
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+
+/// Each fault so often.
+const TIMES: usize = 20;
+const TIMES_QUICK: usize = 5;
+
+/// Small programs that listen on a Unix socket, with an answer to all that is asked.
+const SERVE: &str = "\
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ['NAGAYA_SOCKET'])
+server.listen(64)
+while True:
+    client, _ = server.accept()
+    if client.recv(65536):
+        client.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 4\\r\\nConnection: close\\r\\n\\r\\nhere')
+    client.close()
+";
+const DEAF: &str = "import os, signal, socket\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n";
+const LATE: &str = "import os, socket, time\ntime.sleep(1)\n";
+const FORKS: &str = "\
+import os, signal, socket, time
+for _ in range(50):
+    if os.fork() == 0:
+        signal.pause()
+";
+
+const JOURNAL: &str = "journal-0";
+
+/// What is done to an instance that rests at a tier.
+struct Fault {
+    name: &'static str,
+    site: &'static str,
+    rests: Tier,
+    inject: fn(&Scene, &str) -> Result<()>,
+}
+
+const FAULTS: [Fault; 11] = [
+    Fault { name: "image cut", site: JOURNAL, rests: Tier::Image, inject: cut },
+    Fault { name: "image altered", site: JOURNAL, rests: Tier::Image, inject: alter },
+    Fault { name: "header altered", site: JOURNAL, rests: Tier::Image, inject: alter_header },
+    Fault { name: "image gone", site: JOURNAL, rests: Tier::Image, inject: remove },
+    Fault { name: "killed while frozen", site: JOURNAL, rests: Tier::Frozen, inject: kill_first },
+    Fault { name: "killed while it ran", site: JOURNAL, rests: Tier::Running, inject: kill_first },
+    Fault { name: "keeper killed", site: JOURNAL, rests: Tier::Frozen, inject: kill_keeper },
+    Fault { name: "edge killed", site: JOURNAL, rests: Tier::Image, inject: kill_edge },
+    Fault { name: "ignores SIGTERM", site: "deaf", rests: Tier::Image, inject: nothing },
+    Fault { name: "listens late", site: "late", rests: Tier::Image, inject: remove },
+    Fault { name: "has many processes", site: "forks", rests: Tier::Image, inject: nothing },
+];
+
+const GOALS: [Goal; 2] = [
+    Goal { key: "visitor_errors", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "recovered_pct", bound: Bound::AtLeast(100.0), aim: 100.0 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("wake-faults");
+    let mut apps = journals(setting.dir(), 1)?;
+    for (index, (name, begin)) in [("deaf", DEAF), ("late", LATE), ("forks", FORKS)].into_iter().enumerate() {
+        apps.push(small(setting.dir(), name, begin, uid(index + 1)?)?);
+    }
+    let hosting = Hosting::start(setting, "nagaya", &apps, "")?;
+    let images = setting.dir().join("nagaya/state/images/images");
+    let scene = Scene { hosting, apps, images };
+    for hosted in &scene.apps {
+        let (visit, is_right) = scene.hosting.visit(&hosted.name, hosted.app.page)?;
+        ensure!(is_right, "{} answers {}", hosted.name, visit.status);
+    }
+    let times = if setting.quick { TIMES_QUICK } else { TIMES };
+    report.note("times each", json!(times));
+    let (mut errors, mut recovered) = (0, 0);
+    for round in 0..times {
+        for fault in &FAULTS {
+            let outcome = scene.try_one(fault).with_context(|| fault.name)?;
+            errors += usize::from(!outcome.is_right);
+            recovered += usize::from(outcome.is_recovered);
+            report.sample(round, "fault", fault.name, "visitor_ms", outcome.ms);
+            report.sample(round, "fault", fault.name, "right", f64::from(u8::from(outcome.is_right)));
+            report.sample(round, "fault", fault.name, "recovered", f64::from(u8::from(outcome.is_recovered)));
+        }
+        eprintln!("round {} of {times} done", round + 1);
+    }
+    report.set("visitor_errors", to_float(errors));
+    report.set("recovered_pct", to_float(recovered) / to_float(times * FAULTS.len()) * 100.0);
+    for fault in &FAULTS {
+        let key = format!("{}_ms", fault.name.replace(' ', "_").to_lowercase());
+        report.set(key, report.median("fault", fault.name, "visitor_ms")?);
+    }
+    let chart = chart(&report);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+/// A program of a few lines as a site.
+fn small(dir: &Path, name: &str, begin: &str, uid: u32) -> Result<Hosted> {
+    let tree = place(dir, name);
+    fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
+    let file = tree.join("server.py");
+    fs::write(&file, format!("{begin}{SERVE}")).with_context(|| format!("writing {}", file.display()))?;
+    give(&tree, uid)?;
+    let backend =
+        json!({"kind": "app", "command": ["/usr/bin/python3", file], "directory": tree, "release": "1"});
+    let app = App { backend, files: None, page: Page { path: "/", text: "here" }, login: "/" };
+    Ok(Hosted { name: name.into(), app })
+}
+
+struct Scene {
+    hosting: Hosting,
+    apps: Vec<Hosted>,
+    /// Where the node keeps its images.
+    images: PathBuf,
+}
+
+struct Outcome {
+    /// The visitor got the page.
+    is_right: bool,
+    ms: f64,
+    /// The instance has an image again, and wakes from it.
+    is_recovered: bool,
+}
+
+impl Scene {
+    fn try_one(&self, fault: &Fault) -> Result<Outcome> {
+        let page = self.page(fault.site)?;
+        self.make_rest(fault.site, fault.rests)?;
+        (fault.inject)(self, fault.site)?;
+        let (visit, is_right) = self.visit(fault.site, page);
+        let is_recovered = match self.recover(fault.site, page) {
+            Ok(is_recovered) => is_recovered,
+            Err(error) => {
+                eprintln!("{}: no recovery: {error:#}", fault.name);
+                false
+            }
+        };
+        Ok(Outcome { is_right, ms: visit, is_recovered })
+    }
+
+    /// Milliseconds, and whether the page came. No answer at all is a visitor's error, not the experiment's.
+    fn visit(&self, site: &str, page: Page) -> (f64, bool) {
+        let begun = std::time::Instant::now();
+        let came = self.hosting.visit(site, page);
+        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        match came {
+            Ok((_, is_right)) => (ms, is_right),
+            Err(error) => {
+                eprintln!("{site}: {error:#}");
+                (ms, false)
+            }
+        }
+    }
+
+    fn page(&self, site: &str) -> Result<Page> {
+        let hosted = self.apps.iter().find(|hosted| hosted.name == site);
+        Ok(hosted.with_context(|| format!("no application {site}"))?.app.page)
+    }
+
+    /// With an image, whatever happened before.
+    fn make_rest(&self, site: &str, tier: Tier) -> Result<()> {
+        let page = self.page(site)?;
+        self.visit(site, page);
+        if self.hosting.status(site)?.image_bytes.is_none() {
+            self.retake(site)?;
+            self.visit(site, page);
+        }
+        match tier {
+            Tier::Running => Ok(()),
+            tier => self.hosting.rest(site, tier),
+        }
+    }
+
+    /// A new image, once nobody uses the instance any more.
+    fn retake(&self, site: &str) -> Result<()> {
+        // Frozen is where nobody uses it, as it has processes and no image is needed.
+        self.hosting.rest(site, Tier::Frozen)?;
+        self.hosting.node.run(&["instance", "image", site]).map(drop)
+    }
+
+    fn recover(&self, site: &str, page: Page) -> Result<bool> {
+        self.make_rest(site, Tier::Image)?;
+        let (_, is_right) = self.visit(site, page);
+        let woken = self.hosting.status(site)?.last_wake.map(|wake| wake.from);
+        Ok(is_right && woken == Some(Tier::Image))
+    }
+
+    /// The directory of a site's image.
+    fn image(&self, site: &str) -> Result<PathBuf> {
+        let dirs =
+            fs::read_dir(&self.images).with_context(|| format!("reading {}", self.images.display()))?;
+        for dir in dirs.flatten() {
+            let header = fs::read_to_string(dir.path().join("header")).unwrap_or_default();
+            let body = header.split_once('\n').map_or("", |(_, body)| body);
+            let header: Value = serde_json::from_str(body).unwrap_or_default();
+            if header["subject"]["site"] == site {
+                return Ok(dir.path());
+            }
+        }
+        bail!("there is no image of {site} in {}", self.images.display())
+    }
+
+    /// The largest file of the image: its memory.
+    fn memory(&self, site: &str) -> Result<(fs::File, u64)> {
+        let image = self.image(site)?;
+        let files = fs::read_dir(&image).with_context(|| format!("reading {}", image.display()))?.flatten();
+        let largest = files.max_by_key(|file| file.metadata().map_or(0, |meta| meta.len()));
+        let path = largest.context("an image without files")?.path();
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        let file = file.with_context(|| format!("opening {}", path.display()))?;
+        let len = file.metadata().context("looking at an image")?.len();
+        Ok((file, len))
+    }
+
+    fn kill_part(&self, name: &str) -> Result<()> {
+        let status = self.hosting.node.run(&["status", "--json"])?;
+        let status: Value = serde_json::from_str(&status).context("reading the status")?;
+        let parts = status["processes"].as_array().map_or(&[][..], Vec::as_slice);
+        let part = parts.iter().find(|part| part["name"] == name);
+        kill(part.and_then(|part| part["pid"].as_u64()).with_context(|| format!("no process of {name}"))?)
+    }
+}
+
+fn kill(pid: u64) -> Result<()> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("the number of a process")?;
+    kill_process(pid, Signal::KILL).context("killing")
+}
+
+fn nothing(_: &Scene, _: &str) -> Result<()> {
+    Ok(())
+}
+
+fn cut(scene: &Scene, site: &str) -> Result<()> {
+    let (file, len) = scene.memory(site)?;
+    file.set_len(len / 2).context("cutting an image")
+}
+
+fn alter(scene: &Scene, site: &str) -> Result<()> {
+    let (file, len) = scene.memory(site)?;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, len / 2).context("reading an image")?;
+    file.write_all_at(&[!byte[0]], len / 2).context("altering an image")
+}
+
+fn alter_header(scene: &Scene, site: &str) -> Result<()> {
+    let path = scene.image(site)?.join("header");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    fs::write(&path, text.replacen("\"kernel\": \"", "\"kernel\": \"another ", 1))
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+fn remove(scene: &Scene, site: &str) -> Result<()> {
+    let image = scene.image(site)?;
+    fs::remove_dir_all(&image).with_context(|| format!("removing {}", image.display()))
+}
+
+fn kill_first(scene: &Scene, site: &str) -> Result<()> {
+    let pids = scene.hosting.status(site)?.pids;
+    // The last of them is the application's own; the first is the sandbox'.
+    kill(pids.last().copied().context("an instance without processes")?.into())
+}
+
+fn kill_keeper(scene: &Scene, _: &str) -> Result<()> {
+    scene.kill_part("keeper")
+}
+
+fn kill_edge(scene: &Scene, _: &str) -> Result<()> {
+    scene.kill_part("edge")
+}
+
+fn chart(report: &Report) -> Chart {
+    let names = FAULTS.map(|fault| fault.name);
+    Chart {
+        title: "A visitor when something is wrong".into(),
+        subtitle: "whole page, whatever it took to serve it; median, whiskers: least and greatest".into(),
+        panels: vec![report.panel("Page after a fault", "milliseconds", "fault", "visitor_ms", &names)],
+    }
+}

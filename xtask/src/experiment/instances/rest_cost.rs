@@ -1,0 +1,236 @@
+//! `rest-cost`: what many instances cost at each tier, and what a visitor of another site notices of them.
+//!
+//! The other site is of a node of its own, so that it can be visited with no instance at all beside it: the first node is
+//! ended for that, and keeps its images. Not here: what coming back costs (`wake`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::instance::Tier;
+use serde_json::json;
+
+use super::{Hosted, Hosting, has_swap, host, journals};
+use crate::clients::{self, Question, to_float};
+use crate::experiment::Setting;
+use crate::interrupt;
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+
+/// Instances that rest.
+const MANY: usize = 200;
+const MANY_QUICK: usize = 40;
+
+/// Woken at once.
+const AT_ONCE: usize = 4;
+
+/// A visitor's pace: far below what the site could answer, so that a page's time is its own and not a queue's.
+const EVERY: Duration = Duration::from_millis(20);
+
+/// Visits before anything is measured.
+const WARM_UP: usize = 50;
+
+/// What has just been done to the instances is over by then.
+const SETTLE: Duration = Duration::from_secs(1);
+
+const ALONE: &str = "alone";
+
+const TIERS: [Tier; 5] = [Tier::Running, Tier::Quiet, Tier::Frozen, Tier::Reclaimed, Tier::Image];
+
+const GOALS: [Goal; 8] = [
+    Goal { key: "quiet_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
+    Goal { key: "frozen_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
+    Goal { key: "reclaimed_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
+    Goal { key: "image_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
+    Goal { key: "frozen_switches_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "image_pss_mb_each", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "image_cpu_pct", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "image_switches_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("rest-cost");
+    let many = if setting.quick { MANY_QUICK } else { MANY };
+    eprintln!("preparing {many} applications");
+    let mut apps = journals(setting.dir(), many + 1)?;
+    let victim = apps.split_off(many);
+    let site = Hosting::start(setting, "victim", &victim, "")?;
+    let question = Question {
+        address: site.node.address,
+        host: host(&victim[0].name),
+        path: victim[0].app.page.path.into(),
+    };
+    clients::ask(&question, 1, WARM_UP)?;
+    let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps };
+    crowd.wake()?;
+    report.note("instances", json!(many));
+    report.note("a page each, ms", json!(EVERY.as_millis()));
+    let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap()).collect();
+    if tiers.len() < TIERS.len() {
+        report.note("reclaimed", json!("not measured: there is no swap"));
+    }
+
+    let window = Duration::from_secs(if setting.quick { 5 } else { 15 });
+    let rounds = if setting.quick { 3 } else { 5 };
+    for round in 0..rounds {
+        for tier in &tiers {
+            if *tier != Tier::Running {
+                crowd.rest(*tier)?;
+            }
+            measure(&mut report, round, tier.as_str(), &question, window, Some(&crowd))?;
+        }
+        crowd.hosting.process.stop();
+        measure(&mut report, round, ALONE, &question, window, None)?;
+        crowd.hosting.process = crowd.hosting.node.serve()?;
+        crowd.wake()?;
+        eprintln!("round {} of {rounds} done", round + 1);
+    }
+    summarise(&mut report, &tiers)?;
+    let chart = chart(&report, &tiers);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+/// The instances that rest.
+struct Crowd {
+    hosting: Hosting,
+    apps: Vec<Hosted>,
+}
+
+impl Crowd {
+    /// Makes all of them run.
+    fn wake(&self) -> Result<()> {
+        for some in self.apps.chunks(AT_ONCE) {
+            for (visit, is_right) in self.hosting.visit_all(some)? {
+                ensure!(is_right, "a page came with status {}", visit.status);
+            }
+        }
+        Ok(())
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.apps.iter().map(|hosted| hosted.name.as_str()).collect()
+    }
+
+    fn rest(&self, tier: Tier) -> Result<()> {
+        self.hosting.rest_all(&self.names(), tier)
+    }
+
+    /// The numbers of all their processes, and the bytes of their memory.
+    fn processes(&self) -> Result<(Vec<u32>, f64)> {
+        let (mut pids, mut bytes) = (Vec::new(), 0.0);
+        for name in self.names() {
+            interrupt::check()?;
+            let status = self.hosting.status(name)?;
+            bytes += status.memory_bytes.unwrap_or_default();
+            pids.extend(status.pids);
+        }
+        Ok((pids, bytes))
+    }
+}
+
+fn measure(
+    report: &mut Report,
+    round: usize,
+    variant: &str,
+    question: &Question,
+    window: Duration,
+    crowd: Option<&Crowd>,
+) -> Result<()> {
+    let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
+    std::thread::sleep(SETTLE);
+    let (before, begun) = (Turns::of(&pids), Instant::now());
+    let pages = clients::ask_steadily(question, EVERY, window)?;
+    let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
+    ensure!(pages.failed == 0, "{} pages failed ({variant}): {:?}", pages.failed, pages.why);
+    report.sample(round, "victim", variant, "p50_ms", pages.percentile_ms(0.5));
+    report.sample(round, "victim", variant, "p99_ms", pages.percentile_ms(0.99));
+    if let Some(crowd) = crowd {
+        let each = bytes / 1e6 / to_float(crowd.apps.len());
+        report.sample(round, "crowd", variant, "pss_mb_each", each);
+        report.sample(round, "crowd", variant, "cpu_pct", turns.cpu_seconds / seconds * 100.0);
+        report.sample(round, "crowd", variant, "switches_per_s", turns.switches / seconds);
+    }
+    Ok(())
+}
+
+/// What the scheduler counted for processes: CPU time, and how often one was given a CPU and taken off it.
+#[derive(Debug, Clone, Default)]
+struct Turns {
+    /// By thread.
+    threads: BTreeMap<String, (f64, f64)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Spent {
+    cpu_seconds: f64,
+    switches: f64,
+}
+
+impl Turns {
+    fn of(pids: &[u32]) -> Self {
+        let mut threads = BTreeMap::new();
+        for pid in pids {
+            let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+            for task in tasks {
+                // A thread may end between listing and reading.
+                if let Some(turns) = turns(&task.path()) {
+                    threads.insert(task.path().to_string_lossy().into_owned(), turns);
+                }
+            }
+        }
+        Self { threads }
+    }
+
+    fn since(&self, before: &Self) -> Spent {
+        let mut spent = Spent { cpu_seconds: 0.0, switches: 0.0 };
+        for (thread, (seconds, switches)) in &self.threads {
+            let (seconds_before, switches_before) = before.threads.get(thread).copied().unwrap_or_default();
+            spent.cpu_seconds += seconds - seconds_before;
+            spent.switches += switches - switches_before;
+        }
+        spent
+    }
+}
+
+/// CPU seconds and switches of one thread, from proc(5).
+fn turns(task: &std::path::Path) -> Option<(f64, f64)> {
+    let schedstat = fs::read_to_string(task.join("schedstat")).ok()?;
+    let nanoseconds: f64 = schedstat.split_whitespace().next()?.parse().ok()?;
+    let status = fs::read_to_string(task.join("status")).ok()?;
+    let switches =
+        status.lines().filter_map(|line| line.split_once("ctxt_switches:")?.1.trim().parse::<f64>().ok());
+    Some((nanoseconds / 1e9, switches.sum()))
+}
+
+fn summarise(report: &mut Report, tiers: &[Tier]) -> Result<()> {
+    report.set("alone_p50_ms", report.median("victim", ALONE, "p50_ms")?);
+    report.set("alone_p99_ms", report.median("victim", ALONE, "p99_ms")?);
+    for tier in tiers {
+        for metric in ["pss_mb_each", "cpu_pct", "switches_per_s"] {
+            report.set(format!("{tier}_{metric}"), report.median("crowd", tier.as_str(), metric)?);
+        }
+        for (key, metric) in [("victim_p50_ratio", "p50_ms"), ("victim_p99_ratio", "p99_ms")] {
+            let ratio = report.ratio("victim", tier.as_str(), ALONE, metric).context("measured above")?;
+            report.set(format!("{tier}_{key}"), ratio);
+        }
+    }
+    Ok(())
+}
+
+fn chart(report: &Report, tiers: &[Tier]) -> Chart {
+    let tiers: Vec<&str> = tiers.iter().map(|tier| tier.as_str()).collect();
+    let with_alone: Vec<&str> = tiers.iter().copied().chain([ALONE]).collect();
+    let crowd = |title: &str, unit: &str, metric: &str| report.panel(title, unit, "crowd", metric, &tiers);
+    Chart {
+        title: "What many Django applications cost while they rest".into(),
+        subtitle: "and a page of another site beside them; median, whiskers: least and greatest round".into(),
+        panels: vec![
+            crowd("Memory of each", "MB", "pss_mb_each"),
+            crowd("CPU time of all", "percent of a core", "cpu_pct"),
+            crowd("Switches of all", "per second", "switches_per_s"),
+            report.panel("Page, median", "milliseconds", "victim", "p50_ms", &with_alone),
+            report.panel("Page, 99th percentile", "milliseconds", "victim", "p99_ms", &with_alone),
+        ],
+    }
+}
