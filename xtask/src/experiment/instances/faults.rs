@@ -119,7 +119,7 @@ fn small(dir: &Path, name: &str, begin: &str, uid: u32) -> Result<Hosted> {
     let backend =
         json!({"kind": "app", "command": ["/usr/bin/python3", file], "directory": tree, "release": "1"});
     let app = App { backend, files: None, page: Page { path: "/", text: "here" }, login: "/" };
-    Ok(Hosted { name: name.into(), app })
+    Ok(Hosted { name: name.into(), uid, app })
 }
 
 struct Scene {

@@ -72,7 +72,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let hosting = Hosting::start(
         setting,
         "nagaya",
-        &[Hosted { name: "sleeper".into(), app }],
+        &[Hosted { name: "sleeper".into(), uid: uid(0)?, app }],
         "image_bytes = \"0B\"\n",
     )?;
     let bundle = bundle(setting.dir())?;
