@@ -87,6 +87,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     }
     let times = if setting.quick { TIMES_QUICK } else { TIMES };
     report.note("times each", json!(times));
+    report.note("CRIU", scene.hosting.criu()?);
     let (mut errors, mut recovered) = (0, 0);
     for round in 0..times {
         for fault in &FAULTS {

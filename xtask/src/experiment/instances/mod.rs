@@ -103,6 +103,13 @@ impl Hosting {
         Status::of(&self.node, site)
     }
 
+    /// The version of the CRIU that makes its images.
+    fn criu(&self) -> Result<Value> {
+        let status = self.node.run(&["status", "--json"])?;
+        let status: Value = serde_json::from_str(&status).context("reading the status")?;
+        Ok(status["keeper"]["instances"]["images"]["criu"].clone())
+    }
+
     fn statuses(&self) -> Result<BTreeMap<String, Status>> {
         Status::of_all(&self.node)
     }

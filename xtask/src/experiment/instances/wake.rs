@@ -89,6 +89,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let bare = Hosting::start(setting, "no-images", &apps, "image_bytes = \"0B\"\n")?;
     let rounds = if setting.quick { 5 } else { 15 };
     report.note("rounds", json!(rounds));
+    report.note("CRIU", node.criu()?);
 
     let mut visits = Visits { report: &mut report, errors: 0 };
     let mut froms = Vec::new();
