@@ -87,6 +87,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     }
     let times = if setting.quick { TIMES_QUICK } else { TIMES };
     report.note("times each", json!(times));
+    report.note("CRIU", scene.hosting.criu()?);
     let (mut errors, mut recovered) = (0, 0);
     for round in 0..times {
         for fault in &FAULTS {
@@ -119,7 +120,7 @@ fn small(dir: &Path, name: &str, begin: &str, uid: u32) -> Result<Hosted> {
     let backend =
         json!({"kind": "app", "command": ["/usr/bin/python3", file], "directory": tree, "release": "1"});
     let app = App { backend, files: None, page: Page { path: "/", text: "here" }, login: "/" };
-    Ok(Hosted { name: name.into(), app })
+    Ok(Hosted { name: name.into(), uid, app })
 }
 
 struct Scene {

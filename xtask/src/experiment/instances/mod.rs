@@ -42,6 +42,8 @@ const READ_MAX: Duration = Duration::from_secs(20);
 /// A site of kind `app`, under the name of its application.
 struct Hosted {
     name: String,
+    /// Of its tenant, whose files it uses.
+    uid: u32,
     app: App,
 }
 
@@ -58,8 +60,8 @@ impl Hosting {
         let node = Node::create(&setting.program, setting.dir(), name, settings)?;
         let (path, mut writer) = node.records("sites.jsonl")?;
         let mut line = |record: Value| writeln!(writer, "{record}").context("writing records");
-        for (index, hosted) in apps.iter().enumerate() {
-            let uid = uid(index)?;
+        for hosted in apps {
+            let uid = hosted.uid;
             line(json!({"tenant": {"name": hosted.name, "uid": uid, "gid": uid}}))?;
             for record in hosted.app.records(&hosted.name, &hosted.name, &host(&hosted.name)) {
                 line(record)?;
@@ -99,6 +101,13 @@ impl Hosting {
 
     fn status(&self, site: &str) -> Result<Status> {
         Status::of(&self.node, site)
+    }
+
+    /// The version of the CRIU that makes its images.
+    fn criu(&self) -> Result<Value> {
+        let status = self.node.run(&["status", "--json"])?;
+        let status: Value = serde_json::from_str(&status).context("reading the status")?;
+        Ok(status["keeper"]["instances"]["images"]["criu"].clone())
     }
 
     fn statuses(&self) -> Result<BTreeMap<String, Status>> {
@@ -160,18 +169,19 @@ fn place(dir: &Path, name: &str) -> PathBuf {
 fn journals(dir: &Path, count: usize) -> Result<Vec<Hosted>> {
     let first = place(dir, "journal-0");
     let app = django::create(&first, uid(0)?)?;
-    let mut all = vec![Hosted { name: "journal-0".into(), app }];
+    let mut all = vec![Hosted { name: "journal-0".into(), uid: uid(0)?, app }];
     for index in 1..count {
         interrupt::check()?;
         let name = format!("journal-{index}");
         let tree = place(dir, &name);
         copy_tree(&first, &tree)?;
-        give(&tree, uid(index)?)?;
+        let uid = uid(index)?;
+        give(&tree, uid)?;
         let mut app = all[0].app.clone();
         let moved = app.backend.to_string().replace(&*first.to_string_lossy(), &tree.to_string_lossy());
         app.backend = serde_json::from_str(&moved).context("moving a record")?;
         app.files = None;
-        all.push(Hosted { name, app });
+        all.push(Hosted { name, uid, app });
     }
     all[0].app.files = None;
     Ok(all)

@@ -39,6 +39,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let mut errors_no_bound = 0;
     let rounds = if setting.quick { 3 } else { 9 };
     report.note("rounds", json!(rounds));
+    report.note("CRIU", hosting.criu()?);
     for round in 0..rounds {
         let mut order = VARIANTS;
         order.rotate_left(round % VARIANTS.len());

@@ -16,7 +16,7 @@ use super::{Hosted, Hosting, uid};
 use crate::content::{self, App, Page};
 use crate::experiment::Setting;
 use crate::plot::Chart;
-use crate::report::{Bound, Goal, Report};
+use crate::report::{Bound, Goal, Report, median};
 use crate::{interrupt, workspace};
 
 /// A program that stays. nagaya wants an answer of its applications; the peers ask for nothing. No start is longer for it:
@@ -72,7 +72,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let hosting = Hosting::start(
         setting,
         "nagaya",
-        &[Hosted { name: "sleeper".into(), app }],
+        &[Hosted { name: "sleeper".into(), uid: uid(0)?, app }],
         "image_bytes = \"0B\"\n",
     )?;
     let bundle = bundle(setting.dir())?;
@@ -82,9 +82,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     for round in 0..setting.rounds() {
         own(&mut report, round, &hosting)?;
         for (peer, command) in PEERS {
-            for ms in peer_times(&bundle, command)? {
-                report.sample(round, "start", peer, "ms", ms);
-            }
+            sample(&mut report, round, "start", peer, peer_times(&bundle, command)?)?;
         }
         eprintln!("round {} done", round + 1);
     }
@@ -98,8 +96,15 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// nagaya's starts: the sandbox alone, and all until the program runs.
+/// One number for each round, so that rounds can be compared.
+fn sample(report: &mut Report, round: usize, case: &str, variant: &str, times: Vec<f64>) -> Result<()> {
+    report.sample(round, case, variant, "ms", median(times).context("a round without starts")?);
+    Ok(())
+}
+
+/// nagaya's starts: the sandbox alone, and all until the program runs and its socket is open.
 fn own(report: &mut Report, round: usize, hosting: &Hosting) -> Result<()> {
+    let (mut sandboxes, mut starts) = (Vec::new(), Vec::new());
     for _ in 0..STARTS {
         interrupt::check()?;
         hosting.node.run(&["instance", "wake", "sleeper"])?;
@@ -110,11 +115,12 @@ fn own(report: &mut Report, round: usize, hosting: &Hosting) -> Result<()> {
             |last: Stage| wake.stages.iter().filter(|(stage, _)| *stage <= last).map(|(_, us)| us).sum();
         let made = wake.stages.iter().any(|(stage, _)| *stage == Stage::Sandbox);
         ensure!(made, "a wake without a sandbox: {:?}", wake.stages);
-        report.sample(round, "sandbox", "nagaya", "ms", ms(until(Stage::Sandbox)));
-        report.sample(round, "start", "nagaya", "ms", ms(until(Stage::Boot)));
+        sandboxes.push(ms(until(Stage::Sandbox)));
+        starts.push(ms(until(Stage::Boot)));
         hosting.node.run(&["instance", "stop", "sleeper"])?;
     }
-    Ok(())
+    sample(report, round, "sandbox", "nagaya", sandboxes)?;
+    sample(report, round, "start", "nagaya", starts)
 }
 
 /// Milliseconds of each start.

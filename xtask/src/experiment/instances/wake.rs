@@ -12,7 +12,7 @@ use serde_json::json;
 use super::{Hosted, Hosting, has_swap, place, uid};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
-use crate::content::{django, redmine, wordpress};
+use crate::content::{App, django, redmine, wordpress};
 use crate::experiment::{Setting, UID_BASE};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
@@ -52,6 +52,14 @@ impl From {
         }
     }
 
+    /// In each round. What adds less than a page's own time differs from visit to visit is measured more often.
+    fn times(self) -> usize {
+        match self {
+            Self::Frozen | Self::Reclaimed | Self::Warm => 4,
+            _ => 1,
+        }
+    }
+
     fn tier(self) -> Tier {
         match self {
             Self::Cold => Tier::Cold,
@@ -81,6 +89,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let bare = Hosting::start(setting, "no-images", &apps, "image_bytes = \"0B\"\n")?;
     let rounds = if setting.quick { 5 } else { 15 };
     report.note("rounds", json!(rounds));
+    report.note("CRIU", node.criu()?);
 
     let mut visits = Visits { report: &mut report, errors: 0 };
     let mut froms = Vec::new();
@@ -93,7 +102,9 @@ pub fn run(setting: &Setting) -> Result<()> {
             order.rotate_left(round % froms.len());
             for from in order {
                 let hosting = if from == From::Cold { &bare } else { &node };
-                visits.measure(round, hosting, hosted, from)?;
+                for _ in 0..from.times() {
+                    visits.measure(round, hosting, hosted, from)?;
+                }
             }
         }
         eprintln!("round {} of {rounds} done", round + 1);
@@ -111,13 +122,16 @@ fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
     eprintln!("preparing Django, WordPress and Redmine");
     let account = mariadb.database("wordpress")?;
     let dir = |name: &str| place(setting.dir(), name);
+    let (django_uid, wordpress_uid, redmine_uid) = (uid(0)?, uid(1)?, uid(2)?);
+    let hosted = |name: &str, uid: u32, app: App| Hosted { name: name.into(), uid, app };
     Ok(vec![
-        Hosted { name: "django".into(), app: django::create(&dir("django"), uid(0)?)? },
-        Hosted {
-            name: "wordpress_apache".into(),
-            app: wordpress::create(&dir("wordpress"), uid(1)?, &account)?,
-        },
-        Hosted { name: "redmine".into(), app: redmine::create(&dir("redmine"), uid(2)?)? },
+        hosted("django", django_uid, django::create(&dir("django"), django_uid)?),
+        hosted(
+            "wordpress_apache",
+            wordpress_uid,
+            wordpress::create(&dir("wordpress"), wordpress_uid, &account)?,
+        ),
+        hosted("redmine", redmine_uid, redmine::create(&dir("redmine"), redmine_uid)?),
     ])
 }
 
