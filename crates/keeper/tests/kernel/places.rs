@@ -3,7 +3,9 @@
 //! Not here: the life of a request in its cell (`cells`), what limits do to programs (`limits`).
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::cell::{
     CellName, Confinement, Controller, CpuQuota, Device, IoLimit, Limits, NamedCell, Scope,
@@ -273,8 +275,17 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         // The keeper has ended; where it was itself goes with the group.
-        beneath(&self.0).iter().for_each(|dir| fs::remove_dir(dir).unwrap());
-        fs::remove_dir(&self.0).unwrap();
+        beneath(&self.0).iter().for_each(|dir| remove(dir));
+        remove(&self.0);
+    }
+}
+
+/// What the keeper leaves behind, its launcher of sandboxes, ends a moment after it.
+fn remove(dir: &Path) {
+    let until = Instant::now() + Duration::from_secs(10);
+    while let Err(error) = fs::remove_dir(dir) {
+        assert!(error.kind() == ErrorKind::ResourceBusy && Instant::now() < until, "{error}");
+        std::thread::yield_now();
     }
 }
 
