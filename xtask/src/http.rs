@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 
 /// Longer silence than this is a failure, not a slow server. Twenty programs that share a fifth of a core keep a client
 /// waiting for half a minute.
-const SILENCE_MAX: Duration = Duration::from_secs(120);
+const SILENCE_MAX: Duration = Duration::from_secs(300);
 
 /// Largest answer read, in bytes: above the largest file that experiments serve.
 const ANSWER_MAX: u64 = 8 << 20;

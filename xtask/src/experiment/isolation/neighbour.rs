@@ -28,8 +28,8 @@ const LIMITED: &str = "limited.example";
 /// Programs that burn CPU at once.
 const HOGS: [usize; 3] = [1, 5, 20];
 
-/// Turns of a hog's loop: about 300 ms of CPU time on a present-day core.
-const TURNS: u32 = 1_000_000;
+/// Turns of a hog's loop: 300 ms of CPU time on a slow virtual core, and less on others.
+const TURNS: u32 = 250_000;
 
 /// A visitor's pace: far below what the wiki could answer, so that a page's time is its own and not a queue's.
 const EVERY: Duration = Duration::from_millis(25);
