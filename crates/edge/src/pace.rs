@@ -86,6 +86,7 @@ type Buckets = SmallVec<[Arc<Bucket>; 2]>;
 #[derive(Default)]
 pub struct Plans(RefCell<SmallVec<[Plan; PLANS_MAX]>>);
 
+/// Beyond it the one that was made first is made again.
 const PLANS_MAX: usize = 8;
 
 /// Which shared buckets requests of one site under one confinement are charged to.
@@ -108,6 +109,11 @@ impl Plans {
         way: Way,
     ) -> Buckets {
         let counted = ledger.buckets();
+        // One that says the rate itself sets it each time: others may have set another one since.
+        let sets_rates = confinement.iter().flat_map(|all| &all.named).any(|named| named.limits.is_some());
+        if sets_rates {
+            return shared_buckets(ledger, route, confinement, way);
+        }
         let same = |a: &Option<Arc<Confinement>>| match (a, confinement) {
             (Some(a), Some(b)) => Arc::ptr_eq(a, b),
             (None, None) => true,

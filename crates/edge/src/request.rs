@@ -3,10 +3,10 @@
 //!   route -> rules -> admit -> wake -> confine -> exchange -> release
 //!
 //! `route` finds the site, `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
-//! `exchange` (in `exchange.rs`, by kind of backend; `instances.rs` for applications) bring up what answers, put it into its cell and let it answer,
-//! `release` happens by itself: every guard taken on
-//! the way goes with the response, in its account or its body, and is dropped when the *body* has been sent, or when
-//! the client has left.
+//! `exchange` (in `exchange.rs`, by kind of backend; `instances.rs` for applications) bring up what answers, put it into
+//! its cell and let it answer; a wake begins before `admit`, so that both waits are one. `release` happens by itself: every
+//! guard taken on the way goes with the response, in its account or its body, and is dropped when the *body* has been
+//! sent, or when the client has left.
 //!
 //! Every early exit is a [`Refusal`]; `refusal.rs` alone turns it into a response. Not here: HTTP on the wire
 //! (`http1`, `http2`), tenants' processes (`keeper`).

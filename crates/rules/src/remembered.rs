@@ -19,13 +19,16 @@ use nagaya_cmdb::cell::{CellName, Controller, Usage};
 use crate::facts::{Facts, Number, Scalar, Text};
 use crate::verdict::Verdict;
 
-/// Answers kept by one thread for one phase, and the bytes of their texts. Beyond either all are forgotten.
+/// Answers kept by one thread for one phase, and the bytes of their texts and of verdicts. Beyond either all are forgotten.
 const ANSWERS_MAX: usize = 131_072;
 const BYTES_MAX: usize = 16 << 20;
 
 /// Questions of one run, and the bytes of an answer. With more it is not remembered.
 const QUESTIONS_MAX: usize = 32;
 const ANSWER_LEN_MAX: usize = 1024;
+
+/// A verdict that weighs more is found anew each time, bytes: a rule can answer with a page made of the path.
+const VERDICT_LEN_MAX: usize = 16 << 10;
 
 /// Verdicts that differ are shared by all leaves that have them; beyond so many each new leaf has one of its own.
 const SHARED_MAX: usize = 64;
@@ -126,13 +129,17 @@ impl Remembered {
     /// Takes in what was said after these questions.
     fn learn(&mut self, trail: Vec<(Question, Told)>, verdict: &Rc<Verdict>, files: usize) {
         self.misses += 1;
+        let weight = verdict.weight();
+        if weight > VERDICT_LEN_MAX {
+            return;
+        }
         if self.answers >= ANSWERS_MAX || self.bytes >= BYTES_MAX {
             let is_worth_it = self.hits >= self.misses;
             let rest = if is_worth_it { 0 } else { REST_RUNS };
             self.clear();
             self.rest = rest;
         }
-        let verdict = self.share(verdict);
+        let verdict = self.share(verdict, weight);
         let mut place = &mut self.root;
         for (question, told) in trail {
             if let Told::Text(text) = &told {
@@ -158,10 +165,11 @@ impl Remembered {
     }
 
     /// The same verdict as another leaf's, if one has it.
-    fn share(&mut self, verdict: &Rc<Verdict>) -> Rc<Verdict> {
+    fn share(&mut self, verdict: &Rc<Verdict>, weight: usize) -> Rc<Verdict> {
         if let Some(same) = self.shared.iter().find(|shared| ***shared == **verdict) {
             return Rc::clone(same);
         }
+        self.bytes += weight;
         if self.shared.len() < SHARED_MAX {
             self.shared.push(Rc::clone(verdict));
         }

@@ -3,6 +3,8 @@
 //! Not here: the requests the API's tests ask about (`tests/api/world.rs`).
 
 use std::borrow::Cow;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,25 +15,52 @@ use tempfile::TempDir;
 use crate::facts::{Facts, Number, Scalar, Text};
 use crate::{Budget, Engine, OnError, Phase, RuleFile, RuleSet, Verdict};
 
-/// A GET of this path, of one host.
-pub struct Get(pub &'static str);
+/// A request of which a few things are known. It counts what it is asked.
+#[derive(Debug, Clone, Default)]
+pub struct Asked {
+    pub host: String,
+    pub path: String,
+    pub agent: Option<String>,
+    pub cells: RefCell<Vec<String>>,
+    pub settings: BTreeMap<String, i64>,
+    pub arrived: i64,
+    pub questions: Cell<u32>,
+}
 
-impl Facts for Get {
+impl Asked {
+    pub fn host(host: &str) -> Self {
+        Self { host: host.to_owned(), path: "/".into(), ..Self::default() }
+    }
+
+    /// A GET of this path, of one host.
+    pub fn get(path: &str) -> Self {
+        Self { path: path.to_owned(), ..Self::host("www.example.com") }
+    }
+
+    fn count(&self) {
+        self.questions.set(self.questions.get() + 1);
+    }
+}
+
+impl Facts for Asked {
     fn text(&self, text: Text) -> Option<Cow<'_, str>> {
+        self.count();
         match text {
-            Text::Hostname => Some("www.example.com".into()),
+            Text::Hostname => Some(self.host.as_str().into()),
             Text::Method => Some("GET".into()),
-            Text::Path | Text::RawTarget => Some(self.0.into()),
+            Text::Path | Text::RawTarget => Some(self.path.as_str().into()),
+            Text::RequestId => Some("1".into()),
             _ => None,
         }
     }
 
-    fn number(&self, _: Number) -> Option<i64> {
-        None
+    fn number(&self, number: Number) -> Option<i64> {
+        (number == Number::ArrivedUs).then_some(self.arrived)
     }
 
-    fn header_in(&self, _: &str) -> Option<Cow<'_, str>> {
-        None
+    fn header_in(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.count();
+        self.agent.as_deref().filter(|_| name == "User-Agent").map(Cow::Borrowed)
     }
 
     fn each_header_in(&self, _: &mut dyn FnMut(&str, &str)) {}
@@ -42,12 +71,16 @@ impl Facts for Get {
 
     fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
 
-    fn setting(&self, _: &str, _: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
-        false
+    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
+        let found = self.settings.get(key);
+        if let Some(value) = found {
+            each(None, Scalar::Int(*value));
+        }
+        found.is_some()
     }
 
-    fn cell_exists(&self, _: Controller, _: &CellName) -> bool {
-        false
+    fn cell_exists(&self, _: Controller, name: &CellName) -> bool {
+        self.cells.borrow().iter().any(|cell| *cell == name.as_str())
     }
 
     fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
@@ -59,11 +92,11 @@ impl Facts for Get {
     }
 
     fn elapsed_us(&self) -> u64 {
-        0
+        7
     }
 
     fn load(&self) -> [f64; 3] {
-        [0.0; 3]
+        [0.5; 3]
     }
 
     fn env(&self, _: &str) -> Option<Cow<'_, str>> {
@@ -122,7 +155,7 @@ impl Rules {
 /// What the rules of the access phase decide, and whether the request is refused.
 pub fn evaluate(engine: &mut Engine) -> (Verdict, Result<(), crate::RuleFault>) {
     let mut verdict = engine.blank();
-    let outcome = engine.evaluate(Phase::AccessChecker, &Get("/wiki/Main%20Page"), &mut verdict);
+    let outcome = engine.evaluate(Phase::AccessChecker, &Asked::get("/wiki/Main%20Page"), &mut verdict);
     (Verdict::clone(&verdict), outcome)
 }
 

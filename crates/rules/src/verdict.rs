@@ -359,6 +359,27 @@ impl Verdict {
         checked(text, what, VALUE_LEN_MAX)
     }
 
+    /// Bytes of texts it holds, and what its lists take beside them, roughly.
+    pub(crate) fn weight(&self) -> usize {
+        let text = |text: &Option<Box<str>>| text.as_deref().map_or(0, str::len);
+        let field = |edit: &HeaderEdit| match &edit.action {
+            HeaderAction::Set(value) | HeaderAction::Add(value) => edit.name.len() + value.len(),
+            HeaderAction::Remove => edit.name.len(),
+        };
+        let rewrites = &self.rewrites;
+        let paths = [&rewrites.path, &rewrites.query, &rewrites.document_root, &rewrites.filename];
+        let answer = self.answer.as_ref().map_or(0, |answer| {
+            answer.body.len() + text(&answer.content_type) + text(&answer.location)
+        });
+        let edits = self.headers_in.iter().chain(&self.headers_out).map(field).sum::<usize>();
+        let notes = self.notes.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+        let variables = self.env.iter().map(|(name, value)| name.len() + text(value)).sum::<usize>();
+        let lists = self.confinement.named.len() + self.confinement.demotions.len() + self.changes.len();
+        let fixed = size_of::<Self>() + lists * size_of::<CellChange>();
+        let other = paths.into_iter().chain([&rewrites.user, &rewrites.content_type]).map(text).sum::<usize>();
+        fixed + answer + edits + notes + variables + other
+    }
+
     /// Ends one file's evaluation: remembers who decided what.
     pub(crate) fn spoken(&mut self, phase: Phase, file: &Arc<str>) {
         let decided = std::mem::take(&mut self.decided);

@@ -236,7 +236,7 @@ pub(super) fn post(body: impl Into<Bytes>) -> Request {
     request(Method::POST, known(body))
 }
 
-pub(super) fn request(method: Method, body: RequestBody) -> Request {
+pub(crate) fn request(method: Method, body: RequestBody) -> Request {
     let mut headers = HeaderMap::new();
     headers.insert(HeaderName::from_static("content-type"), HeaderValue::from_static("application/x-test"));
     let address = "127.0.0.1:80".parse().unwrap();

@@ -5,15 +5,13 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use http::HeaderMap;
-use nagaya_base::RequestId;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::task::{LocalSet, spawn_local};
 
 use super::*;
-use crate::message::ConnInfo;
 use crate::metrics::Metrics;
+use crate::programs::testing::request;
 
 /// How a server behind one connection behaves.
 #[derive(Debug, Clone, Copy)]
@@ -63,22 +61,6 @@ async fn serve(mut stream: UnixStream, server: Server) {
     }
 }
 
-fn head(method: Method) -> Head {
-    let address = "127.0.0.1:80".parse().unwrap();
-    Head {
-        id: RequestId(1),
-        method,
-        path: "/".into(),
-        query: None,
-        host: "demo".into(),
-        port: None,
-        version: Version::HTTP_11,
-        headers: HeaderMap::new(),
-        upgrade: None,
-        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None }),
-    }
-}
-
 /// The status, or whether the request may be sent again.
 fn exchanged(method: &Method, servers: &[Server]) -> Result<u16, bool> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -89,7 +71,7 @@ fn exchanged(method: &Method, servers: &[Server]) -> Result<u16, bool> {
             Bounds { connect: Duration::from_millis(50), head: second, idle: second, head_bytes: 4096 };
         let address = Address::parse("unix:/nowhere");
         let servers = Servers(RefCell::new(servers.to_vec()));
-        let head = head(method.clone());
+        let head = request(method.clone(), RequestBody::empty()).head;
         let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo" };
         match exchange(&pool, &address, &servers, outgoing, RequestBody::empty(), bounds).await {
             Ok(response) => Ok(response.status.as_u16()),

@@ -18,7 +18,10 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 /// Percent of the last ten seconds in which something waited for memory.
 const STALLED_MAX: f64 = 5.0;
 
-/// Without that figure: percent of memory that is available.
+/// Percent of memory that is available. With more than the first, what waits does so for another reason (a tenant's own
+/// limit, a disk that cached pages are read from again), and resting instances have nothing to give; with less than the
+/// second, memory is short whatever waits.
+const PLENTY: u64 = 25;
 const AVAILABLE_MIN: u64 = 5;
 
 /// Instances sent deeper at each look: what they give back has an effect by the next.
@@ -50,12 +53,16 @@ impl Instances {
 
 /// Both files are made by the kernel as they are read: nothing here waits for a disk.
 fn is_short() -> bool {
-    match fs::read_to_string("/proc/pressure/memory").ok().and_then(|text| stalled(&text)) {
-        Some(percent) => percent > STALLED_MAX,
-        None => {
-            let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-            available(&text).is_some_and(|percent| percent < AVAILABLE_MIN)
-        }
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    judge(stalled(&read("/proc/pressure/memory")), available(&read("/proc/meminfo")))
+}
+
+/// A kernel without the one figure or the other is judged by the one it has.
+fn judge(stalled: Option<f64>, available: Option<u64>) -> bool {
+    let waits = stalled.is_some_and(|percent| percent > STALLED_MAX);
+    match available {
+        Some(percent) => percent < AVAILABLE_MIN || waits && percent < PLENTY,
+        None => waits,
     }
 }
 
@@ -76,6 +83,14 @@ fn available(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_is_short_if_there_is_little_and_something_waits_or_hardly_any() {
+        assert!(judge(Some(12.0), Some(20)) && judge(Some(12.0), None) && judge(None, Some(4)));
+        assert!(judge(Some(0.0), Some(4)));
+        assert!(!judge(Some(12.0), Some(80)), "who waits there waits for something else");
+        assert!(!judge(Some(1.0), Some(20)) && !judge(None, Some(20)) && !judge(None, None));
+    }
 
     #[test]
     fn pressure_is_read_as_the_kernel_writes_it() {

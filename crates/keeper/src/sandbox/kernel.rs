@@ -13,12 +13,12 @@ use nix::libc;
 use rustix::mount::MountAttrFlags;
 
 use crate::protocol::Exit;
+use crate::sys::{CLONE_INTO_CGROUP, CloneArgs};
 
 /// Exit status of a child whose code panicked.
 const EXIT_PANICKED: i32 = 101;
 
 pub const CLONE_PARENT: u64 = libc::CLONE_PARENT as u64;
-const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// All that a sandbox has of its own, but its cgroup namespace: that begins where its init has gone.
 pub const SANDBOX_NAMESPACES: u64 = (libc::CLONE_NEWUSER
@@ -45,23 +45,6 @@ pub struct Fork<'a> {
     pub pid: Option<i32>,
     /// The cgroup v2 directory it is born in.
     pub cgroup: Option<BorrowedFd<'a>>,
-}
-
-/// `struct clone_args` of `clone3(2)`.
-#[repr(C)]
-#[derive(Default)]
-struct CloneArgs {
-    flags: u64,
-    pidfd: u64,
-    child_tid: u64,
-    parent_tid: u64,
-    exit_signal: u64,
-    stack: u64,
-    stack_size: u64,
-    tls: u64,
-    set_tid: u64,
-    set_tid_size: u64,
-    cgroup: u64,
 }
 
 impl Alone {

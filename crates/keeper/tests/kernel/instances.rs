@@ -6,13 +6,13 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use nagaya_cmdb::Change;
-use nagaya_cmdb::instance::Act;
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
 use rustix::process::Pid;
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
 
+use crate::rest::pids;
 use crate::world::{
     ALICE, World, is_alive, read_socket, refusal, site_change, site_name, until_so, wait_dead,
 };
@@ -90,10 +90,6 @@ fn run_of(said: &str) -> String {
 }
 
 /// The processes of a site's instance, by their numbers on the node. The first is the sandbox's own, where there is one.
-fn pids(world: &World, site: &str) -> Vec<i32> {
-    serde_json::from_value(world.act(site, Act::Inspect)["pids"].clone()).unwrap()
-}
-
 fn started_once() {
     let world = with_server().start();
     world.run(async |keeper| {

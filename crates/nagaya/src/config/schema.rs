@@ -463,7 +463,7 @@ const INSTANCES: &[Key<Settings>] = &[
         "0.1",
         time(0, IDLE_MAX),
         keeper.instances.idle.frozen_ms,
-        "Then it stands still: it keeps its memory and uses no CPU time. Its own timers stand still too; it comes back within a millisecond."
+        "Then it stands still: it keeps its memory and uses no CPU time. Its own timers stand still too; it comes back within milliseconds."
     ),
     key!(
         "reclaimed_after",

@@ -225,21 +225,7 @@ fn disks(facts: &Facts) -> (State, String) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::cgroups::Cgroups;
-
-    fn hierarchy(version: Version, controllers: &[&str]) -> Hierarchy {
-        Hierarchy {
-            version,
-            controllers: controllers.iter().map(|name| (*name).into()).collect(),
-            withheld: Vec::new(),
-            base: "/sys/fs/cgroup/x".into(),
-            read_only: false,
-            writable: true,
-            favors_moves: false,
-            crowded: false,
-            files: ["cpu.max", "cpu.weight", "cgroup.kill"].map(String::from).into(),
-        }
-    }
+    use crate::doctor::cgroups::{Cgroups, hierarchy};
 
     fn facts(hierarchies: Vec<Hierarchy>) -> Facts {
         let in_kernel = ["cpu", "memory"].map(String::from).into();

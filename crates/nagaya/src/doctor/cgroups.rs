@@ -174,6 +174,22 @@ fn in_kernel(text: &str) -> Vec<String> {
         .collect()
 }
 
+/// One that can be used, with the files of a cell that most machines have.
+#[cfg(test)]
+pub(super) fn hierarchy(version: Version, controllers: &[&str]) -> Hierarchy {
+    Hierarchy {
+        version,
+        controllers: controllers.iter().map(|name| (*name).into()).collect(),
+        withheld: Vec::new(),
+        base: "/sys/fs/cgroup/x".into(),
+        read_only: false,
+        writable: true,
+        favors_moves: false,
+        crowded: false,
+        files: ["cpu.max", "cpu.weight", "cgroup.kill"].map(String::from).into(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -83,8 +83,7 @@ fn swap(facts: &Facts) -> (State, String) {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
+    use super::super::cgroups::hierarchy;
     use super::super::facts::{Criu, Swap};
     use super::*;
 
@@ -101,17 +100,6 @@ mod tests {
 
     #[test]
     fn either_freezer_is_enough_and_v2_needs_no_controller() {
-        let hierarchy = |version, controllers: &[&str]| Hierarchy {
-            version,
-            controllers: controllers.iter().map(|name| (*name).into()).collect(),
-            withheld: Vec::new(),
-            base: "/sys/fs/cgroup/x".into(),
-            read_only: false,
-            writable: true,
-            favors_moves: false,
-            crowded: false,
-            files: BTreeSet::new(),
-        };
         let mut facts = Facts::default();
         assert_eq!(freezer(&facts).0, State::Off);
         facts.cgroups.hierarchies = vec![hierarchy(Version::V1, &["cpu"])];

@@ -1,7 +1,7 @@
 //! One machine, with natives of the test's own.
 
 use super::*;
-use crate::testing::Get;
+use crate::testing::Asked;
 
 const NATIVES: &[Native] = &[
     Native::singleton("Probe", "show", |call| {
@@ -84,7 +84,7 @@ fn load(machine: &mut Machine, source: &str) -> Program {
 fn run(machine: &mut Machine, source: &str) -> Result<String, Failure> {
     let program = load(machine, source);
     let mut verdict = Verdict::default();
-    let mut scope = Scope { facts: &Get("/path"), verdict: &mut verdict, phase: Phase::Fixups };
+    let mut scope = Scope { facts: &Asked::get("/path"), verdict: &mut verdict, phase: Phase::Fixups };
     let outcome = machine.run(program, Some(&mut scope));
     let shown = verdict.answer.map_or_else(Vec::new, |answer| answer.body);
     outcome.map(|()| String::from_utf8(shown).unwrap())

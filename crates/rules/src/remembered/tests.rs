@@ -1,102 +1,10 @@
 //! Which runs are spared, and that a spared run says what a run would have said.
 
-use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
-
 use proptest::prelude::*;
 
 use super::*;
-use crate::testing::Rules;
+use crate::testing::{Asked, Rules};
 use crate::{Engine, Phase};
-
-/// A request of which a few things are known. It counts what it is asked.
-#[derive(Debug, Clone, Default)]
-struct Asked {
-    host: String,
-    path: String,
-    agent: Option<String>,
-    cells: RefCell<Vec<String>>,
-    settings: BTreeMap<String, i64>,
-    arrived: i64,
-    questions: Cell<u32>,
-}
-
-impl Asked {
-    fn host(host: &str) -> Self {
-        Self { host: host.to_owned(), path: "/".into(), ..Self::default() }
-    }
-
-    fn count(&self) {
-        self.questions.set(self.questions.get() + 1);
-    }
-}
-
-impl Facts for Asked {
-    fn text(&self, text: Text) -> Option<Cow<'_, str>> {
-        self.count();
-        match text {
-            Text::Hostname => Some(self.host.as_str().into()),
-            Text::Path => Some(self.path.as_str().into()),
-            Text::RequestId => Some("1".into()),
-            _ => None,
-        }
-    }
-
-    fn number(&self, number: Number) -> Option<i64> {
-        (number == Number::ArrivedUs).then_some(self.arrived)
-    }
-
-    fn header_in(&self, name: &str) -> Option<Cow<'_, str>> {
-        self.count();
-        self.agent.as_deref().filter(|_| name == "User-Agent").map(Cow::Borrowed)
-    }
-
-    fn each_header_in(&self, _: &mut dyn FnMut(&str, &str)) {}
-
-    fn header_out(&self, _: &str) -> Option<Cow<'_, str>> {
-        None
-    }
-
-    fn each_header_out(&self, _: &mut dyn FnMut(&str, &str)) {}
-
-    fn setting(&self, key: &str, each: &mut dyn FnMut(Option<&str>, Scalar<'_>)) -> bool {
-        let found = self.settings.get(key);
-        if let Some(value) = found {
-            each(None, Scalar::Int(*value));
-        }
-        found.is_some()
-    }
-
-    fn cell_exists(&self, _: Controller, name: &CellName) -> bool {
-        self.cells.borrow().iter().any(|cell| *cell == name.as_str())
-    }
-
-    fn cell_value(&self, _: Controller, _: &CellName, _: &str) -> Option<String> {
-        None
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        None
-    }
-
-    fn elapsed_us(&self) -> u64 {
-        7
-    }
-
-    fn load(&self) -> [f64; 3] {
-        [0.5; 3]
-    }
-
-    fn env(&self, _: &str) -> Option<Cow<'_, str>> {
-        None
-    }
-
-    fn each_env(&self, _: &mut dyn FnMut(&str, &str)) {}
-
-    fn is_tls(&self) -> bool {
-        false
-    }
-}
 
 fn ask(engine: &mut Engine, request: &Asked) -> Rc<Verdict> {
     let mut verdict = engine.blank();
@@ -240,6 +148,25 @@ fn what_is_remembered_is_bounded_and_rests_when_it_serves_nobody() {
     }
     assert!(remembered.answers <= 1, "it was full, and forgot");
     assert!(!remembered.wants(), "nobody asked for any of it");
+}
+
+#[test]
+fn long_answers_are_found_anew_and_others_are_counted_with_their_texts() {
+    let long = "answer 200, request.path * 2000";
+    let (_set, mut engine) = Rules::of(long).engine();
+    let request = Asked::get("/0123456789");
+    let [second, third] = std::array::from_fn(|_| ask(&mut engine, &request));
+    assert_eq!(second, third);
+    assert!(!Rc::ptr_eq(&second, &third), "more than {VERDICT_LEN_MAX} bytes");
+
+    let mut remembered = Remembered::new(&Rc::default());
+    for n in 0..3 * BYTES_MAX / VERDICT_LEN_MAX {
+        let mut verdict = Verdict::default();
+        verdict.write(n.to_string().repeat(VERDICT_LEN_MAX / 16).as_bytes()).unwrap();
+        let told = Told::Text(n.to_string().into());
+        remembered.learn(vec![(Question::Text(Text::Path), told)], &Rc::new(verdict), 1);
+        assert!(remembered.bytes <= BYTES_MAX + VERDICT_LEN_MAX, "{}", remembered.bytes);
+    }
 }
 
 const RULE: &str = "\
