@@ -28,11 +28,12 @@ const UNSAFE_FILES: &[&str] = &[
 const DEPENDENCIES: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("telemetry", &["base"]),
+    ("admission", &["base"]),
     ("cmdb", &["telemetry", "base"]),
     ("keeper", &["cmdb", "telemetry", "base"]),
     ("rules", &["cmdb", "base"]),
-    ("edge", &["rules", "keeper", "cmdb", "telemetry", "base"]),
-    ("nagaya", &["edge", "rules", "keeper", "cmdb", "telemetry", "base"]),
+    ("edge", &["rules", "keeper", "cmdb", "admission", "telemetry", "base"]),
+    ("nagaya", &["edge", "rules", "keeper", "cmdb", "admission", "telemetry", "base"]),
     // The developer's packages speak to the built program as its users do, and nothing ships with them.
     ("tests", &[]),
     // Two experiments measure one part alone, without a server around it.
