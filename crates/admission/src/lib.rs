@@ -19,7 +19,7 @@ mod ticket;
 
 pub use machine::Admission;
 pub use sketch::Sketch;
-pub use ticket::Ticket;
+pub use ticket::{KEYS_MAX, Keys, Rejected, TICKET_CHARS, Ticket};
 
 use std::time::Duration;
 
