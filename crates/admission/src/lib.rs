@@ -13,10 +13,12 @@
 //!
 //! Not here: HTTP, waiting pages, the clock, the store of tickets, who calls whom (`edge`).
 
+mod calendar;
 mod machine;
 mod sketch;
 mod ticket;
 
+pub use calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX, Tally};
 pub use machine::Admission;
 pub use sketch::Sketch;
 pub use ticket::{KEYS_MAX, Keys, Rejected, TICKET_CHARS, Ticket};

@@ -1,0 +1,1 @@
+//! A calendar under crowds, no-shows, jumps of the clock and restarts.
