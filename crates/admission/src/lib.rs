@@ -13,13 +13,18 @@
 //!
 //! Not here: HTTP, waiting pages, the clock, the store of tickets, who calls whom (`edge`).
 
+mod bound;
 mod calendar;
+mod fair;
+mod lane;
 mod machine;
+mod predict;
 mod sketch;
 mod ticket;
 
+pub use bound::{Auto, Observed};
 pub use calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX, Tally};
-pub use machine::Admission;
+pub use machine::{Admission, DEPTH_MAX};
 pub use sketch::Sketch;
 pub use ticket::{KEYS_MAX, Keys, Rejected, TICKET_CHARS, Ticket};
 

@@ -1,65 +1,115 @@
-//! The facade: what a caller offers, releases and asks.
+//! The facade: what a caller offers, releases and asks, and what follows from it.
 //!
-//! Not here: how service times are learned (`predict`), slots (`calendar`), signatures (`ticket`).
+//! After each call nobody waits who could run: whatever frees a permit hands it on before it returns. So an offer that finds
+//! room passes nobody.
+//!
+//! Not here: the tree of lanes and whose turn it is (`machine::tree`), waits (`machine::waits`), tickets (`machine::promises`),
+//! permits in bulk (`machine::lending`).
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+mod lending;
+pub(crate) mod line;
+mod promises;
+mod tree;
+mod waits;
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Duration;
 
 use slab::Slab;
 
+use self::line::{Place, Rank};
+use self::promises::{Holding, Promised};
+use self::waits::{Wait, micros};
+use crate::bound::Observed;
+use crate::lane::Lane;
+use crate::predict::{Outcome, Slot};
 use crate::{
-    Ask, Bounds, Calibration, Class, Counts, Effect, Explained, LaneId, LaneName, Moment, Nonce, Offer, Pass,
-    Prediction, Pressure, Record, Refused, Run, Standing, Used,
+    Ask, Bounds, Class, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass, Pressure,
+    Refused, Used,
 };
 
 /// Lanes nest so deep: the node's, a tenant's, a site's, a rule's.
 pub const DEPTH_MAX: usize = 4;
 
-/// All lanes of a node, and who runs and waits in them.
+/// Bounds that are found by measuring look at the clock this often while something runs.
+const AUTO_TICK: Duration = Duration::from_millis(100);
+
+/// Limits of [`Ask::priority`].
+const PRIORITY_MOST: i8 = 100;
+
+/// All lanes of a node, who runs and waits in them, and who is promised what.
 #[derive(Debug)]
 pub struct Admission {
     lanes: Slab<Lane>,
     root: LaneId,
-    generation: u32,
-    passes: BTreeMap<Pass, Standpoint>,
-    last: u64,
+    /// Lanes that there have been.
+    generations: u32,
+    requests: HashMap<Pass, Request, BuildHasherDefault<PassHasher>>,
+    /// Requests that there have been.
+    offered: u64,
     effects: Vec<Effect>,
-    names: HashMap<(u32, LaneName), LaneId>,
+    /// Lanes with a bound that is found by measuring, in which something runs.
+    autos: BTreeSet<u32>,
+    promised: Promised,
 }
 
+/// A request that waits or runs.
 #[derive(Debug)]
-struct Lane {
-    generation: u32,
-    around: Option<LaneId>,
-    bounds: Bounds,
-    running: u32,
-    waiting: VecDeque<Pass>,
+struct Request {
+    lane: u32,
+    slot: Slot,
+    /// Its place in line; `None`: it runs.
+    place: Option<Place>,
+    /// When it got in line, or its permit.
+    since: Moment,
     bytes: u64,
-    counts: Counts,
+    /// The wait that it was told when it got in line.
+    wait: Option<Wait>,
+    /// How often the pace had changed then.
+    changes: u32,
+    /// The ticket on which it came.
+    holding: Option<Holding>,
 }
 
-#[derive(Debug)]
-struct Standpoint {
-    lane: LaneId,
-    runs: bool,
-    bytes: u64,
+/// Passes are consecutive numbers: spreading them is all that is needed.
+#[derive(Debug, Default, Clone, Copy)]
+struct PassHasher(u64);
+
+impl Hasher for PassHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        let mixed = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed ^ (mixed >> 32);
+    }
 }
+
+// === Lanes ===
 
 impl Admission {
-    /// A node's admission, with the root lane's bounds.
+    /// A node's admission, with the bounds of the node's own lane.
     pub fn new(_now: Moment, node: Bounds) -> Self {
-        let mut lanes = Slab::new();
-        let lane = Lane::new(0, None, node);
-        let index = as_index(lanes.insert(lane));
-        let root = LaneId { index, generation: 0 };
-        Self {
-            lanes,
-            root,
-            generation: 0,
-            passes: BTreeMap::new(),
-            last: 0,
+        let mut admission = Self {
+            lanes: Slab::new(),
+            root: LaneId { index: 0, generation: 0 },
+            generations: 0,
+            requests: HashMap::default(),
+            offered: 0,
             effects: Vec::new(),
-            names: HashMap::new(),
-        }
+            autos: BTreeSet::new(),
+            promised: Promised::default(),
+        };
+        admission.root = admission.make_lane(LaneName([0; 16]), None, node);
+        admission
     }
 
     /// The node's own lane.
@@ -67,236 +117,339 @@ impl Admission {
         self.root
     }
 
-    /// The lane of this name inside another one: made, or found and set.
+    /// The lane of this name inside another one: made, or found and set. Where lanes would nest deeper than [`DEPTH_MAX`], and inside
+    /// a lane that is gone, none is made, and the answer is the lane `inside` itself.
     pub fn lane(&mut self, now: Moment, inside: LaneId, name: LaneName, bounds: Bounds) -> LaneId {
-        if let Some(found) = self.names.get(&(inside.index, name)).copied() {
+        let Some(around) = self.find(inside) else { return inside };
+        if let Some(found) = self.at(around).inner.get(&name) {
+            let found = self.id_of(*found);
             self.set(now, found, bounds);
             return found;
         }
-        self.generation += 1;
-        let generation = self.generation;
-        let index = as_index(self.lanes.insert(Lane::new(generation, Some(inside), bounds)));
-        let id = LaneId { index, generation };
-        self.names.insert((inside.index, name), id);
-        id
+        if self.path(around).as_slice().len() >= DEPTH_MAX {
+            return inside;
+        }
+        let lane = self.make_lane(name, Some(around), bounds);
+        self.set_promising(now, lane.index);
+        lane
     }
 
-    /// Changes a lane's bounds. False: it is gone.
-    pub fn set(&mut self, _now: Moment, lane: LaneId, bounds: Bounds) -> bool {
-        let Some(found) = self.get_mut(lane) else { return false };
-        found.bounds = bounds;
-        self.start_waiting();
+    /// Changes a lane's bounds, at once. Who waits stays in line, who runs runs on. False: the lane is gone.
+    pub fn set(&mut self, now: Moment, lane: LaneId, bounds: Bounds) -> bool {
+        let Some(index) = self.find(lane) else { return false };
+        let lane = self.at_mut(index);
+        if lane.bounds == bounds {
+            return true;
+        }
+        let has_moved = lane.bounds.weight != bounds.weight;
+        lane.set(bounds);
+        if has_moved {
+            self.stand_back(index);
+        }
+        if self.at(index).auto.is_some() && self.at(index).running > 0 {
+            self.autos.insert(index);
+        }
+        self.set_promising(now, index);
+        self.settle(index);
+        self.dispatch(now);
         true
     }
 
-    /// Removes a lane with its inner ones. Who waits there is dismissed; who runs runs on.
-    pub fn remove(&mut self, _now: Moment, lane: LaneId) {
-        if lane == self.root || self.get(lane).is_none() {
-            return;
-        }
-        let gone: Vec<LaneId> =
-            self.names.values().copied().filter(|each| self.path(*each).contains(&lane)).collect();
-        for id in gone {
-            self.names.retain(|_, named| *named != id);
-            let removed = self.lanes.remove(id.index as usize);
-            for pass in removed.waiting {
-                self.passes.remove(&pass);
-                self.effects.push(Effect::Dismiss(pass, Refused::NoLane));
+    /// Removes a lane with those inside it. Who waits there is dismissed; who runs runs on, counted in the lanes around.
+    pub fn remove(&mut self, now: Moment, lane: LaneId) {
+        let Some(index) = self.find(lane).filter(|index| *index != self.root.index) else { return };
+        for index in self.with_inner(index) {
+            if self.at(index).lent > 0 {
+                self.effects.push(Effect::Recall(self.id_of(index)));
             }
+            self.stop_promising(index);
+            self.detach(index);
         }
-        self.start_waiting();
+        self.dispatch(now);
+    }
+}
+
+// === Requests ===
+
+impl Admission {
+    /// A request wants to run. What the answer promises is durable once the effects of this call are carried out.
+    pub fn offer(&mut self, now: Moment, lane: LaneId, ask: Ask) -> Offer {
+        let Some(index) = self.find(lane) else { return Offer::Refused(Refused::NoLane) };
+        let path = self.path(index);
+        let has_room = self.has_room(&path);
+        let slot = self.at_mut(index).learned.slot(now, ask.class);
+        if ask.passes {
+            return Offer::Run(self.run_at_once(now, index, slot, None));
+        }
+        if let Some(ticket) = &ask.ticket
+            && let Some(offer) = self.offer_to_holder(now, index, slot, &ask, ticket, has_room)
+        {
+            return offer;
+        }
+        if has_room {
+            return Offer::Run(self.run_at_once(now, index, slot, None));
+        }
+        self.recall(path.as_slice());
+        let wait = self.wait_at_end(now, index);
+        if ask.can_wait && self.has_place(index, &ask, wait) {
+            let order = order_of(now, ask.priority);
+            return self.get_in_line(now, index, slot, &ask, (Rank::Newcomer, order), None);
+        }
+        self.turn_away(now, index, &ask, wait)
     }
 
-    /// A request wants to run.
-    pub fn offer(&mut self, _now: Moment, lane: LaneId, ask: Ask) -> Offer {
-        if self.get(lane).is_none() {
-            return Offer::Refused(Refused::NoLane);
-        }
-        self.last += 1;
-        let pass = Pass(self.last);
-        let is_first = self.get(lane).is_some_and(|lane| lane.waiting.is_empty());
-        if ask.passes || (is_first && self.has_room(lane)) {
-            self.passes.insert(pass, Standpoint { lane, runs: true, bytes: 0 });
-            self.count(lane, 1);
-            return Offer::Run(pass);
-        }
-        let Some(found) = self.get_mut(lane) else { return Offer::Refused(Refused::NoLane) };
-        let prediction = Prediction {
-            ahead: u32::try_from(found.waiting.len()).unwrap_or(u32::MAX),
-            wait: None,
-            at_most: None,
-        };
-        let is_full =
-            prediction.ahead >= found.bounds.wait_count || found.bytes + ask.bytes > found.bounds.wait_bytes;
-        if !ask.can_wait || is_full {
-            found.counts.refused += 1;
-            return Offer::Refused(Refused::Full(prediction));
-        }
-        found.waiting.push_back(pass);
-        found.bytes += ask.bytes;
-        found.counts.waited += 1;
-        self.passes.insert(pass, Standpoint { lane, runs: false, bytes: ask.bytes });
-        Offer::Wait(pass, prediction)
-    }
-
-    /// The client left: while it waited, or between [`Effect::Run`] and the start.
-    pub fn cancel(&mut self, _now: Moment, pass: Pass) {
-        self.end(pass);
+    /// The client left while it waited, or between [`Effect::Run`] and the start.
+    pub fn cancel(&mut self, now: Moment, pass: Pass) {
+        self.end(now, pass, None);
     }
 
     /// A request that ran has ended.
-    pub fn release(&mut self, _now: Moment, pass: Pass, _used: Used) {
-        self.end(pass);
+    pub fn release(&mut self, now: Moment, pass: Pass, used: Used) {
+        self.end(now, pass, Some(used));
     }
 
-    /// What time alone changes. Says when to come again.
-    pub fn tick(&mut self, _now: Moment) -> Option<Moment> {
-        None
+    /// What time alone changes: slots and calls that end, bounds that are found by measuring. Says when to come again.
+    pub fn tick(&mut self, now: Moment) -> Option<Moment> {
+        let autos: Vec<u32> = self.autos.iter().copied().collect();
+        for index in autos {
+            let is_busy =
+                self.lanes.get(index as usize).is_some_and(|lane| lane.auto.is_some() && lane.running > 0);
+            if is_busy {
+                self.observe(now, index, None, 1.0);
+            } else {
+                self.autos.remove(&index);
+            }
+        }
+        self.dispatch(now);
+        let promises = self.tick_promises(now);
+        let auto = (!self.autos.is_empty()).then(|| later(now, AUTO_TICK));
+        [promises, auto].into_iter().flatten().min()
     }
 
-    /// What is to be done, in order. Empty afterwards.
+    /// What is to be done, in order. To be called after each call; empty if that one caused nothing.
     pub fn drain_effects(&mut self) -> impl Iterator<Item = Effect> {
         self.effects.drain(..)
     }
 
-    /// Permits in bulk, for a caller that counts them itself, while nobody waits anywhere near.
-    pub fn lend(&mut self, _now: Moment, _lane: LaneId, _count: u32) -> u32 {
-        0
-    }
-
-    /// Lent permits come back.
-    pub fn give_back(&mut self, _now: Moment, _lane: LaneId, _count: u32) {}
-
     /// A sample of what ran on lent permits.
-    pub fn learn(&mut self, _now: Moment, _lane: LaneId, _class: Class, _used: Used) {}
+    pub fn learn(&mut self, now: Moment, lane: LaneId, class: Class, used: Used) {
+        let Some(index) = self.find(lane).filter(|_| used.is_whole) else { return };
+        let slot = self.at_mut(index).learned.slot(now, class);
+        self.learn_from(now, index, slot, used.service);
+    }
 
     /// How hard it is for what runs in a lane.
-    pub fn feel(&mut self, _now: Moment, _lane: LaneId, _pressure: Pressure) {}
-
-    /// How the ticket with this number stands.
-    pub fn standing(&self, _now: Moment, _nonce: Nonce) -> Standing {
-        Standing::Unknown
+    pub fn feel(&mut self, now: Moment, lane: LaneId, pressure: Pressure) {
+        let Some(index) = self.find(lane) else { return };
+        if let Some(auto) = &mut self.at_mut(index).auto {
+            auto.feel(now, pressure);
+        }
     }
 
-    /// What is known now of the wait of one in line. `None`: it does not wait.
-    pub fn prediction(&self, _now: Moment, pass: Pass) -> Option<Prediction> {
-        let lane = self.get(self.passes.get(&pass)?.lane)?;
-        let ahead = lane.waiting.iter().position(|each| *each == pass)?;
-        Some(Prediction { ahead: u32::try_from(ahead).unwrap_or(u32::MAX), wait: None, at_most: None })
+    /// There is a place in line for a newcomer.
+    fn has_place(&self, index: u32, ask: &Ask, wait: Option<Wait>) -> bool {
+        let lane = self.at(index);
+        let longest = lane.bounds.wait;
+        let is_in_time = wait.is_none_or(|wait| micros(wait.told) <= longest);
+        is_in_time
+            && !longest.is_zero()
+            && lane.line.len() < lane.bounds.wait_count
+            && lane.bytes.saturating_add(ask.bytes) <= lane.bounds.wait_bytes
     }
 
-    /// What was stored before a restart, told before anybody is served.
-    pub fn restore(&mut self, _now: Moment, _lane: LaneId, _record: Record) {}
+    fn new_pass(&mut self) -> Pass {
+        self.offered += 1;
+        Pass(self.offered)
+    }
 
-    /// A lane as it is now, for people. `None`: it is gone.
-    pub fn explain(&self, _now: Moment, lane: LaneId) -> Option<Explained> {
-        let found = self.get(lane)?;
+    fn run_at_once(&mut self, now: Moment, index: u32, slot: Slot, holding: Option<Holding>) -> Pass {
+        let pass = self.new_pass();
+        self.occupy(now, index, slot);
+        self.at_mut(index).counts.admitted += 1;
+        let changes = self.at(index).learned.changes;
+        let request =
+            Request { lane: index, slot, place: None, since: now, bytes: 0, wait: None, changes, holding };
+        self.requests.insert(pass, request);
+        pass
+    }
+
+    fn get_in_line(
+        &mut self,
+        now: Moment,
+        index: u32,
+        slot: Slot,
+        ask: &Ask,
+        (rank, order): (Rank, i64),
+        holding: Option<Holding>,
+    ) -> Offer {
+        let pass = self.new_pass();
+        let place = Place { rank, order, turn: pass.0 };
+        let cost = self.cost(index, slot);
+        let ahead = self.at(index).line.before(place);
+        let wait = self.wait_behind(now, index, ahead);
+        let lane = self.at_mut(index);
+        if lane.line.is_empty() {
+            lane.queued_since = Some(now);
+            lane.learned.line_begins(now, lane.running_own);
+        }
+        lane.line.insert(place, pass, cost as f32);
+        lane.bytes += ask.bytes;
+        lane.counts.waited += 1;
+        lane.learned.waits(slot);
+        let changes = lane.learned.changes;
+        for at in self.path(index).as_slice() {
+            self.at_mut(*at).waiting_within += 1;
+        }
+        let request = Request {
+            lane: index,
+            slot,
+            place: Some(place),
+            since: now,
+            bytes: ask.bytes,
+            wait,
+            changes,
+            holding,
+        };
+        self.requests.insert(pass, request);
+        self.settle(index);
+        Offer::Wait(pass, self.told(index, ahead.count, wait))
+    }
+
+    /// The first in this lane's line gets its permit.
+    fn run_first(&mut self, now: Moment, index: u32) {
+        let lane = self.at_mut(index);
+        let Some((place, pass)) = lane.line.first() else { return };
+        let Some(mut request) = self.requests.remove(&pass) else { return };
+        self.occupy(now, index, request.slot);
+        self.leave_line(now, index, place, &request);
+        let lane = self.at_mut(index);
+        lane.counts.admitted += 1;
+        if let Some(Wait { reckoned, told }) = request.wait {
+            let actual = now.0.saturating_sub(request.since.0) as f64;
+            let is_current = lane.learned.changes == request.changes;
+            lane.learned.record.add(Outcome { reckoned, told, actual }, is_current);
+        }
+        request.place = None;
+        request.since = now;
+        if let Some(holding) = &request.holding {
+            self.spend(now, holding);
+        }
+        self.requests.insert(pass, request);
+        self.effects.push(Effect::Run(pass));
+    }
+
+    /// One in line is in it no more.
+    fn leave_line(&mut self, now: Moment, index: u32, place: Place, request: &Request) {
+        let lane = self.at_mut(index);
+        lane.learned.pass_time_in_line(now, lane.running_own);
+        lane.line.remove(place);
+        lane.bytes -= request.bytes;
+        lane.learned.waits_no_more(request.slot);
+        if lane.line.is_empty() {
+            lane.queued_since = None;
+        }
+        for at in self.path(index).as_slice() {
+            self.at_mut(*at).waiting_within -= 1;
+        }
+        self.settle(index);
+    }
+
+    /// A request is over. `used`: it ran, and so.
+    fn end(&mut self, now: Moment, pass: Pass, used: Option<Used>) {
+        let Some(request) = self.requests.remove(&pass) else { return };
+        let index = request.lane;
+        if let Some(place) = request.place {
+            self.leave_line(now, index, place, &request);
+            self.at_mut(index).counts.left += 1;
+            if let Some(holding) = &request.holding {
+                self.come_back(now, holding);
+            }
+        } else {
+            if let Some(used) = used.filter(|used| used.is_whole) {
+                self.learn_from(now, index, request.slot, used.service);
+            }
+            let lane = self.at_mut(index);
+            if !lane.line.is_empty() {
+                lane.learned.pass_time_in_line(now, lane.running_own);
+                lane.learned.ended_in_line();
+            }
+            lane.learned.ends(request.slot, request.since);
+            lane.running_own -= 1;
+            self.vacate(index, 1);
+            self.dispatch(now);
+        }
+        self.call_early(now, index);
+    }
+
+    /// What a request took teaches its lane and those around it.
+    fn learn_from(&mut self, now: Moment, index: u32, slot: Slot, service: Duration) {
+        let took = service.as_secs_f64() * 1e6;
+        let path = self.path(index);
+        let is_queued = !self.at(index).line.is_empty() || !self.has_room(&path);
+        let cost = self.at(index).learned.expected(slot);
+        self.at_mut(index).learned.learn(now, slot, took, is_queued);
+        for at in &path.as_slice()[1..] {
+            self.at_mut(*at).learned.learn_of_inner(now, took, is_queued);
+        }
+        for at in path.as_slice() {
+            if self.at(*at).auto.is_some() {
+                // Against the average request there: the unit must stay the same when all become slower.
+                let usual = self.at(*at).learned.expected_of_any();
+                let work = cost.zip(usual).map_or(1.0, |(cost, usual)| cost / usual.max(1.0));
+                self.observe(now, *at, Some(service), work);
+            }
+        }
+    }
+
+    /// A bound that is found by measuring sees what is.
+    fn observe(&mut self, now: Moment, index: u32, service: Option<Duration>, work: f64) {
+        let lane = self.at_mut(index);
+        let observed = Observed { running: lane.running, waiting: lane.waiting_within, service, work };
+        let Some(run) = lane.auto.as_mut().and_then(|auto| auto.observe(now, observed)) else { return };
+        lane.run = run;
+        self.settle(index);
+    }
+}
+
+// === For people ===
+
+impl Admission {
+    /// A lane as it is now. `None`: it is gone.
+    pub fn explain(&self, now: Moment, lane: LaneId) -> Option<Explained> {
+        let index = self.find(lane)?;
+        let lane = self.at(index);
+        let path = self.path(index);
+        let is_held_around = path.as_slice()[1..].iter().any(|at| self.at(*at).is_full());
+        let service = |q| lane.learned.service(q).map(micros);
         Some(Explained {
-            running: found.running,
-            run: found.run(),
-            waiting: u32::try_from(found.waiting.len()).unwrap_or(u32::MAX),
-            waiting_bytes: found.bytes,
-            promised: 0,
-            wait: None,
-            queued_since: None,
-            held_by: match (found.waiting.is_empty(), found.running < found.run()) {
-                (true, _) => "",
+            running: lane.running,
+            run: lane.run,
+            waiting: lane.line.len(),
+            waiting_bytes: lane.bytes,
+            promised: self.promised_of(index),
+            wait: self.wait_at_end(now, index).map(|wait| micros(wait.told)),
+            queued_since: lane.queued_since,
+            held_by: match (lane.is_full(), is_held_around) {
+                (true, _) => "own",
                 (false, true) => "around",
-                (false, false) => "own",
+                (false, false) => "",
             },
-            drain_per_second: None,
-            service_p50: None,
-            service_p90: None,
-            counts: found.counts,
-            calibration: Calibration::default(),
+            drain_per_second: lane.learned.ends_per_second(),
+            service_p50: service(0.5),
+            service_p90: service(0.9),
+            counts: self.tally_of(index, lane.counts),
+            calibration: lane.learned.record.published(),
         })
     }
-
-    fn get(&self, lane: LaneId) -> Option<&Lane> {
-        self.lanes.get(lane.index as usize).filter(|found| found.generation == lane.generation)
-    }
-
-    fn get_mut(&mut self, lane: LaneId) -> Option<&mut Lane> {
-        self.lanes.get_mut(lane.index as usize).filter(|found| found.generation == lane.generation)
-    }
-
-    /// The lane and those around it.
-    fn path(&self, lane: LaneId) -> Vec<LaneId> {
-        std::iter::successors(Some(lane), |at| self.get(*at)?.around).take(DEPTH_MAX).collect()
-    }
-
-    fn has_room(&self, lane: LaneId) -> bool {
-        self.path(lane).iter().filter_map(|at| self.get(*at)).all(|lane| lane.running < lane.run())
-    }
-
-    fn count(&mut self, lane: LaneId, change: i64) {
-        for at in self.path(lane) {
-            if let Some(lane) = self.get_mut(at) {
-                lane.running = u32::try_from(i64::from(lane.running) + change).unwrap_or(0);
-                lane.counts.admitted += u64::from(change > 0);
-            }
-        }
-    }
-
-    fn end(&mut self, pass: Pass) {
-        let Some(at) = self.passes.remove(&pass) else { return };
-        if at.runs {
-            self.count(at.lane, -1);
-            self.start_waiting();
-        } else if let Some(lane) = self.get_mut(at.lane) {
-            lane.waiting.retain(|each| *each != pass);
-            lane.bytes -= at.bytes;
-            lane.counts.left += 1;
-        }
-    }
-
-    /// Who waits longest and can run, runs.
-    fn start_waiting(&mut self) {
-        loop {
-            let heads = self.lanes.iter().filter_map(|(index, lane)| {
-                let id = LaneId { index: as_index(index), generation: lane.generation };
-                lane.waiting.front().map(|pass| (*pass, id))
-            });
-            let Some((pass, lane)) =
-                heads.filter(|(_, lane)| self.has_room(*lane)).min_by_key(|(pass, _)| *pass)
-            else {
-                return;
-            };
-            self.count(lane, 1);
-            let bytes = self.passes.get_mut(&pass).map_or(0, |at| {
-                at.runs = true;
-                at.bytes
-            });
-            if let Some(lane) = self.get_mut(lane) {
-                lane.waiting.pop_front();
-                lane.bytes -= bytes;
-            }
-            self.effects.push(Effect::Run(pass));
-        }
-    }
 }
 
-impl Lane {
-    fn new(generation: u32, around: Option<LaneId>, bounds: Bounds) -> Self {
-        Self {
-            generation,
-            around,
-            bounds,
-            running: 0,
-            waiting: VecDeque::new(),
-            bytes: 0,
-            counts: Counts::default(),
-        }
-    }
-
-    fn run(&self) -> u32 {
-        match self.bounds.run {
-            Run::Fixed(count) => count,
-            Run::Auto { max, .. } => max,
-        }
-    }
+/// The place of one who came now: earlier by what its priority is worth.
+fn order_of(now: Moment, priority: i8) -> i64 {
+    let priority = i64::from(priority.clamp(-PRIORITY_MOST, PRIORITY_MOST));
+    let step = i64::try_from(PRIORITY_STEP.as_micros()).expect("a step is a matter of seconds");
+    i64::try_from(now.0).unwrap_or(i64::MAX).saturating_sub(priority * step)
 }
 
-fn as_index(index: usize) -> u32 {
-    u32::try_from(index).expect("a node has fewer than four thousand million lanes")
+fn later(now: Moment, by: Duration) -> Moment {
+    Moment(now.0.saturating_add(u64::try_from(by.as_micros()).unwrap_or(u64::MAX)))
 }

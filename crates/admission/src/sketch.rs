@@ -1,24 +1,25 @@
 //! A quantile sketch that forgets: fixed memory, about 5 % off at most.
 //!
 //! Buckets grow by a constant factor, so the error is relative. Old values fade by making new ones weigh more, which costs
-//! nothing per value; all is scaled down when the weights grow large.
+//! nothing per value; all is scaled down when the weights grow large. Only the buckets between the least and the greatest value
+//! seen take memory, as there is a sketch for each of very many lanes.
 //!
 //! Not here: what is measured and what it is used for (`predict`).
 
-/// Buckets: from `LEAST` on, each `GROWTH` times the one before it: up to 2.6e10 times `LEAST`.
+/// Most buckets. The first holds what is less than 1, each other one begins `GROWTH` times higher than the one before: up to 2e10,
+/// which in microseconds is six hours.
 const BUCKETS: usize = 240;
-/// The least value that is told from 0. In microseconds, a microsecond; for ratios, the caller scales.
-const LEAST: f64 = 1.0;
-/// Middle of a bucket is then at most 5 % from any value in it.
+/// The middle of a bucket is at most 5 % from any value in it.
 const GROWTH: f64 = 1.105;
 /// Weights are scaled down before they lose precision.
 const WEIGHT_MAX: f32 = 1e12;
 
-/// A decaying histogram of positive numbers.
+/// A decaying histogram of positive numbers, told apart from 1 on.
 #[derive(Debug, Clone)]
 pub struct Sketch {
-    buckets: Box<[f32; BUCKETS]>,
-    total: f32,
+    /// Weights of the buckets from `lowest` on.
+    buckets: Vec<f32>,
+    lowest: usize,
     /// Weight of the next value: what makes earlier ones fade.
     weight: f32,
     growth: f32,
@@ -29,61 +30,73 @@ impl Sketch {
     /// One in which a value's weight has halved after `half_life` further ones.
     pub fn new(half_life: u32) -> Self {
         let growth = 2f32.powf(1.0 / half_life.max(1) as f32);
-        Self { buckets: Box::new([0.0; BUCKETS]), total: 0.0, weight: 1.0, growth, count: 0 }
+        Self { buckets: Vec::new(), lowest: 0, weight: 1.0, growth, count: 0 }
     }
 
     pub fn add(&mut self, value: f64) {
-        self.buckets[bucket(value)] += self.weight;
-        self.total += self.weight;
+        let bucket = bucket(value);
+        self.make_room(bucket);
+        self.buckets[bucket - self.lowest] += self.weight;
         self.weight *= self.growth;
         self.count += 1;
         if self.weight > WEIGHT_MAX {
-            for each in self.buckets.iter_mut() {
+            for each in &mut self.buckets {
                 *each /= self.weight;
             }
-            self.total = self.buckets.iter().sum();
             self.weight = 1.0;
         }
     }
 
     /// The value that a part `q` (0 to 1) of the values does not exceed; `None` before the first.
     pub fn quantile(&self, q: f64) -> Option<f64> {
-        if self.count == 0 {
-            return None;
-        }
-        let wanted = f64::from(self.total) * q.clamp(0.0, 1.0);
+        let total: f64 = self.buckets.iter().map(|weight| f64::from(*weight)).sum();
+        let wanted = total * q.clamp(0.0, 1.0);
         let mut sum = 0.0;
-        let mut last = 0;
+        let mut last = None;
         for (at, weight) in self.buckets.iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
             sum += f64::from(*weight);
-            last = at;
+            last = Some(middle(self.lowest + at));
             if sum >= wanted {
                 break;
             }
         }
-        Some(middle(last))
+        last
     }
 
     /// Values so far, faded ones too.
     pub fn count(&self) -> u64 {
         self.count
     }
+
+    fn make_room(&mut self, bucket: usize) {
+        if self.buckets.is_empty() {
+            self.lowest = bucket;
+        }
+        if bucket < self.lowest {
+            let missing = self.lowest - bucket;
+            self.buckets.splice(0..0, std::iter::repeat_n(0.0, missing));
+            self.lowest = bucket;
+        }
+        if bucket - self.lowest >= self.buckets.len() {
+            self.buckets.resize(bucket - self.lowest + 1, 0.0);
+        }
+    }
 }
 
-/// The bucket of a value. Bucket 0 holds what is less than `LEAST`.
+/// The bucket of a value.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 fn bucket(value: f64) -> usize {
     // Not a number is no value either.
-    if value.is_nan() || value < LEAST {
+    if value.is_nan() || value < 1.0 {
         return 0;
     }
-    let steps = (value / LEAST).ln() / GROWTH.ln();
+    let steps = value.ln() / GROWTH.ln();
     (steps as usize).min(BUCKETS - 2) + 1
 }
 
 /// The geometric middle of a bucket.
 fn middle(bucket: usize) -> f64 {
-    if bucket == 0 { 0.0 } else { LEAST * GROWTH.powf(bucket as f64 - 0.5) }
+    if bucket == 0 { 0.0 } else { GROWTH.powf(bucket as f64 - 0.5) }
 }
 
 #[cfg(test)]
@@ -94,7 +107,7 @@ mod tests {
     fn quantiles_are_within_five_percent() {
         let mut sketch = Sketch::new(1_000_000);
         assert_eq!(sketch.quantile(0.5), None);
-        for value in 1..=10_000u32 {
+        for value in (1..=10_000u32).rev() {
             sketch.add(f64::from(value) * 7.0);
         }
         for q in [0.1, 0.5, 0.9, 0.99] {
@@ -128,5 +141,7 @@ mod tests {
             sketch.add(f64::INFINITY);
         }
         assert!(sketch.quantile(0.5).is_some_and(|value| value > 1e9));
+        assert_eq!(sketch.count(), 103);
+        assert!(sketch.buckets.len() <= BUCKETS);
     }
 }

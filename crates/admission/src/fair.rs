@@ -1,0 +1,164 @@
+//! Who goes next among the lanes inside one lane: start-time fair queueing, by weight, in work rather than in requests.
+//!
+//! Each flow (a lane's own line, or a lane inside it) has a start tag; the least goes first. What a flow is given moves its tag
+//! on by the expected service over its weight. One that was away starts at the virtual time, that is, where the others
+//! are: it has saved up nothing and owes nothing. So nobody is passed by more than one request per other flow and turn.
+//!
+//! Not here: who may go at all, which is a matter of bounds (`machine::tree`), and the order within a line (`machine::line`).
+
+use std::collections::BTreeMap;
+
+/// Tags count microseconds of service times this, over the weight: fine enough for a microsecond at the largest weight.
+const SCALE_BITS: u32 = 16;
+/// The largest cost of one request, in microseconds (12 days): so that the scaled one fits.
+const COST_MAX: f64 = 1e12;
+
+/// The flows inside one lane that can go.
+#[derive(Debug, Default)]
+pub(crate) struct Fair {
+    virtual_time: u128,
+    ready: BTreeMap<Tag, u32>,
+    /// Sum of the ready ones' weights.
+    weight: u64,
+    /// Among equal tags, who was ready first goes first.
+    turns: u64,
+}
+
+/// What a flow has had.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Flow {
+    /// Where its next request starts at the earliest, in virtual time.
+    finish: u128,
+    /// Its place among the ready ones, and its weight there.
+    place: Option<(Tag, u32)>,
+}
+
+type Tag = (u128, u64);
+
+impl Flow {
+    pub(crate) fn is_ready(&self) -> bool {
+        self.place.is_some()
+    }
+}
+
+impl Fair {
+    /// Nobody can go.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    /// The part of what flows here that this flow has, or would have, as things are.
+    pub(crate) fn share(&self, flow: &Flow, weight: u32) -> f64 {
+        let others = self.weight - flow.place.map_or(0, |(_, weight)| u64::from(weight));
+        f64::from(weight) / (others as f64 + f64::from(weight))
+    }
+
+    /// The flow whose turn it is.
+    pub(crate) fn first(&self) -> Option<u32> {
+        self.ready.first_key_value().map(|(_, id)| *id)
+    }
+
+    /// From now on this flow can go.
+    pub(crate) fn activate(&mut self, flow: &mut Flow, id: u32, weight: u32) {
+        debug_assert!(flow.place.is_none(), "a flow becomes ready once");
+        let tag = (flow.finish.max(self.virtual_time), self.turns);
+        self.turns += 1;
+        self.ready.insert(tag, id);
+        self.weight += u64::from(weight);
+        flow.place = Some((tag, weight));
+    }
+
+    /// From now on it cannot.
+    pub(crate) fn deactivate(&mut self, flow: &mut Flow) {
+        if let Some((tag, weight)) = flow.place.take() {
+            self.ready.remove(&tag);
+            self.weight -= u64::from(weight);
+        }
+    }
+
+    /// A request of this flow runs, in its turn or because nobody else can: `cost` is its expected service in microseconds.
+    pub(crate) fn charge(&mut self, flow: &mut Flow, cost: f64, weight: u32) {
+        let start = flow.place.map_or_else(|| flow.finish.max(self.virtual_time), |(tag, _)| tag.0);
+        self.virtual_time = self.virtual_time.max(start);
+        flow.finish = start + u128::from(step(cost, weight));
+        if let Some((tag, weight)) = flow.place
+            && let Some(id) = self.ready.remove(&tag)
+        {
+            let tag = (flow.finish, self.turns);
+            self.turns += 1;
+            self.ready.insert(tag, id);
+            flow.place = Some((tag, weight));
+        }
+    }
+}
+
+/// By how much a cost moves a tag: never nothing, so that turns go round even where requests cost nothing.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+fn step(cost: f64, weight: u32) -> u64 {
+    let scaled = (cost.clamp(1.0, COST_MAX) as u64) << SCALE_BITS;
+    (scaled / u64::from(weight.max(1))).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn served(
+        fair: &mut Fair,
+        flows: &mut [Flow],
+        costs: &[f64],
+        weights: &[u32],
+        rounds: usize,
+    ) -> Vec<f64> {
+        let mut work = vec![0.0; flows.len()];
+        for _ in 0..rounds {
+            let at = fair.first().expect("some flow is ready") as usize;
+            fair.charge(&mut flows[at], costs[at], weights[at]);
+            work[at] += costs[at];
+        }
+        work
+    }
+
+    #[test]
+    fn work_is_shared_by_weight_whatever_a_request_costs() {
+        let mut fair = Fair::default();
+        let mut flows = [Flow::default(); 3];
+        for (id, flow) in (0..).zip(flows.iter_mut()) {
+            fair.activate(flow, id, 100);
+        }
+        let work = served(&mut fair, &mut flows, &[1_000.0, 50_000.0, 1_000.0], &[100, 100, 300], 100_000);
+        assert!((work[0] / work[1] - 1.0).abs() < 0.01, "{work:?}");
+        assert!((work[2] / work[0] - 3.0).abs() < 0.03, "{work:?}");
+    }
+
+    #[test]
+    fn who_was_away_neither_saved_up_nor_owes() {
+        let mut fair = Fair::default();
+        let mut flows = [Flow::default(); 2];
+        fair.activate(&mut flows[0], 0, 100);
+        served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 1_000);
+        fair.activate(&mut flows[1], 1, 100);
+        let work = served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 10);
+        assert_eq!(work, [5_000.0, 5_000.0]);
+        fair.deactivate(&mut flows[0]);
+        assert_eq!((fair.first(), flows[0].is_ready()), (Some(1), false));
+        assert!((fair.share(&flows[1], 100) - 1.0).abs() < 1e-9);
+        assert!((fair.share(&flows[0], 300) - 0.75).abs() < 1e-9);
+    }
+
+    #[test]
+    fn equal_tags_go_in_the_order_they_became_ready() {
+        let mut fair = Fair::default();
+        let mut flows = [Flow::default(); 3];
+        for id in [2usize, 0, 1] {
+            fair.activate(&mut flows[id], u32::try_from(id).expect("small"), 100);
+        }
+        let mut order = Vec::new();
+        while let Some(id) = fair.first() {
+            order.push(id);
+            fair.deactivate(&mut flows[id as usize]);
+        }
+        assert_eq!(order, [2, 0, 1]);
+        assert!(fair.is_empty());
+    }
+}

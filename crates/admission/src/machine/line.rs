@@ -1,0 +1,289 @@
+//! One line of waiting requests: in order, with what is ahead of each, any of which may leave at any time.
+//!
+//! A treap: a search tree by place that is also a heap by a scrambled number, hence balanced whatever the order of arrival. Each
+//! node knows how many stand in its subtree and what they cost, so that "how much is ahead of me" takes `O(log n)`, as
+//! does every other call.
+//!
+//! Not here: what the places mean beyond their order (`lane`), and how long a wait will be (`predict`).
+
+use std::cmp::Ordering;
+
+use slab::Slab;
+
+use crate::Pass;
+
+/// A place in line. Less is further ahead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub(crate) rank: Rank,
+    /// Microseconds: of arrival less what priority is worth, or of a slot's beginning.
+    pub(crate) order: i64,
+    /// Among equals, who came first.
+    pub(crate) turn: u64,
+}
+
+/// Who goes before whom, whenever they came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Rank {
+    /// Holders of a ticket whose slot is open.
+    Holder,
+    /// Holders whose slot has ended.
+    LateHolder,
+    Newcomer,
+}
+
+/// What is ahead of a place.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct Ahead {
+    pub(crate) count: u32,
+    /// Sum of the costs, as they were thought to be when each got in line.
+    pub(crate) cost: f64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Line {
+    nodes: Slab<Node>,
+    root: u32,
+}
+
+#[derive(Debug)]
+struct Node {
+    place: Place,
+    pass: Pass,
+    cost: f32,
+    heat: u32,
+    left: u32,
+    right: u32,
+    /// Of the subtree, itself included.
+    sum: Ahead,
+}
+
+/// No node.
+const NONE: u32 = u32::MAX;
+
+impl Default for Line {
+    fn default() -> Self {
+        Self { nodes: Slab::new(), root: NONE }
+    }
+}
+
+impl Line {
+    pub(crate) fn len(&self) -> u32 {
+        self.sum(self.root).count
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.root == NONE
+    }
+
+    /// All of them, and what they cost.
+    pub(crate) fn total(&self) -> Ahead {
+        self.sum(self.root)
+    }
+
+    /// Who goes next.
+    pub(crate) fn first(&self) -> Option<(Place, Pass)> {
+        let mut at = self.node(self.root)?;
+        while let Some(left) = self.node(at.left) {
+            at = left;
+        }
+        Some((at.place, at.pass))
+    }
+
+    /// What stands before this place, which need not be taken.
+    pub(crate) fn before(&self, place: Place) -> Ahead {
+        let mut ahead = Ahead::default();
+        let mut at = self.root;
+        while let Some(node) = self.node(at) {
+            if node.place < place {
+                let left = self.sum(node.left);
+                ahead.count += left.count + 1;
+                ahead.cost += left.cost + f64::from(node.cost);
+                at = node.right;
+            } else {
+                at = node.left;
+            }
+        }
+        ahead
+    }
+
+    /// Takes this place, which must be free.
+    pub(crate) fn insert(&mut self, place: Place, pass: Pass, cost: f32) {
+        let sum = Ahead { count: 1, cost: f64::from(cost) };
+        let node = Node { place, pass, cost, heat: scramble(pass.0), left: NONE, right: NONE, sum };
+        let new = u32::try_from(self.nodes.insert(node)).expect("a line's count fits in 32 bits");
+        let (before, after) = self.split(self.root, place);
+        let front = self.merge(before, new);
+        self.root = self.merge(front, after);
+    }
+
+    /// Leaves this place.
+    pub(crate) fn remove(&mut self, place: Place) -> Option<Pass> {
+        let (root, found) = self.without(self.root, place);
+        self.root = root;
+        found
+    }
+
+    /// All passes, in order.
+    pub(crate) fn drain(&mut self) -> Vec<Pass> {
+        let mut all: Vec<_> = self.nodes.drain().map(|node| (node.place, node.pass)).collect();
+        all.sort_unstable();
+        self.root = NONE;
+        all.into_iter().map(|(_, pass)| pass).collect()
+    }
+
+    fn node(&self, at: u32) -> Option<&Node> {
+        self.nodes.get(at as usize)
+    }
+
+    fn sum(&self, at: u32) -> Ahead {
+        self.node(at).map_or_else(Ahead::default, |node| node.sum)
+    }
+
+    fn update(&mut self, at: u32) {
+        let (left, right) = (self.sum(self.nodes[at as usize].left), self.sum(self.nodes[at as usize].right));
+        let node = &mut self.nodes[at as usize];
+        node.sum.count = left.count + right.count + 1;
+        node.sum.cost = left.cost + right.cost + f64::from(node.cost);
+    }
+
+    /// A subtree without this place, and who stood there.
+    fn without(&mut self, at: u32, place: Place) -> (u32, Option<Pass>) {
+        let Some(node) = self.node(at) else { return (NONE, None) };
+        let (left, right, pass) = (node.left, node.right, node.pass);
+        let found = match place.cmp(&node.place) {
+            Ordering::Equal => {
+                self.nodes.remove(at as usize);
+                return (self.merge(left, right), Some(pass));
+            }
+            Ordering::Less => {
+                let (left, found) = self.without(left, place);
+                self.nodes[at as usize].left = left;
+                found
+            }
+            Ordering::Greater => {
+                let (right, found) = self.without(right, place);
+                self.nodes[at as usize].right = right;
+                found
+            }
+        };
+        self.update(at);
+        (at, found)
+    }
+
+    /// The part of a subtree before a place, and the rest.
+    fn split(&mut self, at: u32, place: Place) -> (u32, u32) {
+        if at == NONE {
+            return (NONE, NONE);
+        }
+        let node = &self.nodes[at as usize];
+        if node.place < place {
+            let (before, after) = self.split(node.right, place);
+            self.nodes[at as usize].right = before;
+            self.update(at);
+            (at, after)
+        } else {
+            let (before, after) = self.split(node.left, place);
+            self.nodes[at as usize].left = after;
+            self.update(at);
+            (before, at)
+        }
+    }
+
+    /// One subtree of two, all of the first before all of the second.
+    fn merge(&mut self, first: u32, second: u32) -> u32 {
+        if first == NONE {
+            return second;
+        }
+        if second == NONE {
+            return first;
+        }
+        if self.nodes[first as usize].heat > self.nodes[second as usize].heat {
+            let right = self.nodes[first as usize].right;
+            self.nodes[first as usize].right = self.merge(right, second);
+            self.update(first);
+            first
+        } else {
+            let left = self.nodes[second as usize].left;
+            self.nodes[second as usize].left = self.merge(first, left);
+            self.update(second);
+            second
+        }
+    }
+}
+
+/// Spreads consecutive numbers evenly (the finalizer of splitmix64): the same in each run, and no order of arrivals makes
+/// the tree deep.
+#[expect(clippy::cast_possible_truncation)]
+fn scramble(number: u64) -> u32 {
+    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (mixed ^ (mixed >> 31)) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn place(order: i64, turn: u64) -> Place {
+        Place { rank: Rank::Newcomer, order, turn }
+    }
+
+    proptest! {
+        /// Against a sorted list.
+        #[test]
+        fn a_line_is_a_sorted_list(steps in prop::collection::vec((0i64..50, any::<bool>()), 1..300)) {
+            let mut line = Line::default();
+            let mut model: Vec<(Place, Pass, f32)> = Vec::new();
+            for (turn, (order, leaves)) in (0u64..).zip(steps) {
+                if leaves && !model.is_empty() {
+                    let (at, pass, _) = model.remove(usize::try_from(order).expect("positive") % model.len());
+                    prop_assert_eq!(line.remove(at), Some(pass));
+                    prop_assert_eq!(line.remove(at), None);
+                } else {
+                    let cost = 1.0 + order as f32;
+                    line.insert(place(order, turn), Pass(turn), cost);
+                    model.push((place(order, turn), Pass(turn), cost));
+                    model.sort_by_key(|(place, ..)| *place);
+                }
+                prop_assert_eq!(line.first(), model.first().map(|(place, pass, _)| (*place, *pass)));
+                prop_assert_eq!(line.len() as usize, model.len());
+                prop_assert_eq!(line.is_empty(), model.is_empty());
+                let probe = place(order, turn / 2);
+                let ahead: Vec<_> = model.iter().filter(|(at, ..)| *at < probe).collect();
+                let cost: f64 = ahead.iter().map(|(.., cost)| f64::from(*cost)).sum();
+                let found = line.before(probe);
+                prop_assert_eq!(found.count as usize, ahead.len());
+                prop_assert!((found.cost - cost).abs() < 1e-3);
+            }
+            let all: Vec<Pass> = model.iter().map(|(_, pass, _)| *pass).collect();
+            prop_assert_eq!(line.drain(), all);
+            prop_assert!(line.is_empty());
+        }
+    }
+
+    #[test]
+    fn holders_stand_before_late_ones_and_those_before_newcomers() {
+        let mut line = Line::default();
+        for (turn, rank) in (0u64..).zip([Rank::Newcomer, Rank::LateHolder, Rank::Holder]) {
+            line.insert(Place { rank, order: 0, turn }, Pass(turn), 1.0);
+        }
+        assert_eq!(line.drain(), [Pass(2), Pass(1), Pass(0)]);
+    }
+
+    #[test]
+    fn a_long_line_stays_shallow() {
+        let mut line = Line::default();
+        for turn in 0..100_000u64 {
+            line.insert(place(0, turn), Pass(turn), 1.0);
+        }
+        fn depth(line: &Line, at: u32) -> usize {
+            line.node(at).map_or(0, |node| 1 + depth(line, node.left).max(depth(line, node.right)))
+        }
+        let depth = depth(&line, line.root);
+        assert!(depth < 60, "{depth}");
+    }
+}

@@ -1,0 +1,312 @@
+//! Tickets: who is turned away with a slot, who comes back with one, and who is called before his time.
+//!
+//! Not here: which slot is free and what becomes of it (`calendar`), signatures (`ticket`).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
+
+use super::line::{Place, Rank};
+use super::waits::{Wait, micros};
+use super::{Admission, later, order_of};
+use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown};
+use crate::predict::Slot;
+use crate::{Ask, Counts, Effect, LaneId, Moment, Nonce, Offer, Promise, Record, Refused, Standing, Ticket};
+
+/// Part of what drains in a window below which the line is short enough to call somebody who was to come later.
+const CALL_BELOW: f64 = 0.5;
+
+/// Holders who come may take so many times the bytes that newcomers may: these cannot fill up what those were promised.
+const HOLDER_BYTES: u64 = 2;
+
+/// The calendars of all lanes that promise, or have promised.
+#[derive(Debug, Default)]
+pub(super) struct Promised {
+    calendars: HashMap<u32, Calendar>,
+    /// When something changes in a calendar by time alone.
+    due: BTreeSet<(Moment, u32)>,
+    due_of: HashMap<u32, Moment>,
+    /// Where a ticket is from, and how long anybody may ask.
+    lanes: HashMap<Nonce, u32>,
+    lanes_until: BTreeMap<(Moment, Nonce), u32>,
+}
+
+/// A request came on this ticket.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Holding {
+    lane: LaneId,
+    nonce: Nonce,
+}
+
+impl Admission {
+    /// How the ticket with this number stands.
+    pub fn standing(&self, now: Moment, nonce: Nonce) -> Standing {
+        let calendar = self.promised.lanes.get(&nonce).and_then(|lane| self.promised.calendars.get(lane));
+        calendar.map_or(Standing::Unknown, |calendar| calendar.standing(now, nonce))
+    }
+
+    /// What was stored before a restart, told before anybody is served.
+    pub fn restore(&mut self, now: Moment, lane: LaneId, record: Record) {
+        let Some(index) = self.find(lane) else { return };
+        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
+        let calendar = self.promised.calendars.entry(index).or_insert_with(|| Calendar::new(name, next));
+        calendar.restore(now, record);
+        match record {
+            Record::Promised { ticket, .. } => self.promised.remember(index, &ticket),
+            Record::Spent { nonce, until } => self.promised.remember_until(index, nonce, until),
+            Record::Forgotten { .. } => {}
+        }
+        self.promised.arrange(now, index);
+    }
+
+    /// Takes back a promise that could not be stored, before anybody was told of it.
+    pub fn forget(&mut self, now: Moment, nonce: Nonce) {
+        let Some(lane) = self.promised.lanes.get(&nonce).copied() else { return };
+        let calendar = self.promised.calendars.get_mut(&lane);
+        if let Some(record) = calendar.and_then(|calendar| calendar.forget(now, nonce)) {
+            self.effects.push(Effect::Store(record));
+            self.promised.arrange(now, lane);
+        }
+    }
+
+    /// A lane's bounds say whether and how it promises.
+    pub(super) fn set_promising(&mut self, now: Moment, index: u32) {
+        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
+        match self.promised.calendars.get_mut(&index) {
+            Some(calendar) => calendar.set(next),
+            None if next.is_some() => {
+                self.promised.calendars.insert(index, Calendar::new(name, next));
+            }
+            None => return,
+        }
+        self.promised.arrange(now, index);
+    }
+
+    /// A lane is removed, and with it what it promised.
+    pub(super) fn stop_promising(&mut self, index: u32) {
+        self.promised.calendars.remove(&index);
+        if let Some(due) = self.promised.due_of.remove(&index) {
+            self.promised.due.remove(&(due, index));
+        }
+    }
+
+    /// Tickets that are out.
+    pub(super) fn promised_of(&self, index: u32) -> u32 {
+        self.promised.calendars.get(&index).map_or(0, Calendar::promised)
+    }
+
+    /// What has happened in a lane, with what became of its promises.
+    pub(super) fn tally_of(&self, index: u32, counts: Counts) -> Counts {
+        let Some(calendar) = self.promised.calendars.get(&index) else { return counts };
+        let tally = calendar.tally();
+        Counts {
+            promised: tally.promised,
+            kept: tally.kept,
+            broken: tally.broken,
+            late: tally.late,
+            never_came: tally.never_came,
+            called_early: tally.called_early,
+            ..counts
+        }
+    }
+
+    /// Somebody shows a ticket. `None`: it says nothing here, and he is a newcomer.
+    pub(super) fn offer_to_holder(
+        &mut self,
+        now: Moment,
+        index: u32,
+        slot: Slot,
+        ask: &Ask,
+        ticket: &Ticket,
+        has_room: bool,
+    ) -> Option<Offer> {
+        let shown = self.promised.calendars.get_mut(&index)?.show(now, ticket);
+        let rank = match shown {
+            Shown::Unknown => return None,
+            Shown::Used => return Some(self.refuse(index, Refused::Replayed)),
+            Shown::Expired => return Some(self.refuse(index, Refused::Expired)),
+            // A newcomer would run at once as well: nothing is gained by sending away who has waited.
+            Shown::Early(promise) if !has_room => return Some(Offer::Early(promise)),
+            Shown::Early(_) | Shown::Open { .. } => Rank::Holder,
+            Shown::Late => Rank::LateHolder,
+        };
+        let holding = Holding { lane: self.id_of(index), nonce: ticket.nonce };
+        if has_room {
+            self.come(now, &holding);
+            let pass = self.run_at_once(now, index, slot, Some(holding));
+            self.spend(now, &holding);
+            return Some(Offer::Run(pass));
+        }
+        self.recall(self.path(index).as_slice());
+        let lane = self.at(index);
+        let room = lane.bounds.wait_bytes.saturating_mul(HOLDER_BYTES);
+        if !ask.can_wait || lane.bytes.saturating_add(ask.bytes) > room {
+            // The ticket stays good: he may come again.
+            let wait = self.wait_at_end(now, index);
+            let prediction = self.told(index, lane.line.len(), wait);
+            return Some(self.refuse(index, Refused::Full(prediction)));
+        }
+        self.come(now, &holding);
+        let order = i64::try_from(ticket.begins.0).unwrap_or(i64::MAX);
+        Some(self.get_in_line(now, index, slot, ask, (rank, order), Some(holding)))
+    }
+
+    /// There is no place in line: a slot, if any is given here.
+    pub(super) fn turn_away(&mut self, now: Moment, index: u32, ask: &Ask, wait: Option<Wait>) -> Offer {
+        let lane = self.at(index);
+        let ahead = lane.line.before(Place {
+            rank: Rank::Newcomer,
+            order: order_of(now, ask.priority),
+            turn: u64::MAX,
+        });
+        let prediction = self.told(index, ahead.count, wait);
+        let (Some(nonce), Some(_)) = (ask.nonce, lane.bounds.next) else {
+            return self.refuse(index, Refused::Full(prediction));
+        };
+        // Not before those who are in line now have had their turn.
+        let earliest = later(now, wait.map_or(lane.bounds.wait, |wait| micros(wait.told)));
+        match self.promise(now, index, earliest, ask, nonce) {
+            Some(promise) => Offer::Next(promise),
+            None => self.refuse(index, Refused::NoSlot(prediction)),
+        }
+    }
+
+    fn promise(
+        &mut self,
+        now: Moment,
+        index: u32,
+        earliest: Moment,
+        ask: &Ask,
+        nonce: Nonce,
+    ) -> Option<Promise> {
+        let rate = self.requests_per_second(index)?;
+        let calendar = self.promised.calendars.get_mut(&index)?;
+        let promise = calendar.reserve(now, earliest, rate, ask.client, nonce)?;
+        if promise.is_new {
+            self.promised.remember(index, &promise.ticket);
+            self.promised.arrange(now, index);
+            let record = Record::Promised { ticket: promise.ticket, client: ask.client };
+            self.effects.push(Effect::Store(record));
+        }
+        Some(promise)
+    }
+
+    fn refuse(&mut self, index: u32, refused: Refused) -> Offer {
+        self.at_mut(index).counts.refused += 1;
+        Offer::Refused(refused)
+    }
+
+    /// The holder is in line, or runs.
+    fn come(&mut self, now: Moment, holding: &Holding) {
+        self.with_calendar(now, holding, |calendar| {
+            calendar.come(now, holding.nonce);
+        });
+    }
+
+    /// The holder has his permit: the ticket is used up.
+    pub(super) fn spend(&mut self, now: Moment, holding: &Holding) {
+        let record = self.with_calendar(now, holding, |calendar| calendar.ran(now, holding.nonce)).flatten();
+        self.effects.extend(record.map(Effect::Store));
+    }
+
+    /// The holder left the line before his turn, and may come again.
+    pub(super) fn come_back(&mut self, now: Moment, holding: &Holding) {
+        self.with_calendar(now, holding, |calendar| calendar.left(now, holding.nonce));
+    }
+
+    fn with_calendar<T>(
+        &mut self,
+        now: Moment,
+        holding: &Holding,
+        change: impl FnOnce(&mut Calendar) -> T,
+    ) -> Option<T> {
+        // The lane may have been removed, and its number be another one's.
+        let index = self.find(holding.lane)?;
+        let answer = self.promised.calendars.get_mut(&index).map(change);
+        self.promised.arrange(now, index);
+        answer
+    }
+
+    /// Where the line is short, holders are called before their time, so that no permit lies idle while somebody waits outside. The
+    /// places of those who were called count as part of the line, so not all are called at once.
+    pub(super) fn call_early(&mut self, now: Moment, index: u32) {
+        if !self.promised.calendars.contains_key(&index) || self.promised_of(index) == 0 {
+            return;
+        }
+        let Some(lane) = self.lanes.get(index as usize) else { return };
+        let (waiting, Some(next)) = (lane.line.len(), lane.bounds.next) else { return };
+        let Some(rate) = self.requests_per_second(index) else { return };
+        let Some(calendar) = self.promised.calendars.get_mut(&index) else { return };
+        // Who is called comes within the time that his place is kept, or not at all.
+        let ahead = next.window.mul_f64(CALL_BELOW).min(CALL_FOR).as_secs_f64() * rate;
+        let mut has_called = false;
+        while f64::from(waiting + calendar.called()) < ahead {
+            let Some((nonce, until)) = calendar.call(now) else { break };
+            self.effects.push(Effect::Call { nonce, until });
+            has_called = true;
+        }
+        if has_called {
+            self.promised.arrange(now, index);
+        }
+    }
+
+    /// Requests of this lane that end in a second, if there is a line: what may be promised is a part of it.
+    fn requests_per_second(&self, index: u32) -> Option<f64> {
+        let service = self.at(index).learned.expected_of_any()?;
+        Some(self.permits_in_line(index) / service.max(1.0) * 1e6)
+    }
+
+    /// Slots and calls that have ended. Says when the next one does.
+    pub(super) fn tick_promises(&mut self, now: Moment) -> Option<Moment> {
+        while let Some((due, index)) = self.promised.due.first().copied().filter(|(due, _)| *due <= now) {
+            self.promised.due.remove(&(due, index));
+            self.promised.due_of.remove(&index);
+            self.call_early(now, index);
+            self.promised.arrange(now, index);
+            if self.promised.due_of.get(&index).is_some_and(|again| *again <= now) {
+                debug_assert!(false, "a calendar that was told the time has nothing due before it");
+                break;
+            }
+        }
+        self.promised.drop_old(now);
+        self.promised.due.first().map(|(due, _)| *due)
+    }
+}
+
+impl Promised {
+    fn remember(&mut self, index: u32, ticket: &Ticket) {
+        self.remember_until(index, ticket.nonce, later(ticket.ends, LATE_FOR + MEMORY_SPARE));
+    }
+
+    fn remember_until(&mut self, index: u32, nonce: Nonce, until: Moment) {
+        if self.lanes.insert(nonce, index).is_none() {
+            self.lanes_until.insert((until, nonce), index);
+        }
+    }
+
+    /// Of tickets that are long over it is not remembered where they are from.
+    fn drop_old(&mut self, now: Moment) {
+        while let Some(first) = self.lanes_until.first_entry().filter(|first| first.key().0 <= now) {
+            self.lanes.remove(&first.remove_entry().0.1);
+        }
+    }
+
+    /// A calendar has changed: when it is to be looked at again.
+    fn arrange(&mut self, now: Moment, index: u32) {
+        let due = self.calendars.get_mut(&index).and_then(|calendar| calendar.tick(now));
+        let was = self.due_of.get(&index).copied();
+        if was == due {
+            return;
+        }
+        if let Some(was) = was {
+            self.due.remove(&(was, index));
+            self.due_of.remove(&index);
+        }
+        if let Some(due) = due {
+            self.due.insert((due, index));
+            self.due_of.insert(index, due);
+        }
+    }
+}
+
+/// So much longer than a ticket may be good it is remembered where it is from.
+const MEMORY_SPARE: Duration = Duration::from_secs(1);

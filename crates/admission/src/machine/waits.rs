@@ -1,0 +1,118 @@
+//! How long one in line will wait.
+//!
+//! The wait is the work ahead over the rate at which it drains. Of a lane that is held back by its own bound both are known
+//! well: it drains as many microseconds of service in a microsecond as it has permits. Of one that is held back by
+//! a lane around it, the rate is what it had lately, or its fair share if that is more.
+//!
+//! Not here: what service takes (`predict`), and how much the sum is off by habit (`predict::calibration`).
+
+use std::time::Duration;
+
+use super::Admission;
+use super::line::Ahead;
+use crate::lane::OWN_WEIGHT;
+use crate::{Moment, Pass, Prediction};
+
+/// A wait as reckoned and as told, in microseconds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wait {
+    pub(super) reckoned: f64,
+    pub(super) told: f64,
+}
+
+impl Admission {
+    /// The wait of one with so much of this lane's line ahead of it. `None`: nothing is known.
+    pub(super) fn wait_behind(&self, now: Moment, index: u32, ahead: Ahead) -> Option<Wait> {
+        let lane = self.at(index);
+        let total = lane.line.total();
+        let in_line = lane.learned.work_in_line()?;
+        // What each was thought to cost when it came only divides what they are thought to cost now.
+        let work =
+            if ahead.count >= total.count { in_line } else { in_line * ahead.cost / total.cost.max(1.0) };
+        let reckoned = if lane.is_full() {
+            self.wait_for_own(now, index, work)?
+        } else {
+            self.wait_for_around(index, work)?
+        };
+        Some(Wait { reckoned, told: reckoned * lane.learned.record.factor() })
+    }
+
+    /// Held back by its own bound.
+    fn wait_for_own(&self, now: Moment, index: u32, work: f64) -> Option<f64> {
+        let lane = self.at(index);
+        let (permits, rest) = (self.permits_in_line(index), lane.learned.usual_rest()?);
+        if permits <= 0.0 {
+            return None;
+        }
+        let in_hand = lane.learned.work_in_hand(now)? + f64::from(lane.lent) * rest;
+        // When its turn comes, all permits but one are still in the midst of something.
+        let wait = (work + in_hand - (permits - 1.0).max(0.0) * rest) / permits;
+        Some(wait.max(in_hand / f64::from(lane.running.max(1)) / permits))
+    }
+
+    /// Held back by a lane around it, whose permits it shares with others.
+    fn wait_for_around(&self, index: u32, work: f64) -> Option<f64> {
+        let path = self.path(index);
+        let around = path.as_slice().iter().map(|at| self.at(*at)).find(|lane| lane.is_full());
+        let Some(around) = around else { return Some(0.0) };
+        let rate = self.permits_in_line(index);
+        let any = around.learned.expected_of_any()?;
+        if rate <= 0.0 || around.running == 0 {
+            return None;
+        }
+        // The next permit that frees there is for who stands first here.
+        Some(any / f64::from(around.running) + work / rate)
+    }
+
+    /// The permits that the lane's own line has while there is one.
+    pub(super) fn permits_in_line(&self, index: u32) -> f64 {
+        let lane = self.at(index);
+        let is_alone = lane.running_own + lane.lent == lane.running && lane.auto.is_none();
+        let is_free = self.path(index).as_slice()[1..].iter().all(|at| !self.at(*at).is_full());
+        if lane.is_full() && is_alone && is_free {
+            return f64::from(lane.run);
+        }
+        lane.learned.running_in_line().max(self.share(index)).min(f64::from(lane.run))
+    }
+
+    /// The permits that the lane's own line has of what is around it, if it takes its fair part and no more.
+    fn share(&self, index: u32) -> f64 {
+        let path = self.path(index);
+        let mut rate = f64::from(self.at(self.root.index).run);
+        for pair in path.as_slice().windows(2).rev() {
+            let (lane, around) = (self.at(pair[0]), self.at(pair[1]));
+            rate = (rate * around.fair.share(&lane.flow, lane.bounds.weight)).min(f64::from(lane.run));
+        }
+        let lane = self.at(index);
+        rate * lane.fair.share(&lane.own_flow, OWN_WEIGHT)
+    }
+
+    /// What a newcomer would be told.
+    pub(super) fn wait_at_end(&self, now: Moment, index: u32) -> Option<Wait> {
+        if self.has_room(&self.path(index)) {
+            return Some(Wait { reckoned: 0.0, told: 0.0 });
+        }
+        self.wait_behind(now, index, self.at(index).line.total())
+    }
+
+    pub(super) fn told(&self, index: u32, ahead: u32, wait: Option<Wait>) -> Prediction {
+        let wait = wait.map(|wait| wait.told);
+        let most = self.at(index).learned.record.at_most();
+        let at_most = wait.zip(most).map(|(wait, most)| micros(wait * most));
+        Prediction { ahead, wait: wait.map(micros), at_most }
+    }
+
+    /// What is known now of the wait of one in line. `None`: it does not wait.
+    pub fn prediction(&self, now: Moment, pass: Pass) -> Option<Prediction> {
+        let request = self.requests.get(&pass)?;
+        let ahead = self.at(request.lane).line.before(request.place?);
+        Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, ahead)))
+    }
+}
+
+pub(super) fn micros(micros: f64) -> Duration {
+    Duration::from_secs_f64((micros / 1e6).clamp(0.0, FOREVER_SECONDS))
+}
+
+/// A wait that nobody lives to see the end of: ten years.
+const FOREVER_SECONDS: f64 = 315_360_000.0;

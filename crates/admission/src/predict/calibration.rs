@@ -1,0 +1,152 @@
+//! How good the predictions were, and what is learned from it.
+//!
+//! Two things are: by what factor the waits differ from the sum that is reckoned (people who leave the line make it shorter,
+//! requests that fail free their permit sooner), and within how much more than predicted nine of ten waits end. The factor is
+//! taken against what was reckoned, not against what was told, so it does not chase its own tail.
+//!
+//! Not here: the reckoning (`predict`, `machine::waits`).
+
+use crate::{Calibration, Sketch};
+
+/// Shorter waits are not counted: nobody is told of them, and a fraction of nearly nothing says nothing.
+const WAIT_LEAST_US: f64 = 100_000.0;
+/// Outcomes after which one weighs half as much.
+const HALF_LIFE: u32 = 500;
+/// Nothing is concluded from fewer.
+const OUTCOMES_LEAST: u64 = 50;
+/// The factor stays within these: a larger difference is not a habit of clients, but a mistake that should show.
+const FACTOR_LEAST: f64 = 0.5;
+const FACTOR_MOST: f64 = 2.0;
+/// Ratios are kept in thousandths, as a sketch tells numbers apart from 1 on.
+const RATIO_SCALE: f64 = 1_000.0;
+/// Errors are kept in hundredths of a percent.
+const ERROR_SCALE: f64 = 100.0;
+
+/// One wait that has ended with its turn, in microseconds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Outcome {
+    /// What the sum of the work ahead came to.
+    pub(crate) reckoned: f64,
+    /// What was told.
+    pub(crate) told: f64,
+    pub(crate) actual: f64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Record {
+    count: u64,
+    /// |told - actual| / actual.
+    error: Sketch,
+    /// actual / told.
+    ratio: Sketch,
+    /// Sums that fade.
+    told: f64,
+    actual: f64,
+    factor: Factor,
+}
+
+/// Sums since the last change of pace, fading.
+#[derive(Debug, Default, Clone, Copy)]
+struct Factor {
+    count: u64,
+    reckoned: f64,
+    actual: f64,
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        let (error, ratio) = (Sketch::new(HALF_LIFE), Sketch::new(HALF_LIFE));
+        Self { count: 0, error, ratio, told: 0.0, actual: 0.0, factor: Factor::default() }
+    }
+}
+
+impl Record {
+    /// Counts a wait that has ended. `is_current`: the pace has not changed since it was predicted.
+    pub(crate) fn add(&mut self, outcome: Outcome, is_current: bool) {
+        let Outcome { reckoned, told, actual } = outcome;
+        let fade = 0.5f64.powf(1.0 / f64::from(HALF_LIFE));
+        if is_current && reckoned.max(actual) >= WAIT_LEAST_US {
+            self.factor.count += 1;
+            self.factor.reckoned = self.factor.reckoned * fade + reckoned;
+            self.factor.actual = self.factor.actual * fade + actual;
+        }
+        if actual >= WAIT_LEAST_US {
+            self.count += 1;
+            self.error.add((told - actual).abs() / actual * 100.0 * ERROR_SCALE);
+            self.ratio.add(actual / told.max(1.0) * RATIO_SCALE);
+            self.told = self.told * fade + told;
+            self.actual = self.actual * fade + actual;
+        }
+    }
+
+    /// What is reckoned, times this, is what is told.
+    pub(crate) fn factor(&self) -> f64 {
+        if self.factor.count < OUTCOMES_LEAST || self.factor.reckoned <= 0.0 {
+            return 1.0;
+        }
+        (self.factor.actual / self.factor.reckoned).clamp(FACTOR_LEAST, FACTOR_MOST)
+    }
+
+    /// Nine of ten waits ended within what was told, times this. `None`: too few so far.
+    pub(crate) fn at_most(&self) -> Option<f64> {
+        let ratio = self.ratio.quantile(0.9).filter(|_| self.ratio.count() >= OUTCOMES_LEAST)?;
+        Some((ratio / RATIO_SCALE).max(1.0))
+    }
+
+    /// For people.
+    pub(crate) fn published(&self) -> Calibration {
+        let percent = |q| self.error.quantile(q).map(|error| error / ERROR_SCALE);
+        Calibration {
+            predictions: self.count,
+            error_p50_pct: percent(0.5),
+            error_p90_pct: percent(0.9),
+            bias_pct: (self.actual > 0.0).then(|| (self.told - self.actual) / self.actual * 100.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_and_bias_are_those_of_what_was_told() {
+        let mut record = Record::default();
+        assert_eq!(record.published(), Calibration::default());
+        for step in 0..1_000 {
+            let told = if step % 10 == 0 { 1_500_000.0 } else { 1_100_000.0 };
+            record.add(Outcome { reckoned: told, told, actual: 1_000_000.0 }, true);
+            record.add(Outcome { reckoned: told, told, actual: 50_000.0 }, true);
+        }
+        let published = record.published();
+        assert_eq!(published.predictions, 1_000);
+        assert!(published.error_p50_pct.is_some_and(|error| (9.0..11.0).contains(&error)), "{published:?}");
+        assert!(published.bias_pct.is_some_and(|bias| (13.0..15.0).contains(&bias)), "{published:?}");
+        assert_eq!(record.at_most(), Some(1.0));
+    }
+
+    #[test]
+    fn a_steady_difference_becomes_a_factor_within_bounds() {
+        for (actual, factor) in [(800_000.0, 0.8), (1_300_000.0, 1.3), (9_000_000.0, 2.0), (100_000.0, 0.5)] {
+            let mut record = Record::default();
+            assert!((record.factor() - 1.0).abs() < 1e-9);
+            for _ in 0..1_000 {
+                let told = 1_000_000.0 * record.factor();
+                record.add(Outcome { reckoned: 1_000_000.0, told, actual }, true);
+            }
+            assert!((record.factor() - factor).abs() < 0.01, "{actual}: {}", record.factor());
+            let late = record.at_most().expect("there were enough");
+            assert!(late >= 1.0);
+        }
+    }
+
+    #[test]
+    fn what_was_predicted_before_a_change_teaches_no_factor() {
+        let mut record = Record::default();
+        for _ in 0..1_000 {
+            record.add(Outcome { reckoned: 1e6, told: 1e6, actual: 3e6 }, false);
+        }
+        assert!((record.factor() - 1.0).abs() < 1e-9);
+        assert_eq!(record.published().predictions, 1_000);
+    }
+}
