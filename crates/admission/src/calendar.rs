@@ -48,6 +48,9 @@ pub const CALL_FOR: Duration = Duration::from_secs(10);
 /// Tickets whose slot has not ended, whatever is configured. About 300 bytes each.
 pub const TICKETS_MAX: u32 = 1 << 20;
 
+/// A record of a ticket whose slot is farther ahead is none: nobody configures such a horizon.
+const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
+
 /// Tickets whose slot has ended, and used ones, that are remembered.
 const LATE_TICKETS_MAX: usize = 65_536;
 const SPENT_MAX: usize = 65_536;
@@ -378,7 +381,13 @@ impl Calendar {
     fn restore_promise(&mut self, now: Moment, ticket: Ticket, client: ClientKey) {
         let is_known = self.holders.contains_key(&ticket.nonce) || self.spent.contains_key(&ticket.nonce);
         let is_over = after(ticket.ends, LATE_FOR) <= now;
-        if ticket.lane != self.lane || is_known || is_over || self.holders.len() >= TICKETS_MAX as usize {
+        let is_possible = ticket.begins < ticket.ends && ticket.begins < after(now, AHEAD_MAX);
+        if ticket.lane != self.lane
+            || is_known
+            || is_over
+            || !is_possible
+            || self.holders.len() >= TICKETS_MAX as usize
+        {
             return;
         }
         self.epoch = self.epoch.max(ticket.epoch.saturating_add(1));
@@ -491,29 +500,27 @@ impl Calendar {
 
     /// The slot as it was, after those that were before it. What fits nowhere is counted where it is nearest.
     fn slot_for_restored(&mut self, ticket: &Ticket) -> Option<SlotNumber> {
-        let Some(back) = self.slots.row().back().map(|back| back.ends) else {
-            return self
-                .slots
-                .push(ticket.begins, ticket.ends.max(Moment(ticket.begins.0.saturating_add(1))));
-        };
-        if ticket.begins < back {
+        let row = self.slots.row();
+        if row.back().is_some_and(|back| ticket.begins < back.ends) {
             return self.slots.at(ticket.begins).or_else(|| self.slots.front());
         }
-        let gap = ticket.begins.0 - back.0;
-        let room = (SLOTS_MAX - self.slots.row().len()) as u64 / 2;
-        let len = self.next.map_or(gap, |next| micros(next.window)).max(gap / room.max(1)).max(1);
+        let window = self.next.map_or(u64::MAX, |next| micros(next.window).max(1));
+        // With none before it, slots count back from this one to now.
+        let until_begin = ticket.begins.0.saturating_sub(self.now.0);
+        let back =
+            row.back().map_or(Moment(ticket.begins.0 - until_begin / window * window), |back| back.ends);
+        let room = (SLOTS_MAX - row.len()) as u64 / 2;
+        let len = window.max((ticket.begins.0 - back.0) / room.max(1));
         let mut at = back.0;
         while at < ticket.begins.0 && self.slots.row().len() < SLOTS_MAX - 1 {
-            let end = (at + len).min(ticket.begins.0);
+            let end = at.saturating_add(len).min(ticket.begins.0);
             self.slots.push(Moment(at), Moment(end));
             at = end;
         }
         if at < ticket.begins.0 {
             return self.slots.back();
         }
-        self.slots
-            .push(ticket.begins, ticket.ends.max(Moment(ticket.begins.0.saturating_add(1))))
-            .or_else(|| self.slots.back())
+        self.slots.push(ticket.begins, ticket.ends).or_else(|| self.slots.back())
     }
 
     /// Counts a holder in a slot.

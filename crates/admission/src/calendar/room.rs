@@ -25,8 +25,8 @@ const BACKLOG_EVERY: Duration = Duration::from_millis(100);
 /// Beyond any server's, and small enough to reckon with.
 const RATE_MAX_PER_SECOND: f64 = 1e9;
 
-/// What is smaller, in tickets, is an error of rounding.
-const TICKET_FRACTION: f64 = 1e-6;
+/// What is smaller, as a part, is an error of rounding.
+const ROUNDING: f64 = 1e-9;
 
 /// How many of those who hold tickets come.
 #[derive(Debug, Default)]
@@ -58,10 +58,15 @@ impl Shows {
     /// Tickets per microsecond that are promised at most, with those reckoned in who will not come. `per_second` is the rate at
     /// which requests end. `None`: it is no rate.
     pub(super) fn booked_rate(&self, share: f32, per_second: f64) -> Option<f64> {
-        let share = f64::from(share).clamp(0.0, 1.0);
-        let booked = (share / self.rate()).min(share.max(BOOKED_MAX));
+        if per_second.is_nan() || per_second <= 0.0 {
+            return None;
+        }
+        // As it was written: 0.7 of 60 are 42, not a little less.
+        let share = (f64::from(share) * 1e6).round() / 1e6;
+        let share = share.clamp(0.0, 1.0);
+        let booked = (share / self.rate()).min(share.max(BOOKED_MAX)) * (1.0 + ROUNDING);
         let rate = per_second.min(RATE_MAX_PER_SECOND) * booked / 1e6;
-        (rate.is_finite() && rate > 0.0).then_some(rate)
+        (rate > 0.0).then_some(rate)
     }
 }
 
@@ -97,10 +102,11 @@ impl Backlog {
         let mut behind = 0.0;
         for slot in slots.row().iter().filter(|slot| slot.begins > now) {
             let had = behind;
-            let room = rate * (slot.ends.0 - slot.begins.0) as f64 + TICKET_FRACTION;
+            let room = rate * (slot.ends.0 - slot.begins.0) as f64 * (1.0 + ROUNDING);
             behind = (had + f64::from(slot.out) - room).max(0.0);
             if had > 0.0 || behind > 0.0 {
-                self.ends = slot.ends;
+                // The last slot's goes on after it.
+                self.ends = Moment(slot.ends.0.saturating_add((behind / rate) as u64));
             }
         }
         self.ends
