@@ -87,7 +87,7 @@ pub struct Observed {
     pub waiting: u32,
     /// From its permit to its end; `None` at a tick.
     pub service: Option<Duration>,
-    /// Expected service of this request's class, in seconds; 1.0 if unknown.
+    /// Expected service of this request's class against that of the average request here; 1.0 if unknown.
     pub work: f64,
 }
 

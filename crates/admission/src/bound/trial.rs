@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-/// Kinds of work that are compared with their like only: each four times as much as the one before, from a quarter of a
-/// millisecond on.
+/// Kinds of work that are compared with their like only: each four times as much as the one before. The average request is of the
+/// seventh.
 const KINDS: usize = 10;
 const SMALLEST_KIND: f64 = 0.000_25;
 /// How much throughput must grow with the bound (as a part of the growth of the bound) to be worth a step up, and how much less

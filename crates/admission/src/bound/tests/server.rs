@@ -131,7 +131,7 @@ struct Simulation<'a> {
     bound: u32,
     auto: Option<Auto>,
     feels: bool,
-    /// Mean service of each kind as learned so far, and of how many.
+    /// Mean service of each kind as learned so far, and of how many; the last one is of all kinds.
     learned: Vec<(f64, u32)>,
     /// CPU time used, and time in which more were ready than there are cores, since the last look.
     used: f64,
@@ -173,7 +173,7 @@ impl World {
             bound,
             auto,
             feels,
-            learned: vec![(0.0, 0); self.kinds.len()],
+            learned: vec![(0.0, 0); self.kinds.len() + 1],
             used: 0.0,
             starved: 0.0,
             out,
@@ -250,10 +250,14 @@ impl Simulation<'_> {
         let job = self.jobs[index];
         self.free.push(index);
         let service = self.now - job.began;
-        let (mean, count) = &mut self.learned[job.kind];
-        let work = if *count < 10 { 1.0 } else { *mean };
-        *count += 1;
-        *mean += (service - *mean) / f64::from((*count).min(300));
+        let all = self.learned.len() - 1;
+        let work =
+            if self.learned[job.kind].1 < 10 { 1.0 } else { self.learned[job.kind].0 / self.learned[all].0 };
+        for index in [job.kind, all] {
+            let (mean, count) = &mut self.learned[index];
+            *count += 1;
+            *mean += (service - *mean) / f64::from((*count).min(300));
+        }
         self.out.tenths[(self.now * 10.0) as usize] += 1;
         if self.now > self.world.warm {
             self.out.totals.push(self.now - job.asked);
