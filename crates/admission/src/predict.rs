@@ -8,8 +8,10 @@
 //! Not here: who is ahead of whom (`machine::line`), and the wait that follows from both (`machine::waits`).
 
 mod calibration;
+mod outlook;
 mod pace;
 
+use self::outlook::{Outlook, Part};
 pub(crate) use calibration::{Outcome, Record};
 pub(crate) use pace::Pace;
 
@@ -23,6 +25,9 @@ const CLASS_IDLE_US: u64 = 600_000_000;
 const SERVICE_HALF_LIFE: u32 = 500;
 /// Time constant of the number that run, and of the rate at which they end, while there is a line.
 const SMOOTH_US: f64 = 5e6;
+
+/// What is left of requests that should have ended already, as a part of what is usually left.
+const REST_LEAST: f64 = 0.1;
 
 /// A kind of request within one lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -173,25 +178,27 @@ impl Learned {
         waiting.map(|kind| Some(f64::from(kind.waiting) * kind.paces.expected().or(any)?)).sum()
     }
 
-    /// What is left to do of all that run on this lane's own permits.
-    pub(crate) fn work_in_hand(&self, now: Moment) -> Option<f64> {
-        let running = self.kinds.iter().filter(|kind| kind.running > 0);
-        running.map(|kind| kind.in_hand(now, self.expected_of_any())).sum()
-    }
-
-    /// What is left, on average and at any time, of a request that runs: more than half of it if they vary, as who looks
-    /// meets the long ones more often.
-    pub(crate) fn usual_rest(&self) -> Option<f64> {
-        let known = self.kinds.iter().filter_map(|kind| Some((kind, kind.paces.best()?)));
-        // Weighted by how much of the permits' time each kind takes: by its share in what runs and waits.
-        let (mut work, mut rest) = (0.0, 0.0);
-        for (kind, pace) in known {
-            let expected = f64::from(pace.expected()?);
-            let part = f64::from(kind.running + kind.waiting) * expected;
-            work += part;
-            rest += part * expected * f64::from(1.0 + pace.spread()) / 2.0;
+    /// When it is the turn of one behind this part of the line (1: the whole), if so many permits are its lane's own. `None`:
+    /// nothing is known of some request that runs or waits.
+    pub(crate) fn turn(&self, now: Moment, part: f64, permits: f64, lent: u32) -> Option<f64> {
+        let any = self.all.best();
+        let mut outlook = Outlook::new(permits);
+        for kind in self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0) {
+            let pace = kind.paces.best().or(any)?;
+            outlook.add(Part {
+                running: f64::from(kind.running),
+                rest: kind.rest(now, pace)?,
+                waiting: f64::from(kind.waiting) * part,
+                service: f64::from(pace.expected()?),
+                spread: f64::from(pace.spread()),
+            });
         }
-        if work > 0.0 { Some(rest / work) } else { self.expected_of_any() }
+        if lent > 0 {
+            let (service, spread) = (f64::from(any?.expected()?), f64::from(any?.spread()));
+            let rest = service * (1.0 + spread) / 2.0;
+            outlook.add(Part { running: f64::from(lent), rest, waiting: 0.0, service, spread });
+        }
+        outlook.turn()
     }
 
     /// To be called before the number that run changes, while there is a line.
@@ -236,16 +243,19 @@ impl Kind {
         Self { class, paces, waiting: 0, running: 0, started: 0, seen: Moment::default() }
     }
 
-    /// What is left to do of the running ones. That all take equally long means: what they have run is done. That they vary at
-    /// random means: how long one has run says nothing about its rest. Between the two it is in between.
-    fn in_hand(&self, now: Moment, any: Option<f64>) -> Option<f64> {
-        let count = f64::from(self.running);
-        let Some(pace) = self.paces.best() else { return any.map(|any| any * count) };
+    /// What is left, on average, of each of the running ones. That all take equally long means: what they have run is done. That
+    /// they vary at random means: how long one has run says nothing about its rest. Between the two it is in between.
+    fn rest(&self, now: Moment, pace: &Pace) -> Option<f64> {
         let spread = f64::from(pace.spread());
-        let usual = f64::from(pace.expected()?) * (1.0 + spread) / 2.0 * count;
+        // At any time, more than half of it is left if they vary, as who looks meets the long ones more often.
+        let usual = f64::from(pace.expected()?) * (1.0 + spread) / 2.0;
+        if self.running == 0 {
+            return Some(usual);
+        }
         let has_run = (u128::from(now.0) * u128::from(self.running)).saturating_sub(self.started) as f64;
         let weight = (1.0 - spread).clamp(0.0, 1.0);
-        Some((usual + weight * (usual - has_run)).max(0.0))
+        let rest = usual + weight * (usual - has_run / f64::from(self.running));
+        Some(rest.max(usual * REST_LEAST))
     }
 }
 

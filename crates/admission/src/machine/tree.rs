@@ -83,11 +83,12 @@ impl Admission {
         let mut found = vec![index];
         let mut next = 0;
         while let Some(at) = found.get(next) {
-            found.extend(self.at(*at).inner.values());
+            // Hash maps have an order of their own in each process, and effects must not.
+            let mut inner: Vec<u32> = self.at(*at).inner.values().copied().collect();
+            inner.sort_unstable();
+            found.extend(inner);
             next += 1;
         }
-        // Hash maps have an order of their own in each process, and effects must not.
-        found[1..].sort_unstable();
         found.reverse();
         found
     }

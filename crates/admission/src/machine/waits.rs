@@ -25,29 +25,14 @@ impl Admission {
     pub(super) fn wait_behind(&self, now: Moment, index: u32, ahead: Ahead) -> Option<Wait> {
         let lane = self.at(index);
         let total = lane.line.total();
-        let in_line = lane.learned.work_in_line()?;
         // What each was thought to cost when it came only divides what they are thought to cost now.
-        let work =
-            if ahead.count >= total.count { in_line } else { in_line * ahead.cost / total.cost.max(1.0) };
-        let reckoned = if lane.is_full() {
-            self.wait_for_own(now, index, work)?
+        let part = if ahead.count >= total.count { 1.0 } else { ahead.cost / total.cost.max(1.0) };
+        let reckoned = if lane.is_full() && lane.running_own + lane.lent > 0 {
+            lane.learned.turn(now, part, self.permits_in_line(index), lane.lent)?
         } else {
-            self.wait_for_around(index, work)?
+            self.wait_for_around(index, lane.learned.work_in_line()? * part)?
         };
         Some(Wait { reckoned, told: reckoned * lane.learned.record.factor() })
-    }
-
-    /// Held back by its own bound.
-    fn wait_for_own(&self, now: Moment, index: u32, work: f64) -> Option<f64> {
-        let lane = self.at(index);
-        let (permits, rest) = (self.permits_in_line(index), lane.learned.usual_rest()?);
-        if permits <= 0.0 {
-            return None;
-        }
-        let in_hand = lane.learned.work_in_hand(now)? + f64::from(lane.lent) * rest;
-        // When its turn comes, all permits but one are still in the midst of something.
-        let wait = (work + in_hand - (permits - 1.0).max(0.0) * rest) / permits;
-        Some(wait.max(in_hand / f64::from(lane.running.max(1)) / permits))
     }
 
     /// Held back by a lane around it, whose permits it shares with others.

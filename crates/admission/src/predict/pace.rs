@@ -44,7 +44,7 @@ impl Pace {
     pub(crate) fn add(&mut self, now: Moment, sample: f32) -> bool {
         if self.held > 0.0 {
             let idle = now.0.saturating_sub(self.last.0) as f32 / HALF_LIFE_US;
-            self.held = (self.held / (1.0 + idle)).max(self.held.min(LEAST));
+            self.held = (self.held * (-idle).exp2()).max(self.held.min(LEAST));
         }
         self.last = now;
         self.held = (self.held + 1.0).min(LONG);

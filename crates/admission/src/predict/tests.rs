@@ -14,10 +14,7 @@ fn nothing_is_known_of_a_lane_in_which_nothing_has_run() {
     let slot = learned.slot(at(0), Class(1));
     learned.starts(at(0), slot);
     learned.waits(slot);
-    assert_eq!(
-        (learned.work_in_line(), learned.work_in_hand(at(50)), learned.usual_rest()),
-        (None, None, None)
-    );
+    assert_eq!((learned.work_in_line(), learned.turn(at(50), 1.0, 1.0, 0)), (None, None));
     assert_eq!((learned.expected(slot), learned.ends_per_second()), (None, None));
 }
 
@@ -51,12 +48,15 @@ fn what_has_run_is_done_if_all_take_equally_long() {
         learned.learn(at(step), slot, 100.0 * MS, true);
     }
     learned.starts(at(1_000), slot);
-    learned.starts(at(1_040), slot);
-    let left = learned.work_in_hand(at(1_060)).expect("the kind is known");
-    assert!((left - 120.0 * MS).abs() < MS, "{left}");
-    learned.ends(slot, at(1_000));
-    let left = learned.work_in_hand(at(1_130)).expect("the kind is known");
-    assert!((left - 10.0 * MS).abs() < MS, "{left}");
+    let turn = |learned: &Learned, ms| learned.turn(at(ms), 1.0, 1.0, 0).expect("the kind is known");
+    assert!((turn(&learned, 1_060) - 40.0 * MS).abs() < MS);
+    // It should have ended: soon, but nobody knows when.
+    assert!((turn(&learned, 1_200) - 5.0 * MS).abs() < MS);
+    learned.waits(slot);
+    learned.waits(slot);
+    assert!((turn(&learned, 1_060) - 240.0 * MS).abs() < 5.0 * MS, "{}", turn(&learned, 1_060));
+    let half = learned.turn(at(1_060), 0.5, 1.0, 0).expect("the kind is known");
+    assert!((half - 140.0 * MS).abs() < 5.0 * MS, "{half}");
 }
 
 #[test]
