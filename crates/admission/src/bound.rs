@@ -33,6 +33,8 @@ const URGENT_TURN_SERVICES: f64 = 2.0;
 const TURN_SAMPLES: (u32, u32) = (6, 48);
 /// Begin of a turn that does not count, as what ends then ran under the other bound: a usual service time, up to this.
 const SETTLING_LONGEST: Duration = Duration::from_millis(250);
+/// Time in usual service times after which more than the bound run because others let them pass, not because they began before.
+const DRAINING_SERVICES: f64 = 3.0;
 /// Turns at the other bound before a trial ends with what is more likely.
 const TURNS: u32 = 12;
 /// A trial is given up when there has been no line for so long.
@@ -108,6 +110,8 @@ pub struct Auto {
     /// The bound in force: the base, or that of the trial.
     bound: u32,
     turn: Turn,
+    /// Since when its bound has been in force, and since when as many run as it says.
+    entered: Moment,
     turn_began: Moment,
     turn_samples: u32,
     /// Other turns of the trial so far.
@@ -149,6 +153,7 @@ impl Auto {
             base,
             bound: base,
             turn: Turn::Base,
+            entered: Moment(0),
             turn_began: Moment(0),
             turn_samples: 0,
             turns: 0,
@@ -273,8 +278,11 @@ impl Auto {
             self.turn_began = now;
         }
         self.last_full = now;
-        // After a step down, those that run already end first.
-        if observed.running <= self.bound || self.is_settled(now) {
+        // After a step down, those that run already end first, and none begin.
+        let draining = Duration::from_secs_f64(self.usual_service() * DRAINING_SERVICES);
+        if observed.running > self.bound && since(now, self.entered) < draining {
+            self.turn_began = now;
+        } else {
             self.levels.enter(now, self.bound);
         }
     }
@@ -324,6 +332,7 @@ impl Auto {
             match verdict {
                 Verdict::Take { elasticity } => return self.take(now, elasticity),
                 Verdict::Leave { elasticity } => return self.leave(now, Some(elasticity)),
+                Verdict::Absurd => return self.end_trial(now),
                 Verdict::Unclear => {}
             }
             if is_last {
@@ -378,7 +387,7 @@ impl Auto {
 
     fn enter(&mut self, now: Moment, turn: Turn, bound: u32) {
         self.turn = turn;
-        self.turn_began = now;
+        (self.entered, self.turn_began) = (now, now);
         self.turn_samples = 0;
         self.bound = bound;
         if bound > self.levels.now() {
@@ -425,8 +434,9 @@ impl Auto {
             self.up_pause = if falls { (self.up_pause * 2).min(UP_PAUSE_LONGEST) } else { UP_PAUSE };
             self.next_up = later(now, self.up_pause);
             self.up_step = match elasticity {
-                // A larger step is easier to see.
-                None => (self.up_step * 2.0).min(UP_STEP_LARGEST),
+                // A larger step is easier to see, unless it is time that is short.
+                None if self.turn_length() < TURN_LONGEST => (self.up_step * 2.0).min(UP_STEP_LARGEST),
+                None => UP_STEP,
                 Some(_) if falls => UP_STEP_SMALLEST,
                 Some(_) => UP_STEP,
             };
@@ -455,7 +465,7 @@ impl Auto {
         self.enter(now, Turn::Base, self.base);
     }
 
-    /// There is no line any more, and so nothing to try.
+    /// Nothing can be learned from this trial: there is no line any more, or what was compared was not alike.
     fn end_trial(&mut self, now: Moment) {
         self.trial = None;
         self.at_base = Arm::default();

@@ -8,14 +8,16 @@
 
 use std::time::Duration;
 
-/// Kinds of work that are compared with their like only: each four times as much as the one before. The average request is of the
-/// seventh.
+/// Kinds of work that are compared with their like only: each four times as much as the one before. The average request is of
+/// the sixth one.
 const KINDS: usize = 10;
-const SMALLEST_KIND: f64 = 0.000_25;
+const SMALLEST_KIND: f64 = 1.0 / 1024.0;
 /// How much throughput must grow with the bound (as a part of the growth of the bound) to be worth a step up, and how much less
 /// it must shrink for a step down.
 const WORTH: f64 = 0.10;
 const HARMLESS: f64 = 0.07;
+/// An elasticity that is so many standard errors above 1 is no elasticity.
+const ABSURD_ERRORS: f64 = 3.0;
 /// Spread that is assumed of service times until a few were seen, and how many it counts for.
 const ASSUMED_SPREAD: f64 = 0.1;
 const ASSUMED_COUNT: f64 = 2.0;
@@ -55,13 +57,16 @@ impl Arm {
 
     /// One that ended and ran with a full bound throughout; `level` is the mean logarithm of how many ran at once meanwhile.
     pub fn add(&mut self, service: Duration, work: f64, level: f64) {
-        let kind = ((work / SMALLEST_KIND).log2() / 2.0).clamp(0.0, (KINDS - 1) as f64) as usize;
         let seconds = service.as_secs_f64().max(1e-6);
-        let tally = &mut self.kinds[kind];
-        tally.count += 1.0;
-        tally.time += seconds;
-        tally.squares += seconds * seconds;
-        tally.level += seconds * level;
+        // Between two kinds it counts for both in part: what is expected of a class changes all the time, and a class on a sharp
+        // border would be of one kind in one arm and of the other one in the other.
+        let place = ((work / SMALLEST_KIND).log2() / 2.0).clamp(0.0, (KINDS - 1) as f64);
+        let kind = place as usize;
+        let part = place - place.floor();
+        self.kinds[kind].add(1.0 - part, seconds, level);
+        if let Some(above) = self.kinds.get_mut(kind + 1) {
+            above.add(part, seconds, level);
+        }
         self.added += 1;
     }
 
@@ -79,6 +84,13 @@ impl Arm {
 }
 
 impl Tally {
+    fn add(&mut self, part: f64, seconds: f64, level: f64) {
+        self.count += part;
+        self.time += part * seconds;
+        self.squares += part * seconds * seconds;
+        self.level += part * seconds * level;
+    }
+
     /// Squared coefficient of variation of the service time.
     fn spread(&self) -> f64 {
         let mean = self.time / self.count;
@@ -153,6 +165,8 @@ pub enum Verdict {
         elasticity: f64,
     },
     Unclear,
+    /// Throughput cannot grow by more than the bound: the requests under one bound were others than those under the other.
+    Absurd,
 }
 
 /// Two bounds that are compared.
@@ -179,6 +193,9 @@ impl Trial {
         }
         self.looked_at = added;
         let Some((elasticity, error)) = self.elasticity() else { return Verdict::Unclear };
+        if elasticity - ABSURD_ERRORS * error > 1.0 {
+            return Verdict::Absurd;
+        }
         let (elasticity, error) = expected.and_seen(elasticity, error);
         let (take, leave) = (look.to_take(), look.to_leave());
         let (is_better, is_worse) = if self.to > self.from {
@@ -205,12 +222,12 @@ impl Trial {
                 unseen += both;
                 continue;
             }
-            spread += both * base.spread().min(other.spread());
             let difference = other.level / other.time - base.level / base.time;
             if difference / step < LEAST_DIFFERENCE {
                 unseen += both;
                 continue;
             }
+            spread += both * base.spread().min(other.spread());
             let slower = (other.time / other.count / (base.time / base.count)).ln();
             let variance = (base.variance() + other.variance()) / (difference * difference);
             sum.add(1.0 - slower / difference, variance, both);
