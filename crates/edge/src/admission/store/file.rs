@@ -1,0 +1,450 @@
+//! The file of tickets: one redb file in a directory of the edge's own.
+//!
+//! | table | key | value |
+//! |---|---|---|
+//! | `meta` | `format` | number |
+//! | `promised` | nonce | lane, begin and end of the slot (microseconds), epoch, client |
+//! | `spent` | nonce | lane, until when to remember it |
+//! | `over` | from when on it is not needed, nonce | nothing |
+//! | `keys` | id | its 32 bytes in two halves, when it was made, until when it is needed (0: it signs) |
+//!
+//! A format is never changed in place: a new one gets a new number and a migration when it is opened. Not here: when what
+//! is written, and what is done about errors (`store`).
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use nagaya_admission::{ClientKey, Keys, LaneName, Moment, Nonce, Record, Ticket};
+use redb::{
+    Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table, TableDefinition,
+    WriteTransaction,
+};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{Stored, micros};
+
+/// The format this program writes and reads.
+const FORMAT: u64 = 1;
+
+const NAME: &str = "tickets.redb";
+
+/// Ends of the names of files that were set aside, and of such that are being made.
+const DAMAGED: &str = ".damaged-";
+const DRAFT: &str = ".new";
+
+/// Damaged files that are kept for somebody to look at. Of more the oldest go.
+const DAMAGED_MAX: usize = 3;
+
+/// Memory the database may keep pages in: 10,000 tickets take about 2 MB.
+const CACHE_BYTES: usize = 4 << 20;
+
+/// A key signs so long.
+pub(super) const KEY_FOR: Duration = Duration::from_secs(30 * 86_400);
+
+/// A key that signs no more is kept so much longer than the last ticket known when the next one came: for what was just being
+/// signed then.
+const KEY_MARGIN: Duration = Duration::from_secs(3_600);
+
+/// Records that are removed with each transaction because they are over, beside twice as many as it adds.
+const OVER_MAX: usize = 256;
+
+type Promised = (u128, u64, u64, u32, u64);
+type Spent = (u128, u64);
+type Key = (u128, u128, u64, u64);
+
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+const PROMISED: TableDefinition<'_, u128, Promised> = TableDefinition::new("promised");
+const SPENT: TableDefinition<'_, u128, Spent> = TableDefinition::new("spent");
+const OVER: TableDefinition<'_, (u64, u128), ()> = TableDefinition::new("over");
+const KEYS: TableDefinition<'_, u32, Key> = TableDefinition::new("keys");
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum FileError {
+    #[error("file '{NAME}' in the directory of tickets: {0}")]
+    Io(#[from] io::Error),
+    #[error("another process has file '{NAME}' open")]
+    Locked,
+    #[error("file '{NAME}' is damaged: {0}")]
+    Damaged(String),
+    #[error("file '{NAME}' is of format {0}, and this program knows format {FORMAT}")]
+    Format(u64),
+}
+
+type Fallible<T> = Result<T, redb::Error>;
+
+impl From<redb::Error> for FileError {
+    fn from(error: redb::Error) -> Self {
+        match error {
+            redb::Error::DatabaseAlreadyOpen => Self::Locked,
+            redb::Error::Io(error)
+                if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData) =>
+            {
+                Self::Damaged(error.to_string())
+            }
+            redb::Error::Io(error) => Self::Io(error),
+            redb::Error::PreviousIo => Self::Io(io::Error::other("an earlier write failed")),
+            error => Self::Damaged(error.to_string()),
+        }
+    }
+}
+
+/// A key as it is stored.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct KeyRow {
+    pub id: u32,
+    pub bytes: [u8; 32],
+    pub made: Moment,
+    /// `None`: it signs.
+    pub needed_until: Option<Moment>,
+}
+
+/// The file, open and locked.
+#[derive(Debug)]
+pub(super) struct TicketFile {
+    database: Database,
+    tended: Moment,
+}
+
+impl TicketFile {
+    /// Opens the file, or makes it with the keys given if there is none. The keys are then those of the file. Also what is stored.
+    pub(super) fn open(
+        directory: BorrowedFd<'_>,
+        keys: &mut Vec<KeyRow>,
+        now: Moment,
+    ) -> Result<(Self, Stored), FileError> {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let database = match rustix::fs::openat(directory, NAME, flags, Mode::empty()) {
+            Ok(file) => open_existing(File::from(file))?,
+            Err(Errno::NOENT) => create(directory)?,
+            Err(error) => return Err(FileError::Io(error.into())),
+        };
+        let mut file = Self { database, tended: Moment(0) };
+        file.load_keys(keys, now)?;
+        let stored = file.load(now)?;
+        Ok((file, stored))
+    }
+
+    /// Stores records as one transaction, on the disk when this returns.
+    pub(super) fn store(
+        &mut self,
+        records: impl IntoIterator<Item = Record>,
+        now: Moment,
+    ) -> Result<(), FileError> {
+        let mut records = records.into_iter().peekable();
+        if records.peek().is_none() {
+            return Ok(());
+        }
+        let write = || {
+            let write = self.database.begin_write()?;
+            let mut tables = Tables::open(&write)?;
+            let mut count = 0;
+            for record in records {
+                tables.put(&record)?;
+                count += 1;
+            }
+            tables.remove_over(now, 2 * count + OVER_MAX)?;
+            drop(tables);
+            Ok(write.commit()?)
+        };
+        write().map_err(|error: redb::Error| error.into())
+    }
+
+    /// Now and then: a new key when it is time, and away with keys and records that are not needed. True: the keys are others.
+    pub(super) fn tend(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<bool, FileError> {
+        const EVERY: Duration = Duration::from_secs(60);
+        if now < after(self.tended, EVERY) {
+            return Ok(false);
+        }
+        self.tended = now;
+        let signs = keys.iter().filter(|key| key.needed_until.is_none()).max_by_key(|key| key.made);
+        let is_old = signs.is_none_or(|key| after(key.made, KEY_FOR) <= now);
+        let is_over = |key: &KeyRow| key.needed_until.is_some_and(|until| until <= now);
+        let write = || {
+            let write = self.database.begin_write()?;
+            let mut tables = Tables::open(&write)?;
+            let mut next: Vec<KeyRow> = keys.iter().filter(|key| !is_over(key)).cloned().collect();
+            if is_old {
+                let last = tables.over.last()?.map_or(now, |(over, _)| Moment(over.value().0).max(now));
+                for key in next.iter_mut().filter(|key| key.needed_until.is_none()) {
+                    key.needed_until = Some(after(last, KEY_MARGIN));
+                }
+                next.push(new_key(now));
+            }
+            let are_new = next != *keys;
+            if are_new {
+                tables.put_keys(&next)?;
+            }
+            let removed = tables.remove_over(now, OVER_MAX)?;
+            drop(tables);
+            if are_new || removed > 0 {
+                write.commit()?;
+            }
+            Ok((next, are_new))
+        };
+        let (next, are_new) = write().map_err(|error: redb::Error| FileError::from(error))?;
+        *keys = next;
+        Ok(are_new)
+    }
+
+    /// The file's keys, or, in one that has none, those that were in use before it, or a first one.
+    fn load_keys(&mut self, keys: &mut Vec<KeyRow>, now: Moment) -> Result<(), FileError> {
+        let read = || {
+            let read = self.database.begin_read()?;
+            let mut rows = Vec::new();
+            for row in read.open_table(KEYS)?.iter()? {
+                let (id, key) = row?;
+                rows.push(key_row(id.value(), key.value()));
+            }
+            Ok(rows)
+        };
+        let found = read().map_err(|error: redb::Error| FileError::from(error))?;
+        if !found.is_empty() {
+            *keys = found;
+        } else if !keys.is_empty() {
+            let write = || {
+                let write = self.database.begin_write()?;
+                Tables::open(&write)?.put_keys(keys)?;
+                Ok(write.commit()?)
+            };
+            write().map_err(|error: redb::Error| FileError::from(error))?;
+        }
+        self.tend(keys, now).map(drop)
+    }
+
+    /// What is stored and not over, in the order of the slots.
+    fn load(&self, now: Moment) -> Result<Stored, FileError> {
+        let read = || {
+            let read = self.database.begin_read()?;
+            let mut stored = Stored::new();
+            for row in read.open_table(PROMISED)?.iter()? {
+                let (nonce, promised) = row?;
+                stored.push(promised_record(nonce.value(), promised.value()));
+            }
+            stored.sort_unstable_by_key(|(_, record)| match record {
+                Record::Promised { ticket, .. } => (ticket.begins, ticket.nonce),
+                Record::Spent { nonce, .. } | Record::Forgotten { nonce } => (Moment(0), *nonce),
+            });
+            for row in read.open_table(SPENT)?.iter()? {
+                let (nonce, spent) = row?;
+                let (lane, until) = spent.value();
+                let record = Record::Spent { nonce: Nonce(nonce.value()), until: Moment(until) };
+                stored.push((LaneName(lane.to_be_bytes()), record));
+            }
+            stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
+            Ok(stored)
+        };
+        read().map_err(|error: redb::Error| error.into())
+    }
+}
+
+/// Moves a damaged file out of the way. Its new name.
+pub(super) fn set_aside(directory: BorrowedFd<'_>, now: Moment) -> io::Result<String> {
+    let name = format!("{NAME}{DAMAGED}{}", now.0);
+    rustix::fs::renameat(directory, NAME, directory, &name)?;
+    let mut aside = names(directory, |name| name.contains(DAMAGED))?;
+    // The time in the name has the same number of digits for centuries.
+    aside.sort_unstable();
+    for oldest in aside.iter().take(aside.len().saturating_sub(DAMAGED_MAX)) {
+        rustix::fs::unlinkat(directory, oldest, AtFlags::empty())?;
+    }
+    Ok(name)
+}
+
+/// What signs and verifies with these. `None`: there are none.
+pub(super) fn keys(rows: &[KeyRow]) -> Option<Keys> {
+    let mut rows: Vec<&KeyRow> = rows.iter().collect();
+    rows.sort_unstable_by_key(|row| (row.needed_until.is_none(), row.made));
+    let mut keys: Option<Keys> = None;
+    for row in rows {
+        match &mut keys {
+            Some(keys) => keys.rotate(row.id, &row.bytes),
+            None => keys = Some(Keys::new(row.id, &row.bytes)),
+        }
+    }
+    keys
+}
+
+fn builder() -> Builder {
+    let mut builder = Builder::new();
+    builder.set_cache_size(CACHE_BYTES);
+    builder
+}
+
+fn open_existing(file: File) -> Result<Database, FileError> {
+    if file.metadata()?.len() == 0 {
+        return Err(FileError::Damaged("it is empty".into()));
+    }
+    let mut database = builder().create_file(file).map_err(redb::Error::from)?;
+    if !database.check_integrity().map_err(redb::Error::from)? {
+        return Err(FileError::Damaged("a page does not match its checksum".into()));
+    }
+    let format = || {
+        let format = database.begin_read()?.open_table(META)?.get("format")?.map(|format| format.value());
+        Ok(format)
+    };
+    match format().map_err(|error: redb::Error| FileError::from(error))? {
+        Some(FORMAT) => Ok(database),
+        Some(other) => Err(FileError::Format(other)),
+        None => Err(FileError::Damaged("it does not say of what format it is".into())),
+    }
+}
+
+/// A file appears under its name only once it is whole, so that a crash now leaves none that is taken for damaged.
+fn create(directory: BorrowedFd<'_>) -> Result<Database, FileError> {
+    let io = |error: Errno| FileError::Io(error.into());
+    for stale in names(directory, |name| name.ends_with(DRAFT))? {
+        rustix::fs::unlinkat(directory, &stale, AtFlags::empty()).map_err(io)?;
+    }
+    let draft = format!("{NAME}.{}{DRAFT}", std::process::id());
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(directory, &draft, flags, Mode::RUSR | Mode::WUSR).map_err(io)?;
+    let make = || {
+        let database = builder().create_file(File::from(file))?;
+        let write = database.begin_write()?;
+        Tables::open(&write)?;
+        write.open_table(META)?.insert("format", FORMAT)?;
+        write.commit()?;
+        Ok(database)
+    };
+    let made = make().map_err(|error: redb::Error| FileError::from(error)).and_then(|database| {
+        // A link, unlike a rename, fails if another process was faster; its file is then waited for.
+        match rustix::fs::linkat(directory, &draft, directory, NAME, AtFlags::empty()) {
+            Ok(()) => Ok(database),
+            Err(Errno::EXIST) => Err(FileError::Locked),
+            Err(error) => Err(io(error)),
+        }
+    });
+    let removed = rustix::fs::unlinkat(directory, &draft, AtFlags::empty());
+    let database = made?;
+    removed.map_err(io)?;
+    // The name is to be on the disk as well.
+    rustix::fs::fsync(directory).map_err(io)?;
+    Ok(database)
+}
+
+/// Names in the directory that are of this store and wanted.
+fn names(directory: BorrowedFd<'_>, wanted: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for entry in Dir::read_from(directory)? {
+        let entry = entry?;
+        let name = CStr::to_str(entry.file_name()).unwrap_or_default();
+        if name.starts_with(NAME) && wanted(name) {
+            found.push(name.to_owned());
+        }
+    }
+    Ok(found)
+}
+
+fn new_key(now: Moment) -> KeyRow {
+    let (mut id, mut bytes) = ([0; 4], [0; 32]);
+    for random in [&mut id[..], &mut bytes[..]] {
+        getrandom::fill(random).expect("the kernel gives random bytes once it has booted");
+    }
+    // A random number, so that one of a file that is lost is not taken for one of the file after it.
+    KeyRow { id: u32::from_be_bytes(id), bytes, made: now, needed_until: None }
+}
+
+fn key_row(id: u32, (high, low, made, needed_until): Key) -> KeyRow {
+    let mut bytes = [0; 32];
+    bytes[..16].copy_from_slice(&high.to_be_bytes());
+    bytes[16..].copy_from_slice(&low.to_be_bytes());
+    KeyRow { id, bytes, made: Moment(made), needed_until: (needed_until > 0).then_some(Moment(needed_until)) }
+}
+
+fn promised_record(nonce: u128, (lane, begins, ends, epoch, client): Promised) -> (LaneName, Record) {
+    let lane = LaneName(lane.to_be_bytes());
+    let (begins, ends) = (Moment(begins), Moment(ends));
+    let ticket = Ticket { lane, begins, ends, epoch, nonce: Nonce(nonce) };
+    (lane, Record::Promised { ticket, client: ClientKey(client) })
+}
+
+/// All tables of one write transaction.
+struct Tables<'txn> {
+    promised: Table<'txn, u128, Promised>,
+    spent: Table<'txn, u128, Spent>,
+    over: Table<'txn, (u64, u128), ()>,
+    keys: Table<'txn, u32, Key>,
+}
+
+impl<'txn> Tables<'txn> {
+    fn open(write: &'txn WriteTransaction) -> Fallible<Self> {
+        Ok(Self {
+            promised: write.open_table(PROMISED)?,
+            spent: write.open_table(SPENT)?,
+            over: write.open_table(OVER)?,
+            keys: write.open_table(KEYS)?,
+        })
+    }
+
+    fn put(&mut self, record: &Record) -> Fallible<()> {
+        match *record {
+            Record::Promised { ticket, client } => {
+                let Ticket { lane, begins, ends, epoch, nonce } = ticket;
+                let row = (u128::from_be_bytes(lane.0), begins.0, ends.0, epoch, client.0);
+                self.promised.insert(nonce.0, row)?;
+                self.remember(record, nonce)?;
+            }
+            // Whose ticket is not known has none that could be shown after a restart.
+            Record::Spent { nonce, until } => {
+                if let Some(lane) = self.forget(nonce)? {
+                    self.spent.insert(nonce.0, (lane, until.0))?;
+                    self.remember(record, nonce)?;
+                }
+            }
+            Record::Forgotten { nonce } => drop(self.forget(nonce)?),
+        }
+        Ok(())
+    }
+
+    fn remember(&mut self, record: &Record, nonce: Nonce) -> Fallible<()> {
+        if let Some(over) = record.over_at() {
+            self.over.insert((over.0, nonce.0), ())?;
+        }
+        Ok(())
+    }
+
+    /// Takes a promise out. Its lane.
+    fn forget(&mut self, nonce: Nonce) -> Fallible<Option<u128>> {
+        let Some(row) = self.promised.remove(nonce.0)?.map(|row| row.value()) else { return Ok(None) };
+        if let Some(over) = promised_record(nonce.0, row).1.over_at() {
+            self.over.remove((over.0, nonce.0))?;
+        }
+        Ok(Some(row.0))
+    }
+
+    /// How many were removed.
+    fn remove_over(&mut self, now: Moment, count_max: usize) -> Fallible<usize> {
+        for removed in 0..count_max {
+            let first = self.over.first()?.map(|(key, _)| key.value());
+            let Some((over, nonce)) = first.filter(|(over, _)| *over <= now.0) else { return Ok(removed) };
+            self.over.remove((over, nonce))?;
+            self.promised.remove(nonce)?;
+            self.spent.remove(nonce)?;
+        }
+        Ok(count_max)
+    }
+
+    /// These keys and no others.
+    fn put_keys(&mut self, rows: &[KeyRow]) -> Fallible<()> {
+        self.keys.retain(|id, _| rows.iter().any(|row| row.id == id))?;
+        for row in rows {
+            let (high, low) = row.bytes.split_at(16);
+            let half = |bytes: &[u8]| u128::from_be_bytes(bytes.try_into().expect("half of 32 bytes"));
+            let needed_until = row.needed_until.map_or(0, |until| until.0);
+            self.keys.insert(row.id, (half(high), half(low), row.made.0, needed_until))?;
+        }
+        debug_assert_eq!(self.keys.len().ok(), Some(rows.len() as u64), "each key has its own number");
+        Ok(())
+    }
+}
+
+fn after(moment: Moment, duration: Duration) -> Moment {
+    Moment(moment.0.saturating_add(micros(duration)))
+}
+
+#[cfg(test)]
+mod tests;
