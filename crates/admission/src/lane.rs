@@ -4,10 +4,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use slab::Slab;
+
 use crate::bound::Auto;
 use crate::fair::{Fair, Flow};
 use crate::machine::line::Line;
-use crate::predict::Learned;
+use crate::predict::{Learned, Slot};
 use crate::{Bounds, Counts, LaneName, Moment, Run};
 
 /// The weight of a lane's own line against the lanes inside it: what those have unless it is set otherwise.
@@ -32,8 +34,8 @@ pub(crate) struct Lane {
 
     /// Permits in use here and in the lanes inside, lent ones too.
     pub(crate) running: u32,
-    /// Of them, those of requests that were offered to this lane itself.
-    pub(crate) running_own: u32,
+    /// Of them, the requests that were offered to this lane itself, with their beginnings.
+    pub(crate) own: Slab<(Slot, Moment)>,
     pub(crate) lent: u32,
     /// The lanes inside, and this one, that have lent permits out and were not asked for them yet.
     pub(crate) lending: BTreeSet<u32>,
@@ -66,7 +68,7 @@ impl Lane {
             run: 0,
             auto: None,
             running: 0,
-            running_own: 0,
+            own: Slab::new(),
             lent: 0,
             lending: BTreeSet::new(),
             line: Line::default(),
@@ -102,6 +104,11 @@ impl Lane {
                 self.run = auto.run();
             }
         }
+    }
+
+    /// How many requests run that were offered to this lane itself.
+    pub(crate) fn running_own(&self) -> u32 {
+        u32::try_from(self.own.len()).unwrap_or(u32::MAX)
     }
 
     pub(crate) fn is_full(&self) -> bool {

@@ -61,6 +61,8 @@ struct Request {
     slot: Slot,
     /// Its place in line; `None`: it runs.
     place: Option<Place>,
+    /// Its seat among those that run, once it does.
+    seat: usize,
     /// When it got in line, or its permit.
     since: Moment,
     bytes: u64,
@@ -264,11 +266,20 @@ impl Admission {
 
     fn run_at_once(&mut self, now: Moment, index: u32, slot: Slot, holding: Option<Holding>) -> Pass {
         let pass = self.new_pass();
-        self.occupy(now, index, slot);
+        let seat = self.occupy(now, index, slot);
         self.at_mut(index).counts.admitted += 1;
         let changes = self.at(index).learned.changes;
-        let request =
-            Request { lane: index, slot, place: None, since: now, bytes: 0, wait: None, changes, holding };
+        let request = Request {
+            lane: index,
+            slot,
+            place: None,
+            seat,
+            since: now,
+            bytes: 0,
+            wait: None,
+            changes,
+            holding,
+        };
         self.requests.insert(pass, request);
         pass
     }
@@ -286,13 +297,13 @@ impl Admission {
         let place = Place { rank, order, turn: pass.0 };
         let cost = self.cost(index, slot);
         let ahead = self.at(index).line.before(place);
-        let wait = self.wait_behind(now, index, ahead);
+        let wait = self.wait_behind(now, index, place, ahead);
         let lane = self.at_mut(index);
         if lane.line.is_empty() {
             lane.queued_since = Some(now);
-            lane.learned.line_begins(now, lane.running_own);
+            lane.learned.line_begins(now, lane.running_own());
         }
-        lane.line.insert(place, pass, cost as f32);
+        lane.line.insert(place, pass, slot, cost as f32);
         lane.bytes += ask.bytes;
         lane.counts.waited += 1;
         lane.learned.waits(slot);
@@ -304,6 +315,7 @@ impl Admission {
             lane: index,
             slot,
             place: Some(place),
+            seat: 0,
             since: now,
             bytes: ask.bytes,
             wait,
@@ -320,7 +332,7 @@ impl Admission {
         let lane = self.at_mut(index);
         let Some((place, pass)) = lane.line.first() else { return };
         let Some(mut request) = self.requests.remove(&pass) else { return };
-        self.occupy(now, index, request.slot);
+        request.seat = self.occupy(now, index, request.slot);
         self.leave_line(now, index, place, &request);
         let lane = self.at_mut(index);
         lane.counts.admitted += 1;
@@ -341,7 +353,7 @@ impl Admission {
     /// One in line is in it no more.
     fn leave_line(&mut self, now: Moment, index: u32, place: Place, request: &Request) {
         let lane = self.at_mut(index);
-        lane.learned.pass_time_in_line(now, lane.running_own);
+        lane.learned.pass_time_in_line(now, lane.running_own());
         lane.line.remove(place);
         lane.bytes -= request.bytes;
         lane.learned.waits_no_more(request.slot);
@@ -370,11 +382,11 @@ impl Admission {
             }
             let lane = self.at_mut(index);
             if !lane.line.is_empty() {
-                lane.learned.pass_time_in_line(now, lane.running_own);
+                lane.learned.pass_time_in_line(now, lane.running_own());
                 lane.learned.ended_in_line();
             }
             lane.learned.ends(request.slot, request.since);
-            lane.running_own -= 1;
+            lane.own.remove(request.seat);
             self.vacate(index, 1);
             self.dispatch(now);
         }

@@ -10,8 +10,11 @@
 mod calibration;
 mod outlook;
 mod pace;
+mod replay;
 
 use self::outlook::{Outlook, Part};
+pub(crate) use self::replay::REPLAY_MAX;
+use self::replay::Replay;
 pub(crate) use calibration::{Outcome, Record};
 pub(crate) use pace::Pace;
 
@@ -25,9 +28,6 @@ const CLASS_IDLE_US: u64 = 600_000_000;
 const SERVICE_HALF_LIFE: u32 = 500;
 /// Time constant of the number that run, and of the rate at which they end, while there is a line.
 const SMOOTH_US: f64 = 5e6;
-
-/// What is left of requests that should have ended already, as a part of what is usually left.
-const REST_LEAST: f64 = 0.1;
 
 /// A kind of request within one lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +71,15 @@ struct LineTime {
     /// Ends, each weighted by how long ago it was, and the same of time itself.
     ends: f64,
     span: f64,
+}
+
+/// Spread up to which requests of a kind take about equally long.
+const EVEN_SPREAD: f32 = 0.5;
+
+impl From<u8> for Slot {
+    fn from(at: u8) -> Self {
+        Self(at)
+    }
 }
 
 impl Default for Learned {
@@ -201,6 +210,38 @@ impl Learned {
         outlook.turn()
     }
 
+    /// Several kinds run or wait, each of which takes about equally long: who they are says more than how many.
+    pub(crate) fn is_mixed(&self) -> bool {
+        let present = self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0);
+        let mut paces = present.map(|kind| kind.paces.best());
+        let is_even = |pace: Option<&Pace>| pace.is_some_and(|pace| pace.spread() <= EVEN_SPREAD);
+        self.kinds.len() > 1 && paces.all(is_even)
+    }
+
+    /// The same for a short line: played through with each that runs, with its beginning, and each in line ahead.
+    pub(crate) fn turn_played(
+        &self,
+        now: Moment,
+        running: impl Iterator<Item = (Slot, Moment)>,
+        surplus: usize,
+        line: impl Iterator<Item = Slot>,
+    ) -> Option<f64> {
+        let any = self.all.best();
+        let pace = |slot: Slot| self.kinds[slot.0 as usize].paces.best().or(any);
+        let mut replay = Replay::new();
+        for (slot, since) in running {
+            let pace = pace(slot)?;
+            let has_run = now.0.saturating_sub(since.0) as f64;
+            replay.runs(pace.rest(has_run)?);
+        }
+        replay.take_away(surplus);
+        for slot in line {
+            let pace = pace(slot)?;
+            replay.waits(f64::from(pace.expected()?));
+        }
+        replay.turn()
+    }
+
     /// To be called before the number that run changes, while there is a line.
     pub(crate) fn pass_time_in_line(&mut self, now: Moment, running: u32) {
         self.line.advance(now, f64::from(running));
@@ -243,19 +284,10 @@ impl Kind {
         Self { class, paces, waiting: 0, running: 0, started: 0, seen: Moment::default() }
     }
 
-    /// What is left, on average, of each of the running ones. That all take equally long means: what they have run is done. That
-    /// they vary at random means: how long one has run says nothing about its rest. Between the two it is in between.
+    /// What is left, on average, of each of the running ones.
     fn rest(&self, now: Moment, pace: &Pace) -> Option<f64> {
-        let spread = f64::from(pace.spread());
-        // At any time, more than half of it is left if they vary, as who looks meets the long ones more often.
-        let usual = f64::from(pace.expected()?) * (1.0 + spread) / 2.0;
-        if self.running == 0 {
-            return Some(usual);
-        }
         let has_run = (u128::from(now.0) * u128::from(self.running)).saturating_sub(self.started) as f64;
-        let weight = (1.0 - spread).clamp(0.0, 1.0);
-        let rest = usual + weight * (usual - has_run / f64::from(self.running));
-        Some(rest.max(usual * REST_LEAST))
+        pace.rest(has_run / f64::from(self.running.max(1)))
     }
 }
 

@@ -11,6 +11,7 @@ use std::cmp::Ordering;
 use slab::Slab;
 
 use crate::Pass;
+use crate::predict::Slot;
 
 /// A place in line. Less is further ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,6 +21,11 @@ pub(crate) struct Place {
     pub(crate) order: i64,
     /// Among equals, who came first.
     pub(crate) turn: u64,
+}
+
+impl Place {
+    /// Behind everybody.
+    pub(crate) const LAST: Self = Self { rank: Rank::Newcomer, order: i64::MAX, turn: u64::MAX };
 }
 
 /// Who goes before whom, whenever they came.
@@ -50,6 +56,7 @@ pub(crate) struct Line {
 struct Node {
     place: Place,
     pass: Pass,
+    slot: Slot,
     cost: f32,
     heat: u32,
     left: u32,
@@ -108,9 +115,9 @@ impl Line {
     }
 
     /// Takes this place, which must be free.
-    pub(crate) fn insert(&mut self, place: Place, pass: Pass, cost: f32) {
+    pub(crate) fn insert(&mut self, place: Place, pass: Pass, slot: Slot, cost: f32) {
         let sum = Ahead { count: 1, cost: f64::from(cost) };
-        let node = Node { place, pass, cost, heat: scramble(pass.0), left: NONE, right: NONE, sum };
+        let node = Node { place, pass, slot, cost, heat: scramble(pass.0), left: NONE, right: NONE, sum };
         let new = u32::try_from(self.nodes.insert(node)).expect("a line's count fits in 32 bits");
         let (before, after) = self.split(self.root, place);
         let front = self.merge(before, new);
@@ -122,6 +129,23 @@ impl Line {
         let (root, found) = self.without(self.root, place);
         self.root = root;
         found
+    }
+
+    /// Of what kinds those before this place are, in order.
+    pub(crate) fn kinds_before(&self, place: Place) -> impl Iterator<Item = Slot> {
+        let mut above = Vec::new();
+        let mut next = self.root;
+        std::iter::from_fn(move || {
+            while let Some(node) = self.node(next) {
+                above.push(next);
+                next = node.left;
+            }
+            let node = self.node(above.pop()?)?;
+            next = node.right;
+            Some(node)
+        })
+        .take_while(move |node| node.place < place)
+        .map(|node| node.slot)
     }
 
     /// All passes, in order.
@@ -228,6 +252,10 @@ mod tests {
 
     use super::*;
 
+    fn slot(turn: u64) -> Slot {
+        Slot::from(turn as u8)
+    }
+
     fn place(order: i64, turn: u64) -> Place {
         Place { rank: Rank::Newcomer, order, turn }
     }
@@ -245,7 +273,7 @@ mod tests {
                     prop_assert_eq!(line.remove(at), None);
                 } else {
                     let cost = 1.0 + order as f32;
-                    line.insert(place(order, turn), Pass(turn), cost);
+                    line.insert(place(order, turn), Pass(turn), slot(turn), cost);
                     model.push((place(order, turn), Pass(turn), cost));
                     model.sort_by_key(|(place, ..)| *place);
                 }
@@ -258,6 +286,8 @@ mod tests {
                 let found = line.before(probe);
                 prop_assert_eq!(found.count as usize, ahead.len());
                 prop_assert!((found.cost - cost).abs() < 1e-3);
+                let kinds: Vec<Slot> = ahead.iter().map(|(_, pass, _)| slot(pass.0)).collect();
+                prop_assert_eq!(line.kinds_before(probe).collect::<Vec<_>>(), kinds);
             }
             let all: Vec<Pass> = model.iter().map(|(_, pass, _)| *pass).collect();
             prop_assert_eq!(line.drain(), all);
@@ -269,7 +299,7 @@ mod tests {
     fn holders_stand_before_late_ones_and_those_before_newcomers() {
         let mut line = Line::default();
         for (turn, rank) in (0u64..).zip([Rank::Newcomer, Rank::LateHolder, Rank::Holder]) {
-            line.insert(Place { rank, order: 0, turn }, Pass(turn), 1.0);
+            line.insert(Place { rank, order: 0, turn }, Pass(turn), slot(turn), 1.0);
         }
         assert_eq!(line.drain(), [Pass(2), Pass(1), Pass(0)]);
     }
@@ -278,7 +308,7 @@ mod tests {
     fn a_long_line_stays_shallow() {
         let mut line = Line::default();
         for turn in 0..100_000u64 {
-            line.insert(place(0, turn), Pass(turn), 1.0);
+            line.insert(place(0, turn), Pass(turn), slot(turn), 1.0);
         }
         fn depth(line: &Line, at: u32) -> usize {
             line.node(at).map_or(0, |node| 1 + depth(line, node.left).max(depth(line, node.right)))

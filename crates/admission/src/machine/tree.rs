@@ -165,15 +165,16 @@ impl Admission {
         }
     }
 
-    /// A request has its permit: counted in its lane and around it, and charged to each one's share.
-    pub(super) fn occupy(&mut self, now: Moment, index: u32, slot: Slot) {
+    /// A request has its permit: counted in its lane and around it, and charged to each one's share. The answer is its seat among
+    /// those that run.
+    pub(super) fn occupy(&mut self, now: Moment, index: u32, slot: Slot) -> usize {
         let cost = self.cost(index, slot);
         let lane = self.at_mut(index);
         if !lane.line.is_empty() {
-            lane.learned.pass_time_in_line(now, lane.running_own);
+            lane.learned.pass_time_in_line(now, lane.running_own());
         }
         lane.learned.starts(now, slot);
-        lane.running_own += 1;
+        let seat = lane.own.insert((slot, now));
         lane.fair.charge(&mut lane.own_flow, cost, OWN_WEIGHT);
         let mut next = Some(index);
         while let Some(at) = next {
@@ -191,6 +192,7 @@ impl Admission {
             }
         }
         self.settle(index);
+        seat
     }
 
     /// Permits of a lane come back.

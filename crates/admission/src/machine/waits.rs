@@ -9,8 +9,9 @@
 use std::time::Duration;
 
 use super::Admission;
-use super::line::Ahead;
+use super::line::{Ahead, Place};
 use crate::lane::OWN_WEIGHT;
+use crate::predict::REPLAY_MAX;
 use crate::{Moment, Pass, Prediction};
 
 /// A wait as reckoned and as told, in microseconds.
@@ -21,18 +22,32 @@ pub(super) struct Wait {
 }
 
 impl Admission {
-    /// The wait of one with so much of this lane's line ahead of it. `None`: nothing is known.
-    pub(super) fn wait_behind(&self, now: Moment, index: u32, ahead: Ahead) -> Option<Wait> {
+    /// The wait of one at this place of this lane's line, with so much ahead of it. `None`: nothing is known.
+    pub(super) fn wait_behind(&self, now: Moment, index: u32, place: Place, ahead: Ahead) -> Option<Wait> {
         let lane = self.at(index);
         let total = lane.line.total();
         // What each was thought to cost when it came only divides what they are thought to cost now.
         let part = if ahead.count >= total.count { 1.0 } else { ahead.cost / total.cost.max(1.0) };
-        let reckoned = if lane.is_full() && lane.running_own + lane.lent > 0 {
-            lane.learned.turn(now, part, self.permits_in_line(index), lane.lent)?
+        let reckoned = if lane.is_full() && lane.running_own() + lane.lent > 0 {
+            self.wait_for_own(now, index, place, ahead.count, part)?
         } else {
             self.wait_for_around(index, lane.learned.work_in_line()? * part)?
         };
         Some(Wait { reckoned, told: reckoned * lane.learned.record.factor() })
+    }
+
+    /// Held back by its own bound: of this place, with so many ahead, who are this part of the line.
+    fn wait_for_own(&self, now: Moment, index: u32, place: Place, ahead: u32, part: f64) -> Option<f64> {
+        let lane = self.at(index);
+        let permits = self.permits_in_line(index);
+        let is_short = ahead as usize + lane.own.len() <= REPLAY_MAX && lane.own.capacity() <= 4 * REPLAY_MAX;
+        let all_own = lane.running_own() == lane.running && permits == f64::from(lane.run);
+        if is_short && all_own && lane.learned.is_mixed() {
+            let running = lane.own.iter().map(|(_, running)| *running);
+            let surplus = (lane.running - lane.run) as usize;
+            return lane.learned.turn_played(now, running, surplus, lane.line.kinds_before(place));
+        }
+        lane.learned.turn(now, part, permits, lane.lent)
     }
 
     /// Held back by a lane around it, whose permits it shares with others.
@@ -52,7 +67,7 @@ impl Admission {
     /// The permits that the lane's own line has while there is one.
     pub(super) fn permits_in_line(&self, index: u32) -> f64 {
         let lane = self.at(index);
-        let is_alone = lane.running_own + lane.lent == lane.running && lane.auto.is_none();
+        let is_alone = lane.running_own() + lane.lent == lane.running && lane.auto.is_none();
         let is_free = self.path(index).as_slice()[1..].iter().all(|at| !self.at(*at).is_full());
         if lane.is_full() && is_alone && is_free {
             return f64::from(lane.run);
@@ -77,7 +92,7 @@ impl Admission {
         if self.has_room(&self.path(index)) {
             return Some(Wait { reckoned: 0.0, told: 0.0 });
         }
-        self.wait_behind(now, index, self.at(index).line.total())
+        self.wait_behind(now, index, Place::LAST, self.at(index).line.total())
     }
 
     pub(super) fn told(&self, index: u32, ahead: u32, wait: Option<Wait>) -> Prediction {
@@ -90,8 +105,9 @@ impl Admission {
     /// What is known now of the wait of one in line. `None`: it does not wait.
     pub fn prediction(&self, now: Moment, pass: Pass) -> Option<Prediction> {
         let request = self.requests.get(&pass)?;
-        let ahead = self.at(request.lane).line.before(request.place?);
-        Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, ahead)))
+        let place = request.place?;
+        let ahead = self.at(request.lane).line.before(place);
+        Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, place, ahead)))
     }
 }
 

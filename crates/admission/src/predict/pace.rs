@@ -23,6 +23,10 @@ const CERTAIN: f32 = 4.5;
 /// What is known after a change counts as so many samples: little, as the short memory still holds some from before it.
 const AFTER_CHANGE: f32 = 4.0;
 
+/// What is left of a request at least, if it should have ended already, and at most, as parts of the service.
+const REST_LEAST: f64 = 0.05;
+const REST_MOST: f64 = 3.0;
+
 /// Service times of one kind of request, in microseconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Pace {
@@ -71,6 +75,16 @@ impl Pace {
         }
         let trust = ((self.doubt() - DOUBT) / (CERTAIN - DOUBT)).clamp(0.0, 1.0);
         Some(self.mean + trust * (self.short - self.mean))
+    }
+
+    /// What is left, on average, of one that has run for so long. That all take equally long means: what has run is done. That they
+    /// vary at random means: how long one has run says nothing about its rest. In between it is in between, and where few take
+    /// very long, what has run for long will run for long.
+    pub(crate) fn rest(&self, has_run: f64) -> Option<f64> {
+        let (service, spread) = (f64::from(self.expected()?), f64::from(self.spread()));
+        // The mean rest of a generalized Pareto distribution, which is one of these for each spread.
+        let rest = service + has_run * (spread - 1.0) / (spread + 1.0);
+        Some(rest.clamp(service * REST_LEAST, service * REST_MOST))
     }
 
     /// Squared coefficient of variation: 0 if all take equally long, 1 if it is as random as radioactive decay.

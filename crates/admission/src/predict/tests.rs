@@ -55,6 +55,8 @@ fn what_has_run_is_done_if_all_take_equally_long() {
     learned.waits(slot);
     learned.waits(slot);
     assert!((turn(&learned, 1_060) - 240.0 * MS).abs() < 5.0 * MS, "{}", turn(&learned, 1_060));
+    let played = learned.turn_played(at(1_060), [(slot, at(1_000))].into_iter(), 0, [slot, slot].into_iter());
+    assert!(played.is_some_and(|turn| (turn - 240.0 * MS).abs() < MS), "{played:?}");
     let half = learned.turn(at(1_060), 0.5, 1.0, 0).expect("the kind is known");
     assert!((half - 140.0 * MS).abs() < 5.0 * MS, "{half}");
 }
