@@ -16,6 +16,8 @@ const SMALLEST_KIND: f64 = 1.0 / 1024.0;
 /// it must shrink for a step down.
 const WORTH: f64 = 0.10;
 const HARMLESS: f64 = 0.07;
+/// How far the elasticity of one kind may be from that of another one.
+const KINDS_DIFFER: f64 = 0.5;
 /// An elasticity that is so many standard errors above 1 is no elasticity.
 const ABSURD_ERRORS: f64 = 3.0;
 /// Spread that is assumed of service times until a few were seen, and how many it counts for.
@@ -232,13 +234,8 @@ impl Trial {
             let variance = (base.variance() + other.variance()) / (difference * difference);
             sum.add(1.0 - slower / difference, variance, both);
         }
-        if sum.weights <= 0.0 {
-            return None;
-        }
-        let (by_time, time_error) = sum.mean();
-        let unseen = unseen / time;
-        let time_error = time_error.hypot(unseen * 0.5);
-        let blend = (spread / (time - unseen * time).max(f64::MIN_POSITIVE)).min(1.0);
+        let (by_time, time_error) = sum.mean(time, unseen)?;
+        let blend = (spread / (time - unseen).max(f64::MIN_POSITIVE)).min(1.0);
         let Some((by_count, count_error)) = self.by_count(blend) else { return Some((by_time, time_error)) };
         let elasticity = by_time * (1.0 - blend) + by_count * blend;
         let error = time_error * (1.0 - blend) + count_error * blend;
@@ -279,24 +276,35 @@ impl Trial {
     }
 }
 
-/// A mean of what several kinds say.
+/// What several kinds say of them all.
 #[derive(Default)]
 struct Sum {
-    values: f64,
-    weights: f64,
-    variances: f64,
+    kinds: [(f64, f64, f64, f64); KINDS],
+    count: usize,
 }
 
 impl Sum {
-    /// A kind counts as much as it takes of the time, and less if little is known of it.
+    /// A kind that takes so much of the time; its elasticity and the variance of that.
     fn add(&mut self, value: f64, variance: f64, time: f64) {
-        let weight = time / (variance + 0.01);
-        self.values += weight * value;
-        self.weights += weight;
-        self.variances += weight * weight * variance;
+        self.kinds[self.count] = (value, variance, time, time / (variance + KINDS_DIFFER * KINDS_DIFFER));
+        self.count += 1;
     }
 
-    fn mean(&self) -> (f64, f64) {
-        (self.values / self.weights, self.variances.sqrt() / self.weights)
+    /// The mean and its standard error. A kind counts as much as it takes of the time, and less if little is known of it; as far
+    /// as that makes the mean one of other requests than there are, it is less certain.
+    fn mean(&self, time: f64, unseen: f64) -> Option<(f64, f64)> {
+        let kinds = &self.kinds[..self.count];
+        let weights: f64 = kinds.iter().map(|kind| kind.3).sum();
+        if weights <= 0.0 {
+            return None;
+        }
+        let (mut mean, mut variance, mut off) = (0.0, 0.0, (unseen / time).powi(2));
+        for (value, of_value, share, weight) in kinds {
+            let weight = weight / weights;
+            mean += weight * value;
+            variance += weight * weight * of_value;
+            off += (weight - share / time).powi(2);
+        }
+        Some((mean, (variance + off * KINDS_DIFFER * KINDS_DIFFER).sqrt()))
     }
 }
