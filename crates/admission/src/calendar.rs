@@ -27,8 +27,10 @@
 //! `LATE_TICKETS_MAX` the oldest go. Used ones are remembered as long, `SPENT_MAX` of them: one that is forgotten earlier
 //! is not taken for a good one, it is unknown, and its bearer a newcomer. So nothing that is dropped breaks a promise.
 //!
-//! Not here: how much may be promised (`room`), the row of slots (`slots`), who is next in line (`machine`), signatures (`ticket`), storing (`edge`).
+//! Not here: how much may be promised (`room`), the row of slots (`slots`), what comes back after a restart (`restart`), who is
+//! next in line (`machine`), signatures (`ticket`), storing (`edge`).
 
+mod restart;
 mod room;
 mod slots;
 
@@ -47,9 +49,6 @@ pub const CALL_FOR: Duration = Duration::from_secs(10);
 
 /// Tickets whose slot has not ended, whatever is configured. About 300 bytes each.
 pub const TICKETS_MAX: u32 = 1 << 20;
-
-/// A record of a ticket whose slot is farther ahead is none: nobody configures such a horizon.
-const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
 
 /// Tickets whose slot has ended, and used ones, that are remembered.
 const LATE_TICKETS_MAX: usize = 65_536;
@@ -189,11 +188,6 @@ impl Calendar {
     /// What has become of the promises so far.
     pub fn tally(&self) -> Tally {
         self.tally
-    }
-
-    /// The part of holders that is reckoned with to come. 0.5 to 1.
-    pub fn show_rate(&self) -> f64 {
-        self.shows.rate()
     }
 
     /// Places that are kept now for those who were called.
@@ -349,7 +343,7 @@ impl Calendar {
         }
     }
 
-    // === Time and restarts ===
+    // === Time ===
 
     /// What time alone changes. Says when to come again; `None`: not before something is promised.
     pub fn tick(&mut self, now: Moment) -> Option<Moment> {
@@ -362,42 +356,6 @@ impl Calendar {
         let late = self.late.keys().next().map(|(ends, _)| after(*ends, LATE_FOR));
         let spent = self.spent_by_end.first().map(|(until, _)| *until);
         [slot, deadline, call, late, spent].into_iter().flatten().min()
-    }
-
-    /// What was stored before a restart, in any order, before anything else. What is of another lane or long over is passed over.
-    pub fn restore(&mut self, now: Moment, record: Record) {
-        match record {
-            Record::Promised { ticket, client } => self.restore_promise(now, ticket, client),
-            Record::Spent { nonce, until } => {
-                self.remove(nonce);
-                if until > now {
-                    self.remember_spent(nonce, until);
-                }
-            }
-            Record::Forgotten { nonce } => drop(self.remove(nonce)),
-        }
-    }
-
-    fn restore_promise(&mut self, now: Moment, ticket: Ticket, client: ClientKey) {
-        let is_known = self.holders.contains_key(&ticket.nonce) || self.spent.contains_key(&ticket.nonce);
-        let is_over = after(ticket.ends, LATE_FOR) <= now;
-        let is_possible = ticket.begins < ticket.ends && ticket.begins < after(now, AHEAD_MAX);
-        if ticket.lane != self.lane
-            || is_known
-            || is_over
-            || !is_possible
-            || self.holders.len() >= TICKETS_MAX as usize
-        {
-            return;
-        }
-        self.epoch = self.epoch.max(ticket.epoch.saturating_add(1));
-        let other = self.clients.get(&client).copied();
-        self.hold(ticket, client);
-        // Of two of one client, one of which is late, the other is the good one.
-        if let Some(other) = other.filter(|other| self.ends_of(*other) > Some(ticket.ends)) {
-            self.clients.insert(client, other);
-        }
-        self.restored.push(ticket.nonce);
     }
 
     /// Everything that has happened up to now by time alone.
@@ -453,27 +411,6 @@ impl Calendar {
         }
     }
 
-    /// Restored promises come into their slots in the order of these, whatever order they came in.
-    fn put_restored(&mut self) {
-        let mut nonces = std::mem::take(&mut self.restored);
-        nonces.sort_unstable_by_key(|nonce| {
-            self.holders.get(nonce).map(|holder| (holder.ticket.begins, *nonce))
-        });
-        for nonce in nonces {
-            // Used up or forgotten by what was restored after it, or put already as it was told twice.
-            let holder = self.holders.get(&nonce).filter(|holder| holder.slot.is_none() && !holder.has_ended);
-            let Some(ticket) = holder.map(|holder| holder.ticket) else { continue };
-            if ticket.ends <= self.now {
-                // It was over before anybody was here again.
-                self.end(nonce, Moment(0));
-            } else if let Some(slot) = self.slot_for_restored(&ticket) {
-                self.put(nonce, slot);
-                let now = self.now;
-                self.slots.change(slot, |slot| slot.is_whole &= slot.begins > now);
-            }
-        }
-    }
-
     // === Slots ===
 
     fn slot_with_room(&mut self, now: Moment, from: Moment, rate: f64, next: &Next) -> Option<SlotNumber> {
@@ -496,31 +433,6 @@ impl Calendar {
             .map(|at| first.0 + at * len)
             .map(|at| self.slots.push(Moment(at), Moment(at + len)))
             .last()?
-    }
-
-    /// The slot as it was, after those that were before it. What fits nowhere is counted where it is nearest.
-    fn slot_for_restored(&mut self, ticket: &Ticket) -> Option<SlotNumber> {
-        let row = self.slots.row();
-        if row.back().is_some_and(|back| ticket.begins < back.ends) {
-            return self.slots.at(ticket.begins).or_else(|| self.slots.front());
-        }
-        let window = self.next.map_or(u64::MAX, |next| micros(next.window).max(1));
-        // With none before it, slots count back from this one to now.
-        let until_begin = ticket.begins.0.saturating_sub(self.now.0);
-        let back =
-            row.back().map_or(Moment(ticket.begins.0 - until_begin / window * window), |back| back.ends);
-        let room = (SLOTS_MAX - row.len()) as u64 / 2;
-        let len = window.max((ticket.begins.0 - back.0) / room.max(1));
-        let mut at = back.0;
-        while at < ticket.begins.0 && self.slots.row().len() < SLOTS_MAX - 1 {
-            let end = at.saturating_add(len).min(ticket.begins.0);
-            self.slots.push(Moment(at), Moment(end));
-            at = end;
-        }
-        if at < ticket.begins.0 {
-            return self.slots.back();
-        }
-        self.slots.push(ticket.begins, ticket.ends).or_else(|| self.slots.back())
     }
 
     /// Counts a holder in a slot.

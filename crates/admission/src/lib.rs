@@ -23,10 +23,10 @@ mod sketch;
 mod ticket;
 
 pub use bound::{Auto, Observed};
-pub use calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX, Tally};
+pub use calendar::{CALL_FOR, LATE_FOR};
 pub use machine::{Admission, DEPTH_MAX};
 pub use sketch::Sketch;
-pub use ticket::{KEYS_MAX, Keys, Rejected, TICKET_CHARS, Ticket};
+pub use ticket::{Keys, Rejected, Ticket};
 
 use std::time::Duration;
 

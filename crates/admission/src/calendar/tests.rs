@@ -358,9 +358,9 @@ fn room(calendar: &mut Calendar, now: Moment) -> usize {
 fn who_does_not_come_is_learned_and_reckoned_with() {
     let mut calendar = calendar(Next { share: 0.5, ..NEXT });
     let now = slots_with_shows(&mut calendar, 40, 0.7);
-    assert!((calendar.show_rate() - 0.7).abs() < 0.03, "{}", calendar.show_rate());
+    assert!((calendar.shows.rate() - 0.7).abs() < 0.03, "{}", calendar.shows.rate());
     let room = room(&mut calendar, now) as f64;
-    assert!((room - 60.0 * 0.5 / calendar.show_rate()).abs() <= 1.0, "{room}");
+    assert!((room - 60.0 * 0.5 / calendar.shows.rate()).abs() <= 1.0, "{room}");
 }
 
 #[test]
@@ -368,7 +368,7 @@ fn overbooking_ends_at_its_bounds() {
     // Half of the holders is reckoned with, even if none comes.
     let mut low = calendar(Next { share: 0.3, ..NEXT });
     let now = slots_with_shows(&mut low, 40, 0.0);
-    assert_eq!(low.show_rate(), SHOW_RATE_MIN);
+    assert_eq!(low.shows.rate(), SHOW_RATE_MIN);
     assert_eq!(room(&mut low, now), 36);
     // Should all come once, they can all run.
     let mut high = calendar(NEXT);
@@ -384,7 +384,7 @@ fn overbooking_ends_at_its_bounds() {
 fn who_comes_again_is_learned_too() {
     let mut calendar = calendar(Next { share: 0.5, ..NEXT });
     let mut later = slots_with_shows(&mut calendar, 40, 0.5).0;
-    let low = calendar.show_rate();
+    let low = calendar.shows.rate();
     for client in 1 << 33..(1 << 33) + 2_000 {
         let nonce = Nonce(u128::from(client));
         let promise = calendar.reserve(Moment(later), Moment(later), 1.0, ClientKey(client), nonce);
@@ -393,7 +393,7 @@ fn who_comes_again_is_learned_too() {
         assert!(calendar.come(Moment(later), nonce) && calendar.ran(Moment(later), nonce).is_some());
         later = ticket.ends.0;
     }
-    assert!(low < 0.55 && calendar.show_rate() > 0.95, "{low} {}", calendar.show_rate());
+    assert!(low < 0.55 && calendar.shows.rate() > 0.95, "{low} {}", calendar.shows.rate());
 }
 
 // === Jumps, shrinking, crowds ===
@@ -409,7 +409,7 @@ fn a_clock_that_jumps_an_hour_loses_nobody_and_hides_nothing() {
     let now = at(600);
     calendar.tick(now);
     check(&calendar);
-    assert_eq!(calendar.show_rate(), 1.0, "who had no chance to come is no lesson");
+    assert_eq!(calendar.shows.rate(), 1.0, "who had no chance to come is no lesson");
     assert_eq!(calendar.tally().broken, 1, "the one in line");
     for ticket in &tickets[1..] {
         assert_eq!(calendar.show(now, ticket), Shown::Late);
