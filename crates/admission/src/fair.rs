@@ -1,8 +1,9 @@
 //! Who goes next among the lanes inside one lane: start-time fair queueing, by weight, in work rather than in requests.
 //!
 //! Each flow (a lane's own line, or a lane inside it) has a start tag; the least goes first. What a flow is given moves its tag
-//! on by the expected service over its weight. One that was away starts at the virtual time, that is, where the others
-//! are: it has saved up nothing and owes nothing. So nobody is passed by more than one request per other flow and turn.
+//! on by the expected service over its weight. One that was away starts at the virtual time, that is, where the others are, less
+//! a [`BURST`]: it has saved up next to nothing and owes nothing. So nobody is passed by more than one request per other flow and
+//! turn, and once by a burst of one that was away.
 //!
 //! Not here: who may go at all, which is a matter of bounds (`machine::tree`), and the order within a line (`machine::line`).
 
@@ -29,6 +30,8 @@ pub(crate) struct Fair {
 pub(crate) struct Flow {
     /// Where its next request starts at the earliest, in virtual time.
     finish: u128,
+    /// By how much its last request moved that.
+    step: u64,
     /// Its place among the ready ones, and its weight there.
     place: Option<(Tag, u32)>,
 }
@@ -58,10 +61,15 @@ impl Fair {
         self.ready.first_key_value().map(|(_, id)| *id)
     }
 
+    /// Where a flow starts that was away: where the others are, less a small burst.
+    fn start(&self, flow: &Flow) -> u128 {
+        flow.finish.max(self.virtual_time.saturating_sub(u128::from(flow.step * BURST)))
+    }
+
     /// From now on this flow can go.
     pub(crate) fn activate(&mut self, flow: &mut Flow, id: u32, weight: u32) {
         debug_assert!(flow.place.is_none(), "a flow becomes ready once");
-        let tag = (flow.finish.max(self.virtual_time), self.turns);
+        let tag = (self.start(flow), self.turns);
         self.turns += 1;
         self.ready.insert(tag, id);
         self.weight += u64::from(weight);
@@ -78,9 +86,10 @@ impl Fair {
 
     /// A request of this flow runs, in its turn or because nobody else can: `cost` is its expected service in microseconds.
     pub(crate) fn charge(&mut self, flow: &mut Flow, cost: f64, weight: u32) {
-        let start = flow.place.map_or_else(|| flow.finish.max(self.virtual_time), |(tag, _)| tag.0);
+        let start = flow.place.map_or_else(|| self.start(flow), |(tag, _)| tag.0);
         self.virtual_time = self.virtual_time.max(start);
-        flow.finish = start + u128::from(step(cost, weight));
+        flow.step = step(cost, weight);
+        flow.finish = start + u128::from(flow.step);
         if let Some((tag, weight)) = flow.place
             && let Some(id) = self.ready.remove(&tag)
         {
@@ -91,6 +100,10 @@ impl Fair {
         }
     }
 }
+
+/// Requests that may come at once in a lane that asks for less than its part, without the later ones waiting for the lane's next turn:
+/// people's requests come in twos and threes. So much, and no more, is saved up while a lane is away.
+const BURST: u64 = 2;
 
 /// By how much a cost moves a tag: never nothing, so that turns go round even where requests cost nothing.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -132,14 +145,19 @@ mod tests {
     }
 
     #[test]
-    fn who_was_away_neither_saved_up_nor_owes() {
+    fn who_was_away_saved_up_a_burst_and_owes_nothing() {
         let mut fair = Fair::default();
         let mut flows = [Flow::default(); 2];
         fair.activate(&mut flows[0], 0, 100);
         served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 1_000);
         fair.activate(&mut flows[1], 1, 100);
         let work = served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 10);
-        assert_eq!(work, [5_000.0, 5_000.0]);
+        assert_eq!(work, [5_000.0, 5_000.0], "nothing before its first request");
+        fair.deactivate(&mut flows[1]);
+        served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 1_000);
+        fair.activate(&mut flows[1], 1, 100);
+        let work = served(&mut fair, &mut flows, &[1_000.0, 1_000.0], &[100, 100], 10);
+        assert_eq!(work, [4_000.0, 6_000.0]);
         fair.deactivate(&mut flows[0]);
         assert_eq!((fair.first(), flows[0].is_ready()), (Some(1), false));
         assert!((fair.share(&flows[1], 100) - 1.0).abs() < 1e-9);

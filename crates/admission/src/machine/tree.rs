@@ -10,8 +10,9 @@ use crate::lane::{Lane, OWN_LINE, OWN_WEIGHT};
 use crate::predict::Slot;
 use crate::{Bounds, Effect, LaneId, LaneName, Moment, Refused};
 
-/// Service that is assumed for sharing, in microseconds, as long as nothing at all is known. Nobody is told of it.
-const COST_UNKNOWN: f64 = 100_000.0;
+/// Service that is assumed for sharing, in microseconds, as long as nothing at all is known. Nobody is told of it. Little, so that who
+/// came first owes nothing for it later.
+const COST_UNKNOWN: f64 = 1_000.0;
 
 /// A lane and those around it, from the inside out.
 #[derive(Debug, Clone, Copy)]

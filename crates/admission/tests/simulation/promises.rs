@@ -1,1 +1,389 @@
-//! Not written yet.
+//! Crowds that are turned away with tickets and come back: in time, early, late, twice, or never; through restarts.
+//!
+//! Each holder's fate is followed from outside and held against what the machine counts.
+//!
+//! Not here: slots alone (`calendar`), signed texts (`ticket`), browsers (`tests/`).
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+
+use nagaya_admission::{Moment, Nonce, Offer, Pass, Refused, Standing, Ticket};
+
+use crate::chance::Chance;
+use crate::model::{Model, altered, ask, bounds, promising, used};
+use crate::times;
+
+/// Microseconds of a request, on average, and permits of the lane: 100 in a second.
+const SERVICE_US: f64 = 50_000.0;
+const RUN: u32 = 5;
+const WINDOW_MS: u64 = 5_000;
+
+#[derive(Debug, Clone, Copy)]
+enum Event {
+    /// A new client.
+    Arrive,
+    /// A client shows his ticket.
+    Show(u64),
+    End(Pass, u64),
+    Leave(Pass),
+    Tick,
+}
+
+/// A client who holds a ticket.
+#[derive(Debug, Clone, Copy)]
+struct Client {
+    ticket: Ticket,
+    /// He shows it in his window, or when called.
+    is_reliable: bool,
+    came_in_time: bool,
+}
+
+struct Crowd {
+    model: Model,
+    lane: usize,
+    chance: Chance,
+    now: u64,
+    begin: u64,
+    events: BinaryHeap<Reverse<(u64, u64)>>,
+    happenings: HashMap<u64, Event>,
+    number: u64,
+    clients: HashMap<u64, Client>,
+    holders: HashMap<Nonce, u64>,
+    /// Who waits: his client, if he came on a ticket.
+    waiting: HashMap<Pass, Option<u64>>,
+    /// Ran within their slots, or when called; came in time and ran later.
+    kept: u64,
+    broken: u64,
+    late_us: Vec<u64>,
+    promised: u64,
+    called: u64,
+    /// Holders outside who would come if they were called.
+    eager: u64,
+    /// Permits that were idle while there were some, in permit-microseconds, and all permits then.
+    idle: f64,
+    busy: f64,
+    running: u32,
+}
+
+impl Crowd {
+    fn new(seed: u64) -> Self {
+        let begin = 1_700_000_000_000_000;
+        let mut model = Model::new(Moment(begin), bounds(100, 5_000, 100));
+        let lane = model.lane(Moment(begin), 0, 1, promising(RUN, 1_000, WINDOW_MS));
+        Self {
+            model,
+            lane,
+            chance: Chance::new(seed),
+            now: begin,
+            begin,
+            events: BinaryHeap::new(),
+            happenings: HashMap::new(),
+            number: 0,
+            clients: HashMap::new(),
+            holders: HashMap::new(),
+            waiting: HashMap::new(),
+            kept: 0,
+            broken: 0,
+            late_us: Vec::new(),
+            promised: 0,
+            called: 0,
+            eager: 0,
+            idle: 0.0,
+            busy: 0.0,
+            running: 0,
+        }
+    }
+
+    fn plan(&mut self, at: u64, event: Event) {
+        self.number += 1;
+        self.events.push(Reverse((at, self.number)));
+        self.happenings.insert(self.number, event);
+    }
+
+    /// At some time after `from`.
+    fn plan_within(&mut self, from: u64, within: u64, event: Event) {
+        let delay = self.chance.below(within);
+        self.plan(from + delay, event);
+    }
+
+    /// Goes on to the next event.
+    fn step(&mut self) -> Option<Event> {
+        let Reverse((at, number)) = self.events.pop()?;
+        let passed = (at - self.now) as f64;
+        if self.eager > 0 {
+            self.idle += passed * f64::from(RUN - self.running.min(RUN));
+            self.busy += passed * f64::from(RUN);
+        }
+        self.now = at;
+        self.happenings.remove(&number)
+    }
+
+    fn happen(&mut self, event: Event) {
+        let now = Moment(self.now);
+        match event {
+            Event::Arrive => self.arrive(),
+            Event::Show(client) => self.show(client),
+            Event::End(pass, service) => {
+                self.running -= 1;
+                self.model.release(now, pass, used(service));
+            }
+            Event::Leave(pass) => {
+                if let Some(client) = self.waiting.remove(&pass) {
+                    self.model.cancel(now, pass);
+                    // His line was cut: he comes again, and his ticket is still good.
+                    if let Some(client) = client {
+                        assert_ne!(self.standing(client), Standing::Unknown);
+                        self.plan(self.now + 100_000, Event::Show(client));
+                    }
+                }
+            }
+            Event::Tick => {
+                let next = self.model.tick(now);
+                assert!(next.is_none_or(|next| next > now), "what was due has been done");
+                self.plan(self.now + 200_000, Event::Tick);
+            }
+        }
+        self.react();
+    }
+
+    /// Who got a permit starts; who was called comes.
+    fn react(&mut self) {
+        for pass in std::mem::take(&mut self.model.started) {
+            let client = self.waiting.remove(&pass).expect("who starts waited");
+            self.start(pass, client);
+        }
+        for (nonce, until) in std::mem::take(&mut self.model.called) {
+            self.called += 1;
+            assert!(until.0 > self.now);
+            let client = self.holders[&nonce];
+            if self.clients[&client].is_reliable {
+                let delay = 50_000 + self.chance.below(300_000);
+                self.plan(self.now + delay, Event::Show(client));
+            }
+        }
+    }
+
+    fn start(&mut self, pass: Pass, client: Option<u64>) {
+        if let Some(holder) = client.and_then(|client| self.clients.remove(&client)) {
+            self.holders.remove(&holder.ticket.nonce);
+            self.eager -= u64::from(holder.is_reliable);
+            let late = self.now.saturating_sub(holder.ticket.ends.0);
+            match (holder.came_in_time, late == 0) {
+                (true, true) => self.kept += 1,
+                (true, false) => {
+                    self.broken += 1;
+                    self.late_us.push(late);
+                }
+                (false, _) => {}
+            }
+        }
+        self.running += 1;
+        let service = self.chance.lognormal(SERVICE_US * 0.95, 0.3) as u64;
+        self.plan(self.now + service, Event::End(pass, service));
+    }
+
+    fn arrive(&mut self) {
+        // 10 times what can be served, for half of the time; then two thirds of it.
+        let second = (self.now - self.begin) / 1_000_000;
+        let load = if second % 120 < 20 { 5.0 } else { 0.6 };
+        let pause = self.chance.exponential(SERVICE_US / f64::from(RUN) / load);
+        self.plan(self.now + 1 + pause as u64, Event::Arrive);
+        let mut ask = ask(1, 1_000_000 + self.number);
+        ask.nonce = Some(Nonce(u128::from(self.number) + 1));
+        let client = ask.client.0;
+        match self.model.offer(Moment(self.now), self.lane, ask) {
+            Offer::Run(pass) => self.start(pass, None),
+            Offer::Wait(pass, _) => {
+                self.waiting.insert(pass, None);
+                if self.chance.percent(5) {
+                    self.plan_within(self.now, 500_000, Event::Leave(pass));
+                }
+            }
+            Offer::Next(promise) => {
+                assert!(promise.is_new);
+                self.hold(client, promise.ticket);
+            }
+            Offer::Refused(Refused::NoSlot(_)) => {}
+            other => panic!("a newcomer gets no such answer: {other:?}"),
+        }
+    }
+
+    fn hold(&mut self, client: u64, ticket: Ticket) {
+        self.promised += 1;
+        let is_reliable = self.chance.percent(70);
+        self.clients.insert(client, Client { ticket, is_reliable, came_in_time: false });
+        self.holders.insert(ticket.nonce, client);
+        self.eager += u64::from(is_reliable);
+        let window = ticket.ends.0 - ticket.begins.0;
+        if is_reliable {
+            // Most come as soon as they may.
+            let delay = self.chance.below(window / 3);
+            self.plan(ticket.begins.0 + delay, Event::Show(client));
+            if self.chance.percent(10) {
+                self.plan_within(self.now, ticket.begins.0 - self.now + 1, Event::Show(client));
+            }
+        } else if self.chance.percent(20) {
+            self.plan_within(ticket.ends.0 + 1, 60_000_000, Event::Show(client));
+        }
+    }
+
+    fn standing(&self, client: u64) -> Standing {
+        self.model.admission.standing(Moment(self.now), self.clients[&client].ticket.nonce)
+    }
+
+    fn show(&mut self, client: u64) {
+        let Some(holder) = self.clients.get(&client).copied() else { return };
+        let mut ask = ask(1, client);
+        ask.ticket = Some(holder.ticket);
+        ask.nonce = Some(Nonce(u128::from(self.number) << 64));
+        let is_in_line = self.waiting.values().any(|waits| *waits == Some(client));
+        let standing = self.standing(client);
+        let offer = self.model.offer(Moment(self.now), self.lane, ask);
+        if is_in_line {
+            assert_eq!((offer, standing), (Offer::Refused(Refused::Replayed), Standing::Used));
+            return;
+        }
+        let is_late = self.now >= holder.ticket.ends.0;
+        match offer {
+            Offer::Run(pass) => {
+                self.come(client, !is_late);
+                self.start(pass, Some(client));
+                let again = self.model.offer(Moment(self.now), self.lane, ask);
+                assert_eq!(again, Offer::Refused(Refused::Replayed));
+            }
+            Offer::Wait(pass, _) => {
+                assert!(matches!(standing, Standing::Open { .. } | Standing::Late), "{standing:?}");
+                self.come(client, !is_late);
+                self.waiting.insert(pass, Some(client));
+                if self.chance.percent(3) {
+                    self.plan_within(self.now, 20_000, Event::Leave(pass));
+                }
+            }
+            Offer::Early(promise) => {
+                assert_eq!(promise.ticket, holder.ticket);
+                assert!(holder.ticket.begins.0 > self.now && matches!(standing, Standing::Later { .. }));
+            }
+            other => panic!("a holder gets no such answer: {other:?}, {standing:?}"),
+        }
+    }
+
+    fn come(&mut self, client: u64, is_in_time: bool) {
+        let holder = self.clients.get_mut(&client).expect("he holds a ticket");
+        holder.came_in_time |= is_in_time;
+    }
+
+    /// kill -9, and a start three seconds later.
+    fn restart(&mut self) {
+        let requests: Vec<u64> = self
+            .happenings
+            .iter()
+            .filter(|(_, event)| matches!(event, Event::End(..) | Event::Leave(_)))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in requests {
+            self.happenings.remove(&number);
+        }
+        self.now += 3_000_000;
+        self.events.retain(|Reverse((_, number))| self.happenings.contains_key(number));
+        let missed: Vec<u64> = self
+            .events
+            .iter()
+            .filter(|Reverse((at, _))| *at < self.now)
+            .map(|Reverse((_, number))| *number)
+            .collect();
+        self.events.retain(|Reverse((at, _))| *at >= self.now);
+        for number in missed {
+            let event = self.happenings.remove(&number).expect("it was to happen");
+            self.plan(self.now + 1_000 + self.number % 50, event);
+        }
+        // Who waited in line lost his connection, and comes again.
+        let mut waiting: Vec<u64> = self.waiting.drain().filter_map(|(_, client)| client).collect();
+        waiting.sort_unstable();
+        for client in waiting {
+            self.plan(self.now + 100_000, Event::Show(client));
+        }
+        self.running = 0;
+        self.model.restart(Moment(self.now));
+        for client in self.clients.keys() {
+            assert_ne!(self.standing(*client), Standing::Unknown, "a restart loses no ticket");
+        }
+    }
+}
+
+fn simulate(seed: u64, restarts: bool, kept_least: f64) {
+    let mut crowd = Crowd::new(seed);
+    crowd.plan(crowd.begin, Event::Arrive);
+    crowd.plan(crowd.begin, Event::Tick);
+    let end = crowd.begin + 480_000_000 * times();
+    let mut next_restart = if restarts { crowd.begin + 50_000_000 } else { u64::MAX };
+    while crowd.now < end {
+        let event = crowd.step().expect("arrivals never end");
+        crowd.happen(event);
+        if crowd.now > next_restart {
+            crowd.restart();
+            next_restart = crowd.now + 97_000_000;
+        }
+    }
+    let kept = crowd.kept as f64 / (crowd.kept + crowd.broken) as f64 * 100.0;
+    let idle = crowd.idle / crowd.busy * 100.0;
+    println!(
+        "{} promised, {} called early; of those who came in time {kept:.3} % ran in time ({} late, by at most {} ms); {idle:.2} % idle while tickets were out",
+        crowd.promised,
+        crowd.called,
+        crowd.broken,
+        crowd.late_us.iter().max().unwrap_or(&0) / 1_000
+    );
+    assert!(crowd.promised > 1_000 && crowd.called > 500 && crowd.kept > 1_000);
+    assert!(kept >= kept_least, "{kept}");
+    let explained = crowd.model.admission.explain(Moment(crowd.now), crowd.model.lanes[crowd.lane].id);
+    let explained = explained.expect("the lane is there");
+    let counts = explained.counts;
+    println!("{:?}", explained.calibration);
+    println!("{counts:?}");
+    assert!(
+        restarts || (counts.promised == crowd.promised && counts.called_early == crowd.called),
+        "{counts:?}"
+    );
+    assert!(idle <= 5.0, "{idle}");
+}
+
+#[test]
+fn promises_are_kept() {
+    simulate(11, false, 99.95);
+}
+
+#[test]
+fn promises_are_kept_through_restarts() {
+    simulate(12, true, 99.8);
+}
+
+#[test]
+fn an_altered_ticket_makes_nobody_a_holder() {
+    let now = Moment(1_700_000_000_000_000);
+    let mut model = Model::new(now, bounds(100, 5_000, 100));
+    let lane = model.lane(now, 0, 1, promising(1, 100, WINDOW_MS));
+    let Offer::Run(first) = model.offer(now, lane, ask(1, 1)) else { panic!("there is room") };
+    let later = Moment(now.0 + 200_000);
+    model.release(later, first, used(200_000));
+    let Offer::Run(_) = model.offer(later, lane, ask(1, 1)) else { panic!("there is room") };
+    let with_nonce = |client: u64| {
+        let mut ask = ask(1, client);
+        ask.nonce = Some(Nonce(u128::from(client)));
+        ask
+    };
+    let Offer::Next(promise) = model.offer(later, lane, with_nonce(2)) else {
+        panic!("a wait of 200 ms is too long")
+    };
+    assert!(promise.is_new);
+    let mut shows = ask(1, 3);
+    shows.ticket = Some(altered(promise.ticket));
+    let offer = model.offer(later, lane, shows);
+    assert!(matches!(offer, Offer::Refused(Refused::Full(_))), "{offer:?}");
+    // The same client asks again: the same ticket.
+    let Offer::Next(again) = model.offer(later, lane, with_nonce(2)) else { panic!("it is still full") };
+    assert_eq!((again.ticket, again.is_new), (promise.ticket, false));
+    assert_eq!(model.stored.len(), 1);
+    // What could not be stored was not promised.
+    model.admission.forget(later, promise.ticket.nonce);
+    assert_eq!(model.admission.standing(later, promise.ticket.nonce), Standing::Unknown);
+}
