@@ -195,6 +195,25 @@ impl Calendar {
         count(self.calls.len())
     }
 
+    /// Holders who are expected by then and are not in line now: those of the slots before, and of the one that is open then as
+    /// large a part as has passed of it; at least those who were called.
+    pub fn due(&self, until: Moment, in_line: u32) -> f64 {
+        let out = match self.slots.at(until) {
+            Some(slot) => {
+                let open = self.slots.get(slot).map_or(0.0, |slot| {
+                    let passed = (until.0 - slot.begins.0) as f64 / (slot.ends.0 - slot.begins.0) as f64;
+                    f64::from(slot.out) * passed
+                });
+                f64::from(self.slots.out_before(slot)) + open
+            }
+            None if self.slots.row().back().is_some_and(|back| back.ends <= until) => {
+                f64::from(count(self.deadlines.len()))
+            }
+            None => 0.0,
+        };
+        (out - f64::from(in_line)).max(f64::from(self.called())) * self.shows.rate()
+    }
+
     // === Promises ===
 
     /// Promises the first slot with room that begins at `earliest` or later, at this rate, in requests per second. Whoever has a

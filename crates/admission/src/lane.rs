@@ -41,6 +41,8 @@ pub(crate) struct Lane {
     pub(crate) lending: BTreeSet<u32>,
 
     pub(crate) line: Line,
+    /// Of those in the own line, those who came on a ticket.
+    pub(crate) holders: u32,
     /// Held for those in the own line.
     pub(crate) bytes: u64,
     /// In the lines of this lane and of those inside.
@@ -72,6 +74,7 @@ impl Lane {
             lent: 0,
             lending: BTreeSet::new(),
             line: Line::default(),
+            holders: 0,
             bytes: 0,
             waiting_within: 0,
             queued_since: None,

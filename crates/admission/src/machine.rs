@@ -305,6 +305,7 @@ impl Admission {
         }
         lane.line.insert(place, pass, slot, cost as f32);
         lane.bytes += ask.bytes;
+        lane.holders += u32::from(holding.is_some());
         lane.counts.waited += 1;
         lane.learned.waits(slot);
         let changes = lane.learned.changes;
@@ -356,6 +357,7 @@ impl Admission {
         lane.learned.pass_time_in_line(now, lane.running_own());
         lane.line.remove(place);
         lane.bytes -= request.bytes;
+        lane.holders -= u32::from(request.holding.is_some());
         lane.learned.waits_no_more(request.slot);
         if lane.line.is_empty() {
             lane.queued_since = None;

@@ -63,6 +63,25 @@ fn sum(tally: &Tally) -> u64 {
 // === Promises and room ===
 
 #[test]
+fn those_who_are_due_come_slot_by_slot() {
+    let mut calendar = calendar(NEXT);
+    for client in 0..60 {
+        // At this rate a slot has room for some thirty.
+        assert!(reserve(&mut calendar, START, at(60), 0.5, client).is_some());
+    }
+    let first = calendar.slots.row().iter().find(|slot| slot.out > 0).expect("something is promised");
+    let (begins, ends, out) = (first.begins, first.ends, f64::from(first.out));
+    assert!(out < 60.0);
+    let middle = Moment((begins.0 + ends.0) / 2);
+    let due = [START, begins, middle, ends, at(3_000)].map(|until| calendar.due(until, 0));
+    assert_eq!(due, [0.0, 0.0, out / 2.0, out, 60.0]);
+    assert!(calendar.come(begins, Nonce(0)) && calendar.ran(begins, Nonce(0)).is_some());
+    assert_eq!(calendar.due(ends, 2), out - 3.0);
+    assert!(calendar.call(begins).is_some());
+    assert_eq!(calendar.due(begins, 5), 1.0, "at least who was called");
+}
+
+#[test]
 fn a_slot_begins_when_it_is_wanted_first_and_is_as_long_as_configured() {
     let mut calendar = calendar(NEXT);
     let promise = reserve(&mut calendar, START, at(30), 1.0, 1).expect("the calendar is empty");

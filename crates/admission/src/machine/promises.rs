@@ -120,14 +120,19 @@ impl Admission {
         has_room: bool,
     ) -> Option<Offer> {
         let shown = self.promised.calendars.get_mut(&index)?.show(now, ticket);
-        let rank = match shown {
+        let begins = i64::try_from(ticket.begins.0).unwrap_or(i64::MAX);
+        let place = match shown {
             Shown::Unknown => return None,
             Shown::Used => return Some(self.refuse(index, Refused::Replayed)),
             Shown::Expired => return Some(self.refuse(index, Refused::Expired)),
             // A newcomer would run at once as well: nothing is gained by sending away who has waited.
             Shown::Early(promise) if !has_room => return Some(Offer::Early(promise)),
-            Shown::Early(_) | Shown::Open { .. } => Rank::Holder,
-            Shown::Late => Rank::LateHolder,
+            // Called: his place has been kept since then, behind who was in line before.
+            Shown::Open { until } if ticket.begins > now => {
+                (Rank::Newcomer, order_of(until, 0) - i64::try_from(CALL_FOR.as_micros()).unwrap_or(0))
+            }
+            Shown::Early(_) | Shown::Open { .. } => (Rank::Holder, begins),
+            Shown::Late => (Rank::LateHolder, begins),
         };
         let holding = Holding { lane: self.id_of(index), nonce: ticket.nonce };
         if has_room {
@@ -146,8 +151,7 @@ impl Admission {
             return Some(self.refuse(index, Refused::Full(prediction)));
         }
         self.come(now, &holding);
-        let order = i64::try_from(ticket.begins.0).unwrap_or(i64::MAX);
-        Some(self.get_in_line(now, index, slot, ask, (rank, order), Some(holding)))
+        Some(self.get_in_line(now, index, slot, ask, place, Some(holding)))
     }
 
     /// There is no place in line: a slot, if any is given here.
@@ -249,8 +253,15 @@ impl Admission {
         }
     }
 
+    /// Holders outside who will go before one who comes now and has his turn then: those who were called, and those whose slots
+    /// will have begun.
+    pub(super) fn due(&self, now: Moment, index: u32, turn: f64) -> f64 {
+        let Some(calendar) = self.promised.calendars.get(&index) else { return 0.0 };
+        calendar.due(later(now, micros(turn)), self.at(index).holders)
+    }
+
     /// Requests of this lane that end in a second, if there is a line: what may be promised is a part of it.
-    fn requests_per_second(&self, index: u32) -> Option<f64> {
+    pub(super) fn requests_per_second(&self, index: u32) -> Option<f64> {
         let service = self.at(index).learned.expected_of_any()?;
         Some(self.permits_in_line(index) / service.max(1.0) * 1e6)
     }

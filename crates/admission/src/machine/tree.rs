@@ -107,7 +107,7 @@ impl Admission {
         }
         let lane = self.at_mut(index);
         lane.is_gone = true;
-        lane.bytes = 0;
+        (lane.bytes, lane.holders) = (0, 0);
         lane.queued_since = None;
         let (name, around) = (lane.name, lane.around);
         self.settle(index);

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use super::Admission;
-use super::line::{Ahead, Place};
+use super::line::{Ahead, Place, Rank};
 use crate::lane::OWN_WEIGHT;
 use crate::predict::REPLAY_MAX;
 use crate::{Moment, Pass, Prediction};
@@ -33,7 +33,25 @@ impl Admission {
         } else {
             self.wait_for_around(index, lane.learned.work_in_line()? * part)?
         };
+        let is_last = place.rank == Rank::Newcomer && ahead.count >= total.count;
+        let reckoned = if is_last { self.with_due(now, index, reckoned) } else { reckoned };
         Some(Wait { reckoned, told: reckoned * lane.learned.record.factor() })
+    }
+
+    /// The wait of who is last in line, with holders of tickets who are not here yet and will go first. The longer the wait, the more
+    /// they are: the time is looked for at which all of them have had their turn.
+    fn with_due(&self, now: Moment, index: u32, wait: f64) -> f64 {
+        if self.promised_of(index) == 0 {
+            return wait;
+        }
+        let Some(rate) = self.requests_per_second(index) else { return wait };
+        let with_due = |turn: f64| wait + self.due(now, index, turn) / rate.max(RATE_LEAST) * 1e6;
+        let (mut early, mut late) = (wait, with_due(FOREVER_SECONDS * 1e6));
+        for _ in 0..DUE_HALVINGS {
+            let middle = (early + late) / 2.0;
+            if with_due(middle) > middle { early = middle } else { late = middle }
+        }
+        late
     }
 
     /// Held back by its own bound: of this place, with so many ahead, who are this part of the line.
@@ -114,6 +132,12 @@ impl Admission {
 pub(super) fn micros(micros: f64) -> Duration {
     Duration::from_secs_f64((micros / 1e6).clamp(0.0, FOREVER_SECONDS))
 }
+
+/// Halvings of the time in which holders may come: to a thousandth.
+const DUE_HALVINGS: usize = 14;
+
+/// Requests in a second: less is as good as none.
+const RATE_LEAST: f64 = 1e-6;
 
 /// A wait that nobody lives to see the end of: ten years.
 const FOREVER_SECONDS: f64 = 315_360_000.0;

@@ -48,6 +48,8 @@ pub struct Model {
     pub started: Vec<Pass>,
     pub dismissed: Vec<Pass>,
     pub called: Vec<(Nonce, Moment)>,
+    /// Since when the places of those who were called are kept.
+    places: HashMap<Nonce, Moment>,
     /// Lanes asked for what was lent to them.
     pub recalled: Vec<usize>,
     /// Answers, by kind.
@@ -105,6 +107,7 @@ impl Model {
             started: Vec::new(),
             dismissed: Vec::new(),
             called: Vec::new(),
+            places: HashMap::new(),
             recalled: Vec::new(),
             tally: BTreeMap::new(),
             calls: 0,
@@ -195,9 +198,7 @@ impl Model {
             }
             Offer::Wait(pass, prediction) => {
                 assert!(!had_room && ask.can_wait && !self.lanes[lane].is_gone);
-                let step = i64::try_from(PRIORITY_STEP.as_micros()).expect("small");
-                let order = i64::try_from(now.0).expect("small") - i64::from(ask.priority) * step;
-                let is_holder = ask.ticket.is_some();
+                let (order, is_holder) = self.place_of(now, &ask);
                 let ahead = match is_holder {
                     true => None,
                     false => Some(self.lanes[lane].holders.len() + self.ahead_of(lane, order)),
@@ -206,12 +207,16 @@ impl Model {
                     ahead.is_none_or(|ahead| ahead == prediction.ahead as usize),
                     "{ahead:?} {prediction:?}"
                 );
-                assert!(is_holder || prediction.wait <= Some(self.lanes[lane].bounds.wait), "{prediction:?}");
+                let has_ticket = ask.ticket.is_some();
+                assert!(
+                    has_ticket || prediction.wait <= Some(self.lanes[lane].bounds.wait),
+                    "{prediction:?}"
+                );
                 let known = &mut self.lanes[lane];
                 known.bytes += ask.bytes;
-                assert!(is_holder || known.bytes <= known.bounds.wait_bytes);
+                assert!(has_ticket || known.bytes <= known.bounds.wait_bytes);
                 let fits = known.line.len() + known.holders.len() < known.bounds.wait_count as usize;
-                assert!(is_holder || fits, "backstops hold");
+                assert!(has_ticket || fits, "backstops hold");
                 let party = Party { lane, order: Some(order), is_holder, bytes: ask.bytes };
                 assert!(self.parties.insert(*pass, party).is_none(), "numbers are not used again");
                 if is_holder {
@@ -244,9 +249,20 @@ impl Model {
         offer
     }
 
+    /// Where in line one stands who comes now, and whether before all newcomers.
+    fn place_of(&self, now: Moment, ask: &Ask) -> (i64, bool) {
+        let step = i64::try_from(PRIORITY_STEP.as_micros()).expect("small");
+        let order = |at: Moment| i64::try_from(at.0).expect("small") - i64::from(ask.priority) * step;
+        match ask.ticket {
+            Some(ticket) if ticket.begins > now => (order(self.places[&ticket.nonce]), false),
+            Some(_) => (order(now), true),
+            None => (order(now), false),
+        }
+    }
+
     fn ahead_of(&self, lane: usize, order: i64) -> usize {
         let line = &self.lanes[lane].line;
-        // Nearly everybody gets in at the end.
+        // Nearly everybody gets in near the end.
         line.len() - line.range((order + 1, Pass(0))..).count()
     }
 
@@ -325,7 +341,7 @@ impl Model {
     }
 
     /// Carries out the effects, each of them checked, and looks whether somebody waits who could run.
-    fn after(&mut self, _now: Moment, lane: usize) {
+    fn after(&mut self, now: Moment, lane: usize) {
         self.dismissed.clear();
         let effects: Vec<Effect> = self.admission.drain_effects().collect();
         for effect in effects {
@@ -340,12 +356,15 @@ impl Model {
                     self.recalled.push(lane);
                 }
                 Effect::Store(record) => self.stored.push(record),
-                Effect::Call { nonce, until } => self.called.push((nonce, until)),
+                Effect::Call { nonce, until } => {
+                    self.called.push((nonce, until));
+                    self.places.insert(nonce, now);
+                }
             }
         }
         self.calls += 1;
         if self.calls.is_multiple_of(64) {
-            self.check_all(_now);
+            self.check_all(now);
         } else {
             self.check_idle(lane);
         }
