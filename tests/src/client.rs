@@ -114,6 +114,15 @@ impl Connection {
         self.read(true)
     }
 
+    /// True if something has come that was not read yet.
+    #[track_caller]
+    pub fn is_answered(&self) -> bool {
+        self.stream.set_nonblocking(true).expect("an open connection");
+        let has_come = !self.input.is_empty() || self.stream.peek(&mut [0]).is_ok();
+        self.stream.set_nonblocking(false).expect("an open connection");
+        has_come
+    }
+
     /// True once the other side has closed and nothing was left to read.
     pub fn is_closed(&mut self) -> bool {
         self.input.is_empty() && matches!(self.fill(), Ok(0) | Err(_))

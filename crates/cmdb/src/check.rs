@@ -10,6 +10,7 @@ mod limits;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddrV6;
+use std::ops::RangeInclusive;
 use std::path::{Component, Path};
 
 use nagaya_base::limits::HOSTS_PER_SITE_MAX;
@@ -18,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use self::limits::Level;
 use crate::names::{HostPattern, is_host_name};
 use crate::record::{
-    Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, Setting, SettingValue, Site, Tenant,
-    VALUE_LEN_MAX,
+    Admission, Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, PAGE_LEN_MAX, Setting,
+    SettingValue, Site, Tenant, VALUE_LEN_MAX,
 };
 
 /// Longest URL path a site may be mounted at, in bytes.
@@ -31,6 +32,9 @@ pub const DIRECTORY_LEN_MAX: usize = 1024;
 
 /// Most entries in each list and each map of a record.
 pub const LIST_LEN_MAX: usize = 256;
+
+/// Weights of tenants and sites.
+const WEIGHTS: RangeInclusive<u32> = 1..=10_000;
 
 /// Longest value that is quoted in a mistake, in characters.
 const QUOTE_LEN_MAX: usize = 120;
@@ -118,6 +122,7 @@ pub fn tenant(tenant: &Tenant, to: &mut Findings) {
     }
     to.at_least_one("max_concurrent", tenant.max_concurrent);
     to.at_least_one("php_workers", tenant.php_workers);
+    within("weight", tenant.weight, WEIGHTS, to);
     limits::cell("limits", &tenant.limits, Level::TenantOrSite, to);
 }
 
@@ -127,6 +132,7 @@ pub fn site(site: &Site, to: &mut Findings) {
         to.add("path", &site.path, hint);
     }
     to.at_least_one("max_concurrent", site.max_concurrent);
+    admission(&site.admission, to);
     match &site.backend {
         Backend::Static(files) => {
             files_of_any_kind(files, to);
@@ -147,6 +153,23 @@ pub fn site(site: &Site, to: &mut Findings) {
         Backend::App(backend) => app::app(backend, to),
     }
     limits::of_site(site, to);
+}
+
+fn admission(admission: &Admission, to: &mut Findings) {
+    within("admission.wait_seconds", admission.wait_seconds, 0..=3600, to);
+    within("admission.waiting", admission.waiting, 0..=1_000_000, to);
+    within("admission.slot_seconds", admission.slot_seconds, 1..=3600, to);
+    within("admission.weight", admission.weight, WEIGHTS, to);
+    let len = admission.page.as_ref().map_or(0, String::len);
+    if len > PAGE_LEN_MAX {
+        to.add("admission.page", format!("{len} bytes"), format!("are too many: at most {PAGE_LEN_MAX}"));
+    }
+}
+
+fn within(field: &'static str, value: Option<u32>, range: RangeInclusive<u32>, to: &mut Findings) {
+    if let Some(value) = value.filter(|value| !range.contains(value)) {
+        to.add(field, value, format!("is out of range: use {} to {}", range.start(), range.end()));
+    }
 }
 
 pub fn setting(setting: &Setting, to: &mut Findings) {

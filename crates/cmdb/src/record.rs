@@ -3,6 +3,7 @@
 //!
 //! Not here: the store (`store`), the in-memory copy (`table`).
 
+mod admission;
 mod app;
 mod limits;
 mod setting;
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::names::{HostPattern, SiteName, TenantName};
 
+pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
     APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, Outbound, RELEASE_LEN_MAX,
     Ready, START_SECONDS_MAX,
@@ -43,6 +45,9 @@ pub struct Tenant {
     /// PHP workers it may have at once. None: the node's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub php_workers: Option<u32>,
+    /// Share of the node's permits against other tenants, when all want more than there are. 1 to 10,000; 100 if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u32>,
     /// Of its cell: all that runs for it together.
     #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
     pub limits: CellLimits,
@@ -64,6 +69,9 @@ pub struct Site {
     /// Requests of this site that may run at once. None: only its tenant's limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_concurrent: Option<u32>,
+    /// What happens when more come than may run.
+    #[serde(default, skip_serializing_if = "Admission::is_default")]
+    pub admission: Admission,
     /// Of its cell: all that runs for this site together. Without programs (static, HTTP) only `read` and `write`.
     #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
     pub limits: CellLimits,

@@ -96,6 +96,8 @@ pub struct More {
     pub used: Used,
     /// How much longer its bodies took because of limits, microseconds.
     pub paced_us: u64,
+    /// How long it was predicted to wait its turn, when it got in line.
+    pub predicted: Option<Duration>,
     /// The line a rule had it wait in.
     pub lane: Option<Box<str>>,
     /// What held for it beneath its site's limits; none, if nothing did.

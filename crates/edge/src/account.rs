@@ -12,15 +12,17 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use http::header::SET_COOKIE;
 use http_body::{Body, Frame, SizeHint};
 use ipnet::IpNet;
+use nagaya_admission::Prediction;
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::instance::Wake;
 
 use crate::access_log::{AccessRecord, More, ThreadLog, Woken};
+use crate::admission::{Permit, take_away};
 use crate::forward;
-use crate::gate::Permits;
 use crate::instances::Hold;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
@@ -46,7 +48,9 @@ pub struct Account {
     record: Option<Box<AccessRecord>>,
     route: Option<Rc<Route>>,
     /// The right to run, given back when the response's body has ended.
-    permits: Option<Permits>,
+    permit: Option<Permit>,
+    /// A cookie the client need not keep any more.
+    cookie: Option<String>,
     received: Option<Rc<Cell<u64>>>,
     /// What the operator's rules decided; none where there are no rules.
     ruling: Option<Box<Ruling>>,
@@ -157,7 +161,8 @@ impl Account {
             disclosed: recorder.is_allowed(record.client),
             record: Some(record),
             route: None,
-            permits: None,
+            permit: None,
+            cookie: None,
             received: None,
             ruling: None,
             stay: OnceCell::new(),
@@ -252,12 +257,18 @@ impl Account {
     }
 
     /// It may run, until this account is closed.
-    pub fn admitted(&mut self, permits: Permits) {
-        if permits.waited {
+    pub fn admitted(&mut self, permit: Permit, waited: Option<Prediction>) {
+        if let Some(prediction) = waited {
+            self.more().predicted = prediction.wait;
             let record = self.record_mut();
             record.queued = record.begun.elapsed().saturating_sub(record.ruled);
         }
-        self.permits = Some(permits);
+        self.permit = Some(permit);
+    }
+
+    /// The client's cookie of this name is to be taken away.
+    pub fn take_cookie(&mut self, name: String) {
+        self.cookie = Some(name);
     }
 
     /// It needs its site's instance, until this account is closed.
@@ -301,8 +312,16 @@ impl Account {
         if let Some(spent) = receipt::spent_on_answer() {
             record.edge_cpu = spent;
         }
+        if let Some(name) = self.cookie.take() {
+            response.headers.append(SET_COOKIE, take_away(&name));
+        }
         if self.disclosed {
             self.disclose(&mut response);
+        } else if !self.record().queued.is_zero() {
+            // Whoever was held may know it.
+            let record = self.record();
+            let predicted = record.more.as_ref().and_then(|more| more.predicted);
+            receipt::tell_queued(&mut response, record.queued, predicted);
         }
         response.receipt = Some(self);
         response
@@ -343,6 +362,10 @@ impl Drop for Account {
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);
+        if let Some(mut permit) = self.permit.take() {
+            let is_whole = record.refusal.is_none() && !record.status.is_server_error();
+            permit.ended(record.took.saturating_sub(record.queued), is_whole);
+        }
         // Where the body is sent elsewhere (HTTP/2), only the time until the answer is known.
         record.edge_cpu = receipt::spent(now).unwrap_or(record.edge_cpu);
         if let Some(received) = &self.received {

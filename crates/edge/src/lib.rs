@@ -7,9 +7,9 @@ pub mod message;
 pub mod refusal;
 pub mod request;
 
+pub mod admission;
 pub mod exchange;
 pub mod files;
-pub mod gate;
 pub mod instances;
 pub mod programs;
 pub mod route;

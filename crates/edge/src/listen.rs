@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio::task::LocalSet;
 use tokio::time::{sleep, timeout};
 
+use crate::admission;
 use crate::http1;
 use crate::http2;
 use crate::message::ConnInfo;
@@ -81,6 +82,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         let ruling = tokio::task::spawn_local(rules::follow(Rc::clone(&node), thread.tends_shared));
         if thread.tends_shared {
             tokio::task::spawn_local(Arc::clone(&shared.php).tend());
+            tokio::task::spawn_local(admission::tend(Rc::clone(&node)));
         }
         follow(&node, thread.orders).await;
         // Draining: no new connections, and those at work end with their answer.

@@ -5,7 +5,6 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use nagaya_base::RequestId;
 use nagaya_cmdb::Site;
@@ -15,11 +14,10 @@ use crate::account::{Account, Recorder};
 use crate::drain::{Connections, Entered};
 use crate::files::{FileServer, Root};
 use crate::forward::Forwarding;
-use crate::gate::Patience;
 use crate::http1::connection::Host;
 use crate::instances::Instances;
 use crate::message::{ConnInfo, Request, Response};
-use crate::options::{Limits, Options};
+use crate::options::Limits;
 use crate::pace::Plans;
 use crate::programs::Programs;
 use crate::refusal::Refusal;
@@ -44,7 +42,6 @@ pub struct Node {
     pub plans: Plans,
     keeper: Rc<Keeper>,
     limits: RefCell<Rc<Limits>>,
-    patience: Cell<Patience>,
     recorder: RefCell<Rc<Recorder>>,
     /// What this thread last added to the gauge of all.
     cached_bytes: Cell<i64>,
@@ -80,7 +77,6 @@ impl Node {
             plans: Plans::default(),
             keeper,
             limits: RefCell::new(Rc::new(options.limits.clone())),
-            patience: Cell::new(patience(&options)),
             recorder: RefCell::new(Recorder::new(&shared)),
             cached_bytes: Cell::new(0),
             ids: Ids::new(),
@@ -92,7 +88,6 @@ impl Node {
     pub fn refresh(&self) {
         let options = self.shared.options();
         *self.limits.borrow_mut() = Rc::new(options.limits.clone());
-        self.patience.set(patience(&options));
         self.forwarding.set_options(&options);
         self.programs.set_options(&options);
         self.rules.refresh();
@@ -101,10 +96,6 @@ impl Node {
 
     pub fn limits(&self) -> Rc<Limits> {
         Rc::clone(&self.limits.borrow())
-    }
-
-    pub fn patience(&self) -> Patience {
-        self.patience.get()
     }
 
     pub fn recorder(&self) -> Rc<Recorder> {
@@ -137,10 +128,6 @@ impl Node {
             log.flush();
         }
     }
-}
-
-fn patience(options: &Options) -> Patience {
-    Patience { waiting_max: options.max_waiting, wait: Duration::from_millis(options.wait_ms) }
 }
 
 enum RootError {

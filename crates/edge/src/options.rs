@@ -28,9 +28,11 @@ pub struct Options {
     pub h2c: bool,
     /// Requests of one tenant at once, where the tenant's record gives no number.
     pub tenant_max_concurrent: u32,
-    /// Requests that may wait for a tenant's or site's turn; beyond it 503.
+    /// Requests that may wait in one lane; beyond it a ticket, or 503.
     pub max_waiting: u32,
+    /// Longest predicted wait in line. Twice this is the longest that anybody waits.
     pub wait_ms: u64,
+    pub admission: AdmissionOptions,
     /// PHP workers per tenant, where the tenant's record gives no number.
     pub php_workers: u32,
     /// Requests one PHP worker serves before it is replaced.
@@ -94,6 +96,40 @@ impl Default for ReceiptOptions {
     }
 }
 
+/// What becomes of those who come when as many run as may.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdmissionOptions {
+    /// Requests of all tenants at once. 0: as many as their tenants may.
+    pub node_max_concurrent: u32,
+    /// Bytes of request bodies held in one lane while their requests wait.
+    pub body_bytes: u64,
+    /// Tickets are given where a line is full.
+    pub tickets: bool,
+    /// Length of a ticket's slot.
+    pub slot_ms: u64,
+    /// How far ahead slots are given.
+    pub horizon_ms: u64,
+    /// Tickets of one lane that may be out at once.
+    pub tickets_max: u32,
+    /// So long a client is held that comes again before the time it was told.
+    pub penalty_ms: u64,
+}
+
+impl Default for AdmissionOptions {
+    fn default() -> Self {
+        Self {
+            node_max_concurrent: 0,
+            body_bytes: 64 << 20,
+            tickets: true,
+            slot_ms: 15_000,
+            horizon_ms: 3_600_000,
+            tickets_max: 10_000,
+            penalty_ms: 3_000,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
@@ -116,6 +152,7 @@ impl Default for Options {
             tenant_max_concurrent: 256,
             max_waiting: 1024,
             wait_ms: 30_000,
+            admission: AdmissionOptions::default(),
             php_workers: 8,
             php_requests: 100_000,
             php_idle_ms: 60_000,

@@ -9,11 +9,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use nagaya_admission::Explained;
 use nagaya_cmdb::feed::{self, Down, Question, Up};
 use nagaya_cmdb::record::Change;
 use tokio::sync::watch;
 
 use crate::access_log::AccessLog;
+use crate::admission::{self, Lane};
 use crate::listen::{self, Orders, Socket, Thread};
 use crate::metrics::Metrics;
 use crate::options::Options;
@@ -34,6 +36,8 @@ pub struct Listener {
 pub struct Start {
     pub listeners: Vec<Listener>,
     pub feed: UnixStream,
+    /// Where tickets are kept. None: none are given.
+    pub tickets: Option<OwnedFd>,
 }
 
 /// Runs until told to drain, or until the supervisor is gone.
@@ -66,8 +70,12 @@ impl Process {
         let options: Options = serde_json::from_value(options)?;
         let metrics = Arc::new(Metrics::new());
         let log = open_log(&options, &metrics);
+        let shared = Arc::new(Shared::new(options, log, metrics));
+        if let Some(directory) = start.tickets {
+            admission::open(&shared, directory);
+        }
         Ok(Self {
-            shared: Arc::new(Shared::new(options, log, metrics)),
+            shared,
             feed: start.feed,
             waiting: start.listeners,
             threads: Vec::new(),
@@ -157,7 +165,10 @@ impl Process {
 
     fn answer(&mut self, tag: u64, question: Question) -> io::Result<()> {
         let text = match question {
-            Question::Metrics => self.shared.metrics.encode(),
+            Question::Metrics => {
+                let lanes = admission::exposition(self.shared.lanes.explain());
+                self.shared.metrics.encode() + &lanes
+            }
             Question::Status => self.status().to_string(),
             Question::Requests => self.requests().to_string(),
             Question::Explain { id } => receipt::explain(&self.shared, &id),
@@ -194,18 +205,25 @@ impl Process {
             rows
         };
         let need = |(site, running, waiting)| serde_json::json!({ "site": site, "running": running, "waiting": waiting });
-        let gate = |(key, running, waiting, limit): (String, u32, u32, u32)| {
-            let (of, name) = key.split_once(' ').unwrap_or_default();
-            serde_json::json!({ "of": of, "name": name, "running": running, "waiting": waiting, "limit": limit })
+        let lanes = self.shared.lanes.explain();
+        let is_busy = |lane: &Explained| {
+            lane.running + lane.waiting + lane.promised > 0 || lane.counts.waited + lane.counts.promised > 0
+        };
+        let lane = |(lane, explained): (Arc<Lane>, Explained)| {
+            admission::row(&lane, &explained, self.shared.lanes.now())
         };
         serde_json::json!({
             "instances": busiest(self.shared.needs.each().into_iter().map(need).collect()),
-            "gates": busiest(self.shared.gates.busy().into_iter().map(gate).collect()),
+            "lanes": busiest(lanes.into_iter().filter(|(_, lane)| is_busy(lane)).map(lane).collect()),
         })
     }
 
     fn drain(self) -> io::Result<()> {
         self.orders.send_modify(|orders| orders.drain = true);
+        // The next edge has it from now on; who is turned away meanwhile is promised nothing.
+        if let Some(tickets) = self.shared.tickets() {
+            tickets.store.close();
+        }
         for thread in self.threads {
             match thread.join() {
                 Ok(result) => result?,

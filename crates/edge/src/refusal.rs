@@ -7,6 +7,7 @@ use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, StatusCode};
 use nagaya_base::{Code, RequestId};
 
+use crate::admission::Turned;
 use crate::message::{BodyError, Response, ResponseBody};
 
 /// Why a request got no answer from its site.
@@ -40,6 +41,12 @@ pub enum Refusal {
     QueueFull { retry_after_seconds: u32 },
     #[error("waited as long as a request may wait for its turn")]
     QueueTimeout { retry_after_seconds: u32 },
+    #[error("as many requests of this site run and wait as may; it was told when to come back")]
+    TurnedAway(Box<Turned>),
+    #[error("the ticket is not valid: {0}")]
+    TicketInvalid(String),
+    #[error("the ticket has been used")]
+    TicketUsed,
     #[error("the node cannot take this request now: {0}")]
     Overloaded(&'static str),
     #[error("the backend cannot be reached: {0}")]
@@ -67,6 +74,8 @@ pub struct Row {
     /// Label of the `reason` in metrics and the access log.
     pub reason: &'static str,
     pub blame: Blame,
+    /// A site's error document does not replace what is said.
+    pub has_own_page: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +89,8 @@ impl Refusal {
     /// The table.
     pub fn row(&self) -> Row {
         use Blame::{Client, Node, Site};
-        let row = |status, code, reason, blame| Row { status, code: Code(code), reason, blame };
+        let has_own_page = matches!(self, Self::TurnedAway(_));
+        let row = |status, code, reason, blame| Row { status, code: Code(code), reason, blame, has_own_page };
         match self {
             Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client),
             Self::UnknownHost => row(StatusCode::NOT_FOUND, 402, "unknown_host", Client),
@@ -98,6 +108,12 @@ impl Refusal {
             Self::VersionNotSupported => row(StatusCode::HTTP_VERSION_NOT_SUPPORTED, 412, "version", Client),
             Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site),
             Self::QueueTimeout { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site),
+            Self::TurnedAway(turned) if turned.is_early => {
+                row(StatusCode::SERVICE_UNAVAILABLE, 451, "too_early", Client)
+            }
+            Self::TurnedAway(_) => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Site),
+            Self::TicketInvalid(_) => row(StatusCode::FORBIDDEN, 452, "ticket_invalid", Client),
+            Self::TicketUsed => row(StatusCode::CONFLICT, 453, "ticket_used", Client),
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
             Self::BackendUnreachable(_) => row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site),
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
@@ -116,6 +132,12 @@ impl Refusal {
     /// The response for it. Says what happened and where to look it up; never what is inside the node.
     pub fn into_response(self, id: RequestId) -> Response {
         let row = self.row();
+        if let Self::TurnedAway(turned) = self {
+            let mut response = Response::new(row.status).with_body(ResponseBody::Bytes(turned.body));
+            response.headers = turned.headers.into();
+            response.headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            return response;
+        }
         let detail = match &self {
             Self::BadRequest(_) | Self::Forbidden(_) | Self::MethodNotAllowed(_) => self.to_string(),
             // What a backend did is the operator's business: the log has it under the request id.

@@ -15,9 +15,9 @@ use http::header::{ALLOW, CONTENT_TYPE};
 use http::{HeaderValue, Method, StatusCode};
 
 use crate::account::Account;
+use crate::admission;
 use crate::exchange;
 use crate::files::ErrorDocument;
-use crate::gate;
 use crate::message::{Request, Response};
 use crate::node::Node;
 use crate::refusal::Refusal;
@@ -57,6 +57,11 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     }
     account.count_body(&mut request);
 
+    // The waiting page's own stream stands in no line.
+    if let Some(answer) = admission::events(node, &route, &request)? {
+        return Ok(answer);
+    }
+
     // What do the operator's rules say? They may answer, change the request, or choose lane, limits and cells.
     if let Some(answer) = rules::on_arrival(node, &route, &mut request, account)? {
         return Ok(answer);
@@ -65,10 +70,10 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     // An application that rests is woken while the request waits its turn, and kept awake until its body has ended.
     exchange::prepare(node, &route, account);
 
-    // May it run now? Waits its turn in its lane's, its site's and its tenant's line, no longer than is allowed.
-    // The account holds the right to run until the body ends, not just until its head is sent.
-    let lane = rules::lane(node, &route, account);
-    account.admitted(gate::admit(&route, lane, node.patience()).await?);
+    // May it run now? It gets its permit, waits its turn in line, or is told when to come back. The account holds the permit
+    // until the body ends, not just until its head is sent.
+    let (lane, wish) = rules::lane(node, &route, account);
+    admission::admit(node, &route, lane, wish, &mut request, account).await?;
 
     // The last word of the rules, and where the request is to run after all they said.
     if let Some(answer) = rules::on_admission(node, &route, &mut request, account)? {
@@ -95,6 +100,9 @@ async fn refuse(node: &Node, refusal: Refusal, account: &mut Account) -> Respons
     account.refused(&refusal, &row);
     let id = account.id();
     let mut response = refusal.into_response(id);
+    if row.has_own_page {
+        return response;
+    }
     if let Some(document) = error_document(node, account.route(), row.status).await {
         response.headers.insert(CONTENT_TYPE, document.content_type);
         response.body = document.body;

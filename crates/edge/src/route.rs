@@ -12,7 +12,7 @@ use foldhash::fast::RandomState;
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::{Site, Tenant};
 
-use crate::gate::Gates;
+use crate::admission::Lane;
 use crate::message::Head;
 use crate::path::{SitePath, matches_prefix};
 use crate::refusal::Refusal;
@@ -27,18 +27,19 @@ const HOSTS_MAX: usize = 8192;
 pub struct Route {
     pub site: Arc<Site>,
     pub tenant: Arc<Tenant>,
-    pub gates: Gates,
+    /// Where its requests stand in line.
+    pub lane: Arc<Lane>,
     /// What holds for each of its requests, where its record says anything; rules lay theirs over it.
     pub confinement: Option<Arc<Confinement>>,
 }
 
 impl Route {
-    pub fn new(site: Arc<Site>, tenant: Arc<Tenant>, gates: Gates) -> Self {
+    pub fn new(site: Arc<Site>, tenant: Arc<Tenant>, lane: Arc<Lane>) -> Self {
         let demotions = site.demotions.iter().filter_map(|step| step.demotion()).collect();
         let confinement =
             Confinement { limits: site.request_limits.limits(), demotions, ..Confinement::default() };
         let confinement = (confinement != Confinement::default()).then(|| Arc::new(confinement));
-        Self { site, tenant, gates, confinement }
+        Self { site, tenant, lane, confinement }
     }
 }
 
@@ -85,12 +86,12 @@ impl Router {
         if found.is_empty() {
             return None;
         }
-        let tenant_default = self.shared.options().tenant_max_concurrent;
+        let options = self.shared.options();
         let routes: Routes = found
             .into_iter()
             .map(|route| {
-                let gates = self.shared.gates.of(&route.site, &route.tenant, tenant_default);
-                Rc::new(Route::new(route.site, route.tenant, gates))
+                let lane = self.shared.lanes.of_site(&route.site, &route.tenant, &options);
+                Rc::new(Route::new(route.site, route.tenant, lane))
             })
             .collect();
         let mut known = self.known.borrow_mut();

@@ -11,7 +11,7 @@ use nagaya_rules::RuleSet;
 use parking_lot::RwLock;
 
 use crate::access_log::AccessLog;
-use crate::gate::GateTable;
+use crate::admission::{Lanes, Tickets};
 use crate::instances::Needs;
 use crate::metrics::Metrics;
 use crate::options::Options;
@@ -26,7 +26,10 @@ pub struct Shared {
     generation: AtomicU64,
     options: RwLock<Arc<Options>>,
     log: RwLock<Option<Arc<AccessLog>>>,
-    pub gates: GateTable,
+    /// Who runs and who waits.
+    pub lanes: Arc<Lanes>,
+    /// None where there is nowhere to keep them.
+    tickets: RwLock<Option<Arc<Tickets>>>,
     pub metrics: Arc<Metrics>,
     pub php: Arc<PhpPools>,
     /// What cells that requests share have been charged.
@@ -54,9 +57,10 @@ impl Shared {
             named: NamedCells::default(),
             load: Load::new(),
             told: Told::default(),
+            lanes: Lanes::new(&options, metrics.waiting.clone()),
+            tickets: RwLock::default(),
             options: RwLock::new(Arc::new(options)),
             log: RwLock::new(log),
-            gates: GateTable::new(metrics.waiting.clone()),
             metrics,
             ledger: Arc::default(),
             needs: Arc::default(),
@@ -71,7 +75,16 @@ impl Shared {
     /// Applies the changes as one: no request sees a part of them.
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) -> Result<(), TableError> {
         let mut table = self.table.write();
-        let result = changes.into_iter().try_for_each(|change| table.apply(change));
+        let (lanes, options) = (&self.lanes, self.options());
+        let result = changes.into_iter().try_for_each(|change| {
+            match &change {
+                Change::PutSite(site) => lanes.site_changed(site, &options),
+                Change::PutTenant(tenant) => lanes.tenant_changed(tenant, &options),
+                Change::DropSite(site) => lanes.drop_site(site),
+                _ => {}
+            }
+            table.apply(change)
+        });
         self.metrics.sites.set(i64::try_from(table.site_count()).unwrap_or(i64::MAX));
         self.metrics.tenants.set(i64::try_from(table.tenant_count()).unwrap_or(i64::MAX));
         drop(table);
@@ -99,6 +112,7 @@ impl Shared {
     pub fn set_options(&self, options: Options) {
         self.php.set_options(&options);
         self.set_rules(&options);
+        self.lanes.set_options(&options);
         *self.options.write() = Arc::new(options);
         self.generation.fetch_add(1, Ordering::Release);
     }
@@ -108,6 +122,15 @@ impl Shared {
             self.rules.set_files(options.rules.clone());
         }
         self.rules.set_budget(options.rule_limits);
+    }
+
+    pub fn tickets(&self) -> Option<Arc<Tickets>> {
+        self.tickets.read().clone()
+    }
+
+    /// From now on tickets are given, and those of an earlier start are known.
+    pub fn set_tickets(&self, tickets: Tickets) {
+        *self.tickets.write() = Some(Arc::new(tickets));
     }
 
     pub fn log(&self) -> Option<Arc<AccessLog>> {

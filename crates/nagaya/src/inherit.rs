@@ -29,6 +29,8 @@ pub struct Inherited {
     pub listeners: Vec<InheritedListener>,
     /// The keeper's listening socket.
     pub keeper: Option<RawFd>,
+    /// The edge's directory for tickets.
+    pub tickets: Option<RawFd>,
     /// Whose rights to take, uid and gid. None: stay as started.
     pub identity: Option<(u32, u32)>,
     pub log_level: String,

@@ -60,6 +60,8 @@ pub enum Number {
     ArrivedUs,
     /// Requests the node is working on, those that wait left out.
     Running,
+    /// Requests that wait their turn, of all tenants.
+    Waiting,
 }
 
 /// One value of a setting.

@@ -304,7 +304,8 @@ impl Facts for Noted<'_> {
             | Number::BytesOut
             | Number::Keepalives
             | Number::ArrivedUs
-            | Number::Running => self.lose(),
+            | Number::Running
+            | Number::Waiting => self.lose(),
         }
         told
     }

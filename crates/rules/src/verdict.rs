@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nagaya_cmdb::cell::{
     CellChange, Confinement, Controller, DEMOTIONS_MAX, Demotion, Limits, NAMED_PER_REQUEST_MAX, NamedCell,
@@ -49,6 +50,10 @@ pub struct Verdict {
     /// To be done to named cells, in this order.
     pub changes: Vec<CellChange>,
     pub lane: Option<Lane>,
+    /// Goes before who came so many seconds earlier; negative: behind. -100 to 100.
+    pub priority: i8,
+    /// It is let in whatever runs already.
+    pub passes: bool,
     pub rewrites: Rewrites,
     /// In the order they were made.
     pub headers_in: Vec<HeaderEdit>,
@@ -99,11 +104,15 @@ pub struct Answer {
     pub location: Option<Box<str>>,
 }
 
-/// A queue of the operator's naming, with so many requests of it running at once.
+/// A queue of the operator's naming within its site's, with so many requests of it running at once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lane {
     pub name: Box<str>,
     pub run: u32,
+    /// Longest predicted wait; `None`: its site's.
+    pub wait: Option<Duration>,
+    /// Tickets are given where the site gives them.
+    pub tickets: bool,
 }
 
 /// What the request is to be treated as. Each replaces what the edge found out.
@@ -284,7 +293,13 @@ impl Verdict {
         Ok(())
     }
 
-    pub fn set_lane(&mut self, name: &str, run: u32) -> Result<(), Full> {
+    pub fn set_lane(
+        &mut self,
+        name: &str,
+        run: u32,
+        wait: Option<Duration>,
+        tickets: bool,
+    ) -> Result<(), Full> {
         let name = checked(name, "the name of the lane", NAME_LEN_MAX)?;
         if name.is_empty() || run == 0 {
             return Err(Full::Bad {
@@ -293,8 +308,19 @@ impl Verdict {
             });
         }
         self.decided.add(Topic::Lane);
-        self.lane = Some(Lane { name, run });
+        self.lane = Some(Lane { name, run, wait, tickets });
         Ok(())
+    }
+
+    /// It goes before who came so many seconds earlier, or behind.
+    pub fn set_priority(&mut self, seconds: i8) {
+        self.decided.add(Topic::Lane);
+        self.priority = seconds;
+    }
+
+    pub fn let_pass(&mut self) {
+        self.decided.add(Topic::Lane);
+        self.passes = true;
     }
 
     /// For `edit` to fill in one field with what `Verdict::value` gave.
@@ -368,15 +394,17 @@ impl Verdict {
         };
         let rewrites = &self.rewrites;
         let paths = [&rewrites.path, &rewrites.query, &rewrites.document_root, &rewrites.filename];
-        let answer = self.answer.as_ref().map_or(0, |answer| {
-            answer.body.len() + text(&answer.content_type) + text(&answer.location)
-        });
+        let answer = self
+            .answer
+            .as_ref()
+            .map_or(0, |answer| answer.body.len() + text(&answer.content_type) + text(&answer.location));
         let edits = self.headers_in.iter().chain(&self.headers_out).map(field).sum::<usize>();
         let notes = self.notes.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
         let variables = self.env.iter().map(|(name, value)| name.len() + text(value)).sum::<usize>();
         let lists = self.confinement.named.len() + self.confinement.demotions.len() + self.changes.len();
         let fixed = size_of::<Self>() + lists * size_of::<CellChange>();
-        let other = paths.into_iter().chain([&rewrites.user, &rewrites.content_type]).map(text).sum::<usize>();
+        let other =
+            paths.into_iter().chain([&rewrites.user, &rewrites.content_type]).map(text).sum::<usize>();
         fixed + answer + edits + notes + variables + other
     }
 

@@ -48,6 +48,8 @@ const KEYWORDS: &[&str] = &[
     "devices",
     "tenant",
     "run",
+    "wait",
+    "tickets",
     "after",
     "to",
     "status",

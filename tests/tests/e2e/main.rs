@@ -3,6 +3,7 @@
 //! One module for each topic, each with a node that its tests share. Run one test by a part of its name:
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
+mod admission;
 mod app;
 mod cells;
 mod cgi;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         tenants::SUITE,
         sites::SUITE,
         limits::SUITE,
+        admission::SUITE,
         rules::SUITE,
         cells::SUITE,
         receipts::SUITE,

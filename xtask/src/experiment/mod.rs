@@ -2,6 +2,7 @@
 //!
 //! Not here: how servers are configured (`server`), how load is made (`load`), how results are written (`report`).
 
+mod admission;
 mod cell_cost;
 mod instances;
 mod isolation;
@@ -40,7 +41,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 15] = [
+const EXPERIMENTS: [(&str, Experiment); 22] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -56,6 +57,13 @@ const EXPERIMENTS: [(&str, Experiment); 15] = [
     ("rest-cost", instances::rest_cost::run),
     ("wake-faults", instances::faults::run),
     ("sandbox-cost", instances::sandbox_cost::run),
+    ("admission-correlation", admission::correlation::run),
+    ("admission-prediction", admission::prediction::run),
+    ("admission-overflow", admission::overflow::run),
+    ("admission-bound", admission::bound::run),
+    ("admission-promise", admission::promise::run),
+    ("admission-fair", admission::fair::run),
+    ("admission-cost", admission::cost::run),
 ];
 
 /// What was asked for on the command line, and a directory that lives as long as the experiment.

@@ -74,6 +74,11 @@ impl Node {
         self.dir.join("nagaya.toml")
     }
 
+    /// Where the admin interface listens.
+    pub fn admin_socket(&self) -> PathBuf {
+        self.dir.join("run/admin.sock")
+    }
+
     /// Where the keeper listens.
     pub fn keeper_socket(&self) -> PathBuf {
         self.dir.join("run/keeper.sock")

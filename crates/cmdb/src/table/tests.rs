@@ -18,6 +18,7 @@ fn tenant(name: &str) -> Tenant {
         home: None,
         max_concurrent: None,
         php_workers: None,
+        weight: None,
         limits: Default::default(),
     }
 }
@@ -30,6 +31,7 @@ fn site(name: &str, tenant: &str, hosts: &[&str], path: &str) -> Site {
         path: path.into(),
         backend: Backend::Static(Files { root: name.into(), ..Files::default() }),
         max_concurrent: None,
+        admission: Default::default(),
         limits: Default::default(),
         request_limits: Default::default(),
         demotions: Vec::new(),

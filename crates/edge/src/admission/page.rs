@@ -23,9 +23,6 @@ const HTML: &str = include_str!("page/wait.html");
 const STYLE: &str = include_str!("page/wait.css");
 const SCRIPT: &str = include_str!("page/wait.js");
 
-/// The code of the problem: turned away with a ticket.
-const TURNED_AWAY: Code = Code(450);
-
 /// The page with its style and script, and the policy that allows just these.
 static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
     let page = fill(HTML, |name| match name {
@@ -34,9 +31,10 @@ static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
         _ => None,
     });
     let hash = |text: &str| base64(digest(&SHA256, text.as_bytes()).as_ref());
+    // Nothing about forms: browsers hold to it when they repeat what was sent, and to where the site then leads.
     let policy = format!(
         "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; \
-         base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+         base-uri 'none'; frame-ancestors 'none'",
         hash(STYLE),
         hash(SCRIPT),
     );
@@ -106,19 +104,19 @@ pub fn render_own(template: &str, facts: &Facts<'_>) -> String {
     fill(template, |name| placeholder(name, facts))
 }
 
-/// The problem document (RFC 9457) for programs: `promise` as `ticket` says it. `not_before` and `not_after` are seconds since the
+/// The problem document (RFC 9457) for programs, with the code of the refusal: `promise` as `ticket` says it. `not_before` and `not_after` are seconds since the
 /// Unix epoch.
-pub fn problem_json(facts: &Facts<'_>, ticket: &str, promise: &Promise) -> String {
+pub fn problem_json(facts: &Facts<'_>, ticket: &str, promise: &Promise, code: Code) -> String {
     let seconds = |moment: nagaya_admission::Moment| moment.0.div_ceil(1_000_000);
     serde_json::json!({
-        "type": format!("urn:nagaya:{TURNED_AWAY}"),
+        "type": format!("urn:nagaya:{code}"),
         "title": "Come back with this ticket",
         "status": 503,
         "detail": format!(
             "{} is busy. A slot is reserved: come back in {} seconds with the ticket in the header field Nagaya-Ticket.",
             facts.site, facts.begins_in_seconds,
         ),
-        "code": TURNED_AWAY.to_string(),
+        "code": code.to_string(),
         "position": u64::from(facts.ahead) + 1,
         "predicted_wait_seconds": facts.wait_seconds,
         "at_most_seconds": facts.at_most_seconds,

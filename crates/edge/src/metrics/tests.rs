@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::HeaderMap;
 use nagaya_cmdb::cell::Usage;
 
 use super::*;
 use crate::access_log::More;
 use crate::access_log::tests::record;
+use crate::admission::Turned;
 use crate::refusal::Refusal;
 
 #[test]
@@ -91,6 +94,10 @@ fn each_label_value_stands_where_its_position_says() {
     }
 }
 
+fn turned(is_early: bool) -> Turned {
+    Turned { headers: HeaderMap::new(), body: Bytes::new(), is_early }
+}
+
 #[test]
 fn every_refusal_has_its_own_reason_among_the_labels() {
     let refusals = [
@@ -108,6 +115,10 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::VersionNotSupported,
         Refusal::QueueFull { retry_after_seconds: 1 },
         Refusal::QueueTimeout { retry_after_seconds: 1 },
+        Refusal::TurnedAway(Box::new(turned(false))),
+        Refusal::TurnedAway(Box::new(turned(true))),
+        Refusal::TicketInvalid("x".into()),
+        Refusal::TicketUsed,
         Refusal::Overloaded(""),
         Refusal::BackendUnreachable(String::new()),
         Refusal::BackendInvalid(String::new()),

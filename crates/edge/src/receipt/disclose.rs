@@ -53,6 +53,17 @@ pub struct Disclosure {
     pub stay: Option<Rc<Stay>>,
 }
 
+/// Tells a client that was held in line for how long, and what had been predicted.
+pub fn tell_queued(response: &mut Response, queued: Duration, predicted: Option<Duration>) {
+    let ms = |span: Duration| span.as_secs_f64() * 1000.0;
+    let mut value = format!("queue;dur={:.1}", ms(queued));
+    if let Some(predicted) = predicted {
+        let _ = write!(value, ", predicted;dur={:.1}", ms(predicted));
+    }
+    let value = HeaderValue::try_from(value).expect("digits and plain characters");
+    response.headers.append(SERVER_TIMING, value);
+}
+
 impl Disclosure {
     /// Puts into the head what is known so far. If the body is still being made, the last figures follow in a trailer field,
     /// for clients whose protocol has one.

@@ -144,7 +144,10 @@ impl Facts for RequestFacts<'_> {
             Number::Status => ended.then(|| self.record.status.as_u16().into()),
             Number::BytesOut => ended.then(|| i64::try_from(self.record.bytes_out).unwrap_or(i64::MAX)),
             Number::Keepalives => None,
-            Number::Running => i64::try_from(self.shared.load.running(|| self.shared.gates.running())).ok(),
+            Number::Waiting => Some(self.shared.metrics.waiting.get()),
+            Number::Running => {
+                i64::try_from(self.shared.load.running(|| u64::from(self.shared.lanes.running()))).ok()
+            }
             Number::ArrivedUs => {
                 let arrived = SystemTime::now() - self.record.begun.elapsed();
                 let since = arrived.duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -37,7 +37,7 @@ use self::facts::RequestFacts;
 use self::watch::Events;
 use crate::access_log::AccessRecord;
 use crate::account::Account;
-use crate::gate::Gate;
+use crate::admission::{Lane, Wish};
 use crate::message::{Head, Request, Response};
 use crate::node::Node;
 use crate::programs::Variable;
@@ -286,11 +286,17 @@ fn keep(route: &Rc<Route>, request: &Request, account: &mut Account) {
     }
 }
 
-/// The lane a rule chose, with its bound.
-pub fn lane(node: &Node, route: &Route, account: &mut Account) -> Option<Arc<Gate>> {
-    let lane = account.ruling()?.verdict.lane.clone()?;
-    account.in_lane(&lane.name);
-    Some(node.shared.gates.lane(&route.tenant.name, &lane.name, lane.run))
+/// The lane a rule chose, and what it said about the request's turn.
+pub fn lane(node: &Node, route: &Route, account: &mut Account) -> (Option<Arc<Lane>>, Wish) {
+    let Some(verdict) = account.ruling().map(|ruling| Rc::clone(&ruling.verdict)) else {
+        return (None, Wish::default());
+    };
+    let wish = Wish { priority: verdict.priority, passes: verdict.passes };
+    let lane = verdict.lane.as_ref().map(|lane| {
+        account.in_lane(&lane.name);
+        node.shared.lanes.of_rule(&route.lane, lane)
+    });
+    (lane, wish)
 }
 
 /// Settles in which cells and under which limits the request runs: its site's, and over them its rules'.

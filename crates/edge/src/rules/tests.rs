@@ -22,7 +22,8 @@ struct Came {
     answer: Result<Option<Response>, Refusal>,
     request: Request,
     account: Box<Account>,
-    waits_in: Option<Arc<Gate>>,
+    waits_in: Option<Arc<Lane>>,
+    wish: Wish,
 }
 
 struct World {
@@ -95,14 +96,14 @@ impl World {
         let route = node.router.find(&request.head).unwrap();
         account.belongs_to(&route);
         let mut answer = on_arrival(node, &route, &mut request, &mut account);
-        let waits_in = lane(node, &route, &mut account);
+        let (waits_in, wish) = lane(node, &route, &mut account);
         if matches!(answer, Ok(None)) {
             answer = on_admission(node, &route, &mut request, &mut account);
         }
         if matches!(answer, Ok(None)) {
             confine(node, &route, &mut account).await;
         }
-        Came { answer, request, account, waits_in }
+        Came { answer, request, account, waits_in, wish }
     }
 }
 
@@ -296,11 +297,20 @@ async fn a_rule_that_answers_can_make_a_group_too() {
 }
 
 #[tokio::test]
-async fn a_lane_is_found_by_its_name_and_its_tenant() {
+async fn a_lane_is_found_by_its_name_and_its_site() {
     let world = World::new(&[(Phase::AccessChecker, "lane \"slow\", run: 3\n")]);
     let (first, second) = (world.ask("/w/").await, world.ask("/w/").await);
     let (first, second) = (first.waits_in.unwrap(), second.waits_in.unwrap());
     assert!(Arc::ptr_eq(&first, &second));
+    assert_eq!(&*first.label, "lane wiki slow");
+}
+
+#[tokio::test]
+async fn a_rule_says_who_goes_first_and_who_is_not_held_back() {
+    let came = World::new(&[(Phase::AccessChecker, "priority 5\n")]).ask("/w/").await;
+    assert_eq!(came.wish, Wish { priority: 5, passes: false });
+    let came = World::new(&[(Phase::AccessChecker, "bypass\n")]).ask("/w/").await;
+    assert_eq!(came.wish, Wish { priority: 0, passes: true });
 }
 
 #[tokio::test]

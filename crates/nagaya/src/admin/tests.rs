@@ -58,7 +58,7 @@ impl Node for TestNode {
     }
 
     fn requests(&self) -> BoxFuture<'_, Option<String>> {
-        Box::pin(async { Some(r#"{"instances":[],"gates":[]}"#.into()) })
+        Box::pin(async { Some(r#"{"instances":[],"lanes":[]}"#.into()) })
     }
 
     /// Knows one request, and is silent about another.
@@ -367,5 +367,5 @@ fn instances_are_listed_and_told_what_to_do() {
     assert_eq!(call(Method::GET, "/v1/instances/silent").0, 503);
     assert_eq!(call(Method::GET, "/v1/instances/wiki/stop").0, 405);
     assert_eq!(call(Method::DELETE, "/v1/instances").0, 405);
-    assert_eq!(call(Method::GET, "/v1/requests"), (200, json!({ "instances": [], "gates": [] })));
+    assert_eq!(call(Method::GET, "/v1/requests"), (200, json!({ "instances": [], "lanes": [] })));
 }

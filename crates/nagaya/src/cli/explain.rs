@@ -1,6 +1,6 @@
 //! `nagaya explain ID`: one request's receipt, for a person to read.
 //!
-//! Not here: what is written on receipts and how long they are kept (`nagaya_edge`).
+//! Not here: why a site's requests wait (`lanes`), what is written on receipts and how long they are kept (`nagaya_edge`).
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -9,12 +9,19 @@ use nagaya_base::units::format_bytes;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::lanes;
 use super::output::{self, CliError, Format, Place, escape, printable, short_us};
 
 /// Length of the longest bar, in characters.
 const BAR_LEN: usize = 40;
 
+/// Of a request's id, in hexadecimal digits. Whatever else is asked for is a site.
+const ID_LEN: usize = 32;
+
 pub fn run(id: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
+    if id.len() != ID_LEN || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return lanes::explain(id, format, place);
+    }
     let explained = output::ask_node(place, &format!("/v1/requests/{}", escape(id)));
     output::end(explained.and_then(|receipt| print(receipt, format)), format)
 }

@@ -9,6 +9,7 @@ mod doctor;
 mod error;
 mod explain;
 mod instance;
+mod lanes;
 mod limits;
 mod output;
 mod setting;
@@ -74,12 +75,17 @@ enum Command {
     /// Show live who runs, rests, waits and uses CPU time
     #[command(after_help = TOP_EXAMPLES)]
     Top(top::Top),
-    /// Explain one request: where its time went, and what limited it
+    /// Show who runs, who waits and for how long
     #[command(
-        after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json"
+        after_help = "Examples:\n  nagaya lanes\n  nagaya lanes --watch\n  nagaya lanes --json | jq '.[] | select(.waiting > 0)'"
+    )]
+    Lanes(lanes::Lanes),
+    /// Explain one request (where its time went, and what limited it), or why a site's requests wait
+    #[command(
+        after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json\n  nagaya explain blog"
     )]
     Explain {
-        /// As error pages, the access log and Nagaya-Receipt show it: 32 hexadecimal digits
+        /// A request as error pages, the access log and Nagaya-Receipt show it, 32 hexadecimal digits; or a site
         id: String,
         #[command(flatten)]
         format: Format,
@@ -169,6 +175,7 @@ pub fn run() -> ExitCode {
         Command::Instance(command) => {
             place(config.as_deref()).and_then(|place| instance::run(&command, &place))
         }
+        Command::Lanes(command) => place(config.as_deref()).and_then(|place| lanes::run(&command, &place)),
         Command::Top(command) => place(config.as_deref()).and_then(|place| top::run(&command, &place)),
         Command::Explain { id, format } => {
             place(config.as_deref()).and_then(|place| explain::run(&id, format, &place))

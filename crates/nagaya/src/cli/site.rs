@@ -2,10 +2,13 @@
 //!
 //! Not here: what a site must be (`nagaya_cmdb::check`), where commands work (`output`).
 
+mod admission;
+
 use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
 
+use self::admission::AdmissionFields;
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
 use super::{limits, transfer};
 
@@ -127,6 +130,8 @@ pub struct Fields {
     pub server: ServerFields,
     #[command(flatten)]
     pub instance: InstanceFields,
+    #[command(flatten)]
+    pub admission: AdmissionFields,
     #[command(flatten)]
     pub limits: limits::CellFields,
     #[command(flatten)]
@@ -263,7 +268,7 @@ fn path(name: &str) -> String {
 
 fn add(command: &Add, place: &Place) -> Result<(), CliError> {
     let mut record = Map::new();
-    command.fields.apply(&mut record);
+    command.fields.apply(&mut record)?;
     for (key, option) in [("tenant", "--tenant"), ("hosts", "--host"), ("backend", "--backend")] {
         let missing = match key {
             "backend" => record[key].get("kind").is_none(),
@@ -287,7 +292,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
         for field in &command.unset {
             unset(field, &mut record)?;
         }
-        command.fields.apply(&mut record);
+        command.fields.apply(&mut record)?;
         Ok(Value::Object(record))
     })?;
     if command.format.json {
@@ -299,7 +304,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
 
 /// Takes an option's field out of the record, or out of its backend.
 fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> {
-    if limits::unset(option, record)? {
+    if limits::unset(option, record)? || admission::unset(option, record)? {
         return Ok(());
     }
     let field = match option {
@@ -323,7 +328,7 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
 impl Fields {
     /// Puts what was given into the record. Fields that do not go with its kind are left for the store's
     /// checks to name.
-    fn apply(&self, record: &mut Map<String, Value>) {
+    fn apply(&self, record: &mut Map<String, Value>) -> Result<(), CliError> {
         put(record, "tenant", self.tenant.as_ref());
         put_list(record, "hosts", &self.hosts);
         put(record, "path", self.path.as_ref());
@@ -341,6 +346,7 @@ impl Fields {
         put_map(&mut backend, "env", &self.env);
         put(&mut backend, "timeout_seconds", self.timeout_seconds);
         record.insert("backend".into(), Value::Object(backend));
+        self.admission.apply(record)
     }
 }
 

@@ -86,13 +86,16 @@ pub struct Fields {
     /// PHP workers it may have at once
     #[arg(long, value_name = "N")]
     pub php_workers: Option<u32>,
+    /// Share of the node against other tenants when all want more than there is, 1 to 10000; 100 if not given
+    #[arg(long, value_name = "N")]
+    pub weight: Option<u32>,
     #[command(flatten)]
     pub limits: limits::CellFields,
 }
 
 /// The fields a tenant can be without.
 fn unsettable() -> clap::builder::PossibleValuesParser {
-    let own = ["home", "max-concurrent", "php-workers", limits::ALL];
+    let own = ["home", "max-concurrent", "php-workers", "weight", limits::ALL];
     clap::builder::PossibleValuesParser::new(own.into_iter().chain(limits::OPTIONS))
 }
 
@@ -148,7 +151,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
 }
 
 fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliError> {
-    let Fields { uid, user, gid, home, max_concurrent, php_workers, limits } = fields;
+    let Fields { uid, user, gid, home, max_concurrent, php_workers, weight, limits } = fields;
     if let Some(name) = user {
         let user = User::from_name(name)
             .map_err(|error| CliError::Usage(format!("user '{name}' cannot be looked up: {error}")))?
@@ -163,8 +166,13 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
     if let Some(home) = home {
         record.insert("home".into(), home.as_str().into());
     }
-    let numbers =
-        [("uid", uid), ("gid", gid), ("max_concurrent", max_concurrent), ("php_workers", php_workers)];
+    let numbers = [
+        ("uid", uid),
+        ("gid", gid),
+        ("max_concurrent", max_concurrent),
+        ("php_workers", php_workers),
+        ("weight", weight),
+    ];
     for (key, value) in numbers {
         if let Some(value) = value {
             record.insert(key.into(), (*value).into());

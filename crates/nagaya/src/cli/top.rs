@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use super::cells::{self, CLEAR, INTERVAL};
 use super::instance::{self, Instance, absent};
+use super::lanes::Lane;
 use super::output::{self, CliError, Columns, Format, Place, printable, short_time};
 
 #[derive(Debug, clap::Args)]
@@ -41,7 +42,7 @@ pub struct Top {
 struct Requests {
     /// Of applications.
     instances: Vec<Load>,
-    gates: Vec<Gate>,
+    lanes: Vec<Lane>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -49,16 +50,6 @@ struct Load {
     site: String,
     running: u64,
     waiting: u64,
-}
-
-/// A bound at which requests run or wait.
-#[derive(Debug, Deserialize)]
-struct Gate {
-    of: String,
-    name: String,
-    running: u64,
-    waiting: u64,
-    limit: u64,
 }
 
 /// One look at everything.
@@ -153,7 +144,7 @@ fn frame(command: &Top, before: &Look, now: &Look) -> String {
     if command.format.json {
         return format!("{}\n", serde_json::to_string(&rows).unwrap_or_default());
     }
-    screen(command, &rows, &now.requests.gates)
+    screen(command, &rows, &now.requests.lanes)
 }
 
 /// Every site that has an instance, runs something or uses something; the busiest first.
@@ -174,10 +165,10 @@ fn rows(before: &Look, now: &Look) -> Vec<Row> {
         tenant.clone_into(&mut row.tenant);
         row.memory_bytes = row.memory_bytes.or(*memory);
     }
-    // Where a site has a bound, its requests are counted there; an application's are those that need its instance.
-    for gate in now.requests.gates.iter().filter(|gate| gate.of == "site") {
-        let row = rows.entry(gate.name.clone()).or_default();
-        (row.running, row.waiting) = (gate.running, gate.waiting);
+    // A site's requests are counted in its lane; an application's are those that need its instance.
+    for lane in now.requests.lanes.iter().filter(|lane| lane.of == "site") {
+        let row = rows.entry(lane.name.clone()).or_default();
+        (row.running, row.waiting) = (lane.running, lane.waiting);
     }
     for load in &now.requests.instances {
         let row = rows.entry(load.site.clone()).or_default();
@@ -212,7 +203,7 @@ fn percent(before: Option<u64>, now: Option<u64>, elapsed: Duration) -> f64 {
     (now - before) as f64 / 1e4 / elapsed.as_secs_f64().max(1e-6)
 }
 
-fn screen(command: &Top, rows: &[Row], gates: &[Gate]) -> String {
+fn screen(command: &Top, rows: &[Row], lanes: &[Lane]) -> String {
     let mut out = String::new();
     let at = |tier: Tier| rows.iter().filter(|row| row.tier == Some(tier)).count();
     let tiers: Vec<_> = Tier::ALL.iter().rev().map(|tier| format!("{} {tier}", at(*tier))).collect();
@@ -233,10 +224,10 @@ fn screen(command: &Top, rows: &[Row], gates: &[Gate]) -> String {
             rows.len() - command.limit
         );
     }
-    for gate in gates.iter().filter(|gate| gate.waiting > 0) {
-        let Gate { of, name, running, waiting, limit } = gate;
+    for lane in lanes.iter().filter(|lane| lane.waiting > 0) {
+        let Lane { of, name, running, waiting, run, .. } = lane;
         let name = printable(name);
-        let _ = writeln!(out, "\n{of} {name}: {waiting} requests wait, {running} of {limit} run");
+        let _ = writeln!(out, "\n{of} {name}: {waiting} requests wait, {running} of {run} run");
     }
     out
 }
@@ -274,9 +265,9 @@ mod tests {
         ]});
         let requests = json!({
             "instances": [{ "site": "wiki", "running": 2, "waiting": 1 }],
-            "gates": [
-                { "of": "tenant", "name": "demo", "running": 4, "waiting": 7, "limit": 4 },
-                { "of": "site", "name": "old", "running": 1, "waiting": 0, "limit": 9 },
+            "lanes": [
+                { "of": "lane", "name": "wiki slow", "running": 4, "waiting": 7, "run": 4 },
+                { "of": "site", "name": "old", "running": 1, "waiting": 0, "run": 9 },
             ],
         });
         let used = used.iter().map(|(path, us)| ((*path).to_owned(), (*us, Some(2_048))));
@@ -302,7 +293,7 @@ mod tests {
              old   demo    -        -    1    0     100.0  2KiB\n\
              wiki  demo    running  5s   2    1     25.0   60MiB\n\
              \n1 sites that use less are not shown: see --limit and --tenant\n\
-             \ntenant demo: 7 requests wait, 4 of 4 run\n"
+             \nlane wiki slow: 7 requests wait, 4 of 4 run\n"
         );
         let command = Top { tenant: Some("other".into()), format: Format { json: true }, ..command };
         assert_eq!(frame(&command, &before, &now), "[]\n");

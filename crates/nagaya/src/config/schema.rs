@@ -198,6 +198,11 @@ pub static SECTIONS: &[Section] = &[
         keys: RULE_LIMITS,
     },
     Section {
+        path: "admission",
+        doc: "What becomes of those who come when as many requests run as may: see [admission.md](admission.md).",
+        keys: ADMISSION,
+    },
+    Section {
         path: "receipts",
         doc: "Who is told with the response what a request used and waited for.",
         keys: RECEIPTS,
@@ -273,14 +278,14 @@ const TENANTS: &[Key<Settings>] = &[
         "0.1",
         count(0, 1_000_000),
         edge.max_waiting,
-        "Requests that may wait for one tenant's or one site's turn. One more is answered 503 with `Retry-After`."
+        "Requests that may wait in one lane, whatever is predicted. One more gets a ticket, or 503 with `Retry-After`."
     ),
     key!(
         "wait_timeout",
         "0.1",
         time(0, HOUR),
         edge.wait_ms,
-        "Longest wait for a turn; then 503 with `Retry-After`."
+        "Longest predicted wait of a request that may stand in line; who would wait longer gets a ticket, or 503 with `Retry-After`. Nobody waits longer than twice this."
     ),
     key!(
         "php_workers",
@@ -502,6 +507,52 @@ const RULE_LIMITS: &[Key<Settings>] = &[
         size(MIB, GIB),
         edge.rule_limits.memory,
         "Memory of one edge thread's Ruby machine, with all that rules keep between requests."
+    ),
+];
+
+const ADMISSION: &[Key<Settings>] = &[
+    key!(
+        "node_max_concurrent",
+        "0.1",
+        count(0, 1_000_000),
+        edge.admission.node_max_concurrent,
+        "Requests of all tenants that may run at once, shared by weight where they want more. `0`: as many as their tenants may."
+    ),
+    key!(
+        "tickets",
+        "0.1",
+        Kind::Flag,
+        edge.admission.tickets,
+        "Whoever finds a line too long is given a ticket: a slot that is reserved, and a time to come back. A site's record can say otherwise."
+    ),
+    key!("slot", "0.1", time(1_000, HOUR), edge.admission.slot_ms, "Length of a ticket's slot."),
+    key!(
+        "horizon",
+        "0.1",
+        time(1_000, DAY),
+        edge.admission.horizon_ms,
+        "How far ahead slots are given. Who would come later gets 503 without a ticket."
+    ),
+    key!(
+        "tickets_max",
+        "0.1",
+        count(1, 100_000),
+        edge.admission.tickets_max,
+        "Tickets of one lane that may be out at once."
+    ),
+    key!(
+        "penalty",
+        "0.1",
+        time(0, 60_000),
+        edge.admission.penalty_ms,
+        "So long the answer is held back for a client that asks again before the time it was told. It holds no permit meanwhile."
+    ),
+    key!(
+        "body_bytes",
+        "0.1",
+        size(0, 64 * GIB),
+        edge.admission.body_bytes,
+        "Bytes of request bodies held in memory for those who wait in one lane, at most 64 KiB of each."
     ),
 ];
 

@@ -52,6 +52,8 @@ pub struct Parts {
     pub listening: Vec<Listening>,
     pub keeper_socket: OwnedFd,
     pub edge_identity: Option<Identity>,
+    /// Where the edge keeps what it promised. None: it promises nothing.
+    pub tickets: Option<OwnedFd>,
     pub node: Arc<Node>,
 }
 
@@ -398,6 +400,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         feed: number(feed),
         listeners: Vec::new(),
         keeper: None,
+        tickets: None,
         identity: None,
         log_level: parts.serve.log.clone().unwrap_or_else(|| parts.settings.log.level.clone()),
         log_json: logging::is_json(&parts.settings.log),
@@ -409,6 +412,10 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
             descriptors.push(parts.keeper_socket.as_fd());
         }
         Role::Edge => {
+            if let Some(tickets) = &parts.tickets {
+                inherited.tickets = Some(number(tickets));
+                descriptors.push(tickets.as_fd());
+            }
             inherited.identity = parts.edge_identity.map(|identity| (identity.uid, identity.gid));
             for at in &parts.listening {
                 inherited.listeners.push(InheritedListener {

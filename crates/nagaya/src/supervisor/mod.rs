@@ -92,6 +92,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         listening,
         keeper_socket,
         edge_identity,
+        tickets: place::prepare_tickets(&settings, edge_identity),
         node: Arc::clone(&node),
     };
     let result = run(parts, admin_socket, admin_parts(&settings, node));

@@ -2,12 +2,13 @@
 //!
 //! Not here: the sockets in them (`sockets`), the store (`cmdb`).
 
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{FlockOperation, OFlags};
 
 use super::error::ServeError;
 use super::identity::Identity;
@@ -135,6 +136,34 @@ pub fn prepare_access_log(settings: &Settings, identity: Option<Identity>) {
         }
         _ => {}
     }
+}
+
+/// The directory in which the edge keeps what it promised, made for it and opened. Without one it serves and promises nothing.
+pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
+    let path = settings.state_dir.join("tickets");
+    let open = || -> io::Result<OwnedFd> {
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        let directory = OpenOptions::new()
+            .read(true)
+            .custom_flags((OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC).bits().cast_signed())
+            .open(&path)?;
+        if let Some(identity) = identity {
+            std::os::unix::fs::fchown(&directory, Some(identity.uid), Some(identity.gid))?;
+        }
+        Ok(directory.into())
+    };
+    open()
+        .inspect_err(|error| {
+            tracing::error!(
+                code = "NGY0513",
+                path = %path.display(),
+                "no tickets are given: their directory cannot be made: {error}"
+            );
+        })
+        .ok()
 }
 
 #[cfg(test)]

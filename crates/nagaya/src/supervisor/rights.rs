@@ -127,7 +127,8 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
             sockets,
         });
     }
-    Ok(nagaya_edge::Start { listeners, feed })
+    let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
+    Ok(nagaya_edge::Start { listeners, feed, tickets })
 }
 
 fn keeper_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_keeper::Start, RightsError> {

@@ -4,7 +4,9 @@
 //! A word that is not known and an amount that cannot be read raise, so that a limit is never missing because of a
 //! slip. Not here: `request`, `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
 
+use std::ops::RangeInclusive;
 use std::thread;
+use std::time::Duration;
 
 use nagaya_cmdb::cell::{
     CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope,
@@ -25,10 +27,17 @@ const HEADER: &str = "Nagaya::Header";
 const NODE: &str = "Nagaya::Node";
 const NAGAYA: &str = "Nagaya";
 
+/// Seconds by which a request may go before its time, or behind it.
+const PRIORITIES: RangeInclusive<i8> = -100..=100;
+
+const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\", run: 5";
+
 pub const NATIVES: &[Native] = &[
     Native::method(WORDS, "limit", limit),
     Native::method(WORDS, "cell", cell),
     Native::method(WORDS, "lane", lane),
+    Native::method(WORDS, "priority", priority),
+    Native::method(WORDS, "bypass", bypass),
     Native::method(WORDS, "demote", demote),
     Native::method(WORDS, "answer", answer),
     Native::method(WORDS, "redirect", redirect),
@@ -58,6 +67,7 @@ pub const NATIVES: &[Native] = &[
     Native::method(NODE, "load15", |call| Ok(call.facts.load()[2].into())),
     Native::method(NODE, "cores", |_| Ok(Value::Int(cores()))),
     Native::method(NODE, "running", |call| request::number(call, Number::Running, 0)),
+    Native::method(NODE, "waiting", |call| request::number(call, Number::Waiting, 0)),
     Native::singleton(NAGAYA, "seconds", seconds),
     Native::singleton(NAGAYA, "in_span?", in_span),
     Native::singleton(NAGAYA, "gap", gap),
@@ -133,22 +143,57 @@ fn demote<'a>(call: &mut Call<'a>) -> Given<'a> {
     Ok(Value::Nil)
 }
 
-/// `lane "reports", run: 5`.
+/// `lane "reports", run: 5, wait: "10s", tickets: false`.
 fn lane<'a>(call: &mut Call<'a>) -> Given<'a> {
     in_time(call, "lane")?;
+    let wrong = |why: String| NativeError::argument(format!("lane: {why}"));
     let name = call.word(0)?;
-    let wrong =
-        || NativeError::argument("lane: run: is how many run at once, such as lane \"reports\", run: 5");
     call.expect(1, 2)?;
+    let (mut run, mut wait, mut tickets) = (None, None, true);
     let Arg::Map(words) = call.any(1) else {
-        return Err(wrong());
+        return Err(wrong(RUN_MISSING.into()));
     };
-    let [(key, Arg::Int(run))] = words.as_slice() else {
-        return Err(wrong());
+    for (key, value) in words {
+        match (word(key), value) {
+            (Some("run"), Arg::Int(count)) => run = u32::try_from(*count).ok().filter(|run| *run > 0),
+            (Some("wait"), Arg::Text(text)) => {
+                let us = units::time_us(&String::from_utf8_lossy(text));
+                wait = Some(Duration::from_micros(us.map_err(|why| wrong(format!("wait: {why}")))?));
+            }
+            (Some("tickets"), Arg::Bool(given)) => tickets = *given,
+            (Some("wait"), _) => return Err(wrong("wait: write a time such as \"10s\"".into())),
+            (Some("tickets"), _) => return Err(wrong("tickets: is true or false".into())),
+            (Some("run"), _) => return Err(wrong(RUN_MISSING.into())),
+            (other, _) => {
+                let other = other.unwrap_or("that");
+                return Err(wrong(format!("{other} is no word here: there are run:, wait: and tickets:")));
+            }
+        }
+    }
+    let run = run.ok_or_else(|| wrong(RUN_MISSING.into()))?;
+    call.verdict.set_lane(name, run, wait, tickets)?;
+    Ok(Value::Nil)
+}
+
+/// `priority 10`.
+fn priority<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "priority")?;
+    call.expect(1, 1)?;
+    let Arg::Int(seconds) = call.any(0) else {
+        return Err(NativeError::argument("priority: give a number of seconds from -100 to 100"));
     };
-    let run =
-        u32::try_from(*run).ok().filter(|run| *run > 0 && word(key) == Some("run")).ok_or_else(wrong)?;
-    call.verdict.set_lane(name, run)?;
+    let seconds = i8::try_from(*seconds).ok().filter(|seconds| PRIORITIES.contains(seconds));
+    let seconds =
+        seconds.ok_or_else(|| NativeError::argument("priority: is out of range: use -100 to 100"))?;
+    call.verdict.set_priority(seconds);
+    Ok(Value::Nil)
+}
+
+/// `bypass`.
+fn bypass<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "bypass")?;
+    call.expect(0, 0)?;
+    call.verdict.let_pass();
     Ok(Value::Nil)
 }
 

@@ -22,7 +22,7 @@
   function clock() {
     if (wait === null) return data.unknown;
     if (!left(wait)) return data.soon;
-    return most === null ? fill(data.about, time(left(wait))) : fill(data.both, time(left(wait)), time(left(most)));
+    return most === null || most < wait ? fill(data.about, time(left(wait))) : fill(data.both, time(left(wait)), time(left(most)));
   }
 
   function place(ahead) {

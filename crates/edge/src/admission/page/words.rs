@@ -133,8 +133,10 @@ impl Words {
         match (wait, at_most) {
             (None, _) => self.unknown.into(),
             (Some(0), _) => self.soon.into(),
-            (Some(wait), None) => fill_in(self.about, &[&self.time(wait)]),
-            (Some(wait), Some(most)) => fill_in(self.both, &[&self.time(wait), &self.time(most)]),
+            (Some(wait), Some(most)) if most >= wait => {
+                fill_in(self.both, &[&self.time(wait), &self.time(most)])
+            }
+            (Some(wait), _) => fill_in(self.about, &[&self.time(wait)]),
         }
     }
 

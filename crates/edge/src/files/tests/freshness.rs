@@ -170,6 +170,7 @@ fn site(name: &str, root: &str) -> Site {
         path: "/".into(),
         backend: Backend::Static(Files { root: root.into(), ..Files::default() }),
         max_concurrent: None,
+        admission: Default::default(),
         limits: Default::default(),
         request_limits: Default::default(),
         demotions: Vec::new(),

@@ -18,6 +18,7 @@ fn tenant(name: &str) -> Change {
         home: None,
         max_concurrent: None,
         php_workers: None,
+        weight: None,
         limits: Default::default(),
     }))
 }

@@ -1,0 +1,33 @@
+//! A lane as operators see it: one row of JSON, times in seconds.
+//!
+//! Not here: what is known of it (`nagaya_admission`), how it is printed (`nagaya lanes`), metrics.
+
+use std::time::Duration;
+
+use nagaya_admission::{Explained, Moment};
+use serde_json::{Value, json};
+
+use super::lanes::Lane;
+
+pub fn row(lane: &Lane, explained: &Explained, now: Moment) -> Value {
+    let (of, name) = lane.label.split_once(' ').unwrap_or_default();
+    let seconds = |span: Option<Duration>| span.map(|span| span.as_secs_f64());
+    let since = explained.queued_since.map(|since| Duration::from_micros(now.0.saturating_sub(since.0)));
+    json!({
+        "of": of,
+        "name": name,
+        "running": explained.running,
+        "run": explained.run,
+        "waiting": explained.waiting,
+        "waiting_bytes": explained.waiting_bytes,
+        "promised": explained.promised,
+        "wait_seconds": seconds(explained.wait),
+        "queued_for_seconds": seconds(since),
+        "held_by": explained.held_by,
+        "drain_per_second": explained.drain_per_second,
+        "service_p50_seconds": seconds(explained.service_p50),
+        "service_p90_seconds": seconds(explained.service_p90),
+        "counts": explained.counts,
+        "calibration": explained.calibration,
+    })
+}

@@ -1,0 +1,106 @@
+//! Metrics of lanes, in the text format of Prometheus: of the fullest lanes, since each is a label.
+//!
+//! Not here: metrics with fixed labels (`metrics`), rows for the command line (`explain`).
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use nagaya_admission::Explained;
+
+use super::lanes::Lane;
+
+/// Lanes with metrics of their own: the fullest. Their names come from the operator's records and rules, never from a request.
+const LANES_MAX: usize = 100;
+
+/// A metric's name, type, help, and value in a lane; none: the lane has nothing to say.
+type Metric = (&'static str, &'static str, &'static str, fn(&Explained) -> Option<f64>);
+
+const METRICS: [Metric; 14] = [
+    ("nagaya_lane_running", "gauge", "Requests of a lane that run", |lane| Some(lane.running.into())),
+    ("nagaya_lane_run_limit", "gauge", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
+    ("nagaya_lane_waiting", "gauge", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
+    ("nagaya_lane_tickets", "gauge", "Tickets of a lane that are out", |lane| Some(lane.promised.into())),
+    ("nagaya_lane_predicted_wait_seconds", "gauge", "What a newcomer would wait", |lane| {
+        lane.wait.map(|wait| wait.as_secs_f64())
+    }),
+    (
+        "nagaya_lane_drain_per_second",
+        "gauge",
+        "Requests that end in a second while there is a line",
+        |lane| lane.drain_per_second,
+    ),
+    ("nagaya_lane_service_seconds_median", "gauge", "Median of the time a request runs", |lane| {
+        lane.service_p50.map(|time| time.as_secs_f64())
+    }),
+    ("nagaya_lane_prediction_error_p50_percent", "gauge", "Median error of predicted waits", |lane| {
+        lane.calibration.error_p50_pct
+    }),
+    ("nagaya_lane_prediction_error_p90_percent", "gauge", "What nine of ten errors stayed below", |lane| {
+        lane.calibration.error_p90_pct
+    }),
+    ("nagaya_lane_prediction_bias_percent", "gauge", "Predicted less actual waits, of the actual", |lane| {
+        lane.calibration.bias_pct
+    }),
+    ("nagaya_lane_refused_total", "counter", "Requests turned away without a ticket", |lane| {
+        Some(lane.counts.refused as f64)
+    }),
+    ("nagaya_lane_promises_total", "counter", "Tickets given", |lane| Some(lane.counts.promised as f64)),
+    ("nagaya_lane_promises_kept_total", "counter", "Tickets that came in time and ran in time", |lane| {
+        Some(lane.counts.kept as f64)
+    }),
+    (
+        "nagaya_lane_promises_broken_total",
+        "counter",
+        "Tickets that came in time and ran after their slot",
+        |lane| Some(lane.counts.broken as f64),
+    ),
+];
+
+/// The families of all metrics above, each with a sample for each lane.
+pub fn text(mut lanes: Vec<(Arc<Lane>, Explained)>) -> String {
+    let fullness = |lane: &Explained| (lane.waiting, lane.promised, lane.running, lane.counts.admitted);
+    lanes.sort_by(|(_, one), (_, other)| fullness(other).cmp(&fullness(one)));
+    lanes.truncate(LANES_MAX);
+    let mut out = String::new();
+    for (name, kind, help, value) in METRICS {
+        let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for (lane, explained) in &lanes {
+            if let Some(value) = value(explained) {
+                let _ = writeln!(out, "{name}{{lane=\"{}\"}} {value}", escaped(&lane.label));
+            }
+        }
+    }
+    out
+}
+
+/// A label's value: names of lanes that rules give may hold anything.
+fn escaped(label: &str) -> String {
+    label.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use nagaya_cmdb::{Site, Tenant};
+    use nagaya_telemetry::Gauge;
+
+    use super::super::Lanes;
+    use super::*;
+    use crate::options::Options;
+
+    #[test]
+    fn a_lane_is_a_label_and_what_is_unknown_is_left_out() {
+        let options = Options::default();
+        let lanes = Lanes::new(&options, Gauge::default());
+        let tenant: Tenant = serde_json::from_str(r#"{"name":"demo","uid":1000,"gid":1000}"#).unwrap();
+        let site = r#"{"name":"s","tenant":"demo","hosts":["s"],"max_concurrent":7,"backend":{"kind":"static","root":"s"}}"#;
+        let site: Site = serde_json::from_str(site).unwrap();
+        let lane = lanes.of_site(&site, &tenant, &options);
+        let _permit = lanes.enter_calm(&lane).unwrap();
+        let text = text(lanes.explain());
+        assert!(text.contains("# TYPE nagaya_lane_running gauge\nnagaya_lane_running{lane=\""), "{text}");
+        assert!(text.contains("\nnagaya_lane_running{lane=\"site s\"} 1\n"), "{text}");
+        assert!(text.contains("\nnagaya_lane_run_limit{lane=\"site s\"} 7\n"), "{text}");
+        assert!(!text.contains("nagaya_lane_drain_per_second{"), "{text}");
+        assert_eq!(escaped("lane s a\"b\\"), "lane s a\\\"b\\\\");
+    }
+}

@@ -1,0 +1,136 @@
+//! Permits that a lane has been lent: given and taken back with one atomic operation each, as long as nobody waits.
+//!
+//! Most requests find their lane all but empty. They need no place in a line and no prediction, only to be counted, so the
+//! machine lends such a lane some permits in bulk. When it wants them back (somebody waits around there), they are
+//! recalled: nobody enters by them any more, and each comes back when its request ends. Not here: when permits are lent
+//! and recalled (`nagaya_admission`), what a request without one does (`lanes`).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// `used` in the low bits, `lent` above it, and whether they have been recalled on top.
+#[derive(Debug, Default)]
+pub struct Lent(AtomicU64);
+
+const BITS: u32 = 31;
+const MASK: u64 = (1 << BITS) - 1;
+const ONE_USED: u64 = 1;
+const ONE_LENT: u64 = 1 << BITS;
+const RECALLED: u64 = 1 << 63;
+
+fn used(word: u64) -> u64 {
+    word & MASK
+}
+
+fn lent(word: u64) -> u64 {
+    (word >> BITS) & MASK
+}
+
+impl Lent {
+    /// Takes one, if there is one.
+    pub fn enter(&self) -> bool {
+        let take = |word| (word & RECALLED == 0 && used(word) < lent(word)).then_some(word + ONE_USED);
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok()
+    }
+
+    /// Gives one back; false if they have been recalled, so that it goes back to the machine by [`Self::settle`].
+    pub fn leave(&self) -> bool {
+        let give = |word| (word & RECALLED == 0).then(|| word - ONE_USED);
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, give).is_ok()
+    }
+
+    /// So many more are lent, of which the caller takes the first. Only with the machine in hand, as all that follow.
+    pub fn grant(&self, count: u32) {
+        let grant = |word: u64| Some((word & !RECALLED) + u64::from(count) * ONE_LENT + ONE_USED);
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, grant);
+    }
+
+    /// Lends no more; says how many are not in use and go back at once.
+    pub fn recall(&self) -> u32 {
+        let recall = |word| Some(RECALLED | (used(word) << BITS) | used(word));
+        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, recall).unwrap_or_default();
+        u32::try_from(lent(before) - used(before)).expect("it has 31 bits")
+    }
+
+    /// One that was recalled is not in use any more; says whether it goes back now. It stays if permits have been lent anew
+    /// meanwhile.
+    pub fn settle(&self) -> bool {
+        let give =
+            |word: u64| Some(if word & RECALLED == 0 { word - ONE_USED } else { word - ONE_USED - ONE_LENT });
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, give).is_ok_and(|word| word & RECALLED != 0)
+    }
+
+    /// How many are not in use.
+    pub fn spare(&self) -> u32 {
+        let word = self.0.load(Ordering::Relaxed);
+        u32::try_from(lent(word) - used(word)).expect("it has 31 bits")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_enter_as_are_lent() {
+        let lane = Lent::default();
+        assert!(!lane.enter());
+        lane.grant(2);
+        assert!(lane.enter());
+        assert!(!lane.enter());
+        assert!(lane.leave() && lane.enter());
+        assert_eq!(lane.spare(), 0);
+    }
+
+    #[test]
+    fn recalled_ones_come_back_when_their_requests_end() {
+        let lane = Lent::default();
+        lane.grant(5);
+        assert_eq!(lane.recall(), 4);
+        assert!(!lane.enter() && !lane.leave());
+        assert!(lane.settle(), "the one in use goes back");
+        assert_eq!((lane.recall(), lane.spare()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_lent_anew_keeps_the_ones_in_use() {
+        let lane = Lent::default();
+        lane.grant(2);
+        lane.recall();
+        lane.grant(3);
+        assert!(lane.leave() && lane.leave());
+        assert_eq!(lane.spare(), 4);
+    }
+
+    #[test]
+    fn threads_neither_lose_nor_double_them() {
+        let lane = Lent::default();
+        let given = std::sync::atomic::AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for seed in 0..4_u32 {
+                let (lane, given) = (&lane, &given);
+                scope.spawn(move || {
+                    for turn in 0..20_000_u32 {
+                        match (turn.wrapping_mul(2_654_435_761) ^ seed) >> 29 {
+                            0 if seed == 0 => {
+                                given.fetch_sub(lane.recall(), Ordering::SeqCst);
+                            }
+                            1 if seed == 0 => {
+                                given.fetch_add(3, Ordering::SeqCst);
+                                lane.grant(3);
+                                if !lane.leave() && lane.settle() {
+                                    given.fetch_sub(1, Ordering::SeqCst);
+                                }
+                            }
+                            _ if lane.enter() && !lane.leave() && lane.settle() => {
+                                given.fetch_sub(1, Ordering::SeqCst);
+                            }
+                            _ => {}
+                        }
+                    }
+                });
+            }
+        });
+        given.fetch_sub(lane.recall(), Ordering::SeqCst);
+        assert_eq!(given.load(Ordering::SeqCst), 0);
+    }
+}

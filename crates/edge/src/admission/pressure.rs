@@ -1,0 +1,105 @@
+//! How hard the node works: for lanes whose bound adapts.
+//!
+//! Not here: what the bound makes of it (`nagaya_admission`), averages over minutes that rules ask for (`rules::load`).
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::Instant;
+
+use nagaya_admission::Pressure;
+
+/// Of each file so much is read: its first line is what counts.
+const LINE_MAX: usize = 512;
+
+/// Two looks at what the kernel counts.
+#[derive(Debug)]
+pub struct Gauge {
+    /// `/proc/stat` (proc_stat(5)).
+    stat: Option<File>,
+    /// `/proc/pressure/cpu` (Documentation/accounting/psi.rst); kernels without it tell no more than how busy they are.
+    psi: Option<File>,
+    last: Look,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Look {
+    at: Instant,
+    /// Ticks of all cores, and those of them without work.
+    ticks: u64,
+    idle: u64,
+    /// Microseconds in which some task waited for a core.
+    starved_us: u64,
+}
+
+impl Gauge {
+    pub fn new() -> Self {
+        let stat = File::open("/proc/stat").ok();
+        let psi = File::open("/proc/pressure/cpu").ok();
+        let last = look(stat.as_ref(), psi.as_ref());
+        Self { stat, psi, last }
+    }
+
+    /// Since the last time.
+    pub fn read(&mut self) -> Pressure {
+        let now = look(self.stat.as_ref(), self.psi.as_ref());
+        let last = std::mem::replace(&mut self.last, now);
+        let part = |of: u64, all: u64| if all == 0 { 0.0 } else { (of as f32 / all as f32).clamp(0.0, 1.0) };
+        let ticks = now.ticks.saturating_sub(last.ticks);
+        let idle = now.idle.saturating_sub(last.idle).min(ticks);
+        let passed = u64::try_from(now.at.duration_since(last.at).as_micros()).unwrap_or(u64::MAX);
+        Pressure {
+            busy: part(ticks - idle, ticks),
+            starved: part(now.starved_us.saturating_sub(last.starved_us), passed),
+        }
+    }
+}
+
+fn look(stat: Option<&File>, psi: Option<&File>) -> Look {
+    let (ticks, idle) = stat.and_then(first_line).and_then(|line| cpu_ticks(&line)).unwrap_or_default();
+    let starved_us = psi.and_then(first_line).and_then(|line| total_us(&line)).unwrap_or_default();
+    Look { at: Instant::now(), ticks, idle, starved_us }
+}
+
+fn first_line(file: &File) -> Option<String> {
+    let mut bytes = [0; LINE_MAX];
+    let len = file.read_at(&mut bytes, 0).ok()?;
+    String::from_utf8_lossy(&bytes[..len]).lines().next().map(str::to_owned)
+}
+
+/// `cpu  user nice system idle iowait irq softirq steal ...`: all, and idle with iowait.
+fn cpu_ticks(line: &str) -> Option<(u64, u64)> {
+    let ticks: Vec<u64> =
+        line.strip_prefix("cpu ")?.split_whitespace().take(8).flat_map(str::parse).collect();
+    (ticks.len() >= 5).then(|| (ticks.iter().sum(), ticks[3] + ticks[4]))
+}
+
+/// `some avg10=0.00 avg60=0.00 avg300=0.00 total=12345`.
+fn total_us(line: &str) -> Option<u64> {
+    line.strip_prefix("some ")?.rsplit_once("total=")?.1.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_kernel_are_read() {
+        assert_eq!(cpu_ticks("cpu  10 1 5 80 4 0 0 0 0 0"), Some((100, 84)));
+        assert_eq!(cpu_ticks("cpu0 10 1 5 80"), None);
+        assert_eq!(total_us("some avg10=0.00 avg60=0.00 avg300=0.00 total=4711"), Some(4711));
+        assert_eq!(total_us("full avg10=0.00 total=1"), None);
+    }
+
+    #[test]
+    fn a_node_at_work_is_seen_to_be() {
+        let mut gauge = Gauge::new();
+        let begun = Instant::now();
+        let mut pressure = gauge.read();
+        // The kernel counts ticks of 10 ms or less; one core of few is enough to be above nothing.
+        while pressure.busy == 0.0 && begun.elapsed().as_secs() < 60 {
+            std::hint::black_box((0..1_000_000_u64).sum::<u64>());
+            pressure = gauge.read();
+        }
+        assert!(pressure.busy > 0.0 && pressure.busy <= 1.0, "{pressure:?}");
+    }
+}

@@ -1,0 +1,231 @@
+//! The line as requests meet it: from several threads, with clients that leave, under bounds that change.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use nagaya_admission::{Ask, Class, ClientKey, Offer, Pass, Refused, Used};
+use nagaya_cmdb::{Site, SiteName, Tenant};
+use nagaya_telemetry::Gauge;
+use tokio::sync::oneshot;
+
+use super::lanes::{Entered, Told};
+use super::{Kind, Lane, Lanes, Permit, Place};
+use crate::options::Options;
+
+const ASK: Ask = Ask {
+    class: Class(1),
+    client: ClientKey(1),
+    bytes: 0,
+    priority: 0,
+    ticket: None,
+    can_wait: true,
+    nonce: None,
+    passes: false,
+};
+
+fn tenant(max: Option<u32>) -> Tenant {
+    let tenant = serde_json::json!({ "name": "demo", "uid": 1000, "gid": 1000, "max_concurrent": max });
+    serde_json::from_value(tenant).unwrap()
+}
+
+fn site(max: Option<u32>) -> Site {
+    let site = serde_json::json!({ "name": "s", "tenant": "demo", "hosts": ["s"], "max_concurrent": max,
+        "backend": { "kind": "static", "root": "s" } });
+    serde_json::from_value(site).unwrap()
+}
+
+fn options(max_waiting: u32) -> Options {
+    Options { max_waiting, ..Options::default() }
+}
+
+/// A lane of a site with this bound, and as many places in its line.
+fn lane(run: u32, waiting: u32) -> (Arc<Lanes>, Arc<Lane>) {
+    let options = options(waiting);
+    let lanes = Lanes::new(&options, Gauge::default());
+    let lane = lanes.of_site(&site(Some(run)), &tenant(None), &options);
+    (lanes, lane)
+}
+
+fn runs(lanes: &Lanes, lane: &Arc<Lane>) -> Option<Permit> {
+    if let Some(permit) = lanes.enter_calm(lane) {
+        return Some(permit);
+    }
+    match lanes.enter(lane, ASK) {
+        Entered::Runs(pass) => Some(Permit::of_pass(lane, pass)),
+        Entered::Waits(pass, ..) => {
+            lanes.cancel(pass);
+            None
+        }
+        Entered::Turned(..) => None,
+    }
+}
+
+fn waits(lanes: &Lanes, lane: &Lane) -> (Pass, oneshot::Receiver<Told>) {
+    match lanes.enter(lane, ASK) {
+        Entered::Waits(pass, _, told) => (pass, told),
+        _ => panic!("there is no line"),
+    }
+}
+
+/// The row of a lane.
+fn counts(lanes: &Lanes, lane: &Lane) -> (u32, u32) {
+    let row = lanes.explain().into_iter().find(|(other, _)| other.id == lane.id).unwrap().1;
+    (row.running, row.waiting)
+}
+
+#[test]
+fn never_more_run_than_may_and_the_line_is_bounded() {
+    let (lanes, lane) = lane(2, 1);
+    let first = runs(&lanes, &lane).unwrap();
+    let second = runs(&lanes, &lane).unwrap();
+    let (_, mut told) = waits(&lanes, &lane);
+    assert!(matches!(
+        lanes.enter(&lane, ASK),
+        Entered::Turned(Offer::Refused(Refused::Full(_)), records) if records.is_empty()
+    ));
+    assert!(told.try_recv().is_err());
+    drop(first);
+    assert_eq!(told.try_recv(), Ok(Ok(())));
+    assert_eq!(counts(&lanes, &lane), (2, 0));
+    drop(second);
+    assert_eq!(counts(&lanes, &lane), (1, 0));
+}
+
+#[test]
+fn a_calm_lane_counts_its_requests_without_the_machine() {
+    let (lanes, lane) = lane(100, 1);
+    let first = runs(&lanes, &lane).unwrap();
+    assert!(matches!(first.kind, Kind::Lent(_)));
+    assert!(lane.enter(), "permits were lent in bulk");
+    assert_eq!((counts(&lanes, &lane), lanes.running()), ((2, 0), 2));
+    lane.leave(None);
+    drop(first);
+    assert_eq!((counts(&lanes, &lane), lanes.running()), ((0, 0), 0));
+}
+
+#[test]
+fn lent_permits_do_not_break_a_bound() {
+    let (lanes, lane) = lane(6, 10);
+    let mut running = Vec::new();
+    while let Some(permit) = runs(&lanes, &lane) {
+        running.push(permit);
+        assert!(running.len() <= 6);
+    }
+    assert_eq!((running.len(), counts(&lanes, &lane)), (6, (6, 0)));
+    running.clear();
+    assert_eq!(counts(&lanes, &lane), (0, 0));
+}
+
+#[test]
+fn a_tenants_bound_holds_for_all_its_lanes() {
+    let options = options(10);
+    let lanes = Lanes::new(&options, Gauge::default());
+    let tenant = tenant(Some(3));
+    let one = lanes.of_site(&site(None), &tenant, &options);
+    let mut other = site(None);
+    other.name = SiteName::new("other").unwrap();
+    let other = lanes.of_site(&other, &tenant, &options);
+    let permits: Vec<_> = [&one, &one, &other].map(|lane| runs(&lanes, lane).unwrap()).into();
+    assert!(runs(&lanes, &one).is_none() && runs(&lanes, &other).is_none());
+    drop(permits);
+    assert!(runs(&lanes, &other).is_some());
+}
+
+#[test]
+fn whoever_leaves_the_line_frees_the_place_and_hands_a_permit_on() {
+    let (lanes, lane) = lane(1, 2);
+    let first = runs(&lanes, &lane).unwrap();
+    let (leaving, _) = waits(&lanes, &lane);
+    drop(Place { lanes: &lanes, pass: leaving, is_over: false });
+    assert_eq!(counts(&lanes, &lane), (1, 0));
+    // Called, and gone before it came.
+    let (called, told) = waits(&lanes, &lane);
+    let (_, mut next) = waits(&lanes, &lane);
+    drop(first);
+    drop(told);
+    drop(Place { lanes: &lanes, pass: called, is_over: false });
+    assert_eq!(next.try_recv(), Ok(Ok(())));
+}
+
+#[test]
+fn a_raised_bound_lets_those_in_who_wait() {
+    let (lanes, lane) = lane(1, 2);
+    let _first = runs(&lanes, &lane).unwrap();
+    let (_, mut told) = waits(&lanes, &lane);
+    lanes.site_changed(&site(Some(2)), &options(2));
+    assert_eq!(told.try_recv(), Ok(Ok(())));
+}
+
+#[test]
+fn a_dropped_site_turns_away_who_waits_there() {
+    let (lanes, lane) = lane(1, 2);
+    let first = runs(&lanes, &lane).unwrap();
+    let (_, mut told) = waits(&lanes, &lane);
+    lanes.drop_site(&site(None).name);
+    assert_eq!(told.try_recv(), Ok(Err(Refused::NoLane)));
+    drop(first);
+    assert_eq!(lanes.running(), 0);
+}
+
+/// Threads that enter, sometimes give up, and leave: the bound holds at every moment, nobody is forgotten in line, and all
+/// permits come back.
+#[test]
+fn permits_are_neither_lost_nor_given_twice_between_threads() {
+    const RUN: u32 = 40;
+    let (lanes, lane) = lane(RUN, 1000);
+    let inside = Arc::new(AtomicU32::new(0));
+    let run = |seed: u64| {
+        let (lanes, lane, inside) = (Arc::clone(&lanes), Arc::clone(&lane), Arc::clone(&inside));
+        move || {
+            let mut random = seed;
+            let mut held = Vec::new();
+            for _ in 0..4000 {
+                random =
+                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                if random >> 60 < 7 && !held.is_empty() {
+                    inside.fetch_sub(1, Ordering::SeqCst);
+                    held.pop();
+                    continue;
+                }
+                let permit = match lanes.enter_calm(&lane) {
+                    Some(permit) => permit,
+                    None => match lanes.enter(&lane, ASK) {
+                        Entered::Runs(pass) => Permit::of_pass(&lane, pass),
+                        Entered::Waits(pass, _, told) if random >> 61 == 0 || held.len() > 4 => {
+                            drop(told);
+                            lanes.cancel(pass);
+                            continue;
+                        }
+                        Entered::Waits(pass, _, told) => {
+                            // Whoever waits holds nothing, or all might wait for each other.
+                            inside.fetch_sub(u32::try_from(held.len()).unwrap(), Ordering::SeqCst);
+                            held.clear();
+                            assert_eq!(told.blocking_recv(), Ok(Ok(())));
+                            Permit::of_pass(&lane, pass)
+                        }
+                        Entered::Turned(..) => continue,
+                    },
+                };
+                assert!(inside.fetch_add(1, Ordering::SeqCst) < RUN);
+                held.push(permit);
+            }
+            inside.fetch_sub(u32::try_from(held.len()).unwrap(), Ordering::SeqCst);
+        }
+    };
+    let threads: Vec<_> = (1..=8).map(|seed| std::thread::spawn(run(seed))).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!((counts(&lanes, &lane), lanes.running()), ((0, 0), 0));
+}
+
+#[test]
+fn what_ran_on_a_pass_is_learned_from() {
+    let (lanes, lane) = lane(1, 4);
+    for _ in 0..20 {
+        let Entered::Runs(pass) = lanes.enter(&lane, ASK) else { panic!("nobody runs") };
+        lanes.release(pass, Used { service: Duration::from_millis(20), is_whole: true });
+    }
+    let row = lanes.explain().into_iter().find(|(other, _)| other.id == lane.id).unwrap().1;
+    let p50 = row.service_p50.unwrap().as_secs_f64();
+    assert!((0.017..0.023).contains(&p50), "{p50}");
+}

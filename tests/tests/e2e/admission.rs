@@ -1,0 +1,328 @@
+//! Who runs, who waits, who is told to come back and when: tickets, the line's figures, what people and programs are shown.
+//!
+//! Not here: bounds by number (`limits`), the waiting page in a browser (`browser`).
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use nagaya_tests::client::{Connection, Response};
+use nagaya_tests::machine;
+use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::wait;
+use nagaya_tests::world::World;
+use serde_json::{Value, json};
+
+use crate::limits::Held;
+
+pub const SUITE: Suite = Suite {
+    name: "admission",
+    needs_root: false,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_held_request_says_how_long_and_its_body_arrives_whole,
+        a_full_line_gives_a_ticket_that_is_kept,
+        a_ticket_is_good_for_one_request_here_and_unaltered,
+        a_ticket_outlives_a_killed_edge,
+        people_get_a_page_and_crawlers_no_ticket,
+        a_waiting_page_is_called_when_it_is_time,
+        whoever_asks_again_gets_the_same_ticket,
+        a_rule_lets_pass_and_lets_some_go_first,
+        lanes_are_shown_and_explained,
+    ]),
+};
+
+/// How long the site's requests take as far as the node has learned, milliseconds.
+const SERVICE_MS: u64 = 50;
+
+/// A site of which one request runs at once, none waits if it is predicted to wait, and slots of two seconds are promised. Clients
+/// are told apart by the address a proxy names.
+fn node(held: &Held) -> World {
+    let world = World::builder()
+        .set("edge", "threads = 1\ntrusted_proxies = [\"127.0.0.1\"]")
+        .set("admission", "penalty = \"0ms\"")
+        .tenant("alice")
+        .start();
+    let site = |wait: u32| {
+        json!({ "name": "shop", "tenant": "alice", "hosts": ["shop.test"], "max_concurrent": 1,
+            "admission": { "wait_seconds": wait, "slot_seconds": 2 },
+            "backend": { "kind": "http", "address": held.backend.address.to_string() } })
+    };
+    world.import(&[site(60)]);
+    // It learns how long a request takes, and how fast a line goes.
+    let mut line: Vec<_> = (0..12).map(|n| ask(&world, &format!("/learn{n}"), n, "")).collect();
+    for connection in &mut line {
+        // The time an answer takes.
+        let _ = wait::within(Duration::from_millis(SERVICE_MS), || None::<()>);
+        held.let_go(1);
+        connection.response().expect(200);
+    }
+    world.import(&[site(0)]);
+    world
+}
+
+/// Sends a request of this client and does not wait for its answer.
+fn ask(world: &World, target: &str, client: u8, fields: &str) -> Connection {
+    let mut connection = Connection::open(world.http());
+    let client = Ipv4Addr::new(192, 0, 2, client);
+    connection.send(format!(
+        "GET {target} HTTP/1.1\r\nHost: shop.test\r\nX-Forwarded-For: {client}\r\n{fields}\r\n"
+    ));
+    connection
+}
+
+/// One request that runs until it is let go.
+fn occupy(world: &World, held: &Held) -> Connection {
+    let before = held.arrived().len();
+    let running = ask(world, "/running", 250, "");
+    wait::until("it runs", || held.arrived().len() > before);
+    running
+}
+
+fn ticket(response: &Response) -> String {
+    response.header("nagaya-ticket").expect("a ticket").to_owned()
+}
+
+fn problem(response: &Response) -> Value {
+    assert_eq!(response.header("content-type"), Some("application/problem+json"));
+    serde_json::from_str(&response.text()).expect("JSON")
+}
+
+fn a_held_request_says_how_long_and_its_body_arrives_whole() {
+    let held = Held::start();
+    let world = node(&held);
+    world.cli(&["site", "set", "shop", "--wait-seconds", "60"]);
+    let mut first = occupy(&world, &held);
+    let mut second = Connection::open(world.http());
+    let body = "x".repeat(40_000);
+    second.send(format!(
+        "POST /second HTTP/1.1\r\nHost: shop.test\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    ));
+    wait::until("it waits", || world.metric("nagaya_requests_waiting", "") == 1.0);
+    held.let_go(2);
+    first.response().expect(200);
+    let answer = second.response().expect(200);
+    let timing = answer.header("server-timing").expect("it was held").to_owned();
+    assert!(timing.starts_with("queue;dur=") && timing.contains(", predicted;dur="), "{timing}");
+    let received = held.backend.received();
+    let request = &received[received.find("POST /second").expect("it arrived")..];
+    assert!(
+        request.contains("\r\nx-request-start: t=") && request.contains("\r\nx-queue-start: t="),
+        "{request}"
+    );
+    assert_eq!(
+        request.matches("x").count() - request[..request.find("\r\n\r\n").unwrap()].matches("x").count(),
+        40_000
+    );
+    world.stop();
+}
+
+/// Shows its ticket again and again until its slot has begun: then it stands in line.
+fn come_in_time(world: &World, target: &str, client: u8, ticket: &str) -> Connection {
+    let fields = format!("Nagaya-Ticket: {ticket}\r\n");
+    wait::until_some("its slot has begun", || {
+        let mut again = ask(world, target, client, &fields);
+        wait::until("it waits or was answered", || is_waiting(world, 1) || again.is_answered());
+        if again.is_answered() {
+            let early = again.response().expect(503);
+            assert!(early.text().contains("NGY0451"), "{early:?}");
+            assert_eq!(self::ticket(&early), ticket, "its slot stays its own");
+            return None;
+        }
+        Some(again)
+    })
+}
+
+fn is_waiting(world: &World, count: usize) -> bool {
+    world.metric("nagaya_requests_waiting", "") == count as f64
+}
+
+fn a_full_line_gives_a_ticket_that_is_kept() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let refused = ask(&world, "/later", 1, "").response().expect(503);
+    assert_eq!(refused.header("cache-control"), Some("no-store"));
+    let after: u64 = refused.header("retry-after").expect("a time").parse().expect("seconds");
+    assert!((1..=60).contains(&after), "{after}");
+    let problem = problem(&refused);
+    assert_eq!((&problem["code"], &problem["ticket"]), (&json!("NGY0450"), &json!(ticket(&refused))));
+    let mut again = come_in_time(&world, "/later", 1, &ticket(&refused));
+    held.let_go(2);
+    first.response().expect(200);
+    again.response().expect(200);
+    assert_eq!(held.arrived().last().map(String::as_str), Some("/later"));
+    let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
+    let lane = lanes.as_array().unwrap().iter().find(|lane| lane["name"] == "shop").expect("its lane");
+    assert_eq!((&lane["counts"]["promised"], &lane["counts"]["kept"]), (&json!(1), &json!(1)), "{lane}");
+    world.stop();
+}
+
+fn a_ticket_is_good_for_one_request_here_and_unaltered() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let ticket = ticket(&ask(&world, "/later", 1, "").response().expect(503));
+    let shown = |ticket: &str, host: &str| {
+        let mut connection = Connection::open(world.http());
+        connection.send(format!("GET /x HTTP/1.1\r\nHost: {host}\r\nNagaya-Ticket: {ticket}\r\n\r\n"));
+        connection.response()
+    };
+    let last = if ticket.ends_with('A') { 'B' } else { 'A' };
+    let altered = format!("{}{last}", &ticket[..ticket.len() - 1]);
+    for forged in [altered.as_str(), "x", &ticket[..60], &"A".repeat(ticket.len()), &"A".repeat(4000)] {
+        let answer = shown(forged, "shop.test").expect(403);
+        assert!(answer.text().contains("NGY0452"), "{answer:?}");
+    }
+    world
+        .import(&[json!({ "name": "other", "tenant": "alice", "hosts": ["other.test"], "max_concurrent": 1,
+        "backend": { "kind": "http", "address": held.backend.address.to_string() } })]);
+    let mut other = Connection::open(world.http());
+    other.send("GET /other HTTP/1.1\r\nHost: other.test\r\n\r\n");
+    wait::until("the other site is busy", || held.arrived().last().is_some_and(|target| target == "/other"));
+    let answer = shown(&ticket, "other.test").expect(403);
+    assert!(answer.text().contains("NGY0452"), "a ticket is for its own site: {answer:?}");
+    let mut again = come_in_time(&world, "/later", 1, &ticket);
+    let replayed = shown(&ticket, "shop.test").expect(409);
+    assert!(replayed.text().contains("NGY0453"), "{replayed:?}");
+    held.let_go(3);
+    for connection in [&mut first, &mut other, &mut again] {
+        connection.response().expect(200);
+    }
+    world.stop();
+}
+
+fn a_ticket_outlives_a_killed_edge() {
+    let held = Held::start();
+    let world = node(&held);
+    let first = occupy(&world, &held);
+    let ticket = ticket(&ask(&world, "/later", 1, "").response().expect(503));
+    machine::signal(world.pid_of("edge"), "KILL");
+    wait::until("another edge serves", || {
+        world.try_status().is_some()
+            && world.restarts_of("edge") == 1
+            && Connection::try_open(world.http()).is_ok()
+    });
+    drop(first);
+    held.let_go(1);
+    let mut busy = occupy(&world, &held);
+    let mut again = come_in_time(&world, "/later", 1, &ticket);
+    held.let_go(2);
+    busy.response().expect(200);
+    again.response().expect(200);
+    world.stop();
+}
+
+fn people_get_a_page_and_crawlers_no_ticket() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let page = ask(&world, "/", 1, "Accept: text/html\r\nAccept-Language: ja\r\n").response().expect(503);
+    assert_eq!(page.header("content-type"), Some("text/html; charset=utf-8"));
+    assert_eq!(page.header("content-language"), Some("ja"));
+    assert!(page.header("refresh").is_some() && page.header("content-security-policy").is_some(), "{page:?}");
+    let cookie = page.header("set-cookie").expect("the ticket").to_owned();
+    assert!(cookie.contains("; HttpOnly") && cookie.contains("; SameSite=Lax"), "{cookie}");
+    let text = page.text();
+    assert!(text.contains("lang=\"ja\"") && text.contains("/.nagaya/wait/"), "{text}");
+    let crawler = "Accept: text/html\r\nUser-Agent: Mozilla/5.0 (compatible; Googlebot/2.1)\r\n";
+    let crawler = ask(&world, "/", 2, crawler).response().expect(503);
+    assert!(
+        crawler.header("nagaya-ticket").is_none() && crawler.header("retry-after").is_some(),
+        "{crawler:?}"
+    );
+    // A page of the site's own.
+    let own = world.path("waiting.html");
+    std::fs::write(&own, "<p>{{begins_in}} s, {{events}}</p>").expect("written");
+    world.cli(&["site", "set", "shop", "--waiting-page", &own.to_string_lossy()]);
+    let page = ask(&world, "/", 3, "Accept: text/html\r\n").response().expect(503).text();
+    assert!(page.starts_with("<p>") && page.contains(" s, /.nagaya/wait/"), "{page}");
+    held.let_go(1);
+    first.response().expect(200);
+    world.stop();
+}
+
+fn a_waiting_page_is_called_when_it_is_time() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let page = ask(&world, "/", 1, "Accept: text/html\r\n").response().expect(503);
+    let cookie =
+        page.header("set-cookie").and_then(|cookie| cookie.split(';').next()).expect("it is kept").to_owned();
+    let text = page.text();
+    let events =
+        text.split('"').find(|part| part.starts_with("/.nagaya/wait/")).expect("its stream").to_owned();
+    let mut stream = ask(&world, &events, 1, &format!("Accept: text/event-stream\r\nCookie: {cookie}\r\n"));
+    wait::until("the stream has begun", || stream.is_answered());
+    held.let_go(1);
+    first.response().expect(200);
+    let stream = stream.response().expect(200);
+    assert_eq!(stream.header("content-type"), Some("text/event-stream"));
+    assert!(stream.text().contains("event: come\n"), "{stream:?}");
+    // It comes with its cookie, which is then taken away.
+    held.let_go(1);
+    let come = ask(&world, "/", 1, &format!("Cookie: {cookie}\r\n")).response().expect(200);
+    assert!(come.header("set-cookie").is_some_and(|cookie| cookie.contains("Max-Age=0")), "{come:?}");
+    ask(&world, &events, 1, "").response().expect(404);
+    world.stop();
+}
+
+fn whoever_asks_again_gets_the_same_ticket() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let mut tickets = (0..3).map(|_| ticket(&ask(&world, "/", 1, "").response().expect(503)));
+    let own = tickets.next().expect("three");
+    assert!(tickets.all(|ticket| ticket == own), "one client has one ticket");
+    assert_ne!(ticket(&ask(&world, "/", 2, "").response().expect(503)), own);
+    held.let_go(1);
+    first.response().expect(200);
+    world.stop();
+}
+
+fn a_rule_lets_pass_and_lets_some_go_first() {
+    let held = Held::start();
+    let rule = "bypass if request.path == \"/health\"\npriority 50 if request.path == \"/paying\"\n";
+    let world = World::builder()
+        .set("edge", "threads = 1")
+        .rule("rule.rb", "access_checker", rule, "")
+        .tenant("alice")
+        .start();
+    world.import(&[json!({ "name": "shop", "tenant": "alice", "hosts": ["shop.test"], "max_concurrent": 1,
+        "backend": { "kind": "http", "address": held.backend.address.to_string() } })]);
+    let mut first = occupy(&world, &held);
+    let mut second = ask(&world, "/second", 1, "");
+    wait::until("it waits", || is_waiting(&world, 1));
+    let mut paying = ask(&world, "/paying", 2, "");
+    wait::until("it waits too", || is_waiting(&world, 2));
+    let mut health = ask(&world, "/health", 3, "");
+    wait::until("it runs beside the others", || {
+        held.arrived().last().is_some_and(|target| target == "/health")
+    });
+    held.let_go(4);
+    for connection in [&mut first, &mut health, &mut paying, &mut second] {
+        connection.response().expect(200);
+    }
+    assert_eq!(held.arrived(), ["/running", "/health", "/paying", "/second"]);
+    world.stop();
+}
+
+fn lanes_are_shown_and_explained() {
+    let held = Held::start();
+    let world = node(&held);
+    world.cli(&["site", "set", "shop", "--wait-seconds", "60"]);
+    let mut first = occupy(&world, &held);
+    let mut second = ask(&world, "/second", 1, "");
+    wait::until("it waits", || is_waiting(&world, 1));
+    let table = world.cli(&["lanes"]);
+    assert!(table.lines().any(|line| line.starts_with("site shop ")), "{table}");
+    let why = world.cli(&["explain", "shop"]);
+    assert!(why.contains("1 wait, 1 of 1 run") && why.contains("held by its own bound"), "{why}");
+    assert!(world.metric("nagaya_lane_waiting", "lane=\"site shop\"") == 1.0);
+    held.let_go(2);
+    first.response().expect(200);
+    second.response().expect(200);
+    assert!(world.cli(&["explain", "shop"]).contains("nobody waits"));
+    let unknown = world.try_cli(&["explain", "nosuch"]);
+    assert!(!unknown.status.success());
+    world.stop();
+}

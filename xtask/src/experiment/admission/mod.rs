@@ -1,0 +1,143 @@
+//! The experiments of admission: paper 002's four, on a bulletin board like its own, and what the paper left as future work.
+//!
+//! Not here: clients (`crowd`), servers (`server`).
+
+pub mod bound;
+pub mod correlation;
+pub mod cost;
+mod crowd;
+pub mod fair;
+pub mod overflow;
+pub mod prediction;
+pub mod promise;
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+
+use self::crowd::Post;
+use super::{Setting, UID_BASE};
+use crate::content;
+use crate::server::nagaya::{Node, Settings};
+use crate::server::{Probe, Server};
+
+const HOST: &str = "board.example";
+
+const PATH: &str = "/board.cgi";
+
+/// A bulletin board in flat files: each message goes to the front of a file of the newest ones, under a lock, and the page with all
+/// of them is the answer. The paper's application, ASKA BBS, is of this kind.
+const BOARD: &str = r#"#!/usr/bin/perl
+use strict;
+use warnings;
+use Fcntl qw(:flock);
+my $body = '';
+if (($ENV{REQUEST_METHOD} // '') eq 'POST') {
+    my $left = $ENV{CONTENT_LENGTH} // 0;
+    while ($left > 0) {
+        my $got = read(STDIN, my $part, $left);
+        last unless $got;
+        $body .= $part;
+        $left -= $got;
+    }
+}
+my ($text) = $body =~ /text=([^&]*)/;
+open(my $lock, '>>', 'board.lock') or die "lock: $!";
+flock($lock, LOCK_EX) or die "flock: $!";
+my @messages;
+if (open(my $in, '<', 'board.log')) {
+    @messages = <$in>;
+    close($in);
+}
+if (defined $text) {
+    $text =~ tr/+/ /;
+    $text =~ s/%([0-9A-Fa-f]{2})/chr(hex($1))/ge;
+    $text =~ s/[\r\n]/ /g;
+    unshift(@messages, time() . "\t$text\n");
+    splice(@messages, 20);
+    open(my $out, '>', "board.new") or die "write: $!";
+    print $out @messages;
+    close($out) or die "write: $!";
+    rename('board.new', 'board.log') or die "rename: $!";
+}
+close($lock);
+print "Content-Type: text/html; charset=utf-8\r\n\r\n<!doctype html><title>Board</title>\n";
+for (@messages) {
+    my ($at, $said) = split(/\t/, $_, 2);
+    $said =~ s/&/&amp;/g;
+    $said =~ s/</&lt;/g;
+    $said =~ s/(https?:\/\/[\w.\/-]+)/<a href="$1">$1<\/a>/g;
+    my @words = map { length($_) > 60 ? substr($_, 0, 60) . '...' : $_ } split(/ /, $said);
+    print '<p>', scalar(localtime($at)), '<br>', substr(join(' ', @words), 0, 200), "</p>\n";
+}
+"#;
+
+/// The board in a directory that belongs to this tenant.
+fn board(dir: &Path, name: &str, uid: u32) -> Result<PathBuf> {
+    let root = dir.join(name);
+    fs::create_dir_all(&root).with_context(|| format!("creating {}", root.display()))?;
+    let file = root.join("board.cgi");
+    fs::write(&file, BOARD).with_context(|| format!("writing {}", file.display()))?;
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).context("making a program executable")?;
+    content::give(&root, uid)?;
+    Ok(root)
+}
+
+/// A message of so many bytes, as a form sends it.
+fn message(bytes: usize) -> Rc<[u8]> {
+    let words = "the+quick+brown+fox+jumps+over+the+lazy+dog+";
+    let text: String = words.chars().cycle().take(bytes.saturating_sub(5)).collect();
+    Rc::from(format!("text={text}").into_bytes())
+}
+
+fn post(server: &Server, host: &str, bytes: usize) -> Post {
+    Post { address: server.address, host: host.into(), path: PATH.into(), body: Some(message(bytes)) }
+}
+
+/// One board with these fields in its site's record.
+fn serve(setting: &Setting, name: &str, tables: &str, site: Value) -> Result<(Node, Server)> {
+    let root = board(setting.dir(), &format!("{name}-board"), UID_BASE)?;
+    let mut record = json!({
+        "name": "board",
+        "tenant": "people",
+        "hosts": [HOST],
+        "backend": {"kind": "cgi", "root": root, "extensions": [".cgi"]},
+    });
+    if let (Some(record), Value::Object(site)) = (record.as_object_mut(), site) {
+        record.extend(site);
+    }
+    let tenant = json!({"tenant": {"name": "people", "uid": UID_BASE, "gid": UID_BASE}});
+    serve_records(setting, name, tables, &[tenant, json!({ "site": record })])
+}
+
+fn serve_records(setting: &Setting, name: &str, tables: &str, records: &[Value]) -> Result<(Node, Server)> {
+    let settings = Settings { tables: tables.into(), ..Settings::default() };
+    let node = Node::create(&setting.program, setting.dir(), name, settings)?;
+    let (path, mut writer) = node.records("sites.jsonl")?;
+    for record in records {
+        writeln!(writer, "{record}").context("writing records")?;
+    }
+    writer.flush().context("writing records")?;
+    drop(writer);
+    node.import(&path)?;
+    let host = records.iter().find_map(|record| record["site"]["hosts"][0].as_str()).unwrap_or(HOST);
+    let server = node.start(&Probe { host: host.into(), path: PATH.into() })?;
+    Ok((node, server))
+}
+
+/// The lane of a site as the node tells it.
+fn lane(node: &Node, site: &str) -> Result<Value> {
+    let lanes: Value = serde_json::from_str(&node.run(&["lanes", "--json"])?).context("reading the lanes")?;
+    let lane = lanes.as_array().and_then(|lanes| {
+        lanes.iter().find(|lane| lane["of"] == json!("site") && lane["name"] == json!(site)).cloned()
+    });
+    lane.with_context(|| format!("the node tells nothing of the lane of {site}"))
+}
+
+/// Without bounds on waiting that would turn anybody away.
+const PATIENT: &str = "[admission]\ntickets = false\n";

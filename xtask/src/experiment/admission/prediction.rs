@@ -1,0 +1,159 @@
+//! `admission-prediction`: paper 002's second: how good the predicted waits are, under closed loops of three sizes and an open mix of
+//! fast reads and slow reports, and what the line costs in throughput.
+//!
+//! Not here: the other experiments.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+
+use super::crowd::{self, Post, Seen, failed, percentile, times_ms};
+use super::{HOST, PATIENT, post, serve};
+use crate::clients::to_float;
+use crate::content;
+use crate::experiment::{Setting, UID_BASE};
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+
+const RUN: u32 = 10;
+const WAIT: u32 = 1000;
+const CLIENTS: [usize; 3] = [50, 100, 150];
+
+/// Bytes of a message, as in the paper.
+const BYTES: usize = 1 << 10;
+
+/// Waits shorter than this are not judged: a few milliseconds' error is nothing to anybody.
+const JUDGED_MS: f64 = 100.0;
+
+/// Answered before anything is measured: what a node that has run for a while knows.
+const WARM_UP: Duration = Duration::from_secs(5);
+
+/// A report takes as long as a counting loop does; a read prints at once.
+const REPORT: &str = "#!/bin/sh\ni=0\nwhile [ \"$i\" -lt 60000 ]; do i=$((i + 1)); done\n\
+     printf 'Content-Type: text/plain\\r\\n\\r\\nreport of %s\\n' \"$i\"\n";
+
+const GOALS: [Goal; 4] = [
+    Goal { key: "p90_error_pct", bound: Bound::AtMost(20.0), aim: 10.0 },
+    Goal { key: "bias_abs_pct", bound: Bound::AtMost(5.0), aim: 2.0 },
+    Goal { key: "throughput_ratio", bound: Bound::AtLeast(0.98), aim: 1.0 },
+    Goal { key: "failed", bound: Bound::AtMost(0.0), aim: 0.0 },
+];
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("admission-prediction");
+    let window = Duration::from_secs(if setting.quick { 12 } else { 60 });
+    let line = json!({"max_concurrent": RUN, "admission": {"waiting": WAIT, "wait_seconds": 3600}});
+    let (_held, held) = serve(setting, "held", PATIENT, line.clone())?;
+    let (_free, free) = serve(setting, "free", PATIENT, json!({"admission": {"waiting": WAIT}}))?;
+    let slow = setting.dir().join("held-board/report.cgi");
+    std::fs::write(&slow, REPORT).with_context(|| format!("writing {}", slow.display()))?;
+    std::fs::set_permissions(&slow, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .context("making a program executable")?;
+    content::give(&setting.dir().join("held-board"), UID_BASE)?;
+    for server in [&held, &free] {
+        crowd::closed(&post(server, HOST, BYTES), 20, WARM_UP, Duration::ZERO)?;
+    }
+    let mut failures = 0;
+    let rounds = if setting.quick { 3 } else { 5 };
+    for round in 0..rounds {
+        for clients in CLIENTS {
+            let variant = clients.to_string();
+            let seen = crowd::closed(&post(&held, HOST, BYTES), clients, window, Duration::ZERO)?;
+            failures += failed(&seen);
+            judge(&mut report, round, &variant, &seen)?;
+            let rate = to_float(times_ms(&seen).len()) / window.as_secs_f64();
+            report.sample(round, "post", &variant, "throughput", rate);
+            let seen = crowd::closed(&post(&free, HOST, BYTES), clients, window, Duration::ZERO)?;
+            failures += failed(&seen);
+            let rate = to_float(times_ms(&seen).len()) / window.as_secs_f64();
+            report.sample(round, "post", &format!("{variant} unqueued"), "throughput", rate);
+        }
+        let seen = mix(&held, window)?;
+        failures += failed(&seen);
+        judge(&mut report, round, "mix", &seen)?;
+        eprintln!("round {} of {rounds} done", round + 1);
+    }
+    report.note("run, wait", json!([RUN, WAIT]));
+    report.note(
+        "judged",
+        json!("waits of 100 ms and more; the prediction made at arrival against the wait it became"),
+    );
+    sums(&mut report, failures)?;
+    let variants = ["50", "100", "150", "mix"];
+    let rates = ["50", "50 unqueued", "100", "100 unqueued", "150", "150 unqueued"];
+    let chart = Chart {
+        title: "How good the predicted waits are".into(),
+        subtitle: format!("closed loops of 50, 100 and 150 clients and an open mix; {RUN} run at once"),
+        panels: vec![
+            report.panel("Error, nine of ten below", "percent", "post", "p90_error_pct", &variants),
+            report.panel("Bias", "percent", "post", "bias_pct", &variants),
+            report.panel("Answered in a second", "requests", "post", "throughput", &rates),
+        ],
+    };
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+fn sums(report: &mut Report, failures: usize) -> Result<()> {
+    let (mut p50, mut p90, mut bias, mut ratio) = (0.0_f64, 0.0_f64, 0.0_f64, f64::INFINITY);
+    for variant in ["50", "100", "150", "mix"] {
+        let get = |metric| report.median("post", variant, metric);
+        let found = (get("p50_error_pct")?, get("p90_error_pct")?, get("bias_pct")?);
+        report.set(format!("p50_error_pct_{variant}"), found.0);
+        report.set(format!("p90_error_pct_{variant}"), found.1);
+        report.set(format!("bias_pct_{variant}"), found.2);
+        (p50, p90) = (p50.max(found.0), p90.max(found.1));
+        if found.2.abs() > bias.abs() {
+            bias = found.2;
+        }
+        if variant != "mix" {
+            let of = report.ratio("post", variant, &format!("{variant} unqueued"), "throughput")?;
+            report.set(format!("throughput_ratio_{variant}"), of);
+            ratio = ratio.min(of);
+        }
+    }
+    // The worst of all loads.
+    report.set("p50_error_pct", p50);
+    report.set("p90_error_pct", p90);
+    report.set("bias_pct", bias);
+    report.set("bias_abs_pct", bias.abs());
+    report.set("throughput_ratio", ratio);
+    report.set("failed", to_float(failures));
+    Ok(())
+}
+
+/// Compares what each request was predicted with what it became, as its client was told.
+fn judge(report: &mut Report, round: usize, variant: &str, seen: &[Seen]) -> Result<()> {
+    let held = seen.iter().filter(|seen| seen.status == 200);
+    let pairs: Vec<(f64, f64)> = held
+        .filter_map(|seen| Some((seen.predicted_ms?, seen.queued_ms?)))
+        .filter(|(_, actual)| *actual >= JUDGED_MS)
+        .collect();
+    ensure!(pairs.len() >= 20, "{variant}: only {} of {} waited and were predicted", pairs.len(), seen.len());
+    let errors: Vec<f64> =
+        pairs.iter().map(|(said, actual)| (said - actual).abs() / actual * 100.0).collect();
+    let (said, actual) = pairs.iter().fold((0.0, 0.0), |sum, pair| (sum.0 + pair.0, sum.1 + pair.1));
+    report.sample(round, "post", variant, "p50_error_pct", percentile(errors.clone(), 0.5));
+    report.sample(round, "post", variant, "p90_error_pct", percentile(errors, 0.9));
+    report.sample(round, "post", variant, "bias_pct", (said - actual) / actual * 100.0);
+    report.sample(round, "post", variant, "judged", to_float(pairs.len()));
+    Ok(())
+}
+
+/// Bursts of reads with a report now and then, so that a line builds up and goes again.
+fn mix(server: &crate::server::Server, window: Duration) -> Result<Vec<Seen>> {
+    const BURST: u32 = 60;
+    const EVERY: Duration = Duration::from_secs(3);
+    let read = Post { body: None, ..post(server, HOST, BYTES) };
+    let slow = Post { path: "/report.cgi".into(), ..read.clone() };
+    let mut arrivals = Vec::new();
+    let mut at = Duration::ZERO;
+    while at < window {
+        for place in 0..BURST {
+            let which = if place % 6 == 5 { &slow } else { &read };
+            arrivals.push((at + Duration::from_millis(u64::from(place) * 5), which.clone()));
+        }
+        at += EVERY;
+    }
+    crowd::open(arrivals)
+}

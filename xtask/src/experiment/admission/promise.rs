@@ -1,0 +1,269 @@
+//! `admission-promise`: a flash crowd of ten times what the site can do. Clients honour their tickets, three in ten never come
+//! back, and the edge is killed in the middle. Are promises kept?
+//!
+//! Not here: the other experiments.
+
+use std::cell::Cell;
+use std::io::{Read as _, Write as _};
+use std::net::Ipv4Addr;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+use tokio::time::sleep;
+
+use super::crowd::{self, Crowd, Post, Seen, percentile, times_ms};
+use super::{HOST, post, serve};
+use crate::clients::to_float;
+use crate::experiment::Setting;
+use crate::plot::Chart;
+use crate::report::{Bound, Goal, Report};
+use crate::server::nagaya::Node;
+
+const RUN: u32 = 8;
+
+/// Longest predicted wait in line, seconds: short, so that most are given tickets.
+const WAIT_SECONDS: u32 = 5;
+
+/// Length of a slot.
+const SLOT: Duration = Duration::from_secs(10);
+
+/// What comes, in times of what the site can do.
+const TIMES: f64 = 10.0;
+
+/// Of ten who hold a ticket so many never come back, and so many listen for a call.
+const NEVER_OF_TEN: u64 = 3;
+const LISTEN_OF_TEN: u64 = 2;
+
+/// Bytes of a message.
+const BYTES: usize = 1 << 10;
+
+/// Between two looks at the lane.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// How often a client tries again whose connection was cut: the edge is killed under some.
+const RETRIES_MAX: u32 = 20;
+
+const GOALS: [Goal; 2] = [
+    Goal { key: "promises_kept_pct", bound: Bound::AtLeast(99.9), aim: 100.0 },
+    Goal { key: "idle_capacity_pct", bound: Bound::AtMost(5.0), aim: 1.0 },
+];
+
+/// What became of one ticket, from its client's side.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fate {
+    NeverCame,
+    Called,
+    InTime,
+    /// It came in time and ran after its slot's end, by so many milliseconds.
+    Late(f64),
+    Failed,
+}
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("admission-promise");
+    let record = json!({
+        "max_concurrent": RUN,
+        "admission": {"wait_seconds": WAIT_SECONDS, "slot_seconds": SLOT.as_secs(), "tickets": true},
+    });
+    let (node, server) =
+        serve(setting, "nagaya", "[admission]\nhorizon = \"4h\"\ntickets_max = 100000\n", record)?;
+    let post = post(&server, HOST, BYTES);
+    // What it can do, and what it learns from.
+    let warm = Duration::from_secs(6);
+    let seen = crowd::closed(&post, 16, warm, Duration::ZERO)?;
+    let capacity = to_float(times_ms(&seen).len()) / warm.as_secs_f64();
+    ensure!(capacity > 1.0, "the board answers {capacity:.1} requests a second");
+    let crowd_for = Duration::from_secs(if setting.quick { 15 } else { 120 });
+    report.note("capacity, requests a second", json!(capacity));
+    report.note("seconds of the crowd, times capacity", json!([crowd_for.as_secs(), TIMES]));
+    report.note("slot, seconds; line, seconds", json!([SLOT.as_secs(), WAIT_SECONDS]));
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let watching = watch(&node, Arc::clone(&stop));
+    let (fates, refused) = flash(&node, &post, capacity * TIMES, crowd_for)?;
+    stop.store(true, Ordering::Relaxed);
+    let idle = watching.join().map_err(|_| anyhow::anyhow!("the watch panicked"))?;
+
+    let count = |of: fn(&Fate) -> bool| to_float(fates.iter().filter(|fate| of(fate)).count());
+    let kept = count(|fate| matches!(fate, Fate::InTime | Fate::Called));
+    let late: Vec<f64> =
+        fates.iter().filter_map(|fate| if let Fate::Late(by) = fate { Some(*by) } else { None }).collect();
+    let broken = to_float(late.len()) + count(|fate| *fate == Fate::Failed);
+    report.set("promises_made", to_float(fates.len()));
+    report.set("never_came", count(|fate| *fate == Fate::NeverCame));
+    report.set("promises_kept_pct", kept / (kept + broken) * 100.0);
+    report.set("late", to_float(late.len()));
+    report.set("late_p99_ms", if late.is_empty() { 0.0 } else { percentile(late, 0.99) });
+    report.set("failed", count(|fate| *fate == Fate::Failed));
+    report.set("early_called_pct", count(|fate| *fate == Fate::Called) / kept * 100.0);
+    report.set("without_ticket", to_float(refused));
+    report.set("idle_capacity_pct", percentile(vec![mean(&idle)], 0.5));
+    report.sample(0, "crowd", "kept", "tickets", kept);
+    report.sample(0, "crowd", "broken", "tickets", broken);
+    report.sample(0, "crowd", "never came", "tickets", count(|fate| *fate == Fate::NeverCame));
+    let chart = Chart {
+        title: "Promises of a flash crowd".into(),
+        subtitle:
+            "ten times what the site can do; three in ten never return; the edge is killed in the middle"
+                .into(),
+        panels: vec![report.panel(
+            "Tickets",
+            "tickets",
+            "crowd",
+            "tickets",
+            &["kept", "broken", "never came"],
+        )],
+    };
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+/// Runs the crowd to the end of its last slot. Says what became of each ticket, and how many got none.
+fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Result<(Vec<Fate>, usize)> {
+    let fates = Rc::new(std::cell::RefCell::new(Vec::new()));
+    let refused = Rc::new(Cell::new(0));
+    let killed = Rc::new(Cell::new(Ok(())));
+    let (to, none, post, kill) = (Rc::clone(&fates), Rc::clone(&refused), post.clone(), node.clone());
+    let result = Rc::clone(&killed);
+    Crowd::run(move |crowd| async move {
+        let mut clients = Vec::new();
+        let (mut come, mut is_killed) = (0_u64, false);
+        while crowd.elapsed() < crowd_for {
+            if !is_killed && crowd.elapsed() > crowd_for / 2 {
+                is_killed = true;
+                result.set(kill_edge(&kill));
+            }
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count of clients")]
+            let due = (crowd.elapsed().as_secs_f64() * per_second) as u64;
+            while come < due {
+                let (crowd, post, to, none) =
+                    (Rc::clone(&crowd), post.clone(), Rc::clone(&to), Rc::clone(&none));
+                clients.push(tokio::task::spawn_local(async move {
+                    match client(&crowd, &post, come).await {
+                        Some(fate) => to.borrow_mut().push(fate),
+                        None => none.set(none.get() + 1),
+                    }
+                }));
+                come += 1;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+        for client in clients {
+            // A client that panicked has said so; its ticket is missing in the count.
+            let _ = client.await;
+        }
+    })?;
+    killed.replace(Ok(()))?;
+    Ok((fates.take(), refused.get()))
+}
+
+/// One person. `None`: was served at once, or got no ticket.
+async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
+    let from = address(number);
+    let first = ask(crowd, post, from, None).await;
+    let (Some(ticket), Some(after)) = (first.ticket, first.retry_after) else {
+        return None;
+    };
+    // The same clients each time: a number decides, not chance.
+    let kind = number.wrapping_mul(2_654_435_761) >> 7;
+    if kind % 10 < NEVER_OF_TEN {
+        return Some(Fate::NeverCame);
+    }
+    let began = tokio::time::Instant::now();
+    let begins = Duration::from_secs_f64(after);
+    let mut is_called = false;
+    if kind % 10 < NEVER_OF_TEN + LISTEN_OF_TEN {
+        is_called = crowd.listen(post, from, &ticket, begins).await && began.elapsed() < begins;
+    }
+    if !is_called {
+        // People come some time after they are told.
+        let within = SLOT.mul_f64(0.6 * to_float(usize::try_from(kind / 10 % 1000).unwrap_or(0)) / 1000.0);
+        tokio::time::sleep_until(began + begins + within).await;
+    }
+    let came = ask(crowd, post, from, Some(&ticket)).await;
+    if came.status != 200 {
+        return Some(Fate::Failed);
+    }
+    let ended = began.elapsed();
+    let run = came.took_ms - came.queued_ms.unwrap_or(0.0);
+    let started = ended.saturating_sub(Duration::from_secs_f64(run.max(0.0) / 1e3));
+    let end = begins + SLOT;
+    Some(match started.checked_sub(end) {
+        Some(over) => Fate::Late(over.as_secs_f64() * 1e3),
+        None if is_called => Fate::Called,
+        None => Fate::InTime,
+    })
+}
+
+/// Asks, and asks again if the connection was cut.
+async fn ask(crowd: &Crowd, post: &Post, from: Ipv4Addr, ticket: Option<&str>) -> Seen {
+    let mut seen = crowd.ask(post, Some(from), ticket).await;
+    for _ in 0..RETRIES_MAX {
+        if seen.status != 0 {
+            break;
+        }
+        sleep(Duration::from_millis(500)).await;
+        seen = crowd.ask(post, Some(from), ticket).await;
+    }
+    seen
+}
+
+/// An address of its own for each client: the whole of 127.0.0.0/8 is the loopback.
+fn address(number: u64) -> Ipv4Addr {
+    let number = u32::try_from(number).unwrap_or(u32::MAX) + 0x0100;
+    Ipv4Addr::from(0x7f01_0000_u32.wrapping_add(number) & 0x7fff_ffff)
+}
+
+fn kill_edge(node: &Node) -> Result<()> {
+    let status: Value =
+        serde_json::from_str(&node.run(&["status", "--json"])?).context("reading the status")?;
+    let processes = status["processes"].as_array().context("the status names no processes")?;
+    let edge =
+        processes.iter().find(|process| process["role"] == json!("edge")).context("there is no edge")?;
+    let pid = edge["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).context("the edge has no pid")?;
+    let pid = rustix::process::Pid::from_raw(pid).context("no pid")?;
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("killing the edge")
+}
+
+/// Looks at the lane again and again: how much of its capacity was idle each time somebody waited.
+fn watch(node: &Node, stop: Arc<AtomicBool>) -> std::thread::JoinHandle<Vec<f64>> {
+    let socket = node.admin_socket();
+    std::thread::spawn(move || {
+        let mut idle = Vec::new();
+        while !stop.load(Ordering::Relaxed) {
+            std::thread::sleep(LOOK_EVERY);
+            // Nobody answers while the edge is started anew.
+            let Ok(lane) = look(&socket) else { continue };
+            let (Some(running), Some(waiting)) = (lane["running"].as_f64(), lane["waiting"].as_f64()) else {
+                continue;
+            };
+            if waiting > 0.0 {
+                idle.push((f64::from(RUN) - running).max(0.0) / f64::from(RUN) * 100.0);
+            }
+        }
+        idle
+    })
+}
+
+fn look(socket: &PathBuf) -> Result<Value> {
+    let mut stream = UnixStream::connect(socket).context("connecting")?;
+    stream
+        .write_all(b"GET /v1/requests HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")
+        .context("asking")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).context("reading")?;
+    let (_, body) = answer.split_once("\r\n\r\n").context("an answer without a head")?;
+    let body: Value = serde_json::from_str(body).context("reading JSON")?;
+    let lanes = body["lanes"].as_array().context("no lanes")?;
+    let lane = lanes.iter().find(|lane| lane["of"] == json!("site")).context("no lane of a site")?;
+    Ok(lane.clone())
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / to_float(values.len().max(1))
+}
