@@ -47,6 +47,9 @@ pub const LATE_FOR: Duration = Duration::from_secs(15 * 60);
 /// So long the place of somebody who was called early is kept: time for a page to hear of it and to come.
 pub const CALL_FOR: Duration = Duration::from_secs(10);
 
+/// Of those who come when they are called, most do within this.
+const CALL_HEARD: Duration = Duration::from_secs(1);
+
 /// Tickets whose slot has not ended, whatever is configured. About 300 bytes each.
 pub const TICKETS_MAX: u32 = 1 << 20;
 
@@ -77,6 +80,8 @@ pub struct Calendar {
     callable: BTreeMap<Place, Nonce>,
     /// Those who were called, by how long their place is kept.
     calls: BTreeMap<Place, Nonce>,
+    /// How many of them were expected to come still, when one was called or came last.
+    called_lately: (f64, Moment),
     spent: HashMap<Nonce, Moment>,
     spent_by_end: BTreeSet<(Moment, Nonce)>,
     /// Restored, and not put into slots yet.
@@ -165,6 +170,7 @@ impl Calendar {
             late: BTreeMap::new(),
             callable: BTreeMap::new(),
             calls: BTreeMap::new(),
+            called_lately: (0.0, Moment(0)),
             spent: HashMap::new(),
             spent_by_end: BTreeSet::new(),
             restored: Vec::new(),
@@ -195,23 +201,49 @@ impl Calendar {
         count(self.calls.len())
     }
 
-    /// Holders who are expected by then and are not in line now: those of the slots before, and of the one that is open then as
-    /// large a part as has passed of it; at least those who were called.
-    pub fn due(&self, until: Moment, in_line: u32) -> f64 {
-        let out = match self.slots.at(until) {
-            Some(slot) => {
-                let open = self.slots.get(slot).map_or(0.0, |slot| {
-                    let passed = (until.0 - slot.begins.0) as f64 / (slot.ends.0 - slot.begins.0) as f64;
-                    f64::from(slot.out) * passed
-                });
-                f64::from(self.slots.out_before(slot)) + open
-            }
-            None if self.slots.row().back().is_some_and(|back| back.ends <= until) => {
-                f64::from(count(self.deadlines.len()))
-            }
-            None => 0.0,
+    /// Holders who are expected to come between now and then: those who were called, of the open slot those who are still
+    /// outside, fewer the longer it has been open, and those of later slots.
+    pub fn due(&self, now: Moment, until: Moment) -> f64 {
+        let open =
+            self.slots.at(now).and_then(|slot| self.slots.get(slot)).map_or(0.0, |slot| {
+                f64::from(slot.outside) * (slot.passed(until) - slot.passed(now)).max(0.0)
+            });
+        self.expected_called(now) + (open + self.due_later(now, until)) * self.shows.rate()
+    }
+
+    /// Of slots that begin between now and then, the tickets of who was not called; of the last one as large a part as will have
+    /// passed of it.
+    fn due_later(&self, now: Moment, until: Moment) -> f64 {
+        let first =
+            self.callable.range((now, u64::MAX)..).next().and_then(|((begins, _), _)| self.slots.at(*begins));
+        let Some((first, slot)) = first.and_then(|first| Some((first, self.slots.get(first)?))) else {
+            return 0.0;
         };
-        (out - f64::from(in_line)).max(f64::from(self.called())) * self.shows.rate()
+        let of_first = f64::from(slot.outside) * slot.passed(until);
+        if until < slot.ends {
+            return of_first;
+        }
+        let through_first = self.slots.out_before(first) + slot.out;
+        let last = self.slots.at(until).and_then(|last| Some((last, self.slots.get(last)?)));
+        let out = last.map_or(count(self.deadlines.len()).into(), |(last, slot)| {
+            f64::from(self.slots.out_before(last)) + f64::from(slot.out) * slot.passed(until)
+        });
+        of_first + (out - f64::from(through_first)).max(0.0)
+    }
+
+    /// Of those who were called lately, so many are expected still.
+    fn expected_called(&self, now: Moment) -> f64 {
+        let (expected, at) = self.called_lately;
+        expected * (-(now.0.saturating_sub(at.0) as f64) / micros(CALL_HEARD) as f64).exp()
+    }
+
+    /// A holder can be called no more: he was, or he came.
+    fn call_no_more(&mut self, begins: Moment, number: u64, slot: Option<SlotNumber>) {
+        if self.callable.remove(&(begins, number)).is_some()
+            && let Some(slot) = slot
+        {
+            self.slots.change(slot, |slot| slot.outside = slot.outside.saturating_sub(1));
+        }
     }
 
     // === Promises ===
@@ -267,9 +299,11 @@ impl Calendar {
         if self.calls.len() >= CALLS_MAX {
             return None;
         }
-        let (place, nonce) =
+        let ((begins, number), nonce) =
             self.callable.range((now, u64::MAX)..).next().map(|(place, nonce)| (*place, *nonce))?;
-        self.callable.remove(&place);
+        let slot = self.holders.get(&nonce)?.slot;
+        self.call_no_more(begins, number, slot);
+        self.called_lately = (self.expected_called(now) + self.shows.rate(), now);
         let until = after(now, CALL_FOR);
         let holder = self.holders.get_mut(&nonce)?;
         holder.state = State::Called(until);
@@ -307,20 +341,22 @@ impl Calendar {
         let Some(holder) = self.holders.get_mut(&nonce).filter(|holder| holder.state != State::InLine) else {
             return false;
         };
-        if let State::Called(until) = holder.state {
-            self.calls.remove(&(until, holder.number));
-        }
-        self.callable.remove(&(holder.ticket.begins, holder.number));
-        self.late.remove(&(holder.ticket.ends, holder.number));
-        holder.state = State::InLine;
+        let (begins, number, slot) = (holder.ticket.begins, holder.number, holder.slot);
+        self.late.remove(&(holder.ticket.ends, number));
+        let was = std::mem::replace(&mut holder.state, State::InLine);
         if holder.has_ended && !holder.is_counted {
             holder.is_counted = true;
             *(if holder.was_missed { &mut self.tally.broken } else { &mut self.tally.late }) += 1;
         }
         let is_first_time = !std::mem::replace(&mut holder.has_come, true);
-        if let Some(slot) = holder.slot.filter(|_| is_first_time) {
+        if let Some(slot) = slot.filter(|_| is_first_time) {
             self.slots.change(slot, |slot| slot.came += 1);
         }
+        if let State::Called(until) = was {
+            self.calls.remove(&(until, number));
+            self.called_lately = ((self.expected_called(now) - 1.0).max(0.0), now);
+        }
+        self.call_no_more(begins, number, slot);
         true
     }
 
@@ -410,10 +446,12 @@ impl Calendar {
 
     /// A slot's end has passed for this holder.
     fn end(&mut self, nonce: Nonce, before: Moment) {
+        if let Some(Holder { ticket, number, slot, .. }) = self.holders.get(&nonce) {
+            self.call_no_more(ticket.begins, *number, *slot);
+        }
         let Some(holder) = self.holders.get_mut(&nonce) else { return };
         holder.has_ended = true;
         holder.was_missed = before < holder.ticket.begins;
-        self.callable.remove(&(holder.ticket.begins, holder.number));
         if holder.state == State::InLine {
             holder.is_counted = true;
             self.tally.broken += 1;
@@ -466,6 +504,7 @@ impl Calendar {
         self.deadlines.insert((holder.ticket.ends, holder.number), nonce);
         if holder.ticket.begins > self.now {
             self.callable.insert((holder.ticket.begins, holder.number), nonce);
+            self.slots.change(slot, |slot| slot.outside += 1);
         }
     }
 
@@ -495,7 +534,7 @@ impl Calendar {
         if let State::Called(until) = holder.state {
             self.calls.remove(&(until, holder.number));
         }
-        self.callable.remove(&(holder.ticket.begins, holder.number));
+        self.call_no_more(holder.ticket.begins, holder.number, holder.slot);
         self.deadlines.remove(&(holder.ticket.ends, holder.number));
         self.late.remove(&(holder.ticket.ends, holder.number));
         if self.clients.get(&holder.client) == Some(&nonce) {

@@ -20,6 +20,8 @@ pub(super) struct Slot {
     pub ends: Moment,
     /// Tickets of it whose holders have not run yet.
     pub out: u32,
+    /// Of them, those whose holders have neither come nor been called.
+    pub outside: u32,
     /// Tickets of it that were ever given, and those whose holders came before its end.
     pub given: u32,
     pub came: u32,
@@ -32,6 +34,12 @@ impl Slot {
     fn load(&self) -> f64 {
         let len = self.ends.0.saturating_sub(self.begins.0).max(1);
         (f64::from(self.out) + 1.0) / len as f64
+    }
+
+    /// What part of it has passed by then.
+    pub(super) fn passed(&self, until: Moment) -> f64 {
+        let len = self.ends.0.saturating_sub(self.begins.0).max(1);
+        until.0.saturating_sub(self.begins.0).min(len) as f64 / len as f64
     }
 }
 
@@ -79,7 +87,7 @@ impl Slots {
             return None;
         }
         let number = SlotNumber(self.first + self.row.len() as u64);
-        self.row.push_back(Slot { begins, ends, out: 0, given: 0, came: 0, is_whole: true });
+        self.row.push_back(Slot { begins, ends, out: 0, outside: 0, given: 0, came: 0, is_whole: true });
         if self.row.len() > self.leaves() {
             self.grow();
         }

@@ -43,6 +43,8 @@ fn check(calendar: &Calendar) {
         .filter(|holder| holder.slot.is_some_and(|slot| calendar.slots.get(slot).is_some()))
         .count();
     assert_eq!(in_slots as usize, with_slot, "tickets counted in slots and held");
+    let outside: u32 = calendar.slots.row().iter().map(|slot| slot.outside).sum();
+    assert_eq!(outside as usize, calendar.callable.len(), "those outside");
     let called = calendar.holders.values().filter(|holder| matches!(holder.state, State::Called(_))).count();
     assert_eq!(called, calendar.calls.len(), "those called and their places");
     let open = calendar.holders.values().filter(|holder| !holder.has_ended).count();
@@ -73,12 +75,22 @@ fn those_who_are_due_come_slot_by_slot() {
     let (begins, ends, out) = (first.begins, first.ends, f64::from(first.out));
     assert!(out < 60.0);
     let middle = Moment((begins.0 + ends.0) / 2);
-    let due = [START, begins, middle, ends, at(3_000)].map(|until| calendar.due(until, 0));
+    let due = [START, begins, middle, ends, at(3_000)].map(|until| calendar.due(START, until));
     assert_eq!(due, [0.0, 0.0, out / 2.0, out, 60.0]);
     assert!(calendar.come(begins, Nonce(0)) && calendar.ran(begins, Nonce(0)).is_some());
-    assert_eq!(calendar.due(ends, 2), out - 3.0);
+    assert_eq!(calendar.due(begins, ends), out - 1.0);
+    assert_eq!(
+        calendar.due(middle, ends),
+        (out - 1.0) / 2.0,
+        "who has not come in half of the slot may never"
+    );
+    let mut calendar = calendar;
     assert!(calendar.call(begins).is_some());
-    assert_eq!(calendar.due(begins, 5), 1.0, "at least who was called");
+    assert_eq!(calendar.due(begins, ends), out, "with the one who was called, who is of a later slot");
+    assert!(
+        calendar.due(middle, ends) < (out - 1.0) / 2.0 + 0.01,
+        "if he does not come soon, he is not expected"
+    );
 }
 
 #[test]

@@ -257,7 +257,7 @@ impl Admission {
     /// will have begun.
     pub(super) fn due(&self, now: Moment, index: u32, turn: f64) -> f64 {
         let Some(calendar) = self.promised.calendars.get(&index) else { return 0.0 };
-        calendar.due(later(now, micros(turn)), self.at(index).holders)
+        calendar.due(now, later(now, micros(turn)))
     }
 
     /// Requests of this lane that end in a second, if there is a line: what may be promised is a part of it.
