@@ -68,8 +68,8 @@ struct Request {
     bytes: u64,
     /// The wait that it was told when it got in line.
     wait: Option<Wait>,
-    /// How often the pace had changed then.
-    changes: u32,
+    /// How often the pace had changed then; `None`: it was not well known.
+    changes: Option<u32>,
     /// The ticket on which it came.
     holding: Option<Holding>,
 }
@@ -268,7 +268,6 @@ impl Admission {
         let pass = self.new_pass();
         let seat = self.occupy(now, index, slot);
         self.at_mut(index).counts.admitted += 1;
-        let changes = self.at(index).learned.changes;
         let request = Request {
             lane: index,
             slot,
@@ -277,7 +276,7 @@ impl Admission {
             since: now,
             bytes: 0,
             wait: None,
-            changes,
+            changes: None,
             holding,
         };
         self.requests.insert(pass, request);
@@ -308,7 +307,7 @@ impl Admission {
         lane.holders += u32::from(holding.is_some());
         lane.counts.waited += 1;
         lane.learned.waits(slot);
-        let changes = lane.learned.changes;
+        let changes = lane.learned.is_sure().then_some(lane.learned.changes);
         for at in self.path(index).as_slice() {
             self.at_mut(*at).waiting_within += 1;
         }
@@ -339,7 +338,7 @@ impl Admission {
         lane.counts.admitted += 1;
         if let Some(Wait { reckoned, told }) = request.wait {
             let actual = now.0.saturating_sub(request.since.0) as f64;
-            let is_current = lane.learned.changes == request.changes;
+            let is_current = request.changes == Some(lane.learned.changes);
             lane.learned.record.add(Outcome { reckoned, told, actual }, is_current);
         }
         request.place = None;
@@ -354,7 +353,7 @@ impl Admission {
     /// One in line is in it no more.
     fn leave_line(&mut self, now: Moment, index: u32, place: Place, request: &Request) {
         let lane = self.at_mut(index);
-        lane.learned.pass_time_in_line(now, lane.running_own());
+        lane.pass_time_in_line(now);
         lane.line.remove(place);
         lane.bytes -= request.bytes;
         lane.holders -= u32::from(request.holding.is_some());
@@ -384,7 +383,7 @@ impl Admission {
             }
             let lane = self.at_mut(index);
             if !lane.line.is_empty() {
-                lane.learned.pass_time_in_line(now, lane.running_own());
+                lane.pass_time_in_line(now);
                 lane.learned.ended_in_line();
             }
             lane.learned.ends(request.slot, request.since);

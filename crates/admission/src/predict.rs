@@ -72,7 +72,6 @@ struct LineTime {
     ends: f64,
     span: f64,
 }
-
 /// Spread up to which requests of a kind take about equally long.
 const EVEN_SPREAD: f32 = 0.5;
 
@@ -210,6 +209,12 @@ impl Learned {
         outlook.turn()
     }
 
+    /// All kinds in line are well known, as they are when there is a line. What is predicted then and turns out wrong has other
+    /// reasons than not having known better.
+    pub(crate) fn is_sure(&self) -> bool {
+        self.kinds.iter().all(|kind| kind.waiting == 0 || kind.paces.queued.is_sure())
+    }
+
     /// Several kinds run or wait, each of which takes about equally long: who they are says more than how many.
     pub(crate) fn is_mixed(&self) -> bool {
         let present = self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0);
@@ -242,7 +247,7 @@ impl Learned {
         replay.turn()
     }
 
-    /// To be called before the number that run changes, while there is a line.
+    /// So many have run since this was last called or the line began.
     pub(crate) fn pass_time_in_line(&mut self, now: Moment, running: u32) {
         self.line.advance(now, f64::from(running));
     }
