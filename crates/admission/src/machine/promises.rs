@@ -137,7 +137,7 @@ impl Admission {
         let holding = Holding { lane: self.id_of(index), nonce: ticket.nonce };
         if has_room {
             self.come(now, &holding);
-            let pass = self.run_at_once(now, index, slot, Some(holding));
+            let pass = self.run_at_once(now, index, slot);
             self.spend(now, &holding);
             return Some(Offer::Run(pass));
         }

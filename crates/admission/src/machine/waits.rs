@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use super::Admission;
 use super::line::{Ahead, Place, Rank};
+use super::{Admission, State};
 use crate::lane::OWN_WEIGHT;
 use crate::predict::REPLAY_MAX;
 use crate::{Moment, Pass, Prediction};
@@ -123,7 +123,8 @@ impl Admission {
     /// What is known now of the wait of one in line. `None`: it does not wait.
     pub fn prediction(&self, now: Moment, pass: Pass) -> Option<Prediction> {
         let request = self.requests.get(&pass)?;
-        let place = request.place?;
+        let State::Waits(waiting) = &request.state else { return None };
+        let place = waiting.place;
         let ahead = self.at(request.lane).line.before(place);
         Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, place, ahead)))
     }
