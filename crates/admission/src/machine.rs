@@ -456,3 +456,6 @@ fn order_of(now: Moment, priority: i8) -> i64 {
 fn later(now: Moment, by: Duration) -> Moment {
     Moment(now.0.saturating_add(u64::try_from(by.as_micros()).unwrap_or(u64::MAX)))
 }
+
+#[cfg(test)]
+mod tests;
