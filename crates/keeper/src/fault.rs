@@ -55,6 +55,8 @@ pub const NOT_READY: Code = Code(320);
 pub const BAD_IMAGE: Code = Code(321);
 /// An instance cannot rest, or not come back from it.
 pub const REST: Code = Code(322);
+/// A command is not run in an instance, or was ended.
+pub const EXEC: Code = Code(323);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

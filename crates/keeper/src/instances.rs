@@ -11,6 +11,7 @@ mod carried;
 mod collection;
 mod door;
 mod driver;
+mod exec;
 mod get;
 mod housing;
 mod ledger;
@@ -89,6 +90,8 @@ pub struct Instances {
     no_images: RefCell<Option<String>>,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
+    /// Commands that run in instances.
+    execs: Cell<usize>,
 }
 
 /// One site's.
@@ -121,6 +124,8 @@ struct Instance {
     /// Why it has no image.
     no_image: RefCell<Option<String>>,
     tail: Rc<Tail>,
+    /// Commands that run beside it.
+    execs: Cell<usize>,
     /// Something about it is different now.
     changed: Notify,
 }
@@ -169,6 +174,7 @@ impl Instances {
             images: RefCell::default(),
             no_images: RefCell::default(),
             kept: RefCell::default(),
+            execs: Cell::new(0),
         }
     }
 
@@ -271,6 +277,7 @@ impl Instances {
             note: RefCell::default(),
             no_image: RefCell::default(),
             tail: Rc::default(),
+            execs: Cell::new(0),
             changed: Notify::new(),
         });
         self.sites.borrow_mut().insert(name.clone(), Rc::clone(&instance));

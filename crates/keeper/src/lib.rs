@@ -21,6 +21,7 @@ mod instances;
 mod log;
 mod metrics;
 mod options;
+mod passed;
 mod process;
 mod roots;
 mod server;

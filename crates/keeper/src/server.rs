@@ -158,6 +158,8 @@ async fn begin(
             (Event::Ask { question, answer }, Some(engine)) => {
                 answer_to(engine, question, answer);
             }
+            // Its connection is closed, which says as much.
+            (Event::Exec { .. }, _) => {}
             (Event::Committed { .. } | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
             (Event::Broken(error), _) => return Err(error.into()),
         }
@@ -228,6 +230,10 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
             }
             Event::Ask { question, answer } => {
                 answer_to(engine, question, answer);
+            }
+            Event::Exec { exec, connection } => {
+                let engine = Rc::clone(engine);
+                spawn_local(async move { engine.instances.exec(&engine, exec, connection).await });
             }
             Event::Drain => return Ok(()),
             Event::Broken(error) => return Err(error.into()),

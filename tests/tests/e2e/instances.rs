@@ -34,6 +34,7 @@ pub const SUITE: Suite = Suite {
             a_slow_answer_keeps_it_awake,
             a_crawler_is_answered_without_waking_anybody,
             an_operator_lists_wakes_rests_and_stops_instances,
+            a_command_runs_in_an_instance_as_if_it_ran_here,
             what_an_operator_cannot_do_is_said,
             top_shows_who_runs_and_rests,
             a_record_with_mistakes_is_refused_with_all_of_them,
@@ -474,6 +475,26 @@ fn an_operator_lists_wakes_rests_and_stops_instances(world: &World) {
     assert!(matches!(tier(world, "ops").as_str(), "cold" | "image"));
     let answer = get(world, "ops", "/run").expect(200);
     assert!(matches!(woken_from(&answer).as_str(), "cold" | "image"), "{answer:?}");
+}
+
+fn a_command_runs_in_an_instance_as_if_it_ran_here(world: &World) {
+    add(world, "told", json!({}));
+    let exec = |more: &[&str]| world.try_cli(&[&["instance", "exec"], more].concat());
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let refused = exec(&["told", "--", "true"]);
+    assert_eq!(refused.status.code(), Some(125));
+    assert!(said(&refused.stderr).contains("`--wake` wakes it first") && processes("told").is_empty());
+    let done = exec(&["--wake", "told", "--", "sh", "-c", "echo $NAME; hostname; echo aside >&2; exit 7"]);
+    assert_eq!((said(&done.stdout), said(&done.stderr)), ("told\ntold\n".into(), "aside\n".into()));
+    assert_eq!(done.status.code(), Some(7));
+    let many = exec(&["told", "--", "sh", "-c", "yes | head -c 300000"]);
+    assert_eq!((many.stdout.len(), many.status.code()), (300_000, Some(0)), "more than a pipe holds");
+    let killed = exec(&["told", "--", "sh", "-c", "kill -15 $$"]);
+    assert_eq!(killed.status.code(), Some(128 + 15));
+    let missing = exec(&["told", "--", "no-such-program"]);
+    assert_eq!(missing.status.code(), Some(125));
+    assert!(said(&missing.stderr).contains("[NGY0332]"), "{}", said(&missing.stderr));
+    assert_eq!(starts(world, "told"), 1);
 }
 
 fn what_an_operator_cannot_do_is_said(world: &World) {

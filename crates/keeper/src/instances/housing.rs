@@ -104,13 +104,10 @@ impl Housing {
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
         let address = surroundings::told(self.app.listen, &self.listens_at);
-        let mut env = spawn::app_environment(&self.app, &self.tenant, &address);
-        // The sandbox says that itself.
-        env.remove("LISTEN_FDS");
-        env.extend(secrets);
+        let env = environment(&self.app, &self.tenant, &address, secrets);
         let program = Program {
             argv: spawn::app_command(&self.app, &address)?.into_iter().map(OsString::from).collect(),
-            env: env.into_iter().map(|(name, value)| (name.into(), value.into())).collect(),
+            env,
             directory: spawn::home(&self.tenant).join(&self.app.directory),
             stdin: None,
             stdout: Some(handover.log.as_fd()),
@@ -118,6 +115,7 @@ impl Housing {
             listener: handover.listener.as_ref().map(AsFd::as_fd),
             pid: Some(ROOT_PID),
             open_files_max: self.runner.open_files_max,
+            has_terminal: false,
         };
         let task = sandbox.run(&program).map_err(|error| of_sandbox(&error))?;
         let started = started(&sandbox, task, log);
@@ -257,7 +255,21 @@ fn started(sandbox: &Arc<Sandbox>, task: Task, log: OwnedFd) -> Started {
     Started { root: Root::Sandboxed { sandbox: Arc::clone(sandbox), task }, log, fds: Vec::new() }
 }
 
-fn of_sandbox(error: &SandboxError) -> Fault {
+/// The variables of an application, and of a command beside it.
+pub fn environment(
+    app: &App,
+    tenant: &Tenant,
+    address: &spawn::Address,
+    secrets: Vec<(String, String)>,
+) -> Vec<(OsString, OsString)> {
+    let mut env = spawn::app_environment(app, tenant, address);
+    // The sandbox says that itself.
+    env.remove("LISTEN_FDS");
+    env.extend(secrets);
+    env.into_iter().map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+pub fn of_sandbox(error: &SandboxError) -> Fault {
     let failure = match error {
         SandboxError::Run { error, .. } | SandboxError::Create { error, .. }
             if matches!(error.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::WouldBlock) =>

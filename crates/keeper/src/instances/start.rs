@@ -31,6 +31,7 @@ use crate::fault::{self, Fault};
 use crate::image::{Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
+use crate::sandbox::Sandbox;
 use crate::spawn;
 
 /// Name of the socket the keeper listens on for an application.
@@ -119,6 +120,11 @@ impl Body {
     /// No image is taken of it any more: what was kept for that is let go.
     pub fn needs_no_image(&self) {
         self.inside.take();
+    }
+
+    /// What its processes are in; None: they see the whole node.
+    pub fn sandbox(&self) -> Option<Arc<Sandbox>> {
+        self.door.sandbox()
     }
 
     /// Where its processes are.

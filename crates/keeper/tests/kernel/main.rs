@@ -4,6 +4,7 @@
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
 mod cells;
+mod exec;
 mod files;
 mod groups;
 mod image;
@@ -38,9 +39,17 @@ fn main() {
         scene::start_launcher();
     }
     let any = [programs::ANYONE, life::ANYONE, rest::ANYONE].concat();
-    let root =
-        [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, rest::ROOT, life::ROOT, sandbox::ROOT]
-            .concat();
+    let root = [
+        programs::ROOT,
+        files::ROOT,
+        php::ROOT,
+        instances::ROOT,
+        exec::ROOT,
+        rest::ROOT,
+        life::ROOT,
+        sandbox::ROOT,
+    ]
+    .concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));

@@ -254,6 +254,11 @@ impl World {
         feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
     }
 
+    /// For what is more than a frame.
+    pub fn with_feed(&self, act: impl FnOnce(&UnixStream)) {
+        act(&self.running().as_ref().unwrap().feed);
+    }
+
     pub fn hear(&self) -> Up {
         feed::read(&mut self.running().as_mut().unwrap().feed)
             .unwrap()
