@@ -57,6 +57,8 @@ pub const BAD_IMAGE: Code = Code(321);
 pub const REST: Code = Code(322);
 /// A command is not run in an instance, or was ended.
 pub const EXEC: Code = Code(323);
+/// Processes of an instance were killed for want of memory.
+pub const OUT_OF_MEMORY: Code = Code(324);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

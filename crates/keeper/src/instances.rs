@@ -119,6 +119,8 @@ struct Instance {
     /// Where it was when last looked at, and since when.
     tier: Cell<(Tier, Instant)>,
     fault: RefCell<Option<Fault>>,
+    /// Why it ended by itself the last time, and when.
+    last_end: RefCell<Option<(String, Instant)>>,
     /// Why it does not rest as deep as it should.
     note: RefCell<Option<String>>,
     /// Why it has no image.
@@ -274,6 +276,7 @@ impl Instances {
             wakes: Cell::new(0),
             tier,
             fault: RefCell::default(),
+            last_end: RefCell::default(),
             note: RefCell::default(),
             no_image: RefCell::default(),
             tail: Rc::default(),

@@ -174,6 +174,12 @@ impl Housing {
     ) -> Result<Image, ImageError> {
         let image = images.take(subject, sandbox, &handover.handed())?;
         if let Err(error) = self.keep(&self.scratch()) {
+            if error.kind() == io::ErrorKind::StorageFull {
+                images.discard(&image);
+                return Err(ImageError::NoSpace {
+                    reason: format!("the files it expects cannot be kept: {error}"),
+                });
+            }
             images.quarantine(&image, &format!("the files it expects cannot be kept: {error}"));
             return Err(ImageError::Io { what: "keep the files an image expects".into(), error });
         }

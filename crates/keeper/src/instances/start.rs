@@ -25,7 +25,7 @@ use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
 use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
-use crate::cells::{Home, Leaf};
+use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::image::{Image, Images};
@@ -61,6 +61,8 @@ pub struct Body {
     pub image: Option<Image>,
     /// For an image to be taken of it, until that is done or not wanted.
     inside: RefCell<Option<Inside>>,
+    /// None: nobody counts.
+    kills: Option<Kills>,
     _dir: Directory,
 }
 
@@ -132,6 +134,24 @@ impl Body {
         &self.leaf
     }
 
+    /// Of its processes so many were killed for want of memory.
+    pub fn memory_kills(&self) -> u64 {
+        self.kills.as_ref().map_or(0, Kills::count)
+    }
+
+    /// Why it ended by itself, in words.
+    pub fn why_ended(&self, exit: Exit) -> String {
+        match (self.memory_kills(), exit) {
+            (1.., _) => format!(
+                "out of memory: the kernel killed it at the memory limit of its cell [{}]",
+                fault::OUT_OF_MEMORY
+            ),
+            (0, Exit { status: Some(status), .. }) => format!("exit status {status}"),
+            (0, Exit { signal: Some(signal), .. }) => format!("signal {signal}"),
+            (0, _) => "nobody knows why".into(),
+        }
+    }
+
     /// Resolves once nothing of it is left.
     pub fn ended(&self) -> impl Future<Output = Exit> + use<> {
         let ended = self.handle.borrow().as_ref().map(Handle::ended);
@@ -183,9 +203,9 @@ pub async fn bring_up(
     let ready = tokio::select! {
         _ = end_wanted.wait_for(Option::is_some) => Err(NoBody::GivenUp),
         exit = ended => {
-            let Exit { status, signal, .. } = exit;
-            let why = format!("ended before it could answer (status {status:?}, signal {signal:?})");
-            Err(broken(&site, fault::APP, &why).into())
+            let code = if body.memory_kills() > 0 { fault::OUT_OF_MEMORY } else { fault::APP };
+            let why = format!("ended before it could answer ({})", body.why_ended(exit));
+            Err(broken(&site, code, &why).into())
         }
         ready = make_ready(engine, instance, app, &body, until) => ready.map_err(NoBody::Failed),
     };
@@ -223,7 +243,8 @@ async fn spawn(
     let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
-    Ok(Body { handle, leaf, door, resting, image, inside, _dir: dir })
+    let kills = leaf.kills();
+    Ok(Body { handle, leaf, door, resting, image, inside, kills, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.

@@ -5,6 +5,7 @@
 
 mod cells;
 mod exec;
+mod faults;
 mod files;
 mod groups;
 mod image;
@@ -45,6 +46,7 @@ fn main() {
         php::ROOT,
         instances::ROOT,
         exec::ROOT,
+        faults::ROOT,
         rest::ROOT,
         life::ROOT,
         sandbox::ROOT,
@@ -87,10 +89,10 @@ fn main() {
     };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).map(of_criu));
+    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS].concat();
+    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS].concat();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
