@@ -59,6 +59,8 @@ pub const REST: Code = Code(322);
 pub const EXEC: Code = Code(323);
 /// Processes of an instance were killed for want of memory.
 pub const OUT_OF_MEMORY: Code = Code(324);
+/// What an application may reach outside cannot be opened for it.
+pub const OUTLET: Code = Code(325);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -23,6 +23,7 @@ mod metrics;
 mod options;
 mod passed;
 mod process;
+mod relay;
 mod roots;
 mod server;
 mod spawn;

@@ -21,6 +21,7 @@ mod kernel;
 mod launcher;
 mod network;
 mod order;
+mod outlet;
 mod program;
 mod session;
 mod terminal;
@@ -28,6 +29,7 @@ mod tree;
 
 use std::ffi::OsString;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -497,6 +499,12 @@ impl Sandbox {
     /// The same on a port of its loopback. 0: a free one.
     pub fn port_listener(&self, port: u16) -> io::Result<OwnedFd> {
         network::port_listener(self.pidfd.as_fd(), port)
+    }
+
+    /// Sockets that listen in its network at these addresses, not blocking. Who connects to one of them in the sandbox,
+    /// whosever address it is, comes there and nowhere else.
+    pub fn outlets(&self, addresses: &[SocketAddr]) -> io::Result<Vec<OwnedFd>> {
+        network::outlets(self.pidfd.as_fd(), addresses)
     }
 
     /// A connection to what listens in it, not blocking. `WouldBlock`: its queue is full.

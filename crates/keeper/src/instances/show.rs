@@ -83,6 +83,7 @@ impl Instances {
                 .map(|(why, when)| { format!("{} s ago: {why}", when.elapsed().as_secs()) })
         );
         let kills = instance.body.borrow().as_ref().map_or(0, |body| body.memory_kills());
+        row["outbound"] = json!(instance.body.borrow().as_ref().and_then(|body| body.traffic()));
         row["memory_kills"] = json!(Some(kills).filter(|kills| *kills > 0));
         row["waiting"] = json!(life.waiting());
         row["failures"] = json!(failures);

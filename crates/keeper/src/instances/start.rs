@@ -31,6 +31,7 @@ use crate::fault::{self, Fault};
 use crate::image::{Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
+use crate::relay::{Outlets, Plan, Traffic};
 use crate::sandbox::Sandbox;
 use crate::spawn;
 
@@ -63,6 +64,8 @@ pub struct Body {
     inside: RefCell<Option<Inside>>,
     /// None: nobody counts.
     kills: Option<Kills>,
+    /// The ways out of its sandbox, which go with it.
+    outlets: Option<Outlets>,
     _dir: Directory,
 }
 
@@ -137,6 +140,11 @@ impl Body {
     /// Of its processes so many were killed for want of memory.
     pub fn memory_kills(&self) -> u64 {
         self.kills.as_ref().map_or(0, Kills::count)
+    }
+
+    /// What it has open outside. None: its record names nothing there.
+    pub fn traffic(&self) -> Option<Traffic> {
+        self.outlets.as_ref().map(Outlets::traffic)
     }
 
     /// Why it ended by itself, in words.
@@ -232,7 +240,7 @@ async fn spawn(
     let site = instance.site();
     let short: String = site.name.as_str().chars().take(DIR_NAME_MAX).collect();
     let dir = Directory(engine.instances.dir.join(format!("{short}.{number}")));
-    let (handle, door, inside) = if engine.is_root() {
+    let (handle, door, mut inside) = if engine.is_root() {
         let (handle, door, inside) = spawn_sandboxed(engine, instance, app, &dir.0, how).await?;
         (handle, door, Some(inside))
     } else {
@@ -241,10 +249,11 @@ async fn spawn(
     };
     let leaf = handle.leaf();
     let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
+    let outlets = inside.as_mut().and_then(|inside| inside.made.outlets.take());
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
     let kills = leaf.kills();
-    Ok(Body { handle, leaf, door, resting, image, inside, kills, _dir: dir })
+    Ok(Body { handle, leaf, door, resting, image, inside, kills, outlets, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.
@@ -281,7 +290,9 @@ async fn spawn_sandboxed(
     let listens_at = dir.join(SOCKET);
     let address = surroundings::address(app.listen, &listens_at);
     let options = Arc::new((*options).clone());
-    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at });
+    let plan = Plan::new(app.outbound.endpoints());
+    let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
+    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at, outside });
     // What the worker has made besides the processes, or why it has made none.
     let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
     let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());

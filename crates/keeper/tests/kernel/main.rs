@@ -12,6 +12,7 @@ mod image;
 mod instances;
 mod life;
 mod limits;
+mod outbound;
 mod php;
 mod places;
 mod programs;
@@ -47,6 +48,7 @@ fn main() {
         instances::ROOT,
         exec::ROOT,
         faults::ROOT,
+        outbound::ROOT,
         rest::ROOT,
         life::ROOT,
         sandbox::ROOT,
@@ -89,7 +91,8 @@ fn main() {
     };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).map(of_criu));
+    let trials = trials
+        .chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).chain(outbound::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS].concat();
