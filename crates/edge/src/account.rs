@@ -301,6 +301,7 @@ impl Account {
         if let Some(spent) = receipt::spent_on_answer() {
             record.edge_cpu = spent;
         }
+        self.note_database();
         if self.disclosed {
             self.disclose(&mut response);
         }
@@ -310,6 +311,15 @@ impl Account {
 }
 
 impl Account {
+    /// What its site's instance has waited for databases until now, as far as it is this request's doing.
+    fn note_database(&mut self) {
+        let Some(hold) = &self.hold else { return };
+        let waited = hold.database_time();
+        if waited.is_some() || self.record().more.is_some() {
+            self.more().database = waited;
+        }
+    }
+
     /// Tells the client what is known so far, and what will be known at the end.
     fn disclose(&mut self, response: &mut Response) {
         let now = Instant::now();
@@ -340,6 +350,9 @@ impl Receipt for Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
+        if self.record.is_some() {
+            self.note_database();
+        }
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);

@@ -137,7 +137,7 @@ impl Engine {
         if let Some(relay) = self.relay.get() {
             return Ok(relay.clone());
         }
-        let relay = Relay::start().map_err(|error| {
+        let relay = Relay::start(self.metrics.clone()).map_err(|error| {
             let message = format!("the relay of applications' connections cannot be started: {error}");
             Fault::new(Failure::Busy, fault::OUTLET, message)
         })?;

@@ -146,6 +146,8 @@ pub struct Lease {
 pub struct Using {
     pub id: InstanceId,
     pub socket: OwnedFd,
+    /// How long it waits for databases outside, if it may reach any place there.
+    pub tally: Option<OwnedFd>,
     /// What was waited for. None: it ran.
     pub wake: Option<Wake>,
     pub lease: Lease,
@@ -228,7 +230,7 @@ impl Instances {
             }
         };
         let wake = (!was_awake).then(|| instance.wake_of(asked, answered)).flatten();
-        Ok(Using { id: instance.id(run), socket, wake, lease })
+        Ok(Using { id: instance.id(run), socket, tally: body.tally(), wake, lease })
     }
 
     /// One more connection to a run that is in use.

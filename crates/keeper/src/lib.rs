@@ -10,6 +10,7 @@ pub mod codec;
 pub mod image;
 pub mod protocol;
 pub mod sandbox;
+pub mod tally;
 
 mod cells;
 mod cgi;

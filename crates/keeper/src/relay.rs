@@ -2,11 +2,14 @@
 //!
 //! It listens inside each sandbox at the addresses of those places (`plan`), and connects outside from the node's own
 //! network. It has one thread, so that however much passes holds up none of the keeper's verbs. What an application has
-//! open here ends with its processes. Not here: the sockets inside (`sandbox::outlet`), who has which places
+//! open here ends with its processes. Conversations with databases are listened to as far as it takes to know how long the
+//! application waits for them. Not here: the sockets inside (`sandbox::outlet`), who has which places
 //! (`instances`).
 
 mod pass;
 mod plan;
+mod turns;
+mod watched;
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,6 +22,9 @@ use nagaya_cmdb::record::Endpoint;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
+
+use crate::metrics::Metrics;
+use crate::tally::Tally;
 
 pub use plan::Plan;
 
@@ -43,6 +49,7 @@ pub struct Relay {
 struct Order {
     listeners: Vec<(OwnedFd, Endpoint)>,
     counts: Arc<Counts>,
+    tally: Arc<Tally>,
     /// Its sender goes with the instance.
     gone: watch::Receiver<()>,
 }
@@ -51,6 +58,7 @@ struct Order {
 #[derive(Debug)]
 pub struct Outlets {
     counts: Arc<Counts>,
+    tally: Arc<Tally>,
     _gone: watch::Sender<()>,
 }
 
@@ -61,6 +69,8 @@ struct Counts {
     taken: AtomicU64,
     failed: AtomicU64,
     last_failure: Mutex<Option<String>>,
+    waited_us: AtomicU64,
+    queries: AtomicU64,
 }
 
 /// The same, as it is shown.
@@ -70,6 +80,9 @@ pub struct Traffic {
     pub taken: u64,
     pub failed: u64,
     pub last_failure: Option<String>,
+    /// With a question to a database open, microseconds.
+    pub database_us: u64,
+    pub queries: u64,
 }
 
 impl Counts {
@@ -80,27 +93,34 @@ impl Counts {
 }
 
 impl Outlets {
+    /// For who is to know how long it waited for databases.
+    pub fn tally(&self) -> io::Result<OwnedFd> {
+        self.tally.reader()
+    }
+
     pub fn traffic(&self) -> Traffic {
-        let Counts { open, taken, failed, last_failure } = &*self.counts;
+        let Counts { open, taken, failed, last_failure, waited_us, queries } = &*self.counts;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Traffic {
             open: read(open),
             taken: read(taken),
             failed: read(failed),
             last_failure: last_failure.lock().clone(),
+            database_us: read(waited_us),
+            queries: read(queries),
         }
     }
 }
 
 impl Relay {
     /// Starts its thread, which ends with the last of these.
-    pub fn start() -> io::Result<Self> {
+    pub fn start(metrics: Metrics) -> io::Result<Self> {
         let (orders, incoming) = mpsc::channel(ORDERS_MAX);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(RESOLVERS_MAX)
             .build()?;
-        let serve = move || LocalSet::new().block_on(&runtime, pass::serve(incoming));
+        let serve = move || LocalSet::new().block_on(&runtime, pass::serve(incoming, metrics));
         thread::Builder::new().name("keeper-relay".into()).spawn(serve)?;
         Ok(Self { orders })
     }
@@ -114,11 +134,11 @@ impl Relay {
     ) -> io::Result<Outlets> {
         let listeners = listen(&plan.addresses())?.into_iter().zip(plan.endpoints()).collect();
         let (sender, gone) = watch::channel(());
-        let counts = Arc::new(Counts::default());
-        let order = Order { listeners, counts: Arc::clone(&counts), gone };
+        let (counts, tally) = (Arc::new(Counts::default()), Arc::new(Tally::new()?));
+        let order = Order { listeners, counts: Arc::clone(&counts), tally: Arc::clone(&tally), gone };
         self.orders
             .try_send(order)
             .map_err(|_| io::Error::new(io::ErrorKind::WouldBlock, "the relay is busy"))?;
-        Ok(Outlets { counts, _gone: sender })
+        Ok(Outlets { counts, tally, _gone: sender })
     }
 }

@@ -535,9 +535,13 @@ impl Connection {
             let used = engine.instances.use_site(engine, &site).await;
             connection.asking.borrow_mut().remove(&tag);
             match used {
-                Ok(Using { id, socket, wake, lease }) => {
+                Ok(Using { id, socket, tally, wake, lease }) => {
                     connection.uses.borrow_mut().entry(id).or_default().push(lease);
-                    connection.reply(tag, Reply::Using { instance: id, wake }, vec![socket]);
+                    connection.reply(
+                        tag,
+                        Reply::Using { instance: id, wake },
+                        [socket].into_iter().chain(tally).collect(),
+                    );
                 }
                 Err(fault) => {
                     tracing::debug!("{fault}");

@@ -220,7 +220,7 @@ fn start(sandbox: Arc<Sandbox>, wanted: &Wanted) -> Result<Running, Fault> {
     Ok(Running { sandbox, task, ends })
 }
 
-/// Until it is over; then nothing of its session is left.
+/// Until it is over; then all of its session is killed.
 async fn attend(
     running: Running,
     connection: &AsyncFd<OwnedFd>,

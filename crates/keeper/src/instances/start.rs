@@ -142,6 +142,12 @@ impl Body {
         self.kills.as_ref().map_or(0, Kills::count)
     }
 
+    /// For who is to know how long it waits for databases outside.
+    pub fn tally(&self) -> Option<OwnedFd> {
+        // Without it only a figure is missing.
+        self.outlets.as_ref().and_then(|outlets| outlets.tally().ok())
+    }
+
     /// What it has open outside. None: its record names nothing there.
     pub fn traffic(&self) -> Option<Traffic> {
         self.outlets.as_ref().map(Outlets::traffic)

@@ -2,11 +2,13 @@
 //!
 //! Not here: the keeper's end of it (`super`).
 
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use nagaya_cmdb::record::{Endpoint, EndpointHost};
@@ -16,7 +18,9 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
+use super::watched::{Conversation, Questions, Side, Watched};
 use super::{CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX};
+use crate::metrics::Metrics;
 
 /// How long a name may take to be looked up and one of its addresses to answer.
 const DIAL_MAX: Duration = Duration::from_secs(10);
@@ -37,9 +41,10 @@ const KEEPALIVE: Duration = Duration::from_secs(60);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Takes up instances until the keeper ends.
-pub async fn serve(mut incoming: mpsc::Receiver<Order>) {
-    let open = Arc::new(AtomicU64::new(0));
-    while let Some(Order { listeners, counts, gone }) = incoming.recv().await {
+pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
+    let open = Rc::new(Cell::new(0));
+    while let Some(Order { listeners, counts, tally, gone }) = incoming.recv().await {
+        let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         for (listener, endpoint) in listeners {
             let listener = match TcpListener::from_std(listener.into()) {
                 Ok(listener) => listener,
@@ -48,8 +53,12 @@ pub async fn serve(mut incoming: mpsc::Receiver<Order>) {
                     continue;
                 }
             };
-            let shared =
-                Shared { endpoint: Arc::new(endpoint), counts: Arc::clone(&counts), open: Arc::clone(&open) };
+            let shared = Shared {
+                endpoint: Rc::new(endpoint),
+                counts: Arc::clone(&counts),
+                questions: Rc::clone(&questions),
+                open: Rc::clone(&open),
+            };
             spawn_local(until_gone(gone.clone(), take(listener, shared, gone.clone())));
         }
     }
@@ -58,10 +67,11 @@ pub async fn serve(mut incoming: mpsc::Receiver<Order>) {
 /// What all connections to one place have.
 #[derive(Clone)]
 struct Shared {
-    endpoint: Arc<Endpoint>,
+    endpoint: Rc<Endpoint>,
     counts: Arc<Counts>,
+    questions: Rc<Questions>,
     /// On the node.
-    open: Arc<AtomicU64>,
+    open: Rc<Cell<u64>>,
 }
 
 /// One connection, as long as it counts.
@@ -73,11 +83,11 @@ impl Place {
         if shared.counts.open.load(Ordering::Relaxed) >= PER_INSTANCE_MAX {
             return Err("as many connections as one instance may have are open");
         }
-        if shared.open.load(Ordering::Relaxed) >= CONNECTIONS_MAX {
+        if shared.open.get() >= CONNECTIONS_MAX {
             return Err("as many connections as the node may have are open");
         }
         shared.counts.open.fetch_add(1, Ordering::Relaxed);
-        shared.open.fetch_add(1, Ordering::Relaxed);
+        shared.open.set(shared.open.get() + 1);
         Ok(Self(shared.clone()))
     }
 }
@@ -85,7 +95,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.0.counts.open.fetch_sub(1, Ordering::Relaxed);
-        self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.0.open.set(self.0.open.get() - 1);
     }
 }
 
@@ -120,7 +130,7 @@ async fn take(listener: TcpListener, shared: Shared, gone: watch::Receiver<()>) 
 }
 
 async fn pass(mut inside: TcpStream, place: Place) {
-    let Place(Shared { endpoint, counts, .. }) = &place;
+    let Place(Shared { endpoint, counts, questions, .. }) = &place;
     let dialled = timeout(DIAL_MAX, dial(endpoint)).await;
     let mut outside = match dialled.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(outside) => outside,
@@ -134,7 +144,10 @@ async fn pass(mut inside: TcpStream, place: Place) {
     // Small messages, such as queries, are not held back for more to come.
     let _ = (inside.set_nodelay(true), outside.set_nodelay(true));
     // Who breaks off at one end is broken off at the other, by both being dropped.
-    if copy_bidirectional_with_sizes(&mut inside, &mut outside, BUFFER_LEN, BUFFER_LEN).await.is_err() {
+    let conversation = Conversation::new(Rc::clone(questions));
+    let mut asking = Watched::new(&mut inside, Side::Application, Rc::clone(&conversation));
+    let mut answering = Watched::new(&mut outside, Side::Server, conversation);
+    if copy_bidirectional_with_sizes(&mut asking, &mut answering, BUFFER_LEN, BUFFER_LEN).await.is_err() {
         reset(&inside);
     }
 }

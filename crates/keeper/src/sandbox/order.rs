@@ -88,7 +88,7 @@ pub enum Told {
         step: Step,
         errno: i32,
     },
-    /// Nothing of the session is left.
+    /// All of the session is killed. What the kernel has not ended yet, it is about to.
     SessionEnded,
 }
 
