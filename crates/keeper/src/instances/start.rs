@@ -28,7 +28,7 @@ use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
 use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::image::{Image, Images};
+use crate::image::{self, Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
 use crate::relay::{Outlets, Plan, Traffic};
@@ -50,6 +50,10 @@ const TRIAL_MAX: Duration = Duration::from_secs(5);
 
 /// How long warming up may take altogether, while those who asked first wait. What takes longer is no reason not to go on.
 const WARM_UP_MAX: Duration = Duration::from_secs(20);
+
+/// Pauses before what could not be imaged is tried again. A program on a busy node may not have closed yet what nagaya's own
+/// requests have opened.
+const TAKE_PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(250)];
 
 /// The processes of an instance that can answer.
 pub struct Body {
@@ -412,12 +416,23 @@ pub async fn take_image(
     let subject = made.subject.ok_or_else(unfit)?;
     warm_up(&housing.site, &housing.app, body).await;
     instance.mark(Stage::Image, Instant::now().into());
-    let (sandbox, handover, of) = (made.sandbox, made.handover, subject.clone());
-    let take = move || {
-        let taken = housing.take(&images, &sandbox, &of, &handover);
-        taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+    let what = Arc::new((housing, images, made.sandbox, made.handover, subject.clone()));
+    let mut pauses = TAKE_PAUSES.into_iter();
+    let taken = loop {
+        let what = Arc::clone(&what);
+        let take = move || {
+            let (housing, images, sandbox, handover, of) = &*what;
+            let taken = housing.take(images, sandbox, of, handover);
+            taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+        };
+        match (engine.on_worker(take).await, pauses.next()) {
+            (Err(fault), Some(pause)) if fault.code == image::UNFIT => {
+                tracing::debug!(site = %instance.site().name, "an image of it is tried again: {fault}");
+                sleep(pause).await;
+            }
+            (taken, _) => break taken,
+        }
     };
-    let taken = engine.on_worker(take).await;
     instance.refused.replace(taken.is_err().then_some(subject));
     taken
 }
