@@ -179,6 +179,32 @@ mod tests {
         assert!(!turns.asks(&packet(3, b"\x03")), "one that goes on is no other");
     }
 
+    proptest::proptest! {
+        #[test]
+        fn whatever_is_said_is_read_the_same_in_any_pieces(
+            said in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400),
+            short in proptest::prelude::any::<bool>(),
+            size in 1_usize..50,
+        ) {
+            let mut said = said;
+            if short {
+                // Lengths that fit, so that many packets follow each other.
+                said.iter_mut().skip(1).step_by(5).for_each(|byte| *byte = 0);
+                said.iter_mut().skip(2).step_by(5).for_each(|byte| *byte = 0);
+            }
+            let (mut whole, mut pieces) = (Packets::default(), Packets::default());
+            let at_once = whole.read(&said);
+            let in_pieces = said.chunks(size).fold(false, |any, piece| pieces.read(piece) | any);
+            proptest::prop_assert_eq!(at_once, in_pieces);
+            proptest::prop_assert!(pieces.head.len() <= MYSQL_HEAD + 4);
+            let mut turns = Turns::default();
+            for piece in said.chunks(size) {
+                let begun = turns.asks(piece);
+                proptest::prop_assert_eq!(turns.answers(piece), begun, "what begins is answered by whatever comes");
+            }
+        }
+    }
+
     #[test]
     fn what_cannot_be_read_counts_by_turns() {
         for flags in [0x20, 0x800, 0x0400_0000] {
