@@ -293,6 +293,7 @@ impl Account {
 
     /// Goes with the response from here on.
     pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
+        self.note_database();
         let record = self.record_mut();
         record.status = response.status;
         if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
@@ -301,7 +302,6 @@ impl Account {
         if let Some(spent) = receipt::spent_on_answer() {
             record.edge_cpu = spent;
         }
-        self.note_database();
         if self.disclosed {
             self.disclose(&mut response);
         }
