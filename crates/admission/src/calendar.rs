@@ -9,6 +9,7 @@
 //! | its request gets in line, or runs at once | [`Calendar::come`] | |
 //! | it gets its permit | [`Calendar::ran`] | the record to store; the ticket is used up |
 //! | it leaves the line without one | [`Calendar::left`] | the ticket is good again |
+//! | its holder listens for a call | [`Calendar::listen`] | |
 //! | capacity frees early | [`Calendar::call`] | who may come now; his place is kept for [`CALL_FOR`] |
 //! | a promise could not be stored | [`Calendar::forget`] | the slot is free again |
 //! | time passes | [`Calendar::tick`] | when to come again |
@@ -78,6 +79,8 @@ pub struct Calendar {
     late: BTreeMap<Place, Nonce>,
     /// Those who can be called early, by the beginning of their slot.
     callable: BTreeMap<Place, Nonce>,
+    /// Of these, who would hear it.
+    listening: BTreeMap<Place, Nonce>,
     /// Those who were called, by how long their place is kept.
     calls: BTreeMap<Place, Nonce>,
     /// How many of them were expected to come still, when one was called or came last.
@@ -169,6 +172,7 @@ impl Calendar {
             deadlines: BTreeMap::new(),
             late: BTreeMap::new(),
             callable: BTreeMap::new(),
+            listening: BTreeMap::new(),
             calls: BTreeMap::new(),
             called_lately: (0.0, Moment(0)),
             spent: HashMap::new(),
@@ -239,6 +243,7 @@ impl Calendar {
 
     /// A holder can be called no more: he was, or he came.
     fn call_no_more(&mut self, begins: Moment, number: u64, slot: Option<SlotNumber>) {
+        self.listening.remove(&(begins, number));
         if self.callable.remove(&(begins, number)).is_some()
             && let Some(slot) = slot
         {
@@ -291,6 +296,17 @@ impl Calendar {
         Some(Record::Forgotten { nonce })
     }
 
+    /// The holder of this ticket would hear a call, or would not any more. Only those who would are called.
+    pub fn listen(&mut self, nonce: Nonce, would_hear: bool) {
+        let Some(holder) = self.holders.get(&nonce) else { return };
+        let place = (holder.ticket.begins, holder.number);
+        if !would_hear {
+            self.listening.remove(&place);
+        } else if self.callable.contains_key(&place) {
+            self.listening.insert(place, nonce);
+        }
+    }
+
     /// Who may come before his slot, as there is capacity now: the first, who has not been called before. His place is kept
     /// until the moment said. `None`: there is nobody.
     pub fn call(&mut self, now: Moment) -> Option<(Nonce, Moment)> {
@@ -300,7 +316,7 @@ impl Calendar {
             return None;
         }
         let ((begins, number), nonce) =
-            self.callable.range((now, u64::MAX)..).next().map(|(place, nonce)| (*place, *nonce))?;
+            self.listening.range((now, u64::MAX)..).next().map(|(place, nonce)| (*place, *nonce))?;
         let slot = self.holders.get(&nonce)?.slot;
         self.call_no_more(begins, number, slot);
         self.called_lately = (self.expected_called(now) + self.shows.rate(), now);

@@ -31,7 +31,9 @@ fn reserve(
     rate: f64,
     client: u64,
 ) -> Option<Promise> {
-    calendar.reserve(now, earliest, rate, ClientKey(client), Nonce(client.into()))
+    let promise = calendar.reserve(now, earliest, rate, ClientKey(client), Nonce(client.into()))?;
+    calendar.listen(promise.ticket.nonce, true);
+    Some(promise)
 }
 
 /// What must hold after every call.
@@ -52,6 +54,7 @@ fn check(calendar: &Calendar) {
     let late = calendar.holders.values().filter(|holder| holder.has_ended && holder.state != State::InLine);
     assert_eq!(late.count(), calendar.late.len(), "late ones");
     assert!(calendar.callable.values().all(|nonce| calendar.holders[nonce].state == State::Out));
+    assert!(calendar.listening.iter().all(|(place, nonce)| calendar.callable.get(place) == Some(nonce)));
     assert!(calendar.clients.values().all(|nonce| calendar.holders.contains_key(nonce)));
     assert_eq!(calendar.spent.len(), calendar.spent_by_end.len());
     let row = calendar.slots.row();
@@ -326,6 +329,23 @@ fn a_place_that_came_free_early_is_promised_again() {
     assert!(calendar.come(at(2), nonce) && calendar.ran(at(2), nonce).is_some());
     let freed = reserve(&mut calendar, at(3), at(30), 1.0, 49).expect("there is room");
     assert_eq!((freed.ticket.begins, freed.ahead), (at(30), 47));
+}
+
+#[test]
+fn only_who_would_hear_it_is_called() {
+    let mut calendar = calendar(NEXT);
+    for client in 0..3 {
+        reserve(&mut calendar, START, at(30), 1.0, client);
+    }
+    calendar.listen(Nonce(0), false);
+    calendar.listen(Nonce(99), true);
+    check(&calendar);
+    assert_eq!(calendar.call(at(1)).map(|(nonce, _)| nonce), Some(Nonce(1)));
+    calendar.listen(Nonce(0), true);
+    assert_eq!(calendar.call(at(1)).map(|(nonce, _)| nonce), Some(Nonce(0)));
+    calendar.listen(Nonce(0), true);
+    assert_eq!(calendar.call(at(1)).map(|(nonce, _)| nonce), Some(Nonce(2)), "each is called once");
+    assert_eq!(calendar.call(at(1)), None);
 }
 
 #[test]
@@ -675,6 +695,7 @@ impl Life {
                 let promise = self.calendar.reserve(now, wanted, rate, ClientKey(client), nonce);
                 let Some(promise) = promise else { return };
                 assert!(promise.is_new || had);
+                self.calendar.listen(nonce, client % 3 > 0);
                 if promise.is_new {
                     self.promised(promise.ticket, client, wanted, rate);
                 }

@@ -44,6 +44,15 @@ impl Admission {
         calendar.map_or(Standing::Unknown, |calendar| calendar.standing(now, nonce))
     }
 
+    /// Whether the holder of this ticket would hear a call: only those who would are called early.
+    pub fn listen(&mut self, now: Moment, nonce: Nonce, would_hear: bool) {
+        let Some(index) = self.promised.lanes.get(&nonce).copied() else { return };
+        if let Some(calendar) = self.promised.calendars.get_mut(&index) {
+            calendar.listen(nonce, would_hear);
+            self.call_early(now, index);
+        }
+    }
+
     /// What was stored before a restart, told before anybody is served.
     pub fn restore(&mut self, now: Moment, lane: LaneId, record: Record) {
         let Some(index) = self.find(lane) else { return };

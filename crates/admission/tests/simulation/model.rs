@@ -185,6 +185,12 @@ impl Model {
         *self.tally.entry(name).or_default() += 1;
     }
 
+    /// The holder's page listens.
+    pub fn listen(&mut self, now: Moment, nonce: Nonce) {
+        self.admission.listen(now, nonce, true);
+        self.after(now, 0);
+    }
+
     pub fn offer(&mut self, now: Moment, lane: usize, ask: Ask) -> Offer {
         let had_room = self.has_room(lane);
         let offer = self.admission.offer(now, self.lanes[lane].id, ask);
@@ -230,6 +236,7 @@ impl Model {
                 assert!(
                     !had_room && promise.ticket.begins >= now && promise.ticket.ends > promise.ticket.begins
                 );
+                self.admission.listen(now, promise.ticket.nonce, true);
                 self.count("next");
             }
             Offer::Early(promise) => {

@@ -306,6 +306,8 @@ impl Crowd {
         self.model.restart(Moment(self.now));
         for client in self.clients.keys() {
             assert_ne!(self.standing(*client), Standing::Unknown, "a restart loses no ticket");
+            // Pages that listened do so again.
+            self.model.listen(Moment(self.now), self.clients[client].ticket.nonce);
         }
     }
 }

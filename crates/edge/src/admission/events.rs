@@ -101,6 +101,13 @@ impl Events {
     }
 }
 
+impl Drop for Events {
+    fn drop(&mut self) {
+        self.called.close();
+        self.lanes.hang_up(self.nonce);
+    }
+}
+
 impl Body for Events {
     type Data = Bytes;
     type Error = BodyError;

@@ -370,7 +370,21 @@ impl Lanes {
         }
         let (call, called) = oneshot::channel();
         state.listening.insert(nonce, call);
+        let now = self.now();
+        state.machine.listen(now, nonce, true);
+        self.carry_out(state, now);
         Some(called)
+    }
+
+    /// Nobody listens for this ticket any more, unless another page has begun to.
+    pub fn hang_up(&self, nonce: Nonce) {
+        let mut state = self.state.lock();
+        if state.listening.get(&nonce).is_some_and(Called::is_closed) {
+            state.listening.remove(&nonce);
+            let now = self.now();
+            state.machine.listen(now, nonce, false);
+            self.carry_out(state, now);
+        }
     }
 
     /// A ticket that could not be stored is none.

@@ -129,7 +129,7 @@ fn settled(read: impl Fn() -> Result<HashMap<u64, f64>>, all: usize) -> Result<H
 fn of_nagaya(log: &str) -> HashMap<u64, f64> {
     let line = |line: &str| {
         let line: Value = serde_json::from_str(line).ok()?;
-        Some((number(line["target"].as_str()?)?, line["took_us"].as_f64()? / 1e3))
+        Some((number(line["target"].as_str()?)?, line["duration_us"].as_f64()? / 1e3))
     };
     log.lines().filter_map(line).collect()
 }
@@ -216,7 +216,7 @@ mod tests {
     fn logs_are_read_by_the_number_in_the_query() {
         assert_eq!(of_apache("1500 POST /board.cgi?n=7 HTTP/1.1\nbroken\n"), HashMap::from([(7, 1.5)]));
         assert_eq!(
-            of_nagaya("{\"target\":\"/board.cgi?n=3\",\"took_us\":2500}\n"),
+            of_nagaya("{\"target\":\"/board.cgi?n=3\",\"duration_us\":2500}\n"),
             HashMap::from([(3, 2.5)])
         );
     }
