@@ -39,7 +39,7 @@ async function person(browser, options = {}) {
   context.on("console", (message) => {
     // A browser calls the page's own status an error; it is what the page is sent with.
     const isStatus = message.text().includes("the server responded with a status of 503");
-    if (["error", "warning"].includes(message.type()) && !(isStatus && message.location().url === home)) {
+    if (["error", "warning"].includes(message.type()) && !(isStatus && message.location().url.split("#")[0] === home)) {
       seen.complaints.push(message.text());
     }
   });
@@ -64,9 +64,9 @@ async function told(page, seen) {
 }
 
 /** The application's page, and no other, has this heading. */
-async function application(page, heading = "The shop") {
+async function application(page, { heading = "The shop", url = home } = {}) {
   await page.getByRole("heading", { name: heading, exact: true }).waitFor();
-  assert.equal(page.url(), home);
+  assert.equal(page.url(), url);
 }
 
 // === What is accessible ===
@@ -160,6 +160,16 @@ const acts = {
     assert.deepEqual(seen.complaints, []);
   },
 
+  /** Waits for its slot, for a part of the page, which the browser keeps to itself. */
+  async begins(browser) {
+    const { context, seen } = await person(browser);
+    const page = await context.newPage();
+    await page.goto(`${home}#part`);
+    await tell("waiting", await told(page, seen));
+    await application(page, { url: `${home}#part` });
+    assert.deepEqual(seen.complaints, []);
+  },
+
   /** The same without scripts. */
   async scriptless(browser) {
     const { context, seen } = await person(browser, { javaScriptEnabled: false });
@@ -188,7 +198,7 @@ const acts = {
     assert.notEqual((await page.locator("#live").textContent()).trim(), "", "nothing is said aloud");
     await tell("called");
     await send.click();
-    await application(page, "Thank you");
+    await application(page, { heading: "Thank you" });
     assert.deepEqual(seen.complaints, []);
   },
 

@@ -24,6 +24,7 @@ pub const SUITE: Suite = Suite {
         world,
         nagaya_tests::tests![
             a_person_gets_in_by_itself_when_called,
+            a_person_comes_once_when_the_slot_begins,
             without_scripts_a_person_gets_in_when_the_slot_begins,
             what_a_person_sends_arrives_once_and_whole,
             the_page_is_accessible_and_needs_nothing_else,
@@ -33,10 +34,13 @@ pub const SUITE: Suite = Suite {
 };
 
 /// Each has a site of its own, so that the load of one test is not that of another.
-const TENANTS: [&str; 5] = ["called", "scriptless", "sends", "looks", "tabs"];
+const TENANTS: [&str; 6] = ["called", "begins", "scriptless", "sends", "looks", "tabs"];
 
 /// Longer than anything that is waited for: whoever has a ticket for later than this and gets in was called.
 const LONG_WAIT_SECONDS: u64 = 30;
+
+/// Enough to look around on the page before the slot begins.
+const SHORT_WAIT_SECONDS: u64 = 4;
 
 /// More requests in line make no longer wait than this.
 const LINE_MAX: usize = 200;
@@ -62,6 +66,7 @@ POST*)
     page 'Thank you'
     ;;
 *)
+    [ ! -e ../late ] || sleep 2
     printf 'Set-Cookie: session=of-the-shop; Path=/; HttpOnly\r\n'
     page 'The shop'
     echo '<form method="post" action="/app.cgi"><label>Order <textarea name="order"></textarea></label>'
@@ -92,7 +97,7 @@ impl<'a> Site<'a> {
     fn new(world: &'a World, name: &'static str) -> Self {
         world.write_program(name, "cgi/app.cgi", SHOP);
         let site = Self { world, name };
-        site.set_wait(LONG_WAIT_SECONDS);
+        site.set_wait(2 * LONG_WAIT_SECONDS);
         site
     }
 
@@ -100,21 +105,18 @@ impl<'a> Site<'a> {
     fn set_wait(&self, seconds: u64) {
         let name = self.name;
         self.world.import(&[json!({ "name": name, "tenant": name, "hosts": [format!("{name}.test")],
-            "max_concurrent": 1, "admission": { "wait_seconds": seconds, "slot_seconds": 2 },
+            "max_concurrent": 1, "admission": { "wait_seconds": seconds, "slot_seconds": 10 },
             "backend": { "kind": "cgi", "root": "cgi" } })]);
     }
 
-    /// Sends a request that takes long and gets no ticket, and does not wait for its answer.
+    /// Sends a request that takes long, and does not wait for its answer.
     fn ask(&self) -> Connection {
         let mut connection = Connection::open(self.world.http());
-        connection.send(format!(
-            "GET /app.cgi?long HTTP/1.1\r\nHost: {}.test\r\nUser-Agent: Googlebot/2.1\r\n\r\n",
-            self.name
-        ));
+        connection.send(format!("GET /app.cgi?long HTTP/1.1\r\nHost: {}.test\r\n\r\n", self.name));
         connection
     }
 
-    /// Fills the line, so that whoever comes now would wait longer than so many seconds.
+    /// Fills the line, so that whoever comes now would wait so many seconds, and gets a ticket.
     fn fill(&self, wait_seconds: u64) -> Line<'_> {
         // The node learns how long they take; of those that had to wait it learns surely.
         let slow = self.world.write(self.name, "slow", "");
@@ -124,26 +126,20 @@ impl<'a> Site<'a> {
         }
         fs::remove_file(slow).expect("it is there");
         self.world.write(self.name, "hold", "");
-        self.set_wait(wait_seconds);
         let mut held = vec![self.ask()];
-        wait::until("it runs", || self.metric("running") == 1);
-        loop {
-            let mut next = self.ask();
-            wait::until("it waits or was turned away", || {
-                self.metric("waiting") == held.len() || next.is_answered()
-            });
-            if next.is_answered() {
-                next.response().expect(503);
-                return Line { site: self, held };
-            }
-            held.push(next);
-            assert!(held.len() < LINE_MAX, "the line is never full: {}", self.lane());
+        wait::until("it runs", || self.metric("running") == 1.0);
+        while self.metric("predicted_wait_seconds") < wait_seconds as f64 {
+            assert!(held.len() < LINE_MAX, "the wait never gets so long: {}", self.lane());
+            held.push(self.ask());
+            wait::until("it waits", || self.metric("waiting") == (held.len() - 1) as f64);
         }
+        self.set_wait(0);
+        Line { site: self, held }
     }
 
-    /// How many `running` or `waiting` there are.
-    fn metric(&self, what: &str) -> usize {
-        self.world.metric(&format!("nagaya_lane_{what}"), &format!("\"site {}\"", self.name)) as usize
+    /// A figure of its lane.
+    fn metric(&self, what: &str) -> f64 {
+        self.world.metric(&format!("nagaya_lane_{what}"), &format!("\"site {}\"", self.name))
     }
 
     /// Its lane as `nagaya lanes --json` has it.
@@ -175,6 +171,11 @@ impl<'a> Site<'a> {
 }
 
 impl Line<'_> {
+    /// Waits until the holder of a ticket stands in line too: nobody else does while it is full.
+    fn expect_holder(&self) {
+        wait::until("it has come again", || self.site.metric("waiting") == self.held.len() as f64);
+    }
+
     /// Lets all who wait be served.
     fn empty(self) {
         let hold = self.site.world.home(self.site.name).join("hold");
@@ -280,14 +281,34 @@ fn a_person_gets_in_by_itself_when_called(world: &World) {
     site.expect_counts(1, 1, 1);
 }
 
+fn a_person_comes_once_when_the_slot_begins(world: &World) {
+    let site = Site::new(world, "begins");
+    let line = site.fill(SHORT_WAIT_SECONDS);
+    let mut person = site.visit();
+    person.comes_to("waiting");
+    line.expect_holder();
+    // Whatever the page does meanwhile, it does not ask again: its ticket is used up by then.
+    world.write("begins", "late", "");
+    line.empty();
+    person.goes_on();
+    person.leaves();
+    site.expect_counts(1, 0, 1);
+    let asked = || {
+        let log = world.access_log().into_iter();
+        let own = log.filter(|line| line["host"] == "begins.test" && line["target"] == "/app.cgi");
+        own.map(|line| line["status"].clone()).collect::<Vec<_>>()
+    };
+    wait::until("what it was given is logged", || asked().contains(&json!(200)));
+    assert_eq!(asked(), [503, 200]);
+}
+
 fn without_scripts_a_person_gets_in_when_the_slot_begins(world: &World) {
     let site = Site::new(world, "scriptless");
-    let line = site.fill(0);
+    let line = site.fill(SHORT_WAIT_SECONDS);
     let mut person = site.visit();
     let seen = person.comes_to("waiting");
     assert_eq!((&seen["lang"], &seen["without"]), (&json!("en"), &json!(true)), "{seen}");
-    // Only holders whose slot has begun stand in line here.
-    wait::until("it has come again", || site.metric("waiting") == 1);
+    line.expect_holder();
     line.empty();
     person.goes_on();
     person.leaves();
