@@ -247,7 +247,6 @@ const acts = {
     assert.equal(waiting.length, TABS + 1);
     await tell("waiting", { tickets: waiting.map((headers) => headers["nagaya-ticket"]) });
     await Promise.any(pages.map((page) => application(page)));
-    await tell("in");
   },
 };
 

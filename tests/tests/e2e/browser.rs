@@ -365,10 +365,8 @@ fn ten_tabs_share_one_ticket(world: &World) {
     let seen = person.comes_to("waiting");
     let tickets = seen["tickets"].as_array().expect("a list");
     assert!(tickets.iter().all(|ticket| ticket.is_string() && *ticket == tickets[0]), "{seen}");
+    site.expect_counts(1, 0, 0);
     line.empty();
-    person.goes_on();
-    person.comes_to("in");
-    site.expect_counts(1, 1, 1);
     person.goes_on();
     person.leaves();
     assert_eq!(world.restarts_of("edge"), 0);
