@@ -274,6 +274,10 @@ impl Auto {
             return;
         }
         if self.full_since.is_none() {
+            if since(now, self.last_full) > GIVEN_UP_AFTER {
+                // What was seen then says nothing of now.
+                self.end_trial(now);
+            }
             self.full_since = Some(now);
             self.turn_began = now;
         }

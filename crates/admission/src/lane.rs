@@ -114,6 +114,11 @@ impl Lane {
         u32::try_from(self.own.len()).unwrap_or(u32::MAX)
     }
 
+    /// To be called before anything changes in a line, or in what runs while there is one.
+    pub(crate) fn pass_time_in_line(&mut self, now: Moment) {
+        self.learned.pass_time_in_line(now, self.running_own());
+    }
+
     pub(crate) fn is_full(&self) -> bool {
         self.running >= self.run
     }

@@ -54,22 +54,31 @@ pub struct Admission {
     promised: Promised,
 }
 
-/// A request that waits or runs.
+/// A request that waits or runs. Small, as most only run, and each is put down and taken up once.
 #[derive(Debug)]
 struct Request {
     lane: u32,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Waits(Box<Waiting>),
+    /// With its seat among those that run in its lane.
+    Runs(usize),
+}
+
+/// One in line.
+#[derive(Debug)]
+struct Waiting {
     slot: Slot,
-    /// Its place in line; `None`: it runs.
-    place: Option<Place>,
-    /// Its seat among those that run, once it does.
-    seat: usize,
-    /// When it got in line, or its permit.
+    place: Place,
     since: Moment,
     bytes: u64,
-    /// The wait that it was told when it got in line.
+    /// The wait that it was told when it came.
     wait: Option<Wait>,
-    /// How often the pace had changed then.
-    changes: u32,
+    /// How often the pace had changed then; `None`: it was not well known.
+    changes: Option<u32>,
     /// The ticket on which it came.
     holding: Option<Holding>,
 }
@@ -181,7 +190,7 @@ impl Admission {
         let has_room = self.has_room(&path);
         let slot = self.at_mut(index).learned.slot(now, ask.class);
         if ask.passes {
-            return Offer::Run(self.run_at_once(now, index, slot, None));
+            return Offer::Run(self.run_at_once(now, index, slot));
         }
         if let Some(ticket) = &ask.ticket
             && let Some(offer) = self.offer_to_holder(now, index, slot, &ask, ticket, has_room)
@@ -189,7 +198,7 @@ impl Admission {
             return offer;
         }
         if has_room {
-            return Offer::Run(self.run_at_once(now, index, slot, None));
+            return Offer::Run(self.run_at_once(now, index, slot));
         }
         self.recall(path.as_slice());
         let wait = self.wait_at_end(now, index);
@@ -264,23 +273,11 @@ impl Admission {
         Pass(self.offered)
     }
 
-    fn run_at_once(&mut self, now: Moment, index: u32, slot: Slot, holding: Option<Holding>) -> Pass {
+    fn run_at_once(&mut self, now: Moment, index: u32, slot: Slot) -> Pass {
         let pass = self.new_pass();
         let seat = self.occupy(now, index, slot);
         self.at_mut(index).counts.admitted += 1;
-        let changes = self.at(index).learned.changes;
-        let request = Request {
-            lane: index,
-            slot,
-            place: None,
-            seat,
-            since: now,
-            bytes: 0,
-            wait: None,
-            changes,
-            holding,
-        };
-        self.requests.insert(pass, request);
+        self.requests.insert(pass, Request { lane: index, state: State::Runs(seat) });
         pass
     }
 
@@ -308,21 +305,12 @@ impl Admission {
         lane.holders += u32::from(holding.is_some());
         lane.counts.waited += 1;
         lane.learned.waits(slot);
-        let changes = lane.learned.changes;
+        let changes = lane.learned.is_sure().then_some(lane.learned.changes);
         for at in self.path(index).as_slice() {
             self.at_mut(*at).waiting_within += 1;
         }
-        let request = Request {
-            lane: index,
-            slot,
-            place: Some(place),
-            seat: 0,
-            since: now,
-            bytes: ask.bytes,
-            wait,
-            changes,
-            holding,
-        };
+        let waiting = Waiting { slot, place, since: now, bytes: ask.bytes, wait, changes, holding };
+        let request = Request { lane: index, state: State::Waits(Box::new(waiting)) };
         self.requests.insert(pass, request);
         self.settle(index);
         Offer::Wait(pass, self.told(index, ahead.count, wait))
@@ -332,33 +320,31 @@ impl Admission {
     fn run_first(&mut self, now: Moment, index: u32) {
         let lane = self.at_mut(index);
         let Some((place, pass)) = lane.line.first() else { return };
-        let Some(mut request) = self.requests.remove(&pass) else { return };
-        request.seat = self.occupy(now, index, request.slot);
-        self.leave_line(now, index, place, &request);
+        let Some(Request { state: State::Waits(waiting), .. }) = self.requests.remove(&pass) else { return };
+        let seat = self.occupy(now, index, waiting.slot);
+        self.leave_line(now, index, place, &waiting);
         let lane = self.at_mut(index);
         lane.counts.admitted += 1;
-        if let Some(Wait { reckoned, told }) = request.wait {
-            let actual = now.0.saturating_sub(request.since.0) as f64;
-            let is_current = lane.learned.changes == request.changes;
+        if let Some(Wait { reckoned, told }) = waiting.wait {
+            let actual = now.0.saturating_sub(waiting.since.0) as f64;
+            let is_current = waiting.changes == Some(lane.learned.changes);
             lane.learned.record.add(Outcome { reckoned, told, actual }, is_current);
         }
-        request.place = None;
-        request.since = now;
-        if let Some(holding) = &request.holding {
+        if let Some(holding) = &waiting.holding {
             self.spend(now, holding);
         }
-        self.requests.insert(pass, request);
+        self.requests.insert(pass, Request { lane: index, state: State::Runs(seat) });
         self.effects.push(Effect::Run(pass));
     }
 
     /// One in line is in it no more.
-    fn leave_line(&mut self, now: Moment, index: u32, place: Place, request: &Request) {
+    fn leave_line(&mut self, now: Moment, index: u32, place: Place, waiting: &Waiting) {
         let lane = self.at_mut(index);
-        lane.learned.pass_time_in_line(now, lane.running_own());
+        lane.pass_time_in_line(now);
         lane.line.remove(place);
-        lane.bytes -= request.bytes;
-        lane.holders -= u32::from(request.holding.is_some());
-        lane.learned.waits_no_more(request.slot);
+        lane.bytes -= waiting.bytes;
+        lane.holders -= u32::from(waiting.holding.is_some());
+        lane.learned.waits_no_more(waiting.slot);
         if lane.line.is_empty() {
             lane.queued_since = None;
         }
@@ -370,27 +356,30 @@ impl Admission {
 
     /// A request is over. `used`: it ran, and so.
     fn end(&mut self, now: Moment, pass: Pass, used: Option<Used>) {
-        let Some(request) = self.requests.remove(&pass) else { return };
-        let index = request.lane;
-        if let Some(place) = request.place {
-            self.leave_line(now, index, place, &request);
-            self.at_mut(index).counts.left += 1;
-            if let Some(holding) = &request.holding {
-                self.come_back(now, holding);
+        let Some(Request { lane: index, state }) = self.requests.remove(&pass) else { return };
+        match state {
+            State::Waits(waiting) => {
+                self.leave_line(now, index, waiting.place, &waiting);
+                self.at_mut(index).counts.left += 1;
+                if let Some(holding) = &waiting.holding {
+                    self.come_back(now, holding);
+                }
             }
-        } else {
-            if let Some(used) = used.filter(|used| used.is_whole) {
-                self.learn_from(now, index, request.slot, used.service);
+            State::Runs(seat) => {
+                let (slot, since) = self.at(index).own[seat];
+                if let Some(used) = used.filter(|used| used.is_whole) {
+                    self.learn_from(now, index, slot, used.service);
+                }
+                let lane = self.at_mut(index);
+                if !lane.line.is_empty() {
+                    lane.pass_time_in_line(now);
+                    lane.learned.ended_in_line();
+                }
+                lane.learned.ends(slot, since);
+                lane.own.remove(seat);
+                self.vacate(index, 1);
+                self.dispatch(now);
             }
-            let lane = self.at_mut(index);
-            if !lane.line.is_empty() {
-                lane.learned.pass_time_in_line(now, lane.running_own());
-                lane.learned.ended_in_line();
-            }
-            lane.learned.ends(request.slot, request.since);
-            lane.own.remove(request.seat);
-            self.vacate(index, 1);
-            self.dispatch(now);
         }
         self.call_early(now, index);
     }
@@ -467,3 +456,6 @@ fn order_of(now: Moment, priority: i8) -> i64 {
 fn later(now: Moment, by: Duration) -> Moment {
     Moment(now.0.saturating_add(u64::try_from(by.as_micros()).unwrap_or(u64::MAX)))
 }
+
+#[cfg(test)]
+mod tests;

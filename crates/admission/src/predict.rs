@@ -39,6 +39,8 @@ pub(crate) struct Learned {
     /// All kinds together.
     all: Paces,
     service: Sketch,
+    /// Requests that ended in lanes inside.
+    inner: u32,
     line: LineTime,
     pub(crate) record: Record,
     /// Counts changes of pace: what was predicted before the last one says nothing about those after it.
@@ -72,6 +74,8 @@ struct LineTime {
     ends: f64,
     span: f64,
 }
+/// Of requests in lanes inside this one, one of so many is learned from while nobody waits: they are many.
+const CALM_INNER: u32 = 8;
 
 /// Spread up to which requests of a kind take about equally long.
 const EVEN_SPREAD: f32 = 0.5;
@@ -88,6 +92,7 @@ impl Default for Learned {
             kinds: Vec::new(),
             all: Paces::default(),
             service: Sketch::new(SERVICE_HALF_LIFE),
+            inner: 0,
             line: LineTime::default(),
             record: Record::default(),
             changes: 0,
@@ -177,7 +182,10 @@ impl Learned {
 
     /// Learns from a request of a lane inside this one: only what any request takes.
     pub(crate) fn learn_of_inner(&mut self, now: Moment, service_us: f64, is_queued: bool) {
-        self.all.add(now, service_us as f32, is_queued);
+        self.inner = self.inner.wrapping_add(1);
+        if is_queued || self.inner.is_multiple_of(CALM_INNER) || !self.all.calm.is_sure() {
+            self.all.add(now, service_us as f32, is_queued);
+        }
     }
 
     /// Expected service of all in line: `None` if nothing is known of some of them.
@@ -208,6 +216,12 @@ impl Learned {
             outlook.add(Part { running: f64::from(lent), rest, waiting: 0.0, service, spread });
         }
         outlook.turn()
+    }
+
+    /// All kinds in line are well known, as they are when there is a line. What is predicted then and turns out wrong has other
+    /// reasons than not having known better.
+    pub(crate) fn is_sure(&self) -> bool {
+        self.kinds.iter().all(|kind| kind.waiting == 0 || kind.paces.queued.is_sure())
     }
 
     /// Several kinds run or wait, each of which takes about equally long: who they are says more than how many.
@@ -242,7 +256,7 @@ impl Learned {
         replay.turn()
     }
 
-    /// To be called before the number that run changes, while there is a line.
+    /// So many have run since this was last called or the line began.
     pub(crate) fn pass_time_in_line(&mut self, now: Moment, running: u32) {
         self.line.advance(now, f64::from(running));
     }

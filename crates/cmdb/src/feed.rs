@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::instance::Act;
+use crate::instance::{Act, Exec};
 use crate::record::Change;
 
 /// Longest frame, in bytes. The largest is one batch of changes: `BATCH_MAX` records of at most 64 KiB.
@@ -35,6 +35,9 @@ pub enum Down {
     ReopenLogs,
     /// Answer with `Up::Answer` and the same tag.
     Ask { tag: u64, question: Question },
+    /// The keeper: run this in an instance. With the frame comes the descriptor of a connection, on which it says what
+    /// comes of it (`ExecSaid`).
+    Exec(Exec),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -134,6 +134,53 @@ pub enum Act {
     Logs,
 }
 
+/// Most words of a command that is run in an instance.
+pub const EXEC_WORDS_MAX: usize = 1024;
+
+/// Most bytes of them altogether.
+pub const EXEC_BYTES_MAX: usize = 64 * 1024;
+
+/// How long a command in an instance may take if nobody says so, and the longest anybody may say, seconds.
+pub const EXEC_SECONDS: u32 = 3600;
+pub const EXEC_SECONDS_MAX: u32 = 86_400;
+
+/// A command that an operator runs in a site's instance, beside its application.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Exec {
+    #[serde(default)]
+    pub site: String,
+    pub command: Vec<String>,
+    /// Wakes it if it rests; else a command for one that rests is refused.
+    #[serde(default)]
+    pub wake: bool,
+    /// It gets a terminal of its own instead of three pipes. The value: its kind, for `$TERM`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminal: Option<String>,
+    /// It is ended after so many seconds. None: `EXEC_SECONDS`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds_max: Option<u32>,
+}
+
+/// What who waits says first, so that nothing is said to it before it can take descriptors.
+pub const EXEC_GO: u8 = b'\n';
+
+/// What the keeper then says about the command, one line of JSON each. It ends the command when the other end closes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExecSaid {
+    /// With it come the other ends of what the command has: of its standard input, output and errors, or of its terminal.
+    Runs,
+    Exited {
+        status: Option<i32>,
+        signal: Option<i32>,
+    },
+    Failed {
+        error: String,
+        code: String,
+    },
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

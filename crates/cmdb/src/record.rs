@@ -6,6 +6,7 @@
 mod admission;
 mod app;
 mod limits;
+mod outbound;
 mod setting;
 
 use std::collections::BTreeMap;
@@ -17,13 +18,14 @@ use crate::names::{HostPattern, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
-    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, Outbound, RELEASE_LEN_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, RELEASE_LEN_MAX,
     Ready, START_SECONDS_MAX,
 };
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
 };
+pub use outbound::{Endpoint, EndpointHost, Outbound};
 pub use setting::{
     FIELD_NAME_LEN_MAX, FIELDS_MAX, KEY_LEN_MAX, SETTINGS_MAX, Scalar, Setting, SettingValue, VALUE_LEN_MAX,
 };

@@ -108,6 +108,8 @@ pub struct More {
     pub tenant: Option<Arc<Tenant>>,
     /// The wake of its site's instance that it waited for.
     pub woken: Option<Woken>,
+    /// So long its site's instance waited for databases for it, and for no other.
+    pub database: Option<Duration>,
 }
 
 /// A request that came to an instance that rested.

@@ -304,6 +304,7 @@ impl Account {
 
     /// Goes with the response from here on.
     pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
+        self.note_database();
         let record = self.record_mut();
         record.status = response.status;
         if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
@@ -329,6 +330,15 @@ impl Account {
 }
 
 impl Account {
+    /// What its site's instance has waited for databases until now, as far as it is this request's doing.
+    fn note_database(&mut self) {
+        let Some(hold) = &self.hold else { return };
+        let waited = hold.database_time();
+        if waited.is_some() || self.record().more.is_some() {
+            self.more().database = waited;
+        }
+    }
+
     /// Tells the client what is known so far, and what will be known at the end.
     fn disclose(&mut self, response: &mut Response) {
         let now = Instant::now();
@@ -359,6 +369,9 @@ impl Receipt for Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
+        if self.record.is_some() {
+            self.note_database();
+        }
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);

@@ -19,6 +19,7 @@ use nagaya_cmdb::SiteName;
 use nagaya_cmdb::instance::Wake;
 use nagaya_keeper::client::{ClientError, InstanceGuard, InstanceUse, Keeper};
 use nagaya_keeper::protocol::{Failure, InstanceId};
+use nagaya_keeper::tally::{TallyReader, Totals};
 use rustix::net::AddressFamily;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
@@ -65,6 +66,8 @@ struct Use {
     turn: Notify,
     /// Keeps it awake.
     guard: RefCell<Option<InstanceGuard>>,
+    /// How long the instance waits for databases. None: it can reach none.
+    tally: RefCell<Option<Rc<TallyReader>>>,
     /// The connection that came with the answer, until somebody takes it.
     first: RefCell<Option<OwnedFd>>,
     task: RefCell<Option<AbortHandle>>,
@@ -88,7 +91,12 @@ impl Instances {
         let used = self.used(site);
         let waits = matches!(*used.phase.borrow(), Phase::Asked);
         used.take();
-        Hold { instances: Rc::clone(self), used: RefCell::new(used), waits: Cell::new(waits) }
+        Hold {
+            instances: Rc::clone(self),
+            used: RefCell::new(used),
+            waits: Cell::new(waits),
+            mark: RefCell::default(),
+        }
     }
 
     fn used(self: &Rc<Self>, site: &SiteName) -> Rc<Use> {
@@ -106,6 +114,7 @@ impl Instances {
             is_parked: Cell::new(false),
             turn: Notify::new(),
             guard: RefCell::default(),
+            tally: RefCell::default(),
             first: RefCell::default(),
             task: RefCell::default(),
             share: self.needs.share(site),
@@ -129,7 +138,7 @@ impl Instances {
 
     /// Asks for it, and gives it back when nobody needs it any more.
     async fn live(self: Rc<Self>, used: Rc<Use>) {
-        let InstanceUse { socket, guard, wake } = match self.ask(&used.site).await {
+        let InstanceUse { socket, guard, tally, wake } = match self.ask(&used.site).await {
             Ok(using) => using,
             Err(error) => {
                 self.forget(&used);
@@ -142,6 +151,7 @@ impl Instances {
             self.metrics.wake(wake);
         }
         *used.guard.borrow_mut() = Some(guard);
+        *used.tally.borrow_mut() = tally.map(Rc::new);
         *used.first.borrow_mut() = Some(socket);
         used.phase.send_replace(Phase::Awake { instance, wake: wake.map(Arc::new) });
         used.until_needless().await;
@@ -223,6 +233,15 @@ pub struct Hold {
     used: RefCell<Rc<Use>>,
     /// It was not awake yet when the request came.
     waits: Cell<bool>,
+    /// When the instance could answer.
+    mark: RefCell<Option<Mark>>,
+}
+
+/// What was known when a request was about to be sent, so that its part in the instance's waits can be told.
+struct Mark {
+    tally: Rc<TallyReader>,
+    before: Totals,
+    alone: u64,
 }
 
 /// An instance that can answer.
@@ -251,7 +270,28 @@ impl Hold {
         }
     }
 
+    /// How long the instance has waited for databases since it could answer this request, if no other request has needed it
+    /// since then. None: another has, or it can reach no database.
+    pub fn database_time(&self) -> Option<Duration> {
+        let mark = self.mark.borrow();
+        let Mark { tally, before, alone } = mark.as_ref()?;
+        if self.used.borrow().share.alone() != Some(*alone) {
+            return None;
+        }
+        Some(Duration::from_micros(tally.read()?.waited_us.saturating_sub(before.waited_us)))
+    }
+
+    fn mark(&self) -> Option<Mark> {
+        let used = self.used.borrow();
+        let tally = used.tally.borrow().clone()?;
+        let alone = used.share.alone()?;
+        let before = tally.read()?;
+        Some(Mark { tally, before, alone })
+    }
+
     fn found(&self, instance: InstanceId, wake: Option<&Arc<Wake>>) -> Awake {
+        let mark = self.mark();
+        self.mark.replace(mark);
         Awake { instance, wake: wake.filter(|_| self.waits.get()).cloned() }
     }
 

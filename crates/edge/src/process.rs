@@ -98,6 +98,8 @@ impl Process {
                 },
                 Some(Down::Ask { tag, question }) => self.answer(tag, question)?,
                 Some(Down::Drain) => return self.drain(),
+                // Instances are the keeper's.
+                Some(Down::Exec(_)) => {}
                 None => {
                     tracing::warn!("the supervisor is gone");
                     return self.drain();

@@ -20,6 +20,7 @@ mod freezer;
 mod hierarchy;
 mod leaf;
 mod lines;
+mod memory;
 mod mounts;
 mod place;
 mod show;
@@ -51,6 +52,7 @@ use place::{Depth, Level, Place, Wants, What};
 pub use ending::LOOK_AGAIN_MAX;
 pub use freezer::Freezer;
 pub use leaf::Leaf;
+pub use memory::Kills;
 pub use show::Numbers;
 
 /// Free leaves kept on the whole node, unless the limit on open files allows fewer.

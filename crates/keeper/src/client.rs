@@ -28,6 +28,7 @@ use crate::process::START_TIMEOUT;
 use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
 use crate::server::{INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, receive, send};
 use crate::sys;
+use crate::tally::TallyReader;
 
 /// Longest wait for an answer that starts nothing.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -126,6 +127,8 @@ pub struct InstanceUse {
     /// Non-blocking; Unix or TCP as its record says.
     pub socket: OwnedFd,
     pub guard: InstanceGuard,
+    /// How long it waits for databases outside, if it may reach any place there.
+    pub tally: Option<TallyReader>,
     /// What this call waited for. None: it ran.
     pub wake: Option<Wake>,
 }
@@ -322,9 +325,10 @@ impl Keeper {
     /// them, and goes when none needs it any more.
     pub async fn use_instance(&self, site: &SiteName) -> Result<InstanceUse, ClientError> {
         let (reply, fds, guard) = self.call(Verb::UseInstance { site: site.clone() }, WAKE_TIMEOUT).await?;
-        match (one_of(fds), guard, reply) {
-            (Ok(socket), Some(Guard::Instance(guard)), Reply::Using { wake, .. }) => {
-                Ok(InstanceUse { socket, guard, wake })
+        let mut fds = fds.into_iter();
+        match (fds.next(), guard, reply) {
+            (Some(socket), Some(Guard::Instance(guard)), Reply::Using { wake, .. }) => {
+                Ok(InstanceUse { socket, guard, tally: fds.next().map(TallyReader::new), wake })
             }
             _ => Err(ClientError::Gone),
         }

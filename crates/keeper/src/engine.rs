@@ -3,7 +3,7 @@
 //! It knows records and limits; nothing in it knows of sockets or messages. Not here: the connection
 //! (`server`), instances of applications (`instances`), how things are opened and started (`roots`, `spawn`), cells (`cells`).
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
@@ -25,6 +25,7 @@ use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId};
+use crate::relay::Relay;
 use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, Runner};
 use crate::sys::Identity;
@@ -46,6 +47,8 @@ pub struct Engine {
     launcher: Option<Arc<Launcher>>,
     /// Where sockets of PHP workers have a name for a moment.
     php_sockets: Arc<OwnedFd>,
+    /// Begins with the first application that needs it.
+    relay: OnceCell<Relay>,
     is_root: bool,
 }
 
@@ -90,6 +93,7 @@ impl Engine {
             launcher,
             metrics,
             php_sockets: Arc::new(php_sockets),
+            relay: OnceCell::new(),
             is_root,
         }))
     }
@@ -126,6 +130,18 @@ impl Engine {
             let message = "no sandbox can be made: its launcher could not be started; the log of nagaya's start says why";
             Fault::new(Failure::Broken, sandbox::LAUNCHER, message)
         })
+    }
+
+    /// What passes applications' connections on.
+    pub fn relay(&self) -> Result<Relay, Fault> {
+        if let Some(relay) = self.relay.get() {
+            return Ok(relay.clone());
+        }
+        let relay = Relay::start(self.metrics.clone()).map_err(|error| {
+            let message = format!("the relay of applications' connections cannot be started: {error}");
+            Fault::new(Failure::Busy, fault::OUTLET, message)
+        })?;
+        Ok(self.relay.get_or_init(|| relay).clone())
     }
 
     pub fn cells(&self) -> &Arc<Cells> {

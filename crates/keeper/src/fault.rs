@@ -55,6 +55,12 @@ pub const NOT_READY: Code = Code(320);
 pub const BAD_IMAGE: Code = Code(321);
 /// An instance cannot rest, or not come back from it.
 pub const REST: Code = Code(322);
+/// A command is not run in an instance, or was ended.
+pub const EXEC: Code = Code(323);
+/// Processes of an instance were killed for want of memory.
+pub const OUT_OF_MEMORY: Code = Code(324);
+/// What an application may reach outside cannot be opened for it.
+pub const OUTLET: Code = Code(325);
 
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -5,16 +5,19 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 
 use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::instance::Exec;
 use nagaya_cmdb::{Backend, Change, SiteName, Table, TableError};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::options::Options;
+use crate::passed::Receiving;
 
 /// What the main loop must act on.
 #[derive(Debug)]
@@ -29,6 +32,11 @@ pub enum Event {
     Ask {
         question: Question,
         answer: Answerer,
+    },
+    /// A command for an instance, and the connection of who waits for it.
+    Exec {
+        exec: Exec,
+        connection: OwnedFd,
     },
     Drain,
     /// The feed cannot be followed any more; only a new process can be in step again.
@@ -73,7 +81,7 @@ struct Following {
 
 impl Following {
     /// Follows the feed until it ends.
-    fn run(&mut self, stream: &mut UnixStream) -> Result<(), FeedError> {
+    fn run(&mut self, stream: &mut Receiving) -> Result<(), FeedError> {
         let mut waiting: Vec<Change> = Vec::new();
         // Until the first commit nobody reads the table, so its first hundred thousand records need not wait.
         let mut committed = false;
@@ -107,6 +115,10 @@ impl Following {
                 Down::Ask { tag, question } => {
                     Event::Ask { question, answer: Answerer { tag, up: self.up.clone() } }
                 }
+                Down::Exec(exec) => match stream.take_passed() {
+                    Some(connection) => Event::Exec { exec, connection },
+                    None => continue,
+                },
             };
             if self.events.blocking_send(event).is_err() {
                 return Ok(());
@@ -140,11 +152,7 @@ fn note_kept(kept: &mut BTreeSet<SiteName>, change: &Change) -> bool {
 
 /// Starts following, and writing what goes back, each on a thread of its own. The main loop learns of the end as `Drain` or
 /// `Broken`.
-pub fn start(
-    mut stream: UnixStream,
-    table: Arc<RwLock<Table>>,
-    events: mpsc::Sender<Event>,
-) -> io::Result<()> {
+pub fn start(stream: UnixStream, table: Arc<RwLock<Table>>, events: mpsc::Sender<Event>) -> io::Result<()> {
     let mut back = stream.try_clone()?;
     let (up, answers) = sync_channel::<Up>(UP_MAX);
     let write = move || {
@@ -154,6 +162,7 @@ pub fn start(
         {}
     };
     std::thread::Builder::new().name("keeper-answers".into()).spawn(write)?;
+    let mut stream = Receiving::new(stream);
     let follow = move || {
         let told = events.clone();
         let mut following = Following { table, events, up, kept: BTreeSet::new(), kept_changed: false };

@@ -205,11 +205,11 @@ impl Images {
     }
 
     fn write(&self, subject: &Subject, sandbox: &Sandbox, handed: &Handed<'_>) -> Result<Image, ImageError> {
-        let bytes_max = self.store.room()?;
+        let room = self.store.room()?;
         let image = self.store.work(sandbox)?;
         let work = self.store.work(sandbox)?;
         checkpoint::take(&self.engine, sandbox, handed, &image, &work)?;
-        let files = files::take_over(&image.path, crate::sandbox::root_id(subject.gid), bytes_max)?;
+        let files = files::take_over(&image.path, crate::sandbox::root_id(subject.gid), room)?;
         let header = Header {
             subject: subject.clone(),
             environment: self.environment.clone(),
@@ -243,6 +243,11 @@ impl Images {
     /// turns out wrong again and again is not taken again for a while.
     pub fn quarantine(&self, image: &Image, reason: &str) {
         self.put_aside(&image.id, image.subject(), reason);
+    }
+
+    /// Removes an image that there is no room for after all.
+    pub fn discard(&self, image: &Image) {
+        self.store.discard(&image.id);
     }
 
     fn put_aside(&self, id: &str, subject: &Subject, reason: &str) {

@@ -11,6 +11,7 @@ mod carried;
 mod collection;
 mod door;
 mod driver;
+mod exec;
 mod get;
 mod housing;
 mod ledger;
@@ -89,6 +90,8 @@ pub struct Instances {
     no_images: RefCell<Option<String>>,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
+    /// Commands that run in instances.
+    execs: Cell<usize>,
 }
 
 /// One site's.
@@ -116,11 +119,15 @@ struct Instance {
     /// Where it was when last looked at, and since when.
     tier: Cell<(Tier, Instant)>,
     fault: RefCell<Option<Fault>>,
+    /// Why it ended by itself the last time, and when.
+    last_end: RefCell<Option<(String, Instant)>>,
     /// Why it does not rest as deep as it should.
     note: RefCell<Option<String>>,
     /// Why it has no image.
     no_image: RefCell<Option<String>>,
     tail: Rc<Tail>,
+    /// Commands that run beside it.
+    execs: Cell<usize>,
     /// Something about it is different now.
     changed: Notify,
 }
@@ -139,6 +146,8 @@ pub struct Lease {
 pub struct Using {
     pub id: InstanceId,
     pub socket: OwnedFd,
+    /// How long it waits for databases outside, if it may reach any place there.
+    pub tally: Option<OwnedFd>,
     /// What was waited for. None: it ran.
     pub wake: Option<Wake>,
     pub lease: Lease,
@@ -169,6 +178,7 @@ impl Instances {
             images: RefCell::default(),
             no_images: RefCell::default(),
             kept: RefCell::default(),
+            execs: Cell::new(0),
         }
     }
 
@@ -220,7 +230,7 @@ impl Instances {
             }
         };
         let wake = (!was_awake).then(|| instance.wake_of(asked, answered)).flatten();
-        Ok(Using { id: instance.id(run), socket, wake, lease })
+        Ok(Using { id: instance.id(run), socket, tally: body.tally(), wake, lease })
     }
 
     /// One more connection to a run that is in use.
@@ -268,9 +278,11 @@ impl Instances {
             wakes: Cell::new(0),
             tier,
             fault: RefCell::default(),
+            last_end: RefCell::default(),
             note: RefCell::default(),
             no_image: RefCell::default(),
             tail: Rc::default(),
+            execs: Cell::new(0),
             changed: Notify::new(),
         });
         self.sites.borrow_mut().insert(name.clone(), Rc::clone(&instance));

@@ -10,6 +10,7 @@ pub mod codec;
 pub mod image;
 pub mod protocol;
 pub mod sandbox;
+pub mod tally;
 
 mod cells;
 mod cgi;
@@ -21,7 +22,9 @@ mod instances;
 mod log;
 mod metrics;
 mod options;
+mod passed;
 mod process;
+mod relay;
 mod roots;
 mod server;
 mod spawn;

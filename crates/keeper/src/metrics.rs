@@ -84,6 +84,9 @@ pub struct Metrics {
     pub wakes: Counters<2>,
     pub wake_stages: Histogram,
     pub images: Counters<1>,
+    /// Microseconds.
+    pub database_time: Counters<0>,
+    pub database_queries: Counter,
     instances: [Gauge; Tier::ALL.len()],
     waiting_wakes: Gauge,
     leaves: Counters<1>,
@@ -120,6 +123,15 @@ impl Metrics {
                 WAKE_BOUNDS_US,
             ),
             images: r.counters("keeper_images", "Images of instances, by what became of them", [IMAGE]),
+            database_time: r.time_counters(
+                "instance_database",
+                "Time in which applications waited for answers of databases outside",
+                [],
+            ),
+            database_queries: r.counter(
+                "instance_database_queries",
+                "Questions of applications that databases outside answered",
+            ),
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),

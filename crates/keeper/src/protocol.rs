@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,7 +47,7 @@ pub enum Verb {
     /// Named cells with their limits and use, as JSON, for rules that ask. Answer: `Cells`.
     Cells,
     /// A request needs the site's instance, which is woken if it rests. Answer: `Using` with one descriptor, a connection
-    /// to it, once it can answer. From then on this connection of the edge keeps it awake.
+    /// to it, once it can answer; and a second one where it has databases outside, its `tally`. From then on this connection of the edge keeps it awake.
     UseInstance { site: SiteName },
     /// One more connection to an instance this connection of the edge uses. Answer: `Connected` with one descriptor, or
     /// `Failed` with `Failure::NotFound` where it has ended.

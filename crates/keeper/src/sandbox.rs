@@ -21,11 +21,15 @@ mod kernel;
 mod launcher;
 mod network;
 mod order;
+mod outlet;
 mod program;
+mod session;
+mod terminal;
 mod tree;
 
 use std::ffi::OsString;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -164,6 +168,8 @@ pub struct Program<'a> {
     /// Its number in the sandbox. None: the next free one.
     pub pid: Option<u32>,
     pub open_files_max: u64,
+    /// `stdin` is a terminal, and is to be that of its session.
+    pub has_terminal: bool,
 }
 
 /// A tool of the keeper's, run as root of the sandbox with an empty environment and outside of the filter.
@@ -386,6 +392,7 @@ impl Sandbox {
             listeners: u32::from(program.listener.is_some()),
             pid: program.pid.map(u32::cast_signed),
             open_files_max: program.open_files_max,
+            has_terminal: program.has_terminal,
             role: Role::Tenant,
         };
         self.ask(&Ask::Run(run), &fds)
@@ -403,6 +410,7 @@ impl Sandbox {
             listeners: 0,
             pid: Some(tool.pid.cast_signed()),
             open_files_max: 0,
+            has_terminal: false,
             role: Role::Tool { program: TOOL_FD, reads_filters: tool.reads_filters },
         };
         self.ask(&Ask::Run(run), &fds)
@@ -414,22 +422,29 @@ impl Sandbox {
     }
 
     fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<Task, SandboxError> {
-        let init = self.init.lock();
-        let answered = channel::send(&*init, ask, fds)
-            .and_then(|()| channel::receive_within::<Told>(&*init, RUN_TIMEOUT));
-        drop(init);
-        match answered {
-            Ok(Some((Told::Runs { pid }, fds))) => {
+        match self.tell(ask, fds)? {
+            (Told::Runs { pid }, fds) => {
                 let mut fds = fds.into_iter();
                 match (fds.next(), fds.next()) {
                     (Some(pidfd), Some(end)) => Ok(Task { pid, pidfd, end }),
                     _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
                 }
             }
-            Ok(Some((Told::NotRun { step, errno }, _))) => {
+            (Told::NotRun { step, errno }, _) => {
                 Err(SandboxError::Run { step, error: io::Error::from_raw_os_error(errno) })
             }
-            Ok(_) => Err(SandboxError::Ended(io::ErrorKind::BrokenPipe.into())),
+            _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
+        }
+    }
+
+    fn tell(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<(Told, Vec<OwnedFd>), SandboxError> {
+        let init = self.init.lock();
+        let answered = channel::send(&*init, ask, fds)
+            .and_then(|()| channel::receive_within::<Told>(&*init, RUN_TIMEOUT));
+        drop(init);
+        match answered {
+            Ok(Some(told)) => Ok(told),
+            Ok(None) => Err(SandboxError::Ended(io::ErrorKind::BrokenPipe.into())),
             // What it may still answer would be taken for the answer to the next question.
             Err(error) => {
                 let _ = self.end();
@@ -442,10 +457,37 @@ impl Sandbox {
     /// programs can open it again as `/dev/stdout`, and CRIU can give it to those it brings back.
     pub fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        self.give(&write)?;
+        Ok((read, write))
+    }
+
+    /// The same for what a program in it reads: its end to read, and its end to write.
+    pub fn pipe_in(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        self.give(&read)?;
+        Ok((read, write))
+    }
+
+    /// A terminal of its own: its end for who looks at it, and its end for a program.
+    pub fn terminal(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        let (ours, theirs) = terminal::open(self.root.as_fd())?;
+        self.give(&theirs)?;
+        Ok((ours, theirs))
+    }
+
+    /// Makes it the tenant's.
+    fn give(&self, fd: &OwnedFd) -> io::Result<()> {
         let Identity { uid, gid } = self.identity;
         let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
-        rustix::fs::fchown(&write, Some(uid), Some(gid))?;
-        Ok((read, write))
+        Ok(rustix::fs::fchown(fd, Some(uid), Some(gid))?)
+    }
+
+    /// Kills all processes of the session that this one began, whether or not it lives itself.
+    pub fn end_session(&self, pid: u32) -> Result<(), SandboxError> {
+        match self.tell(&Ask::EndSession { pid }, &[])? {
+            (Told::SessionEnded, _) => Ok(()),
+            _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
+        }
     }
 
     /// A socket in its network that a program can be given to listen on. It is bound to `path` on the node, at most 107
@@ -457,6 +499,12 @@ impl Sandbox {
     /// The same on a port of its loopback. 0: a free one.
     pub fn port_listener(&self, port: u16) -> io::Result<OwnedFd> {
         network::port_listener(self.pidfd.as_fd(), port)
+    }
+
+    /// Sockets that listen in its network at these addresses, not blocking. Who connects to one of them in the sandbox,
+    /// whosever address it is, comes there and nowhere else.
+    pub fn outlets(&self, addresses: &[SocketAddr]) -> io::Result<Vec<OwnedFd>> {
+        network::outlets(self.pidfd.as_fd(), addresses)
     }
 
     /// A connection to what listens in it, not blocking. `WouldBlock`: its queue is full.

@@ -158,6 +158,8 @@ async fn begin(
             (Event::Ask { question, answer }, Some(engine)) => {
                 answer_to(engine, question, answer);
             }
+            // Its connection is closed, which says as much.
+            (Event::Exec { .. }, _) => {}
             (Event::Committed { .. } | Event::Ask { .. } | Event::Drain, _) => return Ok(None),
             (Event::Broken(error), _) => return Err(error.into()),
         }
@@ -228,6 +230,10 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
             }
             Event::Ask { question, answer } => {
                 answer_to(engine, question, answer);
+            }
+            Event::Exec { exec, connection } => {
+                let engine = Rc::clone(engine);
+                spawn_local(async move { engine.instances.exec(&engine, exec, connection).await });
             }
             Event::Drain => return Ok(()),
             Event::Broken(error) => return Err(error.into()),
@@ -529,9 +535,13 @@ impl Connection {
             let used = engine.instances.use_site(engine, &site).await;
             connection.asking.borrow_mut().remove(&tag);
             match used {
-                Ok(Using { id, socket, wake, lease }) => {
+                Ok(Using { id, socket, tally, wake, lease }) => {
                     connection.uses.borrow_mut().entry(id).or_default().push(lease);
-                    connection.reply(tag, Reply::Using { instance: id, wake }, vec![socket]);
+                    connection.reply(
+                        tag,
+                        Reply::Using { instance: id, wake },
+                        [socket].into_iter().chain(tally).collect(),
+                    );
                 }
                 Err(fault) => {
                     tracing::debug!("{fault}");

@@ -34,6 +34,8 @@ pub const SUITE: Suite = Suite {
             a_slow_answer_keeps_it_awake,
             a_crawler_is_answered_without_waking_anybody,
             an_operator_lists_wakes_rests_and_stops_instances,
+            a_command_runs_in_an_instance_as_if_it_ran_here,
+            time_in_a_database_is_told_of_a_request_that_was_alone,
             what_an_operator_cannot_do_is_said,
             top_shows_who_runs_and_rests,
             a_record_with_mistakes_is_refused_with_all_of_them,
@@ -474,6 +476,105 @@ fn an_operator_lists_wakes_rests_and_stops_instances(world: &World) {
     assert!(matches!(tier(world, "ops").as_str(), "cold" | "image"));
     let answer = get(world, "ops", "/run").expect(200);
     assert!(matches!(woken_from(&answer).as_str(), "cold" | "image"), "{answer:?}");
+}
+
+fn a_command_runs_in_an_instance_as_if_it_ran_here(world: &World) {
+    add(world, "commanded", json!({}));
+    let exec = |more: &[&str]| world.try_cli(&[&["instance", "exec"], more].concat());
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let refused = exec(&["commanded", "--", "true"]);
+    assert_eq!(refused.status.code(), Some(125));
+    assert!(said(&refused.stderr).contains("`--wake` wakes it first") && processes("commanded").is_empty());
+    let done =
+        exec(&["--wake", "commanded", "--", "sh", "-c", "echo $NAME; hostname; echo aside >&2; exit 7"]);
+    assert_eq!((said(&done.stdout), said(&done.stderr)), ("commanded\ncommanded\n".into(), "aside\n".into()));
+    assert_eq!(done.status.code(), Some(7));
+    let many = exec(&["commanded", "--", "sh", "-c", "yes | head -c 300000"]);
+    assert_eq!((many.stdout.len(), many.status.code()), (300_000, Some(0)), "more than a pipe holds");
+    let killed = exec(&["commanded", "--", "sh", "-c", "kill -15 $$"]);
+    assert_eq!(killed.status.code(), Some(128 + 15));
+    let missing = exec(&["commanded", "--", "no-such-program"]);
+    assert_eq!(missing.status.code(), Some(125));
+    assert!(said(&missing.stderr).contains("[NGY0332]"), "{}", said(&missing.stderr));
+    assert_eq!(starts(world, "commanded"), 1);
+}
+
+/// Speaks as much of MySQL's protocol as it takes: greets, lets anybody in, and answers each query once it is told to.
+fn database(held: mpsc::Receiver<()>) -> std::net::SocketAddr {
+    use std::io::{Read as _, Write as _};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("it is bound");
+    std::thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            let packet = |number: u8, body: &[u8]| {
+                [&[u8::try_from(body.len()).expect("short"), 0, 0, number], body].concat()
+            };
+            let said = |stream: &mut std::net::TcpStream| {
+                let mut piece = [0; 4096];
+                stream.read(&mut piece).is_ok_and(|len| len > 0)
+            };
+            let mut go = stream.write_all(&packet(0, b"\x0a8.0.36\0greeting")).is_ok() && said(&mut stream);
+            go = go && stream.write_all(&packet(2, b"\0\0\0")).is_ok();
+            while go && said(&mut stream) && held.recv().is_ok() {
+                go = stream.write_all(&packet(1, b"answer")).is_ok();
+            }
+        }
+    });
+    address
+}
+
+fn time_in_a_database_is_told_of_a_request_that_was_alone(world: &World) {
+    let (tell, held) = mpsc::channel();
+    let address = database(held);
+    add(
+        world,
+        "asks",
+        json!({ "outbound": [address.to_string()], "env": { "NAME": "asks", "DB": address.to_string() } }),
+    );
+    let figure = |answer: &Response, name: &str| -> Option<u64> {
+        let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
+        receipt.split(", ").find_map(|item| item.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+    };
+    assert_eq!(
+        figure(&get(world, "asks", "/run").expect(200), "db"),
+        Some(0),
+        "it has asked for nothing yet"
+    );
+    // Two queries, answered at once.
+    (tell.send(()), tell.send(())).0.expect("the database listens");
+    let answer = get(world, "asks", "/query?2").expect(200);
+    assert_eq!(answer.text(), "answer answer");
+    let (db, backend) =
+        (figure(&answer, "db").expect("it was alone"), figure(&answer, "backend").expect("a figure"));
+    assert!(0 < db && db <= backend, "{db} of {backend}");
+    let timing = answer.header("server-timing").expect("timing goes with the receipt");
+    assert!(timing.contains("db;dur="), "{timing}");
+    // Another comes and goes while this one waits for its answer.
+    let answer = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| get(world, "asks", "/query?1").expect(200));
+        let path = world.home("alice").join("app/asks.queries");
+        wait::until("the query is under way", || {
+            std::fs::read_to_string(&path).is_ok_and(|text| text.lines().count() == 3)
+        });
+        let other = get(world, "asks", "/run").expect(200);
+        assert_eq!(figure(&other, "db"), None, "whose waits they are is not known");
+        tell.send(()).expect("the database listens");
+        asking.join().expect("it is answered")
+    });
+    assert_eq!(figure(&answer, "db"), None, "{answer:?}");
+    let outbound = show(world, "asks")["outbound"].clone();
+    assert_eq!((&outbound["queries"], &outbound["failed"]), (&json!(3), &json!(0)), "{outbound}");
+    assert!(world.metric("nagaya_instance_database_queries_total", "") >= 3.0);
+    add(world, "asks-nobody", json!({}));
+    assert_eq!(
+        figure(&get(world, "asks-nobody", "/who").expect(200), "db"),
+        None,
+        "an application without a place outside has none"
+    );
+}
+
+fn show(world: &World, name: &str) -> Value {
+    serde_json::from_str(&world.cli(&["instance", "show", name, "--json"])).expect("JSON")
 }
 
 fn what_an_operator_cannot_do_is_said(world: &World) {

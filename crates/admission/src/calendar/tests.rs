@@ -84,7 +84,6 @@ fn those_who_are_due_come_slot_by_slot() {
         (out - 1.0) / 2.0,
         "who has not come in half of the slot may never"
     );
-    let mut calendar = calendar;
     assert!(calendar.call(begins).is_some());
     assert_eq!(calendar.due(begins, ends), out, "with the one who was called, who is of a later slot");
     assert!(

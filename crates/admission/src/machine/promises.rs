@@ -2,13 +2,13 @@
 //!
 //! Not here: which slot is free and what becomes of it (`calendar`), signatures (`ticket`).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use super::line::{Place, Rank};
 use super::waits::{Wait, micros};
 use super::{Admission, later, order_of};
-use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown};
+use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX};
 use crate::predict::Slot;
 use crate::{Ask, Counts, Effect, LaneId, Moment, Nonce, Offer, Promise, Record, Refused, Standing, Ticket};
 
@@ -27,7 +27,7 @@ pub(super) struct Promised {
     due_of: HashMap<u32, Moment>,
     /// Where a ticket is from, and how long anybody may ask.
     lanes: HashMap<Nonce, u32>,
-    lanes_until: BTreeMap<(Moment, Nonce), u32>,
+    lanes_until: BTreeSet<(Moment, Nonce)>,
 }
 
 /// A request came on this ticket.
@@ -145,7 +145,7 @@ impl Admission {
         let holding = Holding { lane: self.id_of(index), nonce: ticket.nonce };
         if has_room {
             self.come(now, &holding);
-            let pass = self.run_at_once(now, index, slot, Some(holding));
+            let pass = self.run_at_once(now, index, slot);
             self.spend(now, &holding);
             return Some(Offer::Run(pass));
         }
@@ -318,14 +318,20 @@ impl Promised {
 
     fn remember_until(&mut self, index: u32, nonce: Nonce, until: Moment) {
         if self.lanes.insert(nonce, index).is_none() {
-            self.lanes_until.insert((until, nonce), index);
+            self.lanes_until.insert((until, nonce));
+        }
+        if self.lanes.len() > REMEMBERED_MAX
+            && let Some((_, nonce)) = self.lanes_until.pop_first()
+        {
+            self.lanes.remove(&nonce);
         }
     }
 
     /// Of tickets that are long over it is not remembered where they are from.
     fn drop_old(&mut self, now: Moment) {
-        while let Some(first) = self.lanes_until.first_entry().filter(|first| first.key().0 <= now) {
-            self.lanes.remove(&first.remove_entry().0.1);
+        while let Some(first) = self.lanes_until.first().copied().filter(|(until, _)| *until <= now) {
+            self.lanes_until.remove(&first);
+            self.lanes.remove(&first.1);
         }
     }
 
@@ -346,6 +352,10 @@ impl Promised {
         }
     }
 }
+
+/// Of so many tickets it is remembered where they are from. About 100 bytes each. Of more, the one that is over first can be asked
+/// about no more; its holder may come all the same, as his ticket says which lane it is for.
+const REMEMBERED_MAX: usize = 2 * TICKETS_MAX as usize;
 
 /// So much longer than a ticket may be good it is remembered where it is from.
 const MEMORY_SPARE: Duration = Duration::from_secs(1);

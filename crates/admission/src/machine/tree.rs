@@ -172,7 +172,7 @@ impl Admission {
         let cost = self.cost(index, slot);
         let lane = self.at_mut(index);
         if !lane.line.is_empty() {
-            lane.learned.pass_time_in_line(now, lane.running_own());
+            lane.pass_time_in_line(now);
         }
         lane.learned.starts(now, slot);
         let seat = lane.own.insert((slot, now));

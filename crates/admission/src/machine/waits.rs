@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use super::Admission;
 use super::line::{Ahead, Place, Rank};
+use super::{Admission, State};
 use crate::lane::OWN_WEIGHT;
 use crate::predict::REPLAY_MAX;
 use crate::{Moment, Pass, Prediction};
@@ -46,7 +46,7 @@ impl Admission {
         }
         let Some(rate) = self.requests_per_second(index) else { return wait };
         let with_due = |turn: f64| wait + self.due(now, index, turn) / rate.max(RATE_LEAST) * 1e6;
-        let (mut early, mut late) = (wait, with_due(FOREVER_SECONDS * 1e6));
+        let (mut early, mut late) = (wait, with_due(FOREVER_US));
         for _ in 0..DUE_HALVINGS {
             let middle = (early + late) / 2.0;
             if with_due(middle) > middle { early = middle } else { late = middle }
@@ -123,14 +123,16 @@ impl Admission {
     /// What is known now of the wait of one in line. `None`: it does not wait.
     pub fn prediction(&self, now: Moment, pass: Pass) -> Option<Prediction> {
         let request = self.requests.get(&pass)?;
-        let place = request.place?;
+        let State::Waits(waiting) = &request.state else { return None };
+        let place = waiting.place;
         let ahead = self.at(request.lane).line.before(place);
         Some(self.told(request.lane, ahead.count, self.wait_behind(now, request.lane, place, ahead)))
     }
 }
 
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 pub(super) fn micros(micros: f64) -> Duration {
-    Duration::from_secs_f64((micros / 1e6).clamp(0.0, FOREVER_SECONDS))
+    Duration::from_micros(micros.clamp(0.0, FOREVER_US).round() as u64)
 }
 
 /// Halvings of the time in which holders may come: to a thousandth.
@@ -140,4 +142,4 @@ const DUE_HALVINGS: usize = 14;
 const RATE_LEAST: f64 = 1e-6;
 
 /// A wait that nobody lives to see the end of: ten years.
-const FOREVER_SECONDS: f64 = 315_360_000.0;
+const FOREVER_US: f64 = 315_360_000e6;

@@ -61,7 +61,8 @@ impl Default for Record {
 }
 
 impl Record {
-    /// Counts a wait that has ended. `is_current`: the pace has not changed since it was predicted.
+    /// Counts a wait that has ended. `is_current`: the pace was well known when it was predicted, and has not changed
+    /// since.
     pub(crate) fn add(&mut self, outcome: Outcome, is_current: bool) {
         let Outcome { reckoned, told, actual } = outcome;
         let fade = 0.5f64.powf(1.0 / f64::from(HALF_LIFE));

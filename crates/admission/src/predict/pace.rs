@@ -20,6 +20,8 @@ const LEAST: f32 = 1.0;
 const DOUBT: f32 = 2.0;
 /// and from here on it replaces the long one.
 const CERTAIN: f32 = 4.5;
+/// Samples from which on a mean can be relied on.
+const SURE: f32 = 16.0;
 /// What is known after a change counts as so many samples: little, as the short memory still holds some from before it.
 const AFTER_CHANGE: f32 = 4.0;
 
@@ -36,6 +38,8 @@ pub(crate) struct Pace {
     variance: f32,
     short: f32,
     short_held: f32,
+    /// What a request is expected to take, of both.
+    expected: f32,
     last: Moment,
 }
 
@@ -44,11 +48,18 @@ impl Pace {
         self.held > 0.0
     }
 
+    /// Enough samples are held for the mean to be relied on.
+    pub(crate) fn is_sure(&self) -> bool {
+        self.held >= SURE
+    }
+
     /// Adds a sample. True: the pace has changed by more than chance explains, and the past was dropped.
     pub(crate) fn add(&mut self, now: Moment, sample: f32) -> bool {
         if self.held > 0.0 {
             let idle = now.0.saturating_sub(self.last.0) as f32 / HALF_LIFE_US;
-            self.held = (self.held * (-idle).exp2()).max(self.held.min(LEAST));
+            // Nearly always no time has passed to speak of, and this is done for each request.
+            let fade = if idle < 1e-3 { 1.0 - idle * std::f32::consts::LN_2 } else { (-idle).exp2() };
+            self.held = (self.held * fade).max(self.held.min(LEAST));
         }
         self.last = now;
         self.held = (self.held + 1.0).min(LONG);
@@ -57,7 +68,8 @@ impl Pace {
         self.variance += (off * (sample - self.mean) - self.variance) / self.held;
         self.short_held = (self.short_held + 1.0).min(SHORT);
         self.short += (sample - self.short) / self.short_held;
-        let has_changed = self.doubt() > CERTAIN;
+        let doubt = self.doubt();
+        let has_changed = doubt > CERTAIN;
         if has_changed {
             let scale = self.short / self.mean.max(1.0);
             self.variance *= scale * scale;
@@ -65,16 +77,14 @@ impl Pace {
             self.held = AFTER_CHANGE;
             self.short_held = AFTER_CHANGE;
         }
+        let trust = ((doubt - DOUBT) / (CERTAIN - DOUBT)).clamp(0.0, 1.0);
+        self.expected = self.mean + trust * (self.short - self.mean);
         has_changed
     }
 
     /// The expected service time. `None`: nothing is known.
     pub(crate) fn expected(&self) -> Option<f32> {
-        if !self.is_known() {
-            return None;
-        }
-        let trust = ((self.doubt() - DOUBT) / (CERTAIN - DOUBT)).clamp(0.0, 1.0);
-        Some(self.mean + trust * (self.short - self.mean))
+        self.is_known().then_some(self.expected)
     }
 
     /// What is left, on average, of one that has run for so long. That all take equally long means: what has run is done. That they

@@ -13,7 +13,7 @@ use crate::model::{Model, ask, bounds, used};
 use crate::times;
 
 /// Arrivals of one crowd.
-const ARRIVALS: u64 = 150_000;
+const ARRIVALS: u64 = 300_000;
 
 /// A lane that is there, under whatever number, except for moments.
 struct Place {

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::{Findings, directory, env, is_variable};
 use crate::record::{
-    APP_LIST_LEN_MAX, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Outbound, RELEASE_LEN_MAX, Ready,
-    START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, Endpoint, IDLE_SECONDS_MAX, Idle, Listen, Outbound,
+    RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.
@@ -50,10 +50,28 @@ pub(super) fn app(app: &App, to: &mut Findings) {
             "is not possible with outbound = host, where ports are the node's: use socket or fd",
         );
     }
+    outbound(app, to);
     short("databases", app.databases.len(), to);
     for Database { socket, inside } in &app.databases {
         absolute("databases.socket", socket, to);
         inside.iter().for_each(|path| absolute("databases.inside", path, to));
+    }
+}
+
+fn outbound(app: &App, to: &mut Findings) {
+    let Outbound::Only(list) = &app.outbound else { return };
+    short("outbound", list.len(), to);
+    let mut seen = Vec::with_capacity(list.len());
+    for text in list {
+        match text.parse::<Endpoint>() {
+            Err(why) => to.add("outbound", text, why),
+            Ok(endpoint) if seen.contains(&endpoint) => to.add("outbound", text, "is there twice"),
+            // What is named listens inside, as the application does.
+            Ok(Endpoint { port: APP_PORT, .. }) if app.listen == Listen::Port => {
+                to.add("outbound", text, "has the port the application is given: use listen = socket or fd")
+            }
+            Ok(endpoint) => seen.push(endpoint),
+        }
     }
 }
 
@@ -173,6 +191,8 @@ mod tests {
             r#""listen":"fd","base":"/srv/base","writable":["media","/srv/shared"],"secrets":{"KEY":"k.txt"}"#,
             r#""ready":{"path":"/up?deep=1","within_seconds":300},"warm_up":["/","/login"],"release":"v1.2+git3""#,
             r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1"#,
+            r#""outbound":["203.0.113.7:443","[2001:db8::1]:443","db.internal:3306"],"listen":"port""#,
+            r#""outbound":[]"#,
             r#""outbound":"host","databases":[{"socket":"/run/a.sock","inside":"/tmp/a.sock"}],"min":1"#,
         ] {
             assert_eq!(fields(more), [""; 0], "{more}");
@@ -200,6 +220,16 @@ mod tests {
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":0}"#.to_owned()),
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":301}"#.to_owned()),
             ("listen", r#""listen":"port","outbound":"host""#.to_owned()),
+            ("outbound", r#""outbound":["db.internal"]"#.to_owned()),
+            ("outbound", r#""outbound":["a:1","a:1"]"#.to_owned()),
+            ("outbound", r#""outbound":["a:8080"],"listen":"port""#.to_owned()),
+            (
+                "outbound",
+                format!(
+                    r#""outbound":[{}]"#,
+                    (1..=33).map(|port| format!(r#""a:{port}""#)).collect::<Vec<_>>().join(",")
+                ),
+            ),
             ("release", r#""release":"""#.to_owned()),
             ("release", r#""release":"a b""#.to_owned()),
             ("warm_up", r#""warm_up":["//\n"]"#.to_owned()),

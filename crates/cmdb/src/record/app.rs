@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::Outbound;
+
 /// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
 
@@ -15,6 +17,9 @@ pub const RELEASE_LEN_MAX: usize = 128;
 
 /// Longest time of a rest step, in seconds: a year.
 pub const IDLE_SECONDS_MAX: u32 = 31_536_000;
+
+/// The port that an application is told to listen on in its sandbox, where all are free.
+pub const APP_PORT: u16 = 8080;
 
 /// Longest start an application may be given, in seconds.
 pub const START_SECONDS_MAX: u32 = 300;
@@ -141,22 +146,6 @@ impl After {
     }
 }
 
-/// What of the network it reaches besides its own loopback.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Outbound {
-    #[default]
-    None,
-    /// All that the node reaches, with the node's own addresses. It has no network namespace of its own then.
-    Host,
-}
-
-impl Outbound {
-    fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
 /// A Unix socket of the node that an application finds at a path of its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -185,7 +174,7 @@ mod tests {
     fn what_it_was_before_is_enough() {
         let text = r#"{"command":["x"],"directory":"a","listen":"socket"}"#;
         let app: App = serde_json::from_str(text).unwrap();
-        assert_eq!((app.outbound, app.min, app.idle), (Outbound::None, None, Idle::default()));
+        assert_eq!((&app.outbound, app.min, app.idle), (&Outbound::None, None, Idle::default()));
         assert_eq!(serde_json::to_string(&app).unwrap(), text);
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Not here: metrics with fixed labels (`metrics`), rows for the command line (`explain`).
 
+use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -59,7 +60,7 @@ const METRICS: [Metric; 14] = [
 /// The families of all metrics above, each with a sample for each lane.
 pub fn text(mut lanes: Vec<(Arc<Lane>, Explained)>) -> String {
     let fullness = |lane: &Explained| (lane.waiting, lane.promised, lane.running, lane.counts.admitted);
-    lanes.sort_by(|(_, one), (_, other)| fullness(other).cmp(&fullness(one)));
+    lanes.sort_by_key(|(_, lane)| Reverse(fullness(lane)));
     lanes.truncate(LANES_MAX);
     let mut out = String::new();
     for (name, kind, help, value) in METRICS {

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use nagaya_cmdb::SiteName;
 use parking_lot::Mutex;
@@ -13,9 +13,11 @@ use parking_lot::Mutex;
 #[derive(Debug, Default)]
 pub struct Needs(Mutex<HashMap<SiteName, Arc<Need>>>);
 
-/// Requests of one site. They are counted for a table on a screen: nothing is decided by these numbers.
+/// Requests of one site. They are counted for a table on a screen, and to know which of them were alone.
 #[derive(Debug, Default)]
 pub struct Need {
+    /// That ever needed it.
+    come: AtomicU64,
     /// Have its instance, or wait for it.
     all: AtomicU32,
     /// Wait until it is awake.
@@ -53,11 +55,19 @@ impl Needs {
 
 impl Share {
     pub fn begin(&self) {
-        self.need.all.fetch_add(1, Ordering::Relaxed);
+        // In this order: who sees that one is there sees that it has come.
+        self.need.come.fetch_add(1, Ordering::AcqRel);
+        self.need.all.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// For one request that needs it: a number that stays the same as long as no other does. None: another does now.
+    pub fn alone(&self) -> Option<u64> {
+        let come = self.need.come.load(Ordering::Acquire);
+        (self.need.all.load(Ordering::Acquire) == 1).then_some(come)
     }
 
     pub fn end(&self) {
-        self.need.all.fetch_sub(1, Ordering::Relaxed);
+        self.need.all.fetch_sub(1, Ordering::AcqRel);
     }
 
     pub fn wait(&self) -> Waiting<'_> {
@@ -102,5 +112,21 @@ mod tests {
         one.end();
         drop(one);
         assert_eq!(needs.each(), []);
+    }
+
+    #[test]
+    fn who_was_alone_is_known_also_of_those_who_came_and_went() {
+        let needs = Arc::new(Needs::default());
+        let site = SiteName::new("wiki").unwrap();
+        let (one, other) = (needs.share(&site), needs.share(&site));
+        one.begin();
+        let alone = one.alone();
+        assert!(alone.is_some());
+        assert_eq!(one.alone(), alone);
+        other.begin();
+        assert_eq!((one.alone(), other.alone()), (None, None));
+        other.end();
+        assert_ne!(one.alone(), alone, "another was here meanwhile");
+        one.end();
     }
 }

@@ -98,6 +98,7 @@ impl Disclosure {
             ("rules", figures.rules_us),
             ("wake", figures.wake_us),
             ("backend", figures.backend_us),
+            ("db", figures.db_us.unwrap_or(0)),
             ("cpu", figures.cpu_us.unwrap_or(0)),
             ("throttled", figures.throttled_us),
             ("paced", figures.paced_us),

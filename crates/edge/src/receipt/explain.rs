@@ -75,6 +75,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
             json!({ "reason": reason, "code": record.code.map(|code| code.to_string()) })
         }),
         "spans": spans(record, more, &figures),
+        "database_us": figures.db_us,
         "usage": {
             "cpu_us": figures.cpu_us,
             "read_bytes": is_known.then_some(figures.read_bytes),

@@ -17,6 +17,8 @@ pub struct Figures {
     pub wake_us: u64,
     /// In the backend, until the head of its answer.
     pub backend_us: u64,
+    /// Of that, and of what came after it, in databases. None: the instance served another request too, or has none.
+    pub db_us: Option<u64>,
     /// By its programs, or where none ran by the edge itself. None: a program ran, and the keeper did not say.
     pub cpu_us: Option<u64>,
     pub read_bytes: u64,
@@ -34,6 +36,7 @@ impl Figures {
             rules_us: us(record.ruled),
             wake_us: record.woken().map_or(0, |woken| us(woken.waited)),
             backend_us: us(record.backend),
+            db_us: record.more.as_ref().and_then(|more| more.database).map(us),
             cpu_us: Some(us(record.edge_cpu)),
             ..Self::default()
         };
@@ -64,11 +67,13 @@ impl Figures {
     /// By name, in the order in which they are written. An unknown one is left out, and a wake that there was not.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let woken = (self.wake_us > 0).then_some(("wake_us", self.wake_us));
+        let db = self.db_us.map(|db_us| ("db_us", db_us));
         let cpu = self.cpu_us.map(|cpu_us| ("cpu_us", cpu_us));
         [("took_us", self.took_us), ("queue_us", self.queue_us), ("rules_us", self.rules_us)]
             .into_iter()
             .chain(woken)
             .chain([("backend_us", self.backend_us)])
+            .chain(db)
             .chain(cpu)
             .chain([
                 ("read_bytes", self.read_bytes),

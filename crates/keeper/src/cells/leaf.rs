@@ -22,6 +22,7 @@ use super::device::Number;
 use super::dir::Dir;
 use super::ending;
 use super::files::{self, FileError};
+use super::memory::Kills;
 use super::usage::{self, Counters, Meter, Source};
 use super::{CellError, Shared, codes};
 use crate::sys::Entrance;
@@ -411,6 +412,19 @@ impl Leaf {
             self.branch.give_back(body, &self.shared);
         }
         Ok(true)
+    }
+
+    /// Counts what the kernel kills here for want of memory, from now on. With others in the same directory it counts
+    /// theirs, too. None: nobody counts.
+    pub fn kills(&self) -> Option<Kills> {
+        let state = self.state.lock();
+        let counts = |dir: &&Arc<Dir>| dir.hierarchy.controllers.has(Controller::Memory);
+        let dir = state.joined.iter().flatten().find(counts)?;
+        match dir.hierarchy.version {
+            Version::V1 => Kills::open(Version::V1, &dir.path),
+            // The one above counts what is beneath, and is still there when a leaf that was killed has gone.
+            Version::V2 => Kills::open(Version::V2, dir.path.parent()?),
+        }
     }
 
     // === What it used ===

@@ -14,6 +14,7 @@ use std::path::Path;
 use rustix::fs::{CWD, Mode, OFlags};
 
 use super::header::{Content, FILES_MAX, NAME};
+use super::store::Room;
 use super::{Digest, ImageError, at};
 
 /// What changes with every write to a file.
@@ -36,7 +37,7 @@ fn open(dir: &Path, name: &str) -> io::Result<File> {
 
 /// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
 /// it.
-pub fn take_over(dir: &Path, group: u32, bytes_max: u64) -> Result<BTreeMap<String, Content>, ImageError> {
+pub fn take_over(dir: &Path, group: u32, room: Room) -> Result<BTreeMap<String, Content>, ImageError> {
     let io = |error| at("take over", dir)(error);
     // First the directory: from here on nothing comes to it.
     let handle = File::open(dir).map_err(io)?;
@@ -52,9 +53,7 @@ pub fn take_over(dir: &Path, group: u32, bytes_max: u64) -> Result<BTreeMap<Stri
             return Err(ImageError::Unfit { reason: format!("CRIU left {name}, which no image has") });
         }
         total += stat.len();
-        if total > bytes_max {
-            return Err(ImageError::TooLarge { bytes: total, bytes_max });
-        }
+        room.holds(total)?;
         fchown(&file, Some(0), Some(group)).map_err(at("take over", &path))?;
         file.set_permissions(fs::Permissions::from_mode(0o640)).map_err(at("take over", &path))?;
         let digest = Digest::of_file(&file).map_err(at("read", &path))?;

@@ -55,6 +55,30 @@ pub struct Limits {
     pub age_max: Duration,
 }
 
+/// What one image may take, bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Of what images may take.
+    limit: u64,
+    /// Of the disk, now.
+    left: u64,
+}
+
+impl Room {
+    /// Whether an image of so many bytes may be kept. One that is too large for the disk only now may fit another time.
+    pub fn holds(self, bytes: u64) -> Result<(), ImageError> {
+        if bytes > self.limit {
+            return Err(ImageError::TooLarge { bytes, bytes_max: self.limit });
+        }
+        if bytes > self.left {
+            let reason =
+                format!("it would take {bytes} bytes; {} are left beside what stays free", self.left);
+            return Err(ImageError::NoSpace { reason });
+        }
+        Ok(())
+    }
+}
+
 /// One line of a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Listed {
@@ -150,14 +174,20 @@ impl Store {
     }
 
     /// How many bytes the next image may have.
-    pub fn room(&self) -> Result<u64, ImageError> {
+    pub fn room(&self) -> Result<Room, ImageError> {
         let stat = rustix::fs::statvfs(&self.dir).map_err(|errno| at("look at", &self.dir)(errno.into()))?;
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
         if free <= FREE_BYTES_MIN {
             let reason = format!("{} has {free} bytes left; {FREE_BYTES_MIN} stay free", self.dir.display());
             return Err(ImageError::NoSpace { reason });
         }
-        Ok(self.limits.lock().bytes_max.min(free - FREE_BYTES_MIN))
+        Ok(Room { limit: self.limits.lock().bytes_max, left: free - FREE_BYTES_MIN })
+    }
+
+    /// Removes an image that is of no use, without anybody having to look into it.
+    pub fn discard(&self, id: &str) {
+        self.checked.lock().remove(id);
+        remove(&self.path(id));
     }
 
     // === Images ===

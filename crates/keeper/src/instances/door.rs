@@ -71,6 +71,14 @@ impl Door {
         }
     }
 
+    /// What it leads into.
+    pub fn sandbox(&self) -> Option<Arc<Sandbox>> {
+        match self {
+            Self::Plain { .. } => None,
+            Self::Sandboxed { sandbox, .. } => Some(Arc::clone(sandbox)),
+        }
+    }
+
     /// The port that must be its owner's alone, because others share the network.
     pub fn shared_port(&self) -> Option<(u16, Option<u32>)> {
         match self {

@@ -18,6 +18,7 @@ use super::start::{self, Body, How, NoBody};
 use super::{Instance, Instances};
 use crate::engine::Engine;
 use crate::fault;
+use crate::image;
 use crate::metrics::{ImageEvent, WakeEnd};
 
 impl Instances {
@@ -168,13 +169,17 @@ impl Instances {
             };
             engine.metrics.images.add([event as usize], 1);
             let is_taken = taken.is_ok();
+            let outcome = match &taken {
+                Err(fault) if fault.code == image::STORE => Outcome::NotImagedNow,
+                taken => Outcome::Imaged(taken.is_ok()),
+            };
             instance.no_image.replace(taken.as_ref().err().map(|fault| fault.message.clone()));
             instance.image.replace(taken.ok());
             if !is_taken && !instance.life.borrow().is_imaging() {
                 // It was ended meanwhile: that it could not be imaged says nothing about it.
                 engine.instances.forget_refusal(&engine, &instance).await;
             }
-            engine.instances.tell(&engine, &instance, Event::Done(op, Outcome::Imaged(is_taken)));
+            engine.instances.tell(&engine, &instance, Event::Done(op, outcome));
             engine.instances.collect(&engine);
         });
     }
@@ -325,8 +330,9 @@ async fn live(
             match died {
                 Some(_) if engine.processes.is_closing() => body.bury(),
                 Some(exit) => {
-                    let (site, status, signal) = (&instance.site().name, exit.status, exit.signal);
-                    tracing::warn!(%site, status, signal, "its application ended by itself");
+                    let why = body.why_ended(exit);
+                    tracing::warn!(site = %instance.site().name, "its application ended by itself: {why}");
+                    instance.last_end.replace(Some((why, Instant::now())));
                     body.bury();
                     tell(Event::Died(run));
                 }

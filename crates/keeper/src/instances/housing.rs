@@ -23,6 +23,7 @@ use crate::image::{Digest, Found, Handed, Image, ImageError, Images, Subject, ba
 use crate::options::Options;
 use crate::process::Root;
 use crate::protocol::Failure;
+use crate::relay::{Outlets, Plan, Relay};
 use crate::sandbox::{Identity, Launcher, Program, ROOT_PID, Sandbox, SandboxError, Task};
 use crate::spawn::{self, Runner, Started};
 use crate::sys;
@@ -39,6 +40,8 @@ pub struct Housing {
     pub options: Arc<Options>,
     /// On the node, for a socket the keeper listens on.
     pub listens_at: PathBuf,
+    /// What it may reach outside, and what leads there. None: nothing.
+    pub outside: Option<(Plan, Relay)>,
 }
 
 /// What came of it besides the processes.
@@ -51,6 +54,8 @@ pub struct Made {
     /// For an image that is taken of it.
     pub handover: Handover,
     pub image: Option<Image>,
+    /// To be kept as long as the processes run.
+    pub outlets: Option<Outlets>,
 }
 
 /// Ends of what an application was given: an image does not carry them.
@@ -93,24 +98,44 @@ impl Housing {
         launcher.create(&spec).map_err(|error| of_sandbox(&error))
     }
 
+    /// Its directories, and files of the keeper's for it.
+    fn make_scratch(&self) -> Result<Scratch, Fault> {
+        let scratch = self.scratch();
+        scratch.make(self.identity())?;
+        if let Some(text) = self.outside.as_ref().and_then(|(plan, _)| plan.hosts()) {
+            scratch.write_hosts(&text)?;
+        }
+        Ok(scratch)
+    }
+
+    /// Opens what it may reach outside. Nothing outside is asked for that.
+    fn open_outlets(&self, sandbox: &Sandbox) -> Result<Option<Outlets>, Fault> {
+        let Some((plan, relay)) = &self.outside else { return Ok(None) };
+        let opened = relay.open(plan, |addresses| sandbox.outlets(addresses));
+        opened.map(Some).map_err(|error| {
+            let failure =
+                if error.kind() == io::ErrorKind::WouldBlock { Failure::Busy } else { Failure::Broken };
+            let message = format!("what it may reach outside cannot be opened for it: {error}");
+            Fault::new(failure, fault::OUTLET, message)
+        })
+    }
+
     /// Starts the program.
     pub fn boot(&self, launcher: &Launcher, leaf: &Leaf) -> Result<(Started, Made), Fault> {
         let secrets = spawn::secrets(&self.app, &self.tenant, &self.runner)?;
         let subject = self
             .subject(&secrets)
             .map_err(|error| Fault::of_path(fault::APP, "cannot look at the base", self.base(), error))?;
-        self.scratch().make(self.identity())?;
+        self.make_scratch()?;
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
+        let outlets = self.open_outlets(&sandbox)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
         let address = surroundings::told(self.app.listen, &self.listens_at);
-        let mut env = spawn::app_environment(&self.app, &self.tenant, &address);
-        // The sandbox says that itself.
-        env.remove("LISTEN_FDS");
-        env.extend(secrets);
+        let env = environment(&self.app, &self.tenant, &address, secrets);
         let program = Program {
             argv: spawn::app_command(&self.app, &address)?.into_iter().map(OsString::from).collect(),
-            env: env.into_iter().map(|(name, value)| (name.into(), value.into())).collect(),
+            env,
             directory: spawn::home(&self.tenant).join(&self.app.directory),
             stdin: None,
             stdout: Some(handover.log.as_fd()),
@@ -118,10 +143,11 @@ impl Housing {
             listener: handover.listener.as_ref().map(AsFd::as_fd),
             pid: Some(ROOT_PID),
             open_files_max: self.runner.open_files_max,
+            has_terminal: false,
         };
         let task = sandbox.run(&program).map_err(|error| of_sandbox(&error))?;
         let started = started(&sandbox, task, log);
-        Ok((started, Made { sandbox, since, subject: Some(subject), handover, image: None }))
+        Ok((started, Made { sandbox, since, subject: Some(subject), handover, image: None, outlets }))
     }
 
     /// Brings it back from its image, if it has one.
@@ -139,20 +165,21 @@ impl Housing {
             Found::Nothing => return Err(NotRestored::Nothing),
             Found::Unfit(why) => return Err(NotRestored::Unfit(why, Box::new(subject))),
         };
-        let scratch = self.scratch();
-        scratch.make(self.identity())?;
+        let scratch = self.make_scratch()?;
         self.put_back(&scratch).map_err(|error| {
             let why = format!("the files it expects cannot be put back: {error}");
             images.quarantine(&image, &why);
             NotRestored::PutAside(Fault::new(Failure::Broken, fault::BAD_IMAGE, why))
         })?;
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
+        // Before: sockets that come back may be bound to these addresses.
+        let outlets = self.open_outlets(&sandbox)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
         match images.restore(&image, &sandbox, &handover.handed()) {
             Ok(task) => {
                 let started = started(&sandbox, task, log);
-                Ok((started, Made { sandbox, since, subject: None, handover, image: Some(image) }))
+                Ok((started, Made { sandbox, since, subject: None, handover, image: Some(image), outlets }))
             }
             Err(error) => {
                 let fault = Fault::new(Failure::Broken, error.code(), error.to_string());
@@ -176,6 +203,12 @@ impl Housing {
     ) -> Result<Image, ImageError> {
         let image = images.take(subject, sandbox, &handover.handed())?;
         if let Err(error) = self.keep(&self.scratch()) {
+            if error.kind() == io::ErrorKind::StorageFull {
+                images.discard(&image);
+                return Err(ImageError::NoSpace {
+                    reason: format!("the files it expects cannot be kept: {error}"),
+                });
+            }
             images.quarantine(&image, &format!("the files it expects cannot be kept: {error}"));
             return Err(ImageError::Io { what: "keep the files an image expects".into(), error });
         }
@@ -257,7 +290,21 @@ fn started(sandbox: &Arc<Sandbox>, task: Task, log: OwnedFd) -> Started {
     Started { root: Root::Sandboxed { sandbox: Arc::clone(sandbox), task }, log, fds: Vec::new() }
 }
 
-fn of_sandbox(error: &SandboxError) -> Fault {
+/// The variables of an application, and of a command beside it.
+pub fn environment(
+    app: &App,
+    tenant: &Tenant,
+    address: &spawn::Address,
+    secrets: Vec<(String, String)>,
+) -> Vec<(OsString, OsString)> {
+    let mut env = spawn::app_environment(app, tenant, address);
+    // The sandbox says that itself.
+    env.remove("LISTEN_FDS");
+    env.extend(secrets);
+    env.into_iter().map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+pub fn of_sandbox(error: &SandboxError) -> Fault {
     let failure = match error {
         SandboxError::Run { error, .. } | SandboxError::Create { error, .. }
             if matches!(error.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::WouldBlock) =>

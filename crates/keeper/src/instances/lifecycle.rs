@@ -85,6 +85,8 @@ pub enum Outcome {
     Failed(Blame),
     /// Of an image: whether there is one.
     Imaged(bool),
+    /// Of an image: there is none, for a reason that is not the application's and passes. The next start tries again.
+    NotImagedNow,
     /// Of going down or up: where it is now.
     Rests(Tier),
     /// Of going up: it cannot be brought back.
@@ -572,6 +574,10 @@ impl Lifecycle {
             (State::Restoring(of), Outcome::Failed(blame)) if of == op => self.not_restored(now, blame),
             (State::Imaging(of), Outcome::Imaged(is_taken)) if of == op => {
                 self.picture = if is_taken { Picture::Taken } else { Picture::Impossible };
+                self.ready(now, false);
+            }
+            (State::Imaging(of), Outcome::NotImagedNow) if of == op => {
+                self.picture = Picture::None;
                 self.ready(now, false);
             }
             (State::Up(Up { doing: Some((of, _)), .. }), Outcome::Stuck) if of == op => self.end(),

@@ -75,6 +75,16 @@ impl Instances {
         let now = Instant::now();
         let life = instance.life.borrow();
         let (failures, left) = life.failures(now);
+        row["last_end"] = json!(
+            instance
+                .last_end
+                .borrow()
+                .as_ref()
+                .map(|(why, when)| { format!("{} s ago: {why}", when.elapsed().as_secs()) })
+        );
+        let kills = instance.body.borrow().as_ref().map_or(0, |body| body.memory_kills());
+        row["outbound"] = json!(instance.body.borrow().as_ref().and_then(|body| body.traffic()));
+        row["memory_kills"] = json!(Some(kills).filter(|kills| *kills > 0));
         row["waiting"] = json!(life.waiting());
         row["failures"] = json!(failures);
         row["backoff_seconds"] = json!(left.map(|left| left.as_secs_f64()));
@@ -108,6 +118,9 @@ impl Instances {
         let image = image.as_ref().filter(|_| life.has_image());
         let image = image.map(|image| json!({"bytes": image.bytes(), "taken_at": image.taken_at()}));
         let fault = instance.fault.borrow().as_ref().map(ToString::to_string);
+        // Until it runs again.
+        let end = instance.last_end.borrow().as_ref().map(|(why, _)| format!("it ended by itself: {why}"));
+        let end = end.filter(|_| !tier.has_process() && life.doing().is_none());
         let no_image = instance.no_image.borrow().as_ref().map(|why| format!("it has no image: {why}"));
         json!({
             "site": site.name.as_str(),
@@ -121,7 +134,7 @@ impl Instances {
             "wakes": instance.wakes.get(),
             "last_wake": *instance.last_wake.borrow(),
             "image": image,
-            "note": fault.or_else(|| instance.note.borrow().clone()).or(no_image),
+            "note": fault.or_else(|| instance.note.borrow().clone()).or(end).or(no_image),
         })
     }
 }

@@ -25,12 +25,14 @@ use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
 use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
-use crate::cells::{Home, Leaf};
+use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::image::{Image, Images};
+use crate::image::{self, Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
+use crate::relay::{Outlets, Plan, Traffic};
+use crate::sandbox::Sandbox;
 use crate::spawn;
 
 /// Name of the socket the keeper listens on for an application.
@@ -49,6 +51,10 @@ const TRIAL_MAX: Duration = Duration::from_secs(5);
 /// How long warming up may take altogether, while those who asked first wait. What takes longer is no reason not to go on.
 const WARM_UP_MAX: Duration = Duration::from_secs(20);
 
+/// Pauses before what could not be imaged is tried again. A program on a busy node may not have closed yet what nagaya's own
+/// requests have opened.
+const TAKE_PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(250)];
+
 /// The processes of an instance that can answer.
 pub struct Body {
     /// None: its end has begun.
@@ -60,6 +66,10 @@ pub struct Body {
     pub image: Option<Image>,
     /// For an image to be taken of it, until that is done or not wanted.
     inside: RefCell<Option<Inside>>,
+    /// None: nobody counts.
+    kills: Option<Kills>,
+    /// The ways out of its sandbox, which go with it.
+    outlets: Option<Outlets>,
     _dir: Directory,
 }
 
@@ -121,9 +131,43 @@ impl Body {
         self.inside.take();
     }
 
+    /// What its processes are in; None: they see the whole node.
+    pub fn sandbox(&self) -> Option<Arc<Sandbox>> {
+        self.door.sandbox()
+    }
+
     /// Where its processes are.
     pub fn leaf(&self) -> &Arc<Leaf> {
         &self.leaf
+    }
+
+    /// Of its processes so many were killed for want of memory.
+    pub fn memory_kills(&self) -> u64 {
+        self.kills.as_ref().map_or(0, Kills::count)
+    }
+
+    /// For who is to know how long it waits for databases outside.
+    pub fn tally(&self) -> Option<OwnedFd> {
+        // Without it only a figure is missing.
+        self.outlets.as_ref().and_then(|outlets| outlets.tally().ok())
+    }
+
+    /// What it has open outside. None: its record names nothing there.
+    pub fn traffic(&self) -> Option<Traffic> {
+        self.outlets.as_ref().map(Outlets::traffic)
+    }
+
+    /// Why it ended by itself, in words.
+    pub fn why_ended(&self, exit: Exit) -> String {
+        match (self.memory_kills(), exit) {
+            (1.., _) => format!(
+                "out of memory: the kernel killed it at the memory limit of its cell [{}]",
+                fault::OUT_OF_MEMORY
+            ),
+            (0, Exit { status: Some(status), .. }) => format!("exit status {status}"),
+            (0, Exit { signal: Some(signal), .. }) => format!("signal {signal}"),
+            (0, _) => "nobody knows why".into(),
+        }
     }
 
     /// Resolves once nothing of it is left.
@@ -177,9 +221,9 @@ pub async fn bring_up(
     let ready = tokio::select! {
         _ = end_wanted.wait_for(Option::is_some) => Err(NoBody::GivenUp),
         exit = ended => {
-            let Exit { status, signal, .. } = exit;
-            let why = format!("ended before it could answer (status {status:?}, signal {signal:?})");
-            Err(broken(&site, fault::APP, &why).into())
+            let code = if body.memory_kills() > 0 { fault::OUT_OF_MEMORY } else { fault::APP };
+            let why = format!("ended before it could answer ({})", body.why_ended(exit));
+            Err(broken(&site, code, &why).into())
         }
         ready = make_ready(engine, instance, app, &body, until) => ready.map_err(NoBody::Failed),
     };
@@ -206,7 +250,7 @@ async fn spawn(
     let site = instance.site();
     let short: String = site.name.as_str().chars().take(DIR_NAME_MAX).collect();
     let dir = Directory(engine.instances.dir.join(format!("{short}.{number}")));
-    let (handle, door, inside) = if engine.is_root() {
+    let (handle, door, mut inside) = if engine.is_root() {
         let (handle, door, inside) = spawn_sandboxed(engine, instance, app, &dir.0, how).await?;
         (handle, door, Some(inside))
     } else {
@@ -215,9 +259,11 @@ async fn spawn(
     };
     let leaf = handle.leaf();
     let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
+    let outlets = inside.as_mut().and_then(|inside| inside.made.outlets.take());
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
-    Ok(Body { handle, leaf, door, resting, image, inside, _dir: dir })
+    let kills = leaf.kills();
+    Ok(Body { handle, leaf, door, resting, image, inside, kills, outlets, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.
@@ -254,7 +300,9 @@ async fn spawn_sandboxed(
     let listens_at = dir.join(SOCKET);
     let address = surroundings::address(app.listen, &listens_at);
     let options = Arc::new((*options).clone());
-    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at });
+    let plan = Plan::new(app.outbound.endpoints());
+    let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
+    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at, outside });
     // What the worker has made besides the processes, or why it has made none.
     let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
     let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());
@@ -368,12 +416,23 @@ pub async fn take_image(
     let subject = made.subject.ok_or_else(unfit)?;
     warm_up(&housing.site, &housing.app, body).await;
     instance.mark(Stage::Image, Instant::now().into());
-    let (sandbox, handover, of) = (made.sandbox, made.handover, subject.clone());
-    let take = move || {
-        let taken = housing.take(&images, &sandbox, &of, &handover);
-        taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+    let what = Arc::new((housing, images, made.sandbox, made.handover, subject.clone()));
+    let mut pauses = TAKE_PAUSES.into_iter();
+    let taken = loop {
+        let what = Arc::clone(&what);
+        let take = move || {
+            let (housing, images, sandbox, handover, of) = &*what;
+            let taken = housing.take(images, sandbox, of, handover);
+            taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+        };
+        match (engine.on_worker(take).await, pauses.next()) {
+            (Err(fault), Some(pause)) if fault.code == image::UNFIT => {
+                tracing::debug!(site = %instance.site().name, "an image of it is tried again: {fault}");
+                sleep(pause).await;
+            }
+            (taken, _) => break taken,
+        }
     };
-    let taken = engine.on_worker(take).await;
     instance.refused.replace(taken.is_err().then_some(subject));
     taken
 }

@@ -5,28 +5,29 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, chown};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::record::{App, Database, Listen, Outbound};
+use nagaya_cmdb::record::{APP_PORT, App, Database, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use crate::fault::{self, Fault};
 use crate::options::Options;
+use crate::relay::Plan;
 use crate::sandbox::{Address, Bind, Entrance, Identity, Spec};
 use crate::spawn;
 
 /// Where it makes its socket, if it is to listen on one.
 const SOCKET: &str = "/run/app.sock";
 
-/// The port it is given: in a network of its own, all are free, and an image must find the same again.
-pub const PORT: u16 = 8080;
-
 /// Bytes of its `/dev/shm`. An image carries them.
 const SHM_BYTES_MAX: u64 = 64 << 20;
 
 /// How names are looked up (resolv.conf(5)).
 const RESOLVER: &str = "/etc/resolv.conf";
+
+/// Names and their addresses (hosts(5)).
+const HOSTS: &str = "/etc/hosts";
 
 /// Longest host name (`__NEW_UTS_LEN`).
 const HOSTNAME_LEN_MAX: usize = 64;
@@ -40,6 +41,8 @@ pub struct Scratch {
     /// What was in them when its image was taken.
     pub carried_tmp: PathBuf,
     pub carried_run: PathBuf,
+    /// Its `/etc/hosts`, if it is one of its own. The keeper's.
+    pub hosts: PathBuf,
 }
 
 /// The same, opened, for who has the tenant's rights and could not come there by their paths.
@@ -71,14 +74,14 @@ impl Scratch {
     pub fn of(site: &Site, options: &Options) -> Self {
         // Beside the images: on disk, because images do not carry what is in memory.
         let dir = options.instances.images.with_file_name("instances").join(site.name.as_str());
-        let [tmp, run, carried_tmp, carried_run] =
-            ["tmp", "run", "carried-tmp", "carried-run"].map(|name| dir.join(name));
-        Self { tmp, run, carried_tmp, carried_run }
+        let [tmp, run, carried_tmp, carried_run, hosts] =
+            ["tmp", "run", "carried-tmp", "carried-run", "hosts"].map(|name| dir.join(name));
+        Self { tmp, run, carried_tmp, carried_run, hosts }
     }
 
     pub fn open(&self) -> io::Result<OpenScratch> {
         let open = |path: &PathBuf| spawn::open_directory(path);
-        let Self { tmp, run, carried_tmp, carried_run } = self;
+        let Self { tmp, run, carried_tmp, carried_run, .. } = self;
         Ok(OpenScratch([open(tmp)?, open(run)?, open(carried_tmp)?, open(carried_run)?]))
     }
 
@@ -117,6 +120,21 @@ impl Scratch {
     }
 }
 
+impl Scratch {
+    /// Writes its `/etc/hosts`, unless it is as it should be.
+    pub fn write_hosts(&self, text: &str) -> Result<(), Fault> {
+        if fs::read(&self.hosts).is_ok_and(|now| now == text.as_bytes()) {
+            return Ok(());
+        }
+        // It is read in the sandbox, by whoever is there.
+        let write = || -> io::Result<()> {
+            fs::write(&self.hosts, text)?;
+            fs::set_permissions(&self.hosts, fs::Permissions::from_mode(0o644))
+        };
+        write().map_err(|error| Fault::of_path(fault::OUTLET, "cannot write", &self.hosts, error))
+    }
+}
+
 /// The sandbox of this application.
 pub fn spec(
     site: &Site,
@@ -148,6 +166,11 @@ pub fn spec(
         // Where a service of the node writes it.
         binds.push(Bind { source: path.clone(), target: path, writable: false, as_tenant: true });
     }
+    if Plan::new(app.outbound.endpoints()).hosts().is_some() {
+        // A file of the keeper's in a directory that only root enters.
+        let (source, target) = (scratch.hosts.clone(), HOSTS.into());
+        binds.push(Bind { source, target, writable: false, as_tenant: false });
+    }
     let name: String = site.name.as_str().chars().take(HOSTNAME_LEN_MAX).collect();
     Spec {
         identity,
@@ -178,7 +201,7 @@ fn hidden(options: &Options) -> Vec<PathBuf> {
 pub fn told(listen: Listen, path: &Path) -> spawn::Address {
     match listen {
         Listen::Socket => spawn::Address::Socket(SOCKET.into()),
-        Listen::Port => spawn::Address::Port(PORT),
+        Listen::Port => spawn::Address::Port(APP_PORT),
         Listen::Fd => spawn::Address::Inherited(path.into()),
     }
 }
@@ -187,7 +210,7 @@ pub fn told(listen: Listen, path: &Path) -> spawn::Address {
 pub fn address(listen: Listen, path: &Path) -> Address {
     match listen {
         Listen::Socket => Address::Socket(SOCKET.into()),
-        Listen::Port => Address::Port(PORT),
+        Listen::Port => Address::Port(APP_PORT),
         Listen::Fd => Address::Listener(path.into()),
     }
 }
@@ -203,16 +226,20 @@ mod tests {
         (site, app)
     }
 
-    fn binds(backend: &str) -> Vec<(String, String, bool)> {
+    fn binds_and_rights(backend: &str) -> Vec<Bind> {
         let (site, app) = site(backend);
         let tenant = serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
         let options = Options::default();
         let scratch = Scratch::of(&site, &options);
         let whose = (Identity { uid: 9, gid: 9 }, Entrance::default());
-        let spec = spec(&site, &tenant, &app, &scratch, &options, whose);
-        assert!(spec.binds.iter().all(|bind| bind.as_tenant), "nothing is looked up with root's rights");
+        spec(&site, &tenant, &app, &scratch, &options, whose).binds
+    }
+
+    fn binds(backend: &str) -> Vec<(String, String, bool)> {
+        let binds = binds_and_rights(backend);
+        assert!(binds.iter().all(|bind| bind.as_tenant), "nothing is looked up with root's rights");
         let text = |path: &Path| path.display().to_string();
-        spec.binds.iter().map(|bind| (text(&bind.source), text(&bind.target), bind.writable)).collect()
+        binds.iter().map(|bind| (text(&bind.source), text(&bind.target), bind.writable)).collect()
     }
 
     fn same(path: &str, writable: bool) -> (String, String, bool) {
@@ -228,6 +255,19 @@ mod tests {
         assert_eq!(said, [same("/home/t/app", false), same("/home/t/app/media", true), same("/srv/x", true)]);
         let of_base = binds(r#"{"kind":"app","command":["x"],"directory":"/usr/share/redmine"}"#);
         assert_eq!(of_base, [same("/usr/share/redmine", false)]);
+    }
+
+    #[test]
+    fn names_outside_are_in_a_file_that_the_application_cannot_change() {
+        let with = |outbound: &str| {
+            binds_and_rights(&format!(
+                r#"{{"kind":"app","command":["x"],"directory":"app","outbound":{outbound}}}"#
+            ))
+        };
+        let named = with(r#"["db.internal:3306"]"#);
+        assert!(named[1].source.ends_with("instances/blog/hosts") && !named[1].writable);
+        assert_eq!(named[1].target, Path::new("/etc/hosts"));
+        assert_eq!(with(r#"["203.0.113.7:443"]"#).len(), 1, "an address needs no name");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use super::kernel::{self, Alone};
 use super::order::{Ask, Role, Run, Step, Told};
 use super::program::{self, NotRun};
-use super::{channel, checkpoint};
+use super::{channel, checkpoint, session};
 
 /// Ends of processes the keeper wants to be told about at once.
 const WATCHED_MAX: usize = 256;
@@ -115,6 +115,12 @@ impl Init<'_> {
         let done = match ask {
             Ask::Run(run) => self.run(&run, &fds),
             Ask::Adopt { pid } => adopt(pid).map(|pidfd| (pid, pidfd)),
+            Ask::EndSession { pid } => {
+                session::end(pid)?;
+                // Who waits for the end of its first process is told before.
+                self.reap()?;
+                return channel::send(self.keeper, &Told::SessionEnded, &[]);
+            }
         };
         let watched = done.and_then(|(pid, pidfd)| Ok((pid, pidfd, self.watch(pid)?)));
         match watched {

@@ -18,9 +18,10 @@ use rustix::thread::{
 };
 
 use super::kernel::timespec;
+use super::outlet;
 
 /// Connections that may wait to be accepted; the kernel's own bound (`net.core.somaxconn`) is this or less.
-const BACKLOG: i32 = 4096;
+pub const BACKLOG: i32 = 4096;
 
 /// Bytes of a Unix socket's path (unix(7)).
 const PATH_LEN_MAX: usize = 107;
@@ -67,6 +68,15 @@ pub fn port_listener(init: BorrowedFd<'_>, port: u16) -> io::Result<OwnedFd> {
     rustix::net::bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// See `Sandbox::outlets`.
+pub fn outlets(init: BorrowedFd<'_>, addresses: &[SocketAddr]) -> io::Result<Vec<OwnedFd>> {
+    let at = |address: &SocketAddr| {
+        outlet::listen(*address)
+            .map_err(|error| io::Error::new(error.kind(), format!("listening at {address} inside: {error}")))
+    };
+    inside(init, || addresses.iter().map(at).collect())
 }
 
 /// See `Sandbox::connect`.

@@ -41,6 +41,8 @@ pub enum Ask {
     Run(Run),
     /// Tell about the end of a process it has not started itself.
     Adopt { pid: u32 },
+    /// Kill all processes of the session that this one began.
+    EndSession { pid: u32 },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -55,6 +57,8 @@ pub struct Run {
     pub listeners: u32,
     pub pid: Option<i32>,
     pub open_files_max: u64,
+    /// Its standard input is a terminal, and becomes that of its session.
+    pub has_terminal: bool,
     pub role: Role,
 }
 
@@ -84,6 +88,8 @@ pub enum Told {
         step: Step,
         errno: i32,
     },
+    /// All of the session is killed. What the kernel has not ended yet, it is about to.
+    SessionEnded,
 }
 
 /// Where on its way to the program a child failed.

@@ -96,6 +96,12 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
     kernel::default_signals();
     nix::sys::signal::SigSet::empty().thread_set_mask().map_err(io::Error::from).map_err(at(Step::Rights))?;
     rustix::process::setsid().map_err(io::Error::from).map_err(at(Step::Rights))?;
+    if run.has_terminal {
+        let standard_input = kernel::descriptor(0);
+        rustix::process::ioctl_tiocsctty(standard_input)
+            .map_err(io::Error::from)
+            .map_err(at(Step::Descriptors))?;
+    }
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     match run.role {
         Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,

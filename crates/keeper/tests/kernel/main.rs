@@ -4,12 +4,15 @@
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
 mod cells;
+mod exec;
+mod faults;
 mod files;
 mod groups;
 mod image;
 mod instances;
 mod life;
 mod limits;
+mod outbound;
 mod php;
 mod places;
 mod programs;
@@ -38,9 +41,19 @@ fn main() {
         scene::start_launcher();
     }
     let any = [programs::ANYONE, life::ANYONE, rest::ANYONE].concat();
-    let root =
-        [programs::ROOT, files::ROOT, php::ROOT, instances::ROOT, rest::ROOT, life::ROOT, sandbox::ROOT]
-            .concat();
+    let root = [
+        programs::ROOT,
+        files::ROOT,
+        php::ROOT,
+        instances::ROOT,
+        exec::ROOT,
+        faults::ROOT,
+        outbound::ROOT,
+        rest::ROOT,
+        life::ROOT,
+        sandbox::ROOT,
+    ]
+    .concat();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
@@ -78,10 +91,11 @@ fn main() {
     };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(image::CRIU.iter().chain(wake::CRIU).map(of_criu));
+    let trials = trials
+        .chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).chain(outbound::CRIU).map(of_criu));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS].concat();
+    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS].concat();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();

@@ -96,6 +96,7 @@ pub fn program<'a>(command: &[&str]) -> Program<'a> {
         listener: None,
         pid: None,
         open_files_max: 1024,
+        has_terminal: false,
     }
 }
 

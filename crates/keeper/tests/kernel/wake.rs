@@ -37,7 +37,7 @@ async fn rest(world: &World) -> Vec<i32> {
 }
 
 /// Images can be used from a moment after the keeper's start on.
-async fn until_images(world: &World) {
+pub async fn until_images(world: &World) {
     until_so(|| {
         let status: Value = serde_json::from_str(&world.ask(nagaya_cmdb::feed::Question::Status)).unwrap();
         let images = &status["instances"]["images"];

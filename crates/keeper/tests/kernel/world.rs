@@ -62,6 +62,8 @@ pub struct World {
     changes: Vec<Change>,
     /// The cgroup v2 directory the keeper is started in. None: that of this process.
     group: Option<PathBuf>,
+    /// What a shell does before it, in a network and mounts of its own.
+    prelude: Option<String>,
     running: Mutex<Option<Started>>,
 }
 
@@ -104,8 +106,15 @@ impl World {
             instances: InstanceOptions { images, criu: criu(), ..InstanceOptions::default() },
             ..Options::default()
         };
-        let mut world =
-            Self { dir, options, listener, changes: Vec::new(), group: None, running: Mutex::default() };
+        let mut world = Self {
+            dir,
+            options,
+            listener,
+            changes: Vec::new(),
+            group: None,
+            prelude: None,
+            running: Mutex::default(),
+        };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
             let home = world.home(name);
             fs::create_dir_all(home.join("www")).unwrap();
@@ -128,6 +137,12 @@ impl World {
 
     pub fn inside(mut self, group: &Path) -> Self {
         self.group = Some(group.to_owned());
+        self
+    }
+
+    /// Starts the keeper after this script of a shell, in a network and mounts of its own.
+    pub fn after(mut self, prelude: &str) -> Self {
+        self.prelude = Some(prelude.to_owned());
         self
     }
 
@@ -192,9 +207,14 @@ impl World {
         let log = fs::File::options().create(true).append(true).open(self.log_path()).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let exe = std::env::current_exe().unwrap();
-        let mut command = match &self.group {
-            None => Command::new(exe),
-            Some(group) => {
+        let mut command = match (&self.group, &self.prelude) {
+            (None, None) => Command::new(exe),
+            (_, Some(prelude)) => {
+                let mut shell = Command::new("unshare");
+                shell.args(["--mount", "--net", "sh", "-ec", &format!("{prelude}; exec \"$0\"")]).arg(exe);
+                shell
+            }
+            (Some(group), None) => {
                 let mut shell = Command::new("sh");
                 shell.arg("-c").arg("echo 0 > \"$0/cgroup.procs\" && exec \"$1\"").arg(group).arg(exe);
                 shell
@@ -252,6 +272,11 @@ impl World {
 
     pub fn tell(&self, frame: &Down) {
         feed::write(&mut self.running().as_mut().unwrap().feed, frame).unwrap();
+    }
+
+    /// For what is more than a frame.
+    pub fn with_feed(&self, act: impl FnOnce(&UnixStream)) {
+        act(&self.running().as_ref().unwrap().feed);
     }
 
     pub fn hear(&self) -> Up {

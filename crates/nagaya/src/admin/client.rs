@@ -3,17 +3,19 @@
 //! Not here: what the requests mean (`api`), what is printed (`cli`).
 
 use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, header};
+use http::{HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use nagaya_cmdb::instance::Exec;
 use nagaya_cmdb::store::Mode;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
@@ -21,7 +23,7 @@ use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::stream;
-use super::{Problem, Summary};
+use super::{Problem, Summary, exec};
 
 /// How long a node may take to accept the connection.
 const CONNECT_WAIT_MAX: Duration = Duration::from_secs(5);
@@ -77,6 +79,26 @@ impl Client {
             let body = timeout(ANSWER_WAIT_MAX, body).await.map_err(|_| self.silent())?;
             let body = body.map_err(|error| self.broken(error))?.to_bytes();
             Ok(Response::from_parts(head, body))
+        })
+    }
+
+    /// Asks for a command in an instance. What comes of it is said over the connection that this gives.
+    pub fn exec(&self, site: &str, exec: &Exec) -> Result<OwnedFd, ClientError> {
+        let body = serde_json::to_vec(exec).map_err(|error| self.broken(error))?;
+        let body = Full::new(Bytes::from(body)).map_err(|never| match never {}).boxed_unsync();
+        let mut request = post(&format!("/v1/instances/{site}/exec"), body);
+        request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        request.headers_mut().insert(header::UPGRADE, exec::PROTOCOL);
+        self.runtime.block_on(async {
+            let response = self.send(request).await?;
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                let upgraded = hyper::upgrade::on(response).await.map_err(|error| self.broken(error))?;
+                return exec::descriptor(upgraded).map_err(|error| self.broken(error));
+            }
+            let status = response.status();
+            let body = response.into_body().collect().await.map_err(|error| self.broken(error))?;
+            self.read(status, &body.to_bytes())
+                .and_then(|_: serde_json::Value| Err(self.broken("it did not take the command")))
         })
     }
 
@@ -147,7 +169,7 @@ impl Client {
         let stream = TokioIo::new(self.connect().await?);
         let (mut sender, connection) = http1::handshake(stream).await.map_err(|error| self.broken(error))?;
         // It ends with the answer's body; its errors come out of `sender` or of that body.
-        tokio::spawn(connection);
+        tokio::spawn(connection.with_upgrades());
         let response = timeout(ANSWER_WAIT_MAX, sender.send_request(request)).await;
         response.map_err(|_| self.silent())?.map_err(|error| self.broken(error))
     }

@@ -12,6 +12,7 @@
 //! | `GET /v1/instances` | all instances of applications |
 //! | `GET /v1/instances/SITE`, `/v1/instances/SITE/logs` | one instance, its last lines |
 //! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/stop` | what is done to it |
+//! | `POST /v1/instances/SITE/exec` | a command in it; the connection becomes the command's (`exec`) |
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
 //! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
@@ -22,6 +23,7 @@
 
 mod api;
 mod client;
+mod exec;
 mod instances;
 mod problem;
 mod server;
@@ -30,10 +32,11 @@ mod stream;
 mod tests;
 
 use std::future::Future;
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use nagaya_cmdb::instance::Act;
+use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::{Change, Store};
 
 pub use api::{Api, Summary};
@@ -68,6 +71,9 @@ pub trait Node: Send + Sync {
     fn instances(&self) -> BoxFuture<'_, Option<String>>;
     /// Does this to the instance of a site. The answer is JSON; it comes when it is done.
     fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>>;
+    /// Runs this in an instance. The connection is from then on that of the command, as `ExecSaid` says. False: there is
+    /// no keeper.
+    fn exec(&self, exec: Exec, connection: OwnedFd) -> bool;
     /// Of whom the edge has requests that run or wait, as JSON. None: it did not answer.
     fn requests(&self) -> BoxFuture<'_, Option<String>>;
     /// What the edge says of the request with this id, as JSON. None: it did not answer.

@@ -23,7 +23,7 @@ use tokio::time::{sleep, timeout};
 
 use super::api::{self, Api};
 use super::stream::{self, PassError};
-use super::{Node, Parts, Problem, instances};
+use super::{Node, Parts, Problem, exec, instances};
 
 /// Most connections at once; more wait in the socket's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -47,7 +47,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const REQUESTS: &str = "/v1/requests/";
 
 /// Where one instance is asked for, before its site's name.
-const INSTANCES: &str = "/v1/instances/";
+pub(super) const INSTANCES: &str = "/v1/instances/";
 
 /// `nagaya_base::RequestId` as it is printed.
 const REQUEST_ID_LEN: usize = 32;
@@ -88,7 +88,7 @@ async fn converse(stream: UnixStream, shared: Arc<Shared>) {
     });
     let mut connection = http1::Builder::new();
     connection.timer(TokioTimer::new()).header_read_timeout(HEAD_WAIT_MAX);
-    if let Err(error) = connection.serve_connection(TokioIo::new(stream), service).await {
+    if let Err(error) = connection.serve_connection(TokioIo::new(stream), service).with_upgrades().await {
         tracing::debug!(%error, "an admin connection ended early");
     }
 }
@@ -110,6 +110,10 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
         (&Method::GET, "/v1/cells") => json(shared.node.cells().await, "keeper"),
         (&Method::GET, "/v1/requests") => json(shared.node.requests().await, "edge"),
         (&Method::GET, "/v1/instances") => json(shared.node.instances().await, "keeper"),
+        (method, path) if let Some(site) = exec::site_of(path) => {
+            let (method, site) = (method.clone(), site.into_owned());
+            whole(exec::answer(&shared.node, &method, site, request).await)
+        }
         (method, path) if let Some(rest) = path.strip_prefix(INSTANCES) => {
             let query = request.uri().query().unwrap_or_default();
             whole(instances::answer(&*shared.node, method, rest, query).await)
@@ -157,21 +161,29 @@ async fn explain(shared: &Shared, id: &str) -> Answer {
 
 async fn records(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {
     let (head, body) = request.into_parts();
-    let body = timeout(RECORD_WAIT_MAX, Limited::new(body, RECORD_BODY_LEN_MAX).collect()).await;
-    let body = match body {
-        Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => {
-            let detail = format!("the body is longer than {RECORD_BODY_LEN_MAX} bytes");
-            return api::refuse(&Problem::request(StatusCode::PAYLOAD_TOO_LARGE, detail));
-        }
-        Ok(Err(error)) => return api::refuse(&Problem::request(StatusCode::BAD_REQUEST, error)),
-        Err(_) => {
-            let detail = format!("the body took longer than {} s", RECORD_WAIT_MAX.as_secs());
-            return api::refuse(&Problem::request(StatusCode::REQUEST_TIMEOUT, detail));
-        }
+    let body = match short_body(body).await {
+        Ok(body) => body,
+        Err(problem) => return api::refuse(&problem),
     };
     let request = Request::from_parts(head, body);
     spawn_blocking(move || shared.api.answer(&request)).await.unwrap_or_else(|_| broken())
+}
+
+/// The whole body of a request that is no import.
+pub(super) async fn short_body(body: Incoming) -> Result<Bytes, Box<Problem>> {
+    let body = timeout(RECORD_WAIT_MAX, Limited::new(body, RECORD_BODY_LEN_MAX).collect()).await;
+    match body {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => {
+            let detail = format!("the body is longer than {RECORD_BODY_LEN_MAX} bytes");
+            Err(Problem::request(StatusCode::PAYLOAD_TOO_LARGE, detail))
+        }
+        Ok(Err(error)) => Err(Problem::request(StatusCode::BAD_REQUEST, error)),
+        Err(_) => {
+            let detail = format!("the body took longer than {} s", RECORD_WAIT_MAX.as_secs());
+            Err(Problem::request(StatusCode::REQUEST_TIMEOUT, detail))
+        }
+    }
 }
 
 async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Bytes> {

@@ -43,6 +43,16 @@ impl Node for TestNode {
         Box::pin(async { Some(r#"{"instances":[{"site":"wiki"}]}"#.into()) })
     }
 
+    /// Runs nothing: says which command it would.
+    fn exec(&self, exec: Exec, connection: OwnedFd) -> bool {
+        use std::io::Write as _;
+        let mut connection = std::os::unix::net::UnixStream::from(connection);
+        connection.set_nonblocking(false).unwrap();
+        connection.read_exact(&mut [0]).unwrap();
+        connection.write_all(exec.command.join(" ").as_bytes()).unwrap();
+        true
+    }
+
     /// Knows one site, and is silent about another.
     fn instance(&self, site: String, act: Act) -> BoxFuture<'_, Option<String>> {
         Box::pin(async move {
@@ -139,6 +149,21 @@ impl World {
 
 const SITE: &str =
     r#"{"tenant":"t","hosts":["S.test","*.s.test"],"backend":{"kind":"static","root":"/srv/s"}}"#;
+
+#[test]
+fn the_connection_of_a_command_becomes_its_own() {
+    use std::io::Write as _;
+    let world = world();
+    let exec: Exec = serde_json::from_value(json!({ "command": ["ls", "-l"] })).unwrap();
+    let mut connection = std::os::unix::net::UnixStream::from(world.client.exec("wiki", &exec).unwrap());
+    connection.set_nonblocking(false).unwrap();
+    connection.write_all(b"\n").unwrap();
+    let mut said = String::new();
+    connection.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "ls -l");
+    assert_eq!(world.call(Method::GET, "/v1/instances/wiki/exec", "").0, 405);
+    assert_eq!(world.call(Method::POST, "/v1/instances/wiki/exec", "{}").0, 426, "it is no upgrade");
+}
 
 #[test]
 fn records_go_in_and_come_out() {

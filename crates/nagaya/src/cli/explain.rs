@@ -63,6 +63,8 @@ struct Receipt {
     spans: Vec<Span>,
     #[serde(default)]
     usage: Usage,
+    /// None: not known, or it has no database outside.
+    database_us: Option<u64>,
     took_us: u64,
 }
 
@@ -121,6 +123,9 @@ fn screen(receipt: &Receipt) -> String {
     }
     limits(receipt, &mut out);
     used(&receipt.usage, &mut out);
+    if let Some(us) = receipt.database_us {
+        let _ = writeln!(out, "  databases  {}: waited for their answers", short_us(us));
+    }
     out
 }
 
@@ -252,6 +257,7 @@ mod tests {
                 {"name": "program", "us": 700_000, "why": null},
             ],
             "usage": {"cpu_us": 70_000, "read_bytes": 4096, "write_bytes": 0, "throttled_us": 600_000},
+            "database_us": 20_000,
             "took_us": 1_000_000, "kept": 8000,
         }));
         let expected = "\
@@ -280,6 +286,7 @@ What it used
   read       4KiB
   written    0B
   throttled  600.0 ms: its CPU quota was used up
+  databases  20.0 ms: waited for their answers
 ";
         assert_eq!(text, expected, "{text}");
     }

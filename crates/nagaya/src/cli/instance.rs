@@ -10,6 +10,7 @@ use nagaya_cmdb::instance::{Tier, Wake};
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::exec;
 use super::output::{self, CliError, Columns, Format, Place, escape, printable, short_time};
 
 #[derive(Debug, clap::Subcommand)]
@@ -42,6 +43,8 @@ pub enum Command {
     Stop(One),
     /// Show the last lines one wrote
     Logs(One),
+    /// Run a command beside one's application, as its tenant and in its sandbox
+    Exec(exec::Run),
 }
 
 #[derive(Debug, clap::Args)]
@@ -132,6 +135,7 @@ pub fn run(command: &Command, place: &Place) -> Result<ExitCode, CliError> {
             (act(&one.site, "stop", "has no process any more", one.format, place), one.format)
         }
         Command::Logs(one) => (logs(one, place), one.format),
+        Command::Exec(command) => return exec::run(command, place),
     };
     output::end(result, format)
 }

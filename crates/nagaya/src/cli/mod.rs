@@ -7,6 +7,7 @@ mod cells;
 mod config;
 mod doctor;
 mod error;
+mod exec;
 mod explain;
 mod instance;
 mod lanes;
@@ -148,6 +149,7 @@ Tiers, the deepest last: running, quiet, frozen, reclaimed, image, cold
 Examples:
   nagaya instance list --tenant demo
   nagaya instance rest wiki --to image
+  nagaya instance exec --wake wiki -- ls -l
   nagaya instance logs wiki";
 
 const TOP_EXAMPLES: &str = "\

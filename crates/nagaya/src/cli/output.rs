@@ -4,6 +4,7 @@
 //! Not here: the commands themselves (`site`, `tenant`, `transfer`).
 
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use nagaya_base::Code;
+use nagaya_cmdb::instance::Exec;
 use nagaya_cmdb::{RedbStore, StoreError};
 use serde_json::Value;
 
@@ -60,6 +62,12 @@ pub enum CliError {
     Output(io::Error),
     #[error("{0}")]
     Usage(String),
+    /// A command in an instance that did not run to its end.
+    #[error("{error}")]
+    Exec { error: String, code: String },
+    /// The same, whatever went wrong.
+    #[error("{0}")]
+    NotRun(Box<CliError>),
     #[error("tenant '{tenant}' is stored, but its home {} was not made: {error}", home.display())]
     Home { tenant: String, home: PathBuf, error: io::Error },
 }
@@ -72,14 +80,21 @@ impl CliError {
             Self::Store(error) => Some(error.code().to_string()),
             Self::LockedWithoutNode { .. } => Some(Code(202).to_string()),
             Self::NoStore { .. } | Self::Client(_) => Some(Code(221).to_string()),
+            Self::Exec { code, .. } => Some(code.clone()),
+            Self::NotRun(error) => error.code(),
             Self::Home { .. } => Some(Code(222).to_string()),
             Self::Io { .. } | Self::Output(_) | Self::Usage(_) => None,
         }
     }
 
-    /// 1: refused or failed. 2: the command line was wrong.
+    /// 1: refused or failed. 2: the command line was wrong. 125: a command was not run, so that this cannot be taken for
+    /// its own status.
     pub fn exit_code(&self) -> ExitCode {
-        ExitCode::from(if matches!(self, Self::Usage(_)) { 2 } else { 1 })
+        ExitCode::from(match self {
+            Self::NotRun(_) => 125,
+            Self::Usage(_) => 2,
+            _ => 1,
+        })
     }
 
     /// A reader that closed its end, as `head` does, has had enough; that is no failure.
@@ -261,15 +276,23 @@ pub fn tell_node(place: &Place, path: &str) -> Result<Value, CliError> {
     running(place)?.post(path).map(|reply| reply.0)
 }
 
+/// Asks a node that must run for a command in an instance; what comes of it is said over the connection that this gives.
+pub fn exec_on_node(place: &Place, site: &str, exec: &Exec) -> Result<OwnedFd, CliError> {
+    Ok(client(place)?.exec(&escape(site).to_string(), exec)?)
+}
+
 fn running(place: &Place) -> Result<Access, CliError> {
-    let client = Client::open(&place.admin_socket).map_err(|error| match error {
+    client(place).map(Access::Node)
+}
+
+fn client(place: &Place) -> Result<Client, CliError> {
+    Client::open(&place.admin_socket).map_err(|error| match error {
         ClientError::Connect { path, error } if is_absent(&error) => CliError::Usage(format!(
             "no node runs here: nothing answers at {}; `nagaya serve` starts one",
             path.display()
         )),
         other => other.into(),
-    })?;
-    Ok(Access::Node(client))
+    })
 }
 
 fn is_absent(error: &io::Error) -> bool {

@@ -93,14 +93,6 @@ pub enum Listen {
     Fd,
 }
 
-#[derive(Debug, Clone, Copy, clap::ValueEnum)]
-pub enum Outbound {
-    /// Nothing but its own loopback, and the sockets of --database
-    None,
-    /// Whatever the node reaches, with the node's addresses
-    Host,
-}
-
 #[derive(Debug, Default, clap::Args)]
 pub struct Fields {
     /// The tenant it belongs to
@@ -223,9 +215,9 @@ pub struct InstanceFields {
     /// How many there may be: 1
     #[arg(long, value_name = "N")]
     pub max: Option<u32>,
-    /// What of the network it reaches
-    #[arg(long, value_enum)]
-    pub outbound: Option<Outbound>,
+    /// What of the network it reaches: none, host (all that the node does), or HOST:PORT; repeat for more
+    #[arg(long, value_name = "PLACE")]
+    pub outbound: Vec<String>,
     /// Socket of a database on this node, and where it finds it if that is not the same path; repeat for more
     #[arg(long = "database", value_name = "SOCKET[=PATH]")]
     pub databases: Vec<String>,
@@ -391,9 +383,18 @@ impl InstanceFields {
         put_part(backend, "idle", steps);
         put(backend, "min", self.min);
         put(backend, "max", self.max);
-        put(backend, "outbound", self.outbound.map(|outbound| word(&outbound)));
+        put(backend, "outbound", outbound(&self.outbound));
         let databases: Vec<Value> = self.databases.iter().map(|text| database(text)).collect();
         put(backend, "databases", (!databases.is_empty()).then_some(databases));
+    }
+}
+
+/// A word alone is one of those a record knows; which, is for the store's checks.
+fn outbound(places: &[String]) -> Option<Value> {
+    match places {
+        [] => None,
+        [word] if !word.contains(':') => Some(json!(word)),
+        places => Some(json!(places)),
     }
 }
 

@@ -7,8 +7,10 @@
 //! Not here: the frames (`cmdb::feed`), the process (`child`).
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, BufReader, Write};
+use std::io::{self, BufReader, IoSlice, Write};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +20,7 @@ use nagaya_cmdb::Change;
 use nagaya_cmdb::feed::{self, BATCH_MAX, Down, Question, Up};
 use nagaya_cmdb::store::{Store, snapshot_frames};
 use parking_lot::{Condvar, Mutex};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
 use tokio::sync::oneshot;
 
@@ -44,6 +47,8 @@ pub struct Changes {
 enum Job {
     Changes(Arc<Changes>),
     Frame(Down),
+    /// With the descriptor that goes along.
+    Passing(Down, OwnedFd),
 }
 
 /// What is still to be written. Pure: the threads do the waiting.
@@ -72,7 +77,7 @@ impl Queue {
         // A single transaction may be larger than the queue: an import's memory is taken already.
         let full = match job {
             Job::Changes(_) => self.changes > 0 && self.changes + changes > QUEUE_CHANGES_MAX,
-            Job::Frame(_) => self.jobs.len() >= QUEUE_FRAMES_MAX + self.changes,
+            Job::Frame(_) | Job::Passing(..) => self.jobs.len() >= QUEUE_FRAMES_MAX + self.changes,
         };
         if full {
             return Pushed::Full;
@@ -169,6 +174,11 @@ impl Feed {
         self.push(Job::Frame(frame));
     }
 
+    /// Hands on a frame and a descriptor with it. Never blocks.
+    pub fn pass(&self, frame: Down, descriptor: OwnedFd) {
+        self.push(Job::Passing(frame, descriptor));
+    }
+
     /// Asks the process. None: it did not answer in time, or is gone.
     pub async fn ask(&self, question: Question) -> Option<String> {
         self.ask_within(ANSWER_TIMEOUT, question).await
@@ -245,6 +255,7 @@ impl Shared {
                     feed::write(&mut to, &Down::Commit { revision: job.revision })?;
                 }
                 Job::Frame(frame) => feed::write(&mut to, &frame)?,
+                Job::Passing(frame, descriptor) => write_with(&mut to, &frame, &descriptor)?,
             }
         }
         Ok(())
@@ -293,6 +304,25 @@ impl Shared {
         self.over.lock().get_or_insert(reason);
         self.close();
     }
+}
+
+/// Writes a frame; the descriptor goes with its first bytes.
+fn write_with(to: &mut UnixStream, frame: &Down, descriptor: &OwnedFd) -> io::Result<()> {
+    let bytes = feed::encode(frame)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor.as_fd()];
+    if !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let sent = loop {
+        match sendmsg(&*to, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Ok(sent) => break sent,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    };
+    to.write_all(&bytes[sent..])
 }
 
 #[cfg(test)]

@@ -3,12 +3,13 @@
 //!
 //! Not here: deciding about processes (`supervisor`), HTTP (`admin`).
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nagaya_base::{Clock, SystemClock};
 use nagaya_cmdb::feed::{Down, Question};
-use nagaya_cmdb::instance::Act;
+use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::store::{Store, StoreError};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -264,6 +265,12 @@ impl admin::Node for Node {
             let feed = self.feed(Role::Keeper)?;
             feed.ask_within(ACT_TIMEOUT, Question::Instance { site, act }).await
         })
+    }
+
+    fn exec(&self, exec: Exec, connection: OwnedFd) -> bool {
+        let Some(feed) = self.feed(Role::Keeper) else { return false };
+        feed.pass(Down::Exec(exec), connection);
+        true
     }
 
     fn requests(&self) -> BoxFuture<'_, Option<String>> {

@@ -1,5 +1,7 @@
 //! nagaya's own words, and `KVS`.
 
+use std::time::Duration;
+
 use nagaya_cmdb::cell::{
     CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope, Usage,
 };
@@ -90,7 +92,7 @@ fn slips_are_errors_with_their_line() {
         ("cell \"a\", of: :world", "of: is :tenant or :node"),
         ("lane \"a\"", "run: is how many run at once"),
         ("lane \"a\", run: 0", "run: is how many run at once"),
-        ("lane \"a\", ran: 5", "run: is how many run at once"),
+        ("lane \"a\", ran: 5", "ran is no word here"),
         ("demote cpu: \"5%\"", "after: is missing"),
         ("demote after: \"500\", cpu: \"5%\"", "'500' is not a time"),
         ("demote after: 500, cpu: \"5%\"", "write a time such as"),
@@ -137,7 +139,27 @@ fn a_cell_is_the_tenants_unless_it_says_otherwise() {
 #[test]
 fn a_lane_lets_so_many_run() {
     let verdict = world().decide("lane \"reports\", run: 5");
-    assert_eq!(verdict.lane, Some(Lane { name: "reports".into(), run: 5 }));
+    assert_eq!(verdict.lane, Some(Lane { name: "reports".into(), run: 5, wait: None, tickets: true }));
+    let verdict = world().decide("lane \"reports\", run: 5, wait: \"90s\", tickets: false");
+    let wait = Some(Duration::from_secs(90));
+    assert_eq!(verdict.lane, Some(Lane { name: "reports".into(), run: 5, wait, tickets: false }));
+    for (wrong, said) in [
+        ("lane \"reports\"", "run: is how many"),
+        ("lane \"reports\", run: 0", "run: is how many"),
+        ("lane \"reports\", run: 5, wait: 10", "wait: write a time"),
+        ("lane \"reports\", run: 5, ticket: true", "ticket is no word here"),
+    ] {
+        let fault = world().fault(wrong);
+        assert!(fault.message.contains(said), "{wrong}: {}", fault.message);
+    }
+}
+
+#[test]
+fn a_request_goes_first_or_is_let_pass() {
+    let verdict = world().decide("priority -5\nbypass");
+    assert_eq!((verdict.priority, verdict.passes), (-5, true));
+    assert!(world().fault("priority 101").message.contains("use -100 to 100"));
+    assert!(world().fault("priority \"high\"").message.contains("a number of seconds"));
 }
 
 #[test]

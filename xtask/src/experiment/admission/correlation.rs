@@ -78,6 +78,10 @@ pub fn run(setting: &Setting) -> Result<()> {
         eprintln!("round {} of {rounds} done", round + 1);
     }
     drop(node);
+    finish(report, setting, failures)
+}
+
+fn finish(mut report: Report, setting: &Setting, failures: usize) -> Result<()> {
     report.note("clients, run, wait, bytes", json!([CLIENTS, RUN, WAIT, BYTES]));
     report.note(
         "apache",

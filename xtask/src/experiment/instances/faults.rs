@@ -1,9 +1,10 @@
-//! `wake-faults`: what a visitor sees when an image is bad, a process or a part of the node is killed, or an application
-//! misbehaves; and whether the next wake is as it should be.
+//! `wake-faults`: what a visitor sees when an image is bad, a process or a part of the node is killed, an application
+//! misbehaves, or disk or memory run out; and whether the next wake is as it should be.
 //!
-//! Not here: faults that need a kernel or a disk prepared for them: the keeper's own tests have those.
+//! The images are on a small disk in memory, so that it can be filled. Not here: faults that need another kernel.
 
 use std::fs::{self, OpenOptions};
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -43,7 +44,35 @@ for _ in range(50):
         signal.pause()
 ";
 
+/// Takes all the memory there is when it is told to, and its cell has little.
+const HUNGRY: &str = "\
+import os, socket
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ['NAGAYA_SOCKET'])
+server.listen(64)
+held = []
+while True:
+    client, _ = server.accept()
+    asked = client.recv(65536)
+    while asked.startswith(b'POST'):
+        held.append(b'x' * (1 << 20))
+    if asked:
+        client.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 4\\r\\nConnection: close\\r\\n\\r\\nhere')
+    client.close()
+";
+const HUNGRY_SITE: &str = "hungry";
+const HUNGRY_MEMORY: &str = "64M";
+
 const JOURNAL: &str = "journal-0";
+
+/// Bytes of the disk of the images: 256 MiB stay free, and the others hold the images several times.
+const DISK: &str = "size=800m";
+
+/// What is left of it when it is full.
+const DISK_LEFT: u64 = 16 << 20;
+
+/// The file that fills it.
+const FILLER: &str = "filler";
 
 /// What is done to an instance that rests at a tier.
 struct Fault {
@@ -51,21 +80,34 @@ struct Fault {
     site: &'static str,
     rests: Tier,
     inject: fn(&Scene, &str) -> Result<()>,
+    /// Before it is looked whether all is well again.
+    mend: fn(&Scene) -> Result<()>,
 }
 
-const FAULTS: [Fault; 11] = [
-    Fault { name: "image cut", site: JOURNAL, rests: Tier::Image, inject: cut },
-    Fault { name: "image altered", site: JOURNAL, rests: Tier::Image, inject: alter },
-    Fault { name: "header altered", site: JOURNAL, rests: Tier::Image, inject: alter_header },
-    Fault { name: "image gone", site: JOURNAL, rests: Tier::Image, inject: remove },
-    Fault { name: "killed while frozen", site: JOURNAL, rests: Tier::Frozen, inject: kill_first },
-    Fault { name: "killed while it ran", site: JOURNAL, rests: Tier::Running, inject: kill_first },
-    Fault { name: "keeper killed", site: JOURNAL, rests: Tier::Frozen, inject: kill_keeper },
-    Fault { name: "edge killed", site: JOURNAL, rests: Tier::Image, inject: kill_edge },
-    Fault { name: "ignores SIGTERM", site: "deaf", rests: Tier::Image, inject: nothing },
-    Fault { name: "listens late", site: "late", rests: Tier::Image, inject: remove },
-    Fault { name: "has many processes", site: "forks", rests: Tier::Image, inject: nothing },
+const FAULTS: [Fault; 13] = [
+    fault("image cut", JOURNAL, Tier::Image, cut),
+    fault("image altered", JOURNAL, Tier::Image, alter),
+    fault("header altered", JOURNAL, Tier::Image, alter_header),
+    fault("image gone", JOURNAL, Tier::Image, remove),
+    fault("killed while frozen", JOURNAL, Tier::Frozen, kill_first),
+    fault("killed while it ran", JOURNAL, Tier::Running, kill_first),
+    fault("keeper killed", JOURNAL, Tier::Frozen, kill_keeper),
+    fault("edge killed", JOURNAL, Tier::Image, kill_edge),
+    fault("ignores SIGTERM", "deaf", Tier::Image, nothing),
+    fault("listens late", "late", Tier::Image, remove),
+    fault("has many processes", "forks", Tier::Image, nothing),
+    fault("out of memory", HUNGRY_SITE, Tier::Running, exhaust),
+    Fault { mend: make_room, ..fault("disk full", JOURNAL, Tier::Image, fill) },
 ];
+
+const fn fault(
+    name: &'static str,
+    site: &'static str,
+    rests: Tier,
+    inject: fn(&Scene, &str) -> Result<()>,
+) -> Fault {
+    Fault { name, site, rests, inject, mend: is_mended }
+}
 
 const GOALS: [Goal; 2] = [
     Goal { key: "visitor_errors", bound: Bound::AtMost(0.0), aim: 0.0 },
@@ -75,12 +117,16 @@ const GOALS: [Goal; 2] = [
 pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("wake-faults");
     let mut apps = journals(setting.dir(), 1)?;
-    for (index, (name, begin)) in [("deaf", DEAF), ("late", LATE), ("forks", FORKS)].into_iter().enumerate() {
-        apps.push(small(setting.dir(), name, begin, uid(index + 1)?)?);
+    let programs =
+        [("deaf", DEAF, SERVE), ("late", LATE, SERVE), ("forks", FORKS, SERVE), (HUNGRY_SITE, "", HUNGRY)];
+    for (index, (name, begin, serve)) in programs.into_iter().enumerate() {
+        apps.push(small(setting.dir(), name, &format!("{begin}{serve}"), uid(index + 1)?)?);
     }
+    let images = setting.dir().join("nagaya/state/images");
+    let disk = Disk::mount(&images)?;
     let hosting = Hosting::start(setting, "nagaya", &apps, "")?;
-    let images = setting.dir().join("nagaya/state/images/images");
-    let scene = Scene { hosting, apps, images };
+    hosting.node.run(&["site", "set", HUNGRY_SITE, "--memory", HUNGRY_MEMORY])?;
+    let scene = Scene { hosting, apps, images: images.join("images"), disk };
     for hosted in &scene.apps {
         let (visit, is_right) = scene.hosting.visit(&hosted.name, hosted.app.page)?;
         ensure!(is_right, "{} answers {}", hosted.name, visit.status);
@@ -111,11 +157,11 @@ pub fn run(setting: &Setting) -> Result<()> {
 }
 
 /// A program of a few lines as a site.
-fn small(dir: &Path, name: &str, begin: &str, uid: u32) -> Result<Hosted> {
+fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<Hosted> {
     let tree = place(dir, name);
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
     let file = tree.join("server.py");
-    fs::write(&file, format!("{begin}{SERVE}")).with_context(|| format!("writing {}", file.display()))?;
+    fs::write(&file, program).with_context(|| format!("writing {}", file.display()))?;
     give(&tree, uid)?;
     let backend =
         json!({"kind": "app", "command": ["/usr/bin/python3", file], "directory": tree, "release": "1"});
@@ -128,6 +174,42 @@ struct Scene {
     apps: Vec<Hosted>,
     /// Where the node keeps its images.
     images: PathBuf,
+    disk: Disk,
+}
+
+/// A small disk in memory, gone with this.
+struct Disk(PathBuf);
+
+impl Disk {
+    fn mount(at: &Path) -> Result<Self> {
+        fs::create_dir_all(at).with_context(|| format!("creating {}", at.display()))?;
+        let options = std::ffi::CString::new(DISK).context("options of a mount")?;
+        let flags = rustix::mount::MountFlags::NOSUID | rustix::mount::MountFlags::NODEV;
+        rustix::mount::mount("none", at, "tmpfs", flags, options.as_c_str())
+            .with_context(|| format!("mounting a disk in memory at {}: is this root?", at.display()))?;
+        Ok(Self(at.into()))
+    }
+
+    fn fill(&self) -> Result<()> {
+        let stat = rustix::fs::statvfs(&self.0).context("looking at the disk")?;
+        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+        let file = fs::File::create(self.0.join(FILLER)).context("filling the disk")?;
+        let flags = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(&file, flags, 0, free.saturating_sub(DISK_LEFT)).context("filling the disk")
+    }
+
+    fn make_room(&self) -> Result<()> {
+        fs::remove_file(self.0.join(FILLER)).context("making room on the disk")
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // The experiment's directory is removed anyway; a disk in memory that stays would be noticed there.
+        if let Err(error) = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH) {
+            eprintln!("{} stays mounted: {error}", self.0.display());
+        }
+    }
 }
 
 struct Outcome {
@@ -144,6 +226,7 @@ impl Scene {
         self.make_rest(fault.site, fault.rests)?;
         (fault.inject)(self, fault.site)?;
         let (visit, is_right) = self.visit(fault.site, page);
+        (fault.mend)(self)?;
         let is_recovered = match self.recover(fault.site, page) {
             Ok(is_recovered) => is_recovered,
             Err(error) => {
@@ -243,6 +326,35 @@ fn kill(pid: u64) -> Result<()> {
 }
 
 fn nothing(_: &Scene, _: &str) -> Result<()> {
+    Ok(())
+}
+
+fn is_mended(_: &Scene) -> Result<()> {
+    Ok(())
+}
+
+/// No room for an image, when there is none.
+fn fill(scene: &Scene, site: &str) -> Result<()> {
+    remove(scene, site)?;
+    scene.disk.fill()
+}
+
+fn make_room(scene: &Scene) -> Result<()> {
+    scene.disk.make_room()
+}
+
+/// Somebody else's request makes it take all the memory there is; what that one is answered is no matter here.
+fn exhaust(scene: &Scene, site: &str) -> Result<()> {
+    // One that ends again and again is started with pauses, as it should be; with a new image that is forgotten.
+    scene.retake(site)?;
+    let pids = scene.hosting.status(site)?.pids;
+    let mut stream = std::net::TcpStream::connect(scene.hosting.node.address).context("connecting")?;
+    let host = super::host(site);
+    write!(stream, "POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        .context("sending")?;
+    stream.read_to_end(&mut Vec::new()).context("receiving")?;
+    let last = *pids.last().context("an instance without processes")?;
+    ensure!(!Path::new("/proc").join(last.to_string()).exists(), "{site} has as much memory as it wants");
     Ok(())
 }
 

@@ -2,14 +2,18 @@
 //! once, and without.
 //!
 //! There is no more than one wake of an instance however many ask for it, so that many wakes are always of many instances.
-//! Here each has files, a database and an image of its own. Not here: one at a time (`wake`).
+//! Here each has files, a database and an image of its own; at the end there are 500 small programs, all started at once. Not
+//! here: one at a time (`wake`).
 
-use anyhow::{Result, ensure};
+use std::fs;
+
+use anyhow::{Context as _, Result, ensure};
 use nagaya_cmdb::instance::Tier;
 use serde_json::json;
 
-use super::{Hosted, Hosting, journals};
+use super::{Hosted, Hosting, journals, place, uid};
 use crate::clients::{Answers, to_float};
+use crate::content::{App, Page};
 use crate::experiment::Setting;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
@@ -18,13 +22,31 @@ use crate::report::{Bound, Goal, Report};
 const AT_ONCE: [usize; 5] = [1, 4, 8, 16, ALL];
 const ALL: usize = 50;
 
+/// Small programs that are all started at the same moment, each for the first time.
+const CROWD: usize = 500;
+
+/// The least that answers. A thousand of these are still less memory than some applications take alone.
+const LITTLE: &str = r#"
+use Socket;
+socket(S, PF_UNIX, SOCK_STREAM, 0) or die;
+bind(S, sockaddr_un($ENV{NAGAYA_SOCKET})) or die "bind: $!";
+listen(S, 64) or die;
+$SIG{PIPE} = 'IGNORE';
+while (accept(C, S)) {
+    sysread(C, my $asked, 65536);
+    syswrite(C, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nhere");
+    close C;
+}
+"#;
+
 /// The bound is one wake for each core, and then no bound that matters.
 const VARIANTS: [(&str, &str); 2] = [(BOUND, "wakes_at_once = 0\n"), (NO_BOUND, "wakes_at_once = 1024\n")];
 
 const BOUND: &str = "bound";
 const NO_BOUND: &str = "no bound";
 
-const GOALS: [Goal; 3] = [
+const GOALS: [Goal; 4] = [
+    Goal { key: "errors_500", bound: Bound::AtMost(0.0), aim: 0.0 },
     Goal { key: "all_50_ms", bound: Bound::AtMost(1000.0), aim: 700.0 },
     Goal { key: "ratio_p50_bound_16", bound: Bound::AtMost(1.0), aim: 0.6 },
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
@@ -52,11 +74,38 @@ pub fn run(setting: &Setting) -> Result<()> {
         }
         eprintln!("round {} of {rounds} done", round + 1);
     }
+    drop(hosting);
+    crowd(setting, &mut report)?;
     summarise(&mut report)?;
     report.set("errors", to_float(errors));
     report.set("errors_no_bound", to_float(errors_no_bound));
     let chart = chart(&report);
     report.write(&setting.out, &chart, &GOALS)
+}
+
+/// All of them asked for at once, on a node of their own, which takes no images of them.
+fn crowd(setting: &Setting, report: &mut Report) -> Result<()> {
+    let tree = place(setting.dir(), "little");
+    fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
+    let file = tree.join("little.pl");
+    fs::write(&file, LITTLE).with_context(|| format!("writing {}", file.display()))?;
+    let backend =
+        json!({"kind": "app", "command": ["/usr/bin/perl", file], "directory": "/", "start_seconds": 300});
+    let page = Page { path: "/", text: "here" };
+    let mut apps = Vec::with_capacity(CROWD);
+    for index in 0..CROWD {
+        let app = App { backend: backend.clone(), files: None, page, login: "/" };
+        apps.push(Hosted { name: format!("little-{index}"), uid: uid(index)?, app });
+    }
+    let hosting = Hosting::start(setting, "crowd", &apps, "image_bytes = \"0B\"\n")?;
+    let visits = hosting.visit_all(&apps)?;
+    let times = visits.iter().map(|(visit, _)| visit.first_byte_ms).collect();
+    let answers = Answers { times_ms: times, ..Answers::default() };
+    for (key, part) in [("p50_ms_500", 0.5), ("all_500_ms", 1.0)] {
+        report.set(key, answers.percentile_ms(part));
+    }
+    report.set("errors_500", to_float(wrong(&visits)));
+    Ok(())
 }
 
 /// Starts all for the first time, some at once, and sees that each has an image.

@@ -95,19 +95,20 @@ struct Seen {
     from_half_way: u64,
 }
 
-const OUTCOMES: [Outcome; 10] = [
+const OUTCOMES: [Outcome; 11] = [
     Outcome::Ready,
     Outcome::Failed(Blame::Program),
     Outcome::Failed(Blame::Node),
     Outcome::Imaged(true),
     Outcome::Imaged(false),
+    Outcome::NotImagedNow,
     Outcome::Rests(Tier::Running),
     Outcome::Rests(Tier::Quiet),
     Outcome::Rests(Tier::Frozen),
     Outcome::Rests(Tier::Reclaimed),
     Outcome::Stuck,
 ];
-const ENDED: u8 = 10;
+const ENDED: u8 = 11;
 
 impl World {
     fn new(seed: u64) -> Self {
@@ -234,8 +235,11 @@ impl World {
             Effect::TakeImage(op) => {
                 assert!(self.outside[at].users == 0, "an image of one that has served");
                 self.outside[at].unknown = false;
-                let is_taken = self.dice.chance(80);
-                self.finish(key, 300, op, Outcome::Imaged(is_taken));
+                let outcome = match self.dice.chance(10) {
+                    true => Outcome::NotImagedNow,
+                    false => Outcome::Imaged(self.dice.chance(80)),
+                };
+                self.finish(key, 300, op, outcome);
             }
             Effect::Rest(op, from, to) => self.go_down(key, event, op, from, to),
             Effect::Rouse(op, from) => {
@@ -368,6 +372,7 @@ impl World {
                     (out.is_coming, out.alive) = (false, None);
                 }
                 Outcome::Imaged(is_taken) => out.has_image |= is_taken,
+                Outcome::NotImagedNow => {}
                 Outcome::Rests(tier) => out.tier = Some(tier),
                 Outcome::Stuck => {}
                 Outcome::Ended => (out.is_coming, out.alive, out.retake) = (false, None, out.retake),

@@ -1,0 +1,282 @@
+//! The facade by hand: one fact each. What holds at every step of a crowd is checked in `tests/simulation`.
+
+use super::*;
+use crate::{Auto, ClientKey, Nonce, Run, Standing};
+
+const START: Moment = Moment(1_800_000_000_000_000);
+
+fn at(ms: u64) -> Moment {
+    Moment(START.0 + ms * 1_000)
+}
+
+fn bounds(run: u32) -> Bounds {
+    let wait = Duration::from_secs(60);
+    Bounds { run: Run::Fixed(run), wait, wait_count: 100, wait_bytes: 1_000_000, next: None, weight: 100 }
+}
+
+fn ask() -> Ask {
+    Ask {
+        class: Class(1),
+        client: ClientKey(1),
+        bytes: 10,
+        priority: 0,
+        ticket: None,
+        can_wait: true,
+        nonce: None,
+        passes: false,
+    }
+}
+
+fn used(ms: u64) -> Used {
+    Used { service: Duration::from_millis(ms), is_whole: true }
+}
+
+fn name(number: u8) -> LaneName {
+    LaneName([number; 16])
+}
+
+fn runs(admission: &mut Admission, now: Moment, lane: LaneId) -> Pass {
+    let offer = admission.offer(now, lane, ask());
+    let Offer::Run(pass) = offer else { panic!("it runs at once: {offer:?}") };
+    pass
+}
+
+fn waits(admission: &mut Admission, now: Moment, lane: LaneId) -> Pass {
+    let offer = admission.offer(now, lane, ask());
+    let Offer::Wait(pass, _) = offer else { panic!("it waits: {offer:?}") };
+    pass
+}
+
+fn effects(admission: &mut Admission) -> Vec<Effect> {
+    admission.drain_effects().collect()
+}
+
+#[test]
+fn a_permit_is_needed_in_the_lane_and_in_each_around_it() {
+    let mut admission = Admission::new(START, bounds(2));
+    let tenant = admission.lane(START, admission.root(), name(1), bounds(10));
+    let site = admission.lane(START, tenant, name(2), bounds(10));
+    let other = admission.lane(START, admission.root(), name(3), bounds(10));
+    let first = runs(&mut admission, at(0), site);
+    runs(&mut admission, at(0), tenant);
+    let waiting = waits(&mut admission, at(1), other);
+    let held_by = |admission: &Admission, lane| admission.explain(at(1), lane).map(|lane| lane.held_by);
+    assert_eq!(held_by(&admission, other), Some("around"));
+    assert_eq!(held_by(&admission, admission.root()), Some("own"));
+    let running: Vec<u32> = [admission.root(), tenant, site]
+        .map(|lane| admission.explain(at(1), lane).map_or(0, |lane| lane.running))
+        .to_vec();
+    assert_eq!(running, [2, 2, 1]);
+    admission.release(at(20), first, used(20));
+    assert_eq!(effects(&mut admission), [Effect::Run(waiting)]);
+}
+
+#[test]
+fn an_unknown_wait_is_not_told_and_a_known_one_is() {
+    let mut admission = Admission::new(START, bounds(1));
+    let root = admission.root();
+    let first = runs(&mut admission, at(0), root);
+    let Offer::Wait(second, prediction) = admission.offer(at(1), root, ask()) else { panic!("it is full") };
+    assert_eq!((prediction.ahead, prediction.wait, prediction.at_most), (0, None, None));
+    admission.release(at(100), first, used(100));
+    assert_eq!(effects(&mut admission), [Effect::Run(second)]);
+    assert_eq!(admission.prediction(at(100), second), None, "it does not wait any more");
+    let third = waits(&mut admission, at(130), root);
+    let wait = |admission: &Admission, now| admission.prediction(now, third).and_then(|told| told.wait);
+    assert_eq!(wait(&admission, at(130)), Some(Duration::from_millis(70)));
+    assert_eq!(wait(&admission, at(170)), Some(Duration::from_millis(30)));
+}
+
+#[test]
+fn the_line_is_full_in_time_not_in_number() {
+    let mut admission = Admission::new(START, Bounds { wait: Duration::from_millis(250), ..bounds(1) });
+    let root = admission.root();
+    let first = runs(&mut admission, at(0), root);
+    admission.release(at(100), first, used(100));
+    runs(&mut admission, at(100), root);
+    for _ in 0..2 {
+        waits(&mut admission, at(100), root);
+    }
+    let Offer::Refused(Refused::Full(prediction)) = admission.offer(at(100), root, ask()) else {
+        panic!("three requests of 100 ms are more than 250 ms")
+    };
+    assert_eq!((prediction.ahead, prediction.wait), (2, Some(Duration::from_millis(300))));
+    assert_eq!(admission.explain(at(100), root).map(|lane| lane.counts.refused), Some(1));
+}
+
+#[test]
+fn who_passes_is_counted_and_not_held_back() {
+    let mut admission = Admission::new(START, bounds(1));
+    let root = admission.root();
+    let first = runs(&mut admission, at(0), root);
+    let second = waits(&mut admission, at(0), root);
+    let Offer::Run(third) = admission.offer(at(0), root, Ask { passes: true, ..ask() }) else {
+        panic!("it passes")
+    };
+    admission.release(at(10), first, used(10));
+    assert_eq!(effects(&mut admission), [], "two ran, and one may");
+    admission.release(at(10), third, used(10));
+    assert_eq!(effects(&mut admission), [Effect::Run(second)]);
+}
+
+#[test]
+fn a_bound_that_is_lowered_waits_for_who_runs() {
+    let mut admission = Admission::new(START, bounds(3));
+    let root = admission.root();
+    let running: Vec<Pass> = (0..3).map(|_| runs(&mut admission, at(0), root)).collect();
+    let next = waits(&mut admission, at(0), root);
+    assert!(admission.set(at(1), root, bounds(1)));
+    for pass in &running[..2] {
+        admission.release(at(10), *pass, used(10));
+        assert_eq!(effects(&mut admission), []);
+    }
+    admission.release(at(11), running[2], used(11));
+    assert_eq!(effects(&mut admission), [Effect::Run(next)]);
+}
+
+#[test]
+fn a_removed_lane_dismisses_who_waits_and_counts_who_runs() {
+    let mut admission = Admission::new(START, bounds(1));
+    let tenant = admission.lane(START, admission.root(), name(1), bounds(10));
+    let site = admission.lane(START, tenant, name(2), bounds(10));
+    let running = runs(&mut admission, at(0), site);
+    let waiting = waits(&mut admission, at(0), site);
+    admission.remove(at(1), tenant);
+    assert_eq!(effects(&mut admission), [Effect::Dismiss(waiting, Refused::NoLane)]);
+    assert_eq!(admission.offer(at(2), site, ask()), Offer::Refused(Refused::NoLane));
+    assert!(!admission.set(at(2), site, bounds(5)) && admission.explain(at(2), tenant).is_none());
+    let again = admission.lane(at(2), admission.root(), name(1), bounds(10));
+    assert_ne!(again, tenant);
+    let other = waits(&mut admission, at(3), again);
+    admission.cancel(at(4), waiting);
+    admission.release(at(5), running, used(5));
+    assert_eq!(effects(&mut admission), [Effect::Run(other)]);
+    assert_eq!(admission.lanes.len(), 2, "what is over is forgotten");
+}
+
+#[test]
+fn lanes_nest_four_deep_and_no_deeper() {
+    let mut admission = Admission::new(START, bounds(1));
+    let mut lane = admission.root();
+    for depth in 1..4 {
+        let inner = admission.lane(START, lane, name(depth), bounds(1));
+        assert_ne!(inner, lane);
+        assert_eq!(admission.lane(START, lane, name(depth), bounds(1)), inner, "found by its name");
+        lane = inner;
+    }
+    assert_eq!(admission.lane(START, lane, name(9), bounds(1)), lane);
+}
+
+#[test]
+fn permits_are_lent_while_all_is_calm_and_wanted_back_when_somebody_waits() {
+    let mut admission = Admission::new(START, bounds(10));
+    let root = admission.root();
+    let calm = admission.lane(START, root, name(1), bounds(100));
+    let busy = admission.lane(START, root, name(2), bounds(100));
+    assert_eq!(admission.lend(at(0), calm, 64), 5, "half of the node's");
+    assert_eq!(admission.lend(at(0), calm, 64), 0);
+    for _ in 0..5 {
+        runs(&mut admission, at(0), busy);
+    }
+    assert_eq!(effects(&mut admission), []);
+    let waiting = waits(&mut admission, at(1), busy);
+    assert_eq!(effects(&mut admission), [Effect::Recall(calm)]);
+    let next = waits(&mut admission, at(1), busy);
+    assert_eq!(effects(&mut admission), [], "asked once");
+    admission.give_back(at(2), calm, 1);
+    assert_eq!(effects(&mut admission), [Effect::Run(waiting)]);
+    admission.give_back(at(3), calm, 100);
+    assert_eq!(effects(&mut admission), [Effect::Run(next)]);
+    assert_eq!(
+        admission.explain(at(3), root).map(|root| root.running),
+        Some(7),
+        "no more come back than were lent"
+    );
+}
+
+#[test]
+fn what_ran_on_lent_permits_is_learned_from() {
+    let mut admission = Admission::new(START, bounds(10));
+    let root = admission.root();
+    for step in 0..10 {
+        admission.learn(at(step), root, Class(1), used(80));
+    }
+    let failed = Used { is_whole: false, ..used(9_000) };
+    admission.learn(at(11), root, Class(1), failed);
+    let p50 = admission.explain(at(12), root).and_then(|root| root.service_p50).map(|p50| p50.as_millis());
+    assert!(p50.is_some_and(|p50| (75..=85).contains(&p50)), "{p50:?}");
+}
+
+#[test]
+fn an_adaptive_bound_sees_what_runs_inside() {
+    let auto = Bounds { run: Run::Auto { min: 2, max: 50 }, ..bounds(0) };
+    let mut admission = Admission::new(START, auto);
+    let root = admission.root();
+    let site = admission.lane(START, root, name(1), bounds(100));
+    let first = admission.explain(START, root).map_or(0, |root| root.run);
+    assert_eq!(first, Auto::new(2, 50).run());
+    // Service does not depend on how many run, so there is always more to be had.
+    let mut ends = std::collections::VecDeque::new();
+    for _ in 0..90 {
+        if let Offer::Run(pass) = admission.offer(START, site, ask()) {
+            ends.push_back((at(20), pass));
+        }
+    }
+    assert_eq!(ends.len(), first as usize);
+    let mut now = START;
+    for _ in 0..5_000 {
+        let (end, pass) = ends.pop_front().expect("somebody runs");
+        now = end;
+        admission.release(now, pass, used(20));
+        admission.offer(now, site, ask());
+        assert!(
+            admission.tick(now).is_some_and(|next| next > now),
+            "it looks at the clock while something runs"
+        );
+        for effect in admission.drain_effects() {
+            let Effect::Run(pass) = effect else { panic!("{effect:?}") };
+            ends.push_back((later(now, Duration::from_millis(20)), pass));
+        }
+    }
+    let found = admission.explain(now, root).map_or(0, |root| root.run);
+    assert!(found >= 2 * first, "{found} after {first}");
+    assert!(admission.set(now, root, bounds(3)));
+    assert_eq!(admission.explain(now, root).map(|root| root.run), Some(3));
+}
+
+#[test]
+fn a_ticket_of_a_lane_that_is_gone_says_nothing() {
+    let next = crate::Next {
+        window: Duration::from_secs(5),
+        horizon: Duration::from_secs(60),
+        tickets: 10,
+        share: 1.0,
+    };
+    let mut admission = Admission::new(START, bounds(10));
+    let root = admission.root();
+    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let lane = admission.lane(START, root, name(1), promising.clone());
+    let first = runs(&mut admission, at(0), lane);
+    admission.release(at(100), first, used(100));
+    let running = runs(&mut admission, at(100), lane);
+    let Offer::Next(promise) = admission.offer(at(100), lane, Ask { nonce: Some(Nonce(7)), ..ask() }) else {
+        panic!("the line is full in time, and slots are given")
+    };
+    assert!(promise.is_new && promise.ticket.begins >= at(200), "after who runs: {promise:?}");
+    let [Effect::Store(record)] = effects(&mut admission)[..] else { panic!("it is stored first") };
+    assert!(matches!(admission.standing(at(100), Nonce(7)), Standing::Later { .. } | Standing::Open { .. }));
+    assert_eq!(admission.lend(at(100), lane, 1), 0, "not while somebody holds a ticket");
+
+    admission.remove(at(101), lane);
+    assert_eq!(admission.standing(at(101), Nonce(7)), Standing::Unknown);
+    let lane = admission.lane(at(102), root, name(1), promising);
+    assert_eq!(admission.standing(at(102), Nonce(7)), Standing::Unknown);
+    admission.restore(at(103), lane, record);
+    assert_ne!(admission.standing(at(103), Nonce(7)), Standing::Unknown, "unless it is told again");
+    admission.release(at(110), running, used(10));
+    let shows = Ask { ticket: Some(promise.ticket), ..ask() };
+    assert!(matches!(admission.offer(promise.ticket.begins, lane, shows), Offer::Run(_)));
+    assert_eq!(admission.offer(promise.ticket.begins, lane, shows), Offer::Refused(Refused::Replayed));
+    let counts = admission.explain(promise.ticket.begins, lane).map(|lane| lane.counts);
+    assert!(counts.is_some_and(|counts| (counts.kept, counts.refused) == (1, 1)), "{counts:?}");
+}

@@ -1,0 +1,253 @@
+//! What applications reach outside by the places their records name, in a network of the test's own.
+//!
+//! Not here: applications without a network, or with the node's (`sandbox`, `rest`).
+
+use std::fs;
+use std::path::PathBuf;
+
+use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_keeper::client::Keeper;
+use serde_json::{Value, json};
+
+use crate::Fact;
+use crate::rest::{NEVER, get, pids, show, until_idle};
+use crate::wake::until_images;
+use crate::world::{World, site_name, until_so, wait_dead};
+
+pub const ROOT: &[Fact] = &[
+    ("an application reaches the places its record names, by address and by name", reaches_what_is_named),
+    ("an application reaches no place that its record does not name", reaches_nothing_else),
+    ("a name that leads to the node itself leads nowhere", no_way_round),
+    ("an application has no more connections outside than it may", bounded),
+    ("what an application has open outside is closed when it rests without a process", closed_at_rest),
+];
+
+pub const CRIU: &[Fact] = &[(
+    "a connection outside that was open when its image was taken is closed after the wake",
+    closed_after_wake,
+)];
+
+/// Answers each line with where the connection comes to, and writes down who comes and goes.
+const SERVICE: &str = r#"
+import ctypes, socket, socketserver, sys, threading
+ctypes.CDLL(None).prctl(1, 9)  # Ends with the keeper.
+log = open(sys.argv[1], 'a', 1)
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        log.write('comes\n')
+        for line in self.rfile:
+            self.wfile.write(self.server.name + b' ' + line)
+        log.write('goes\n')
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+class Server6(Server):
+    address_family = socket.AF_INET6
+for kind, address, port in [(Server, '203.0.113.77', 7000), (Server6, '2001:db8::77', 7000), (Server, '127.0.0.1', 7002),
+                            (Server, '203.0.113.77', 7001)]:
+    server = kind((address, port), Handler)
+    server.name = f'{address}:{port}'.encode()
+    threading.Thread(target=server.serve_forever).start()
+log.write('ready\n')
+"#;
+
+/// An application that does what it is asked to with the network, and says what came of it.
+const PROGRAM: &str = r#"
+import os, socket, socketserver
+from urllib.parse import unquote
+held = []
+def say(connection):
+    connection.settimeout(20)
+    connection.sendall(b'hello\n')
+    return connection.recv(100).decode().strip() or 'closed'
+def act(words):
+    if words[0] == 'try': return say(socket.create_connection((unquote(words[1]), int(words[2])), 20))
+    if words[0] == 'hold':
+        held.append(socket.create_connection((words[1], int(words[2])), 20))
+        return say(held[-1])
+    if words[0] == 'held': return say(held[-1])
+    return f'{os.getpid()} {len(held)}'
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        line = self.rfile.readline().decode()
+        if not line: return
+        while self.rfile.readline().strip(): pass
+        try: said = act(line.split(' ')[1].strip('/').split('/'))
+        except OSError as error: said = type(error).__name__
+        self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n' + said.encode())
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+Server(os.environ['NAGAYA_SOCKET'], Handler).serve_forever()
+"#;
+
+/// A network with the service in it and nothing else, in which the keeper is started. There, names mean what this says.
+fn world(outbound: Value, more: Value) -> (World, PathBuf) {
+    let mut world = World::new();
+    let (service, hosts, log) = (
+        world.dir.path().join("service.py"),
+        world.dir.path().join("hosts"),
+        world.dir.path().join("service.log"),
+    );
+    fs::write(&service, SERVICE).unwrap();
+    fs::write(&hosts, "127.0.0.1 localhost\n203.0.113.77 db.internal\n127.0.0.1 rebound.test\n").unwrap();
+    let prelude = format!(
+        "ip link set lo up && ip addr add 203.0.113.77/32 dev lo && ip addr add 2001:db8::77/128 dev lo nodad && \
+         mount --bind {} /etc/hosts && {{ python3 {} {} & }}",
+        hosts.display(),
+        service.display(),
+        log.display()
+    );
+    world = world.after(&prelude);
+    world.script("program.py", PROGRAM);
+    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
+        "idle": NEVER(), "outbound": outbound});
+    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    world.site("app", "alice", record);
+    (world.start(), log)
+}
+
+/// The places of most tests.
+fn places() -> Value {
+    json!([
+        "203.0.113.77:7000",
+        "[2001:db8::77]:7000",
+        "db.internal:7000",
+        "127.0.0.1:7002",
+        "rebound.test:7002"
+    ])
+}
+
+fn without_images(outbound: Value) -> (World, PathBuf) {
+    let (world, log) = world(outbound, json!({"idle": {"image": "never"}}));
+    (world, log)
+}
+
+async fn until_service(log: &PathBuf) {
+    until_so(|| fs::read_to_string(log).is_ok_and(|text| text.contains("ready"))).await;
+}
+
+async fn told(keeper: &Keeper, what: &str) -> String {
+    let used = keeper.use_instance(&site_name("app")).await.unwrap();
+    get(&used, what).await
+}
+
+fn reaches_what_is_named() {
+    let (world, log) = without_images(places());
+    world.run(async |keeper| {
+        until_service(&log).await;
+        for (path, expected) in [
+            ("/try/203.0.113.77/7000", "203.0.113.77:7000 hello"),
+            ("/try/2001:db8::77/7000", "2001:db8::77:7000 hello"),
+            ("/try/db.internal/7000", "203.0.113.77:7000 hello"),
+            ("/try/DB.Internal/7000", "203.0.113.77:7000 hello"),
+            ("/try/127.0.0.1/7002", "127.0.0.1:7002 hello"),
+        ] {
+            assert_eq!(told(&keeper, path).await, expected, "{path}");
+        }
+        until_so(|| show(&world, "app")["outbound"]["open"] == 0).await;
+        let row = show(&world, "app");
+        assert_eq!((&row["outbound"]["taken"], &row["outbound"]["failed"]), (&json!(5), &json!(0)), "{row}");
+    });
+}
+
+fn reaches_nothing_else() {
+    let (world, log) = without_images(places());
+    world.run(async |keeper| {
+        until_service(&log).await;
+        for (path, expected) in [
+            // Another port, other addresses, a name that is none.
+            ("/try/203.0.113.77/7001", "ConnectionRefusedError"),
+            ("/try/127.0.0.1/7001", "ConnectionRefusedError"),
+            ("/try/203.0.113.78/7000", "OSError"),
+            ("/try/2001:db8::78/7000", "OSError"),
+            ("/try/example.org/7000", "gaierror"),
+        ] {
+            assert_eq!(told(&keeper, path).await, expected, "{path}");
+        }
+        let come = fs::read_to_string(&log).unwrap().matches("comes").count();
+        assert_eq!(come, 0);
+    });
+}
+
+fn no_way_round() {
+    let (world, log) = without_images(places());
+    world.run(async |keeper| {
+        until_service(&log).await;
+        let said = told(&keeper, "/try/rebound.test/7002").await;
+        assert!(["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said.as_str()), "{said}");
+        let row = show(&world, "app");
+        let why = row["outbound"]["last_failure"].as_str().unwrap();
+        assert!(why.contains("rebound.test:7002") && why.contains("leads to 127.0.0.1"), "{row}");
+        assert_eq!(fs::read_to_string(&log).unwrap().matches("comes").count(), 0);
+    });
+}
+
+fn bounded() {
+    const MAX: usize = 256;
+    let (world, log) = without_images(json!(["203.0.113.77:7000"]));
+    world.run(async |keeper| {
+        until_service(&log).await;
+        for _ in 0..MAX {
+            assert_eq!(told(&keeper, "/hold/203.0.113.77/7000").await, "203.0.113.77:7000 hello");
+        }
+        assert_eq!(show(&world, "app")["outbound"]["open"], MAX);
+        let said = told(&keeper, "/try/203.0.113.77/7000").await;
+        assert!(["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said.as_str()), "{said}");
+        assert_eq!(told(&keeper, "/held").await, "203.0.113.77:7000 hello", "those it has go on");
+        assert!(
+            show(&world, "app")["outbound"]["last_failure"].as_str().unwrap().contains("as one instance may")
+        );
+    });
+}
+
+fn closed_at_rest() {
+    let (world, log) = without_images(places());
+    world.run(async |keeper| {
+        until_service(&log).await;
+        told(&keeper, "/hold/db.internal/7000").await;
+        until_idle(&world, "app").await;
+        let read = |what: &str| fs::read_to_string(&log).unwrap().matches(what).count();
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["ok"], true);
+        assert_eq!(
+            told(&keeper, "/held").await,
+            "203.0.113.77:7000 hello",
+            "one that was frozen has it still"
+        );
+        assert_eq!((read("comes"), read("goes")), (1, 0));
+        until_idle(&world, "app").await;
+        let all = pids(&world, "app");
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Cold) })["ok"], true);
+        all.into_iter().for_each(wait_dead);
+        until_so(|| read("goes") == 1).await;
+        assert!(show(&world, "app")["outbound"].is_null());
+        assert_eq!(told(&keeper, "/hold/db.internal/7000").await, "203.0.113.77:7000 hello");
+    });
+}
+
+fn closed_after_wake() {
+    // It connects before its image is taken, as many do at their start.
+    let more = json!({"warm_up": ["/hold/db.internal/7000", "/hold/203.0.113.77/7000"]});
+    let (world, log) = world(places(), more);
+    world.run(async |keeper| {
+        until_service(&log).await;
+        until_images(&world).await;
+        let first = told(&keeper, "/who").await;
+        assert!(first.ends_with(" 2"), "{first}");
+        assert!(show(&world, "app")["note"].is_null(), "{}", show(&world, "app"));
+        assert_eq!(told(&keeper, "/held").await, "203.0.113.77:7000 hello", "the image did not touch it");
+        until_idle(&world, "app").await;
+        let all = pids(&world, "app");
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
+        all.into_iter().for_each(wait_dead);
+        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let stages: Vec<Stage> = used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
+        assert!(stages.contains(&Stage::Restore), "{stages:?}");
+        assert_eq!(get(&used, "/who").await, first, "it is the same, with what it had open");
+        let said = told(&keeper, "/held").await;
+        let closed = ["BrokenPipeError", "ConnectionResetError", "OSError", "closed"];
+        assert!(closed.contains(&said.as_str()), "it learns that this is over: {said}");
+        for place in ["db.internal", "203.0.113.77"] {
+            assert_eq!(told(&keeper, &format!("/try/{place}/7000")).await, "203.0.113.77:7000 hello");
+        }
+    });
+}
