@@ -345,7 +345,7 @@ fn texts() -> Vec<File> {
     let mut found = sources();
     found.extend(documents());
     found.extend(
-        ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["toml", "sh"])),
+        ["crates", "tests", "xtask"].iter().flat_map(|dir| files(&root().join(dir), &["toml", "sh", "mjs"])),
     );
     found.extend(top_level(|name| name.ends_with(".toml") || name == "dev"));
     found
@@ -358,7 +358,7 @@ fn top_level(wanted: impl Fn(&str) -> bool) -> Vec<File> {
     names.map(|name| File { text: read(&root().join(&name)), path: name }).collect()
 }
 
-/// The files beneath `dir` with one of these endings, without what cargo built.
+/// The files beneath `dir` with one of these endings, without what cargo built and npm installed.
 fn files(dir: &Path, endings: &[&str]) -> Vec<File> {
     let mut found = Vec::new();
     let mut open = vec![dir.to_path_buf()];
@@ -367,7 +367,7 @@ fn files(dir: &Path, endings: &[&str]) -> Vec<File> {
         for entry in entries {
             let path = entry.expect("a directory entry").path();
             let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default();
-            if path.is_dir() && !path.ends_with("target") {
+            if path.is_dir() && !path.ends_with("target") && !path.ends_with("node_modules") {
                 open.push(path);
             } else if endings.contains(&ending) {
                 let relative = path.strip_prefix(root()).expect("it lies in the checkout");

@@ -142,7 +142,7 @@ pub struct Promise {
     pub ticket: Ticket,
     /// It was made anew by this call, and is a promise only once it is stored.
     pub is_new: bool,
-    /// Tickets of this lane before it.
+    /// Tickets of this lane before it, and requests in line that go before its slot begins.
     pub ahead: u32,
 }
 
@@ -221,6 +221,7 @@ pub enum Standing {
     /// Its slot has not begun.
     Later {
         begins_in: Duration,
+        /// As of a promise.
         ahead: u32,
     },
     /// It may come: its slot is open, or it was called early and its place is kept so long.

@@ -5,6 +5,7 @@
 
 mod admission;
 mod app;
+mod browser;
 mod cells;
 mod cgi;
 mod failures;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         sites::SUITE,
         limits::SUITE,
         admission::SUITE,
+        browser::SUITE,
         rules::SUITE,
         cells::SUITE,
         receipts::SUITE,

@@ -242,7 +242,9 @@ fn the_edge_holds_nothing_of_the_store(world: &World) {
         .map(|path| path.to_string_lossy().into_owned())
         .collect();
     assert!(
-        !open.iter().any(|path| path.contains("nagaya.redb") || path.contains("admin") || path.ends_with(".pem")),
+        !open
+            .iter()
+            .any(|path| path.contains("nagaya.redb") || path.contains("admin") || path.ends_with(".pem")),
         "{open:?}"
     );
 }

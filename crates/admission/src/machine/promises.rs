@@ -40,8 +40,14 @@ pub(super) struct Holding {
 impl Admission {
     /// How the ticket with this number stands.
     pub fn standing(&self, now: Moment, nonce: Nonce) -> Standing {
-        let calendar = self.promised.lanes.get(&nonce).and_then(|lane| self.promised.calendars.get(lane));
-        calendar.map_or(Standing::Unknown, |calendar| calendar.standing(now, nonce))
+        let Some(index) = self.promised.lanes.get(&nonce).copied() else { return Standing::Unknown };
+        let Some(calendar) = self.promised.calendars.get(&index) else { return Standing::Unknown };
+        match calendar.standing(now, nonce) {
+            Standing::Later { begins_in, ahead } => {
+                Standing::Later { begins_in, ahead: self.before_slot(index, begins_in, ahead) }
+            }
+            other => other,
+        }
     }
 
     /// Whether the holder of this ticket would hear a call: only those who would are called early.
@@ -135,7 +141,9 @@ impl Admission {
             Shown::Used => return Some(self.refuse(index, Refused::Replayed)),
             Shown::Expired => return Some(self.refuse(index, Refused::Expired)),
             // A newcomer would run at once as well: nothing is gained by sending away who has waited.
-            Shown::Early(promise) if !has_room => return Some(Offer::Early(promise)),
+            Shown::Early(promise) if !has_room => {
+                return Some(Offer::Early(self.with_line(now, index, promise)));
+            }
             // Called: his place has been kept since then, behind who was in line before.
             Shown::Open { until } if ticket.begins > now => {
                 (Rank::Newcomer, order_of(until, 0) - i64::try_from(CALL_FOR.as_micros()).unwrap_or(0))
@@ -178,7 +186,7 @@ impl Admission {
         // Not before those who are in line now have had their turn.
         let earliest = later(now, wait.map_or(lane.bounds.wait, |wait| micros(wait.told)));
         match self.promise(now, index, earliest, ask, nonce) {
-            Some(promise) => Offer::Next(promise),
+            Some(promise) => Offer::Next(self.with_line(now, index, promise)),
             None => self.refuse(index, Refused::NoSlot(prediction)),
         }
     }
@@ -201,6 +209,26 @@ impl Admission {
             self.effects.push(Effect::Store(record));
         }
         Some(promise)
+    }
+
+    /// The promise as its holder is told it: not only tickets go before him.
+    fn with_line(&self, now: Moment, index: u32, promise: Promise) -> Promise {
+        let begins_in = Duration::from_micros(promise.ticket.begins.0.saturating_sub(now.0));
+        Promise { ahead: self.before_slot(index, begins_in, promise.ahead), ..promise }
+    }
+
+    /// So many go before the holder of a ticket: those with `tickets` before his, and of the line whoever has his turn before the
+    /// slot begins. From then on the holder goes first.
+    fn before_slot(&self, index: u32, begins_in: Duration, tickets: u32) -> u32 {
+        let turns =
+            self.requests_per_second(index).map_or(0.0, |rate| (rate * begins_in.as_secs_f64()).ceil());
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a float to an integer saturates"
+        )]
+        let turns = turns as u32;
+        tickets.saturating_add(self.at(index).line.len().min(turns))
     }
 
     fn refuse(&mut self, index: u32, refused: Refused) -> Offer {

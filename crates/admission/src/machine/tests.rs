@@ -280,3 +280,31 @@ fn a_ticket_of_a_lane_that_is_gone_says_nothing() {
     let counts = admission.explain(promise.ticket.begins, lane).map(|lane| lane.counts);
     assert!(counts.is_some_and(|counts| (counts.kept, counts.refused) == (1, 1)), "{counts:?}");
 }
+
+#[test]
+fn who_stands_in_line_goes_before_a_slot_as_far_as_there_is_time() {
+    let next = crate::Next {
+        window: Duration::from_secs(5),
+        horizon: Duration::from_secs(60),
+        tickets: 10,
+        share: 1.0,
+    };
+    let mut admission = Admission::new(START, bounds(10));
+    let root = admission.root();
+    let lane = admission.lane(START, root, name(1), Bounds { next: Some(next), ..bounds(1) });
+    let first = runs(&mut admission, at(0), lane);
+    admission.release(at(100), first, used(100));
+    let _running = runs(&mut admission, at(100), lane);
+    for _ in 0..3 {
+        waits(&mut admission, at(100), lane);
+    }
+    let full = Bounds { next: Some(next), wait_count: 3, ..bounds(1) };
+    admission.set(at(100), lane, full);
+    let offer = admission.offer(at(100), lane, Ask { nonce: Some(Nonce(7)), ..ask() });
+    let Offer::Next(promise) = offer else { panic!("there is no place in line: {offer:?}") };
+    assert_eq!(promise.ahead, 3);
+    // Of those in line one has time to run before the slot begins; for the others the holder goes first.
+    let soon = Moment(promise.ticket.begins.0 - 50_000);
+    let begins_in = Duration::from_millis(50);
+    assert_eq!(admission.standing(soon, Nonce(7)), Standing::Later { begins_in, ahead: 1 });
+}

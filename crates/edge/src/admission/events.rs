@@ -17,7 +17,7 @@ use nagaya_admission::{Moment, Nonce, Standing};
 use tokio::sync::oneshot;
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use super::lanes::{Lane, Lanes};
+use super::lanes::{Lane, Lanes, Untold};
 use super::tickets;
 use super::turned::seconds;
 use crate::message::{BodyError, Request, Response, ResponseBody};
@@ -60,10 +60,15 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
     let lane = lanes.by_short(&route.lane, lane).ok_or(Refusal::NotFound)?;
     let shown = tickets.shown(&lane, head)?.ok_or(Refusal::NotFound)?;
     let nonce = shown.ticket.nonce;
-    let called = lanes.listen(nonce).ok_or(Refusal::Overloaded("too many waiting pages listen"))?;
+    let called = match lanes.listen(nonce) {
+        Ok(called) => called,
+        // The one status by which a page is told not to ask again. It enters when its slot begins.
+        Err(Untold::Others) => return Ok(Some(Response::new(StatusCode::NO_CONTENT))),
+        Err(Untold::TooMany) => return Err(Refusal::Overloaded("too many waiting pages listen")),
+    };
     let mut every = interval(TOLD_EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let stream = Events { lanes: Arc::clone(lanes), nonce, called, every, is_over: false };
+    let stream = Events { lanes: Arc::clone(lanes), nonce, called: Some(called), every, is_over: false };
     Ok(Some(
         Response::new(StatusCode::OK)
             .with_header(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"))
@@ -76,7 +81,8 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
 struct Events {
     lanes: Arc<Lanes>,
     nonce: Nonce,
-    called: oneshot::Receiver<Moment>,
+    /// `None`: it will not be called. What has ended must not be asked again.
+    called: Option<oneshot::Receiver<Moment>>,
     every: Interval,
     is_over: bool,
 }
@@ -103,7 +109,7 @@ impl Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        self.called.close();
+        self.called = None;
         self.lanes.hang_up(self.nonce);
     }
 }
@@ -119,7 +125,11 @@ impl Body for Events {
         if self.is_over {
             return Poll::Ready(None);
         }
-        let said = if let Poll::Ready(Ok(_)) = Pin::new(&mut self.called).poll(cx) {
+        let call = self.called.as_mut().map(|called| Pin::new(called).poll(cx));
+        if let Some(Poll::Ready(_)) = call {
+            self.called = None;
+        }
+        let said = if let Some(Poll::Ready(Ok(_))) = call {
             self.come()
         } else {
             ready!(self.every.poll_tick(cx));

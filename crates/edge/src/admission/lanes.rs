@@ -31,8 +31,12 @@ const LANES_MAX: usize = 16_384;
 /// Permits a calm lane is lent at once: as many as one thread's requests are likely to be at work on there together.
 const LENT: u32 = 16;
 
-/// Waiting pages that are told by a stream when it is their turn. Others come back by themselves at the time they were told.
-const LISTENERS_MAX: usize = 20_000;
+/// Tickets whose pages are told by a stream when it is their turn. Others come back by themselves at the time they were told.
+const LISTENED_MAX: usize = 20_000;
+
+/// Pages of one ticket that are told. Browsers open six connections to a site over HTTP/1.1, for all tabs together: with each held
+/// by a stream, no tab could load anything.
+const LISTENERS_MAX: usize = 2;
 
 /// Records of tickets that may wait to be taken to the store.
 const RECORDS_MAX: usize = 65_536;
@@ -86,7 +90,7 @@ struct State {
     /// What each lane was last told to be.
     bounds: Map<LaneId, Bounds>,
     waiting: Map<Pass, oneshot::Sender<Told>>,
-    listening: Map<Nonce, Called>,
+    listening: Map<Nonce, Vec<Called>>,
     records: Vec<Record>,
     /// What an earlier start left of lanes that have not been made yet.
     left: Map<LaneName, Vec<Record>>,
@@ -113,6 +117,14 @@ impl Clock {
         let since = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         Moment(self.at_start.saturating_add(since))
     }
+}
+
+/// Why a page is not told when its holder may come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Untold {
+    /// Other pages of the same ticket are.
+    Others,
+    TooMany,
 }
 
 /// What became of a request at the gate.
@@ -359,27 +371,37 @@ impl Lanes {
         self.state.lock().machine.standing(self.now(), nonce)
     }
 
-    /// Whoever holds this ticket is told when it may come. `None` if too many are told already.
-    pub fn listen(&self, nonce: Nonce) -> Option<oneshot::Receiver<Moment>> {
+    /// Whoever holds this ticket is told when it may come.
+    ///
+    /// # Errors
+    /// If enough are told already: pages of this ticket, or pages at all.
+    pub fn listen(&self, nonce: Nonce) -> Result<oneshot::Receiver<Moment>, Untold> {
         let mut state = self.state.lock();
-        if state.listening.len() >= LISTENERS_MAX {
-            state.listening.retain(|_, called| !called.is_closed());
-            if state.listening.len() >= LISTENERS_MAX {
-                return None;
+        if state.listening.len() >= LISTENED_MAX {
+            state.listening.retain(|_, pages| pages.iter().any(|page| !page.is_closed()));
+            if state.listening.len() >= LISTENED_MAX {
+                return Err(Untold::TooMany);
             }
         }
+        let pages = state.listening.entry(nonce).or_default();
+        pages.retain(|page| !page.is_closed());
+        if pages.len() >= LISTENERS_MAX {
+            return Err(Untold::Others);
+        }
         let (call, called) = oneshot::channel();
-        state.listening.insert(nonce, call);
+        pages.push(call);
         let now = self.now();
         state.machine.listen(now, nonce, true);
         self.carry_out(state, now);
-        Some(called)
+        Ok(called)
     }
 
-    /// Nobody listens for this ticket any more, unless another page has begun to.
+    /// A page of this ticket listens no more. With the last one its holder cannot be called.
     pub fn hang_up(&self, nonce: Nonce) {
         let mut state = self.state.lock();
-        if state.listening.get(&nonce).is_some_and(Called::is_closed) {
+        let Some(pages) = state.listening.get_mut(&nonce) else { return };
+        pages.retain(|page| !page.is_closed());
+        if pages.is_empty() {
             state.listening.remove(&nonce);
             let now = self.now();
             state.machine.listen(now, nonce, false);
@@ -493,8 +515,8 @@ impl Lanes {
                     }
                     Effect::Call { nonce, until } => {
                         // Nobody listens: its holder comes at the time it was told.
-                        if let Some(called) = state.listening.remove(&nonce) {
-                            let _ = called.send(until);
+                        for page in state.listening.remove(&nonce).into_iter().flatten() {
+                            let _ = page.send(until);
                         }
                     }
                     Effect::Store(record) if state.records.len() < RECORDS_MAX => state.records.push(record),

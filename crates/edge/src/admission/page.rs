@@ -75,6 +75,7 @@ pub fn render(facts: &Facts<'_>) -> String {
         Some(match name {
             "lang" => facts.language.tag().into(),
             "post" => if facts.is_post { "yes" } else { "no" }.into(),
+            "refresh" => refresh(facts).into(),
             "title" => escape(&fill_in(words.title, &[facts.site])).into_owned().into(),
             "busy" => escape(&fill_in(words.busy, &[facts.site])).into_owned().into(),
             "place" => words.place(facts.ahead).into(),
@@ -86,6 +87,16 @@ pub fn render(facts: &Facts<'_>) -> String {
             _ => return words.get(name).map(Cow::Borrowed).or_else(|| placeholder(name, facts)),
         })
     })
+}
+
+/// By which the page comes again without scripts. With them nothing else must: two that ask at the same time break off what
+/// one of them has begun, and browsers take a `Refresh` of an address with a fragment for a jump within the page.
+fn refresh(facts: &Facts<'_>) -> String {
+    // What was sent is lost by it.
+    if facts.is_post {
+        return String::new();
+    }
+    format!("<meta http-equiv=\"refresh\" content=\"{}\">", facts.begins_in_seconds)
 }
 
 /// A site's own waiting page: `template` with these placeholders filled, escaped for text and attributes of HTML.

@@ -157,11 +157,14 @@ fn turned(
     let body = if page::wants_html(text(head, &ACCEPT)) {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
         headers.insert(CONTENT_LANGUAGE, HeaderValue::from_static(language.tag()));
-        if matches!(head.method, Method::GET | Method::HEAD) {
-            headers.insert(REFRESH, number(facts.begins_in_seconds));
-        }
         match &route.site.admission.page {
-            Some(template) => page::render_own(template, &facts),
+            Some(template) => {
+                // Nobody knows what it does by itself.
+                if matches!(head.method, Method::GET | Method::HEAD) {
+                    headers.insert(REFRESH, number(facts.begins_in_seconds));
+                }
+                page::render_own(template, &facts)
+            }
             None => {
                 headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(page::csp()));
                 page::render(&facts)

@@ -192,8 +192,10 @@ fn what_was_sent_is_sent_again_only_when_its_user_says_so() {
     let post = render(&Facts { is_post: true, ..facts(Language::English) });
     assert!(post.contains("data-post=\"yes\"") && post.contains("press the button"), "{post}");
     assert!(post.contains("reload this page, and confirm"), "without scripts: {post}");
+    assert!(post.contains("<noscript></noscript>"), "it would come again without what was sent: {post}");
     let get = render(&facts(Language::English));
     assert!(get.contains("data-post=\"no\"") && get.contains("reloads by itself"), "{get}");
+    assert!(get.contains("<noscript><meta http-equiv=\"refresh\" content=\"40\"></noscript>"), "{get}");
 }
 
 #[test]
