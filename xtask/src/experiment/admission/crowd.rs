@@ -40,6 +40,8 @@ pub struct Post {
 pub struct Seen {
     /// Its number, which the query carries as `n`.
     pub number: u64,
+    /// Of `open`: which of the arrivals it was.
+    pub arrival: usize,
     /// From before connecting to the last byte.
     pub took_ms: f64,
     /// 0: no answer.
@@ -176,11 +178,16 @@ pub fn open(arrivals: Vec<(Duration, Post)>) -> Result<Vec<Seen>> {
         let begun = tokio::time::Instant::now();
         let clients: Vec<_> = arrivals
             .into_iter()
-            .map(|(at, post)| {
+            .enumerate()
+            .map(|(arrival, (at, post))| {
                 let crowd = Rc::clone(&crowd);
                 tokio::task::spawn_local(async move {
                     sleep_until(begun + at).await;
-                    crowd.ask(&post, None, None).await;
+                    let seen = crowd.ask(&post, None, None).await;
+                    let mut all = crowd.seen.borrow_mut();
+                    if let Some(seen) = all.iter_mut().rfind(|other| other.number == seen.number) {
+                        seen.arrival = arrival;
+                    }
                 })
             })
             .collect();
