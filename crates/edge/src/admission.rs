@@ -75,10 +75,17 @@ pub struct Wish {
 
 /// The right to run in a lane, given back when dropped.
 pub struct Permit {
-    lane: Arc<Lane>,
+    of: Of,
     kind: Kind,
     /// From its permit to its end, once it has ended as it should.
     used: Option<Duration>,
+}
+
+/// Whose lane a permit is of. A site's is reached by its route, of which each thread has its own: nothing is counted that
+/// other threads count too.
+enum Of {
+    Site(Rc<Route>),
+    Lane(Arc<Lane>),
 }
 
 enum Kind {
@@ -88,21 +95,30 @@ enum Kind {
 }
 
 impl Permit {
+    /// One of those lent to the site, if there is one: the way of most requests.
+    pub fn of_site(route: &Rc<Route>, class: impl FnOnce() -> Class) -> Option<Self> {
+        if !route.lane.enter() {
+            return None;
+        }
+        // Few are learned from: they end sooner than their time could be asked.
+        let kind = Kind::Lent(is_sampled().then(class));
+        Some(Self { of: Of::Site(Rc::clone(route)), kind, used: None })
+    }
+
     /// One of those lent to the lane, which has been taken.
-    fn lent(lane: &Arc<Lane>) -> Self {
-        Self { lane: Arc::clone(lane), kind: Kind::Lent(None), used: None }
+    fn lent(of: Of) -> Self {
+        Self { of, kind: Kind::Lent(None), used: None }
     }
 
     fn of_pass(lane: &Arc<Lane>, pass: Pass) -> Self {
-        Self { lane: Arc::clone(lane), kind: Kind::Pass(pass), used: None }
+        Self { of: Of::Lane(Arc::clone(lane)), kind: Kind::Pass(pass), used: None }
     }
 
-    /// On a lent permit few requests are learned from: they end sooner than their time could be asked.
-    fn sampled(mut self, head: &Head) -> Self {
-        if is_sampled() {
-            self.kind = Kind::Lent(Some(class_of(head)));
+    fn lane(&self) -> &Lane {
+        match &self.of {
+            Of::Site(route) => &route.lane,
+            Of::Lane(lane) => lane,
         }
-        self
     }
 
     /// What it was for has ended: after how long, and as it should.
@@ -115,9 +131,11 @@ impl Drop for Permit {
     fn drop(&mut self) {
         let used = Used { service: self.used.unwrap_or_default(), is_whole: self.used.is_some() };
         match self.kind {
-            Kind::Lent(class) => self.lane.leave(class.filter(|_| used.is_whole).map(|class| (class, used))),
+            Kind::Lent(class) => {
+                self.lane().leave(class.filter(|_| used.is_whole).map(|class| (class, used)))
+            }
             Kind::Pass(pass) => {
-                if let Some(lanes) = self.lane.lanes() {
+                if let Some(lanes) = self.lane().lanes() {
                     lanes.release(pass, used);
                 }
             }
@@ -137,11 +155,13 @@ pub async fn admit(
     request: &mut Request,
     account: &mut Account,
 ) -> Result<(), Refusal> {
-    let lane = lane.unwrap_or_else(|| Arc::clone(&route.lane));
-    if lane.enter() {
-        account.admitted(Permit::lent(&lane).sampled(&request.head), None);
+    if lane.is_none()
+        && let Some(permit) = Permit::of_site(route, || class_of(&request.head))
+    {
+        account.admitted(permit, None);
         return Ok(());
     }
+    let lane = lane.unwrap_or_else(|| Arc::clone(&route.lane));
     // Boxed, because few come this way and it holds much.
     Box::pin(ask(node, route, lane, wish, request, account)).await
 }
@@ -161,7 +181,7 @@ async fn ask(
         && !wish.passes
         && let Some(permit) = lanes.enter_calm(&lane)
     {
-        account.admitted(permit.sampled(&request.head), None);
+        account.admitted(permit, None);
         return Ok(());
     }
     let may_promise = tickets.is_some() && !page::is_crawler(text(&request.head, &http::header::USER_AGENT));

@@ -5,6 +5,7 @@
 //! decided (`nagaya_admission`), what a request does with the answer (`admission`).
 
 use std::collections::HashMap;
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -20,9 +21,9 @@ use nagaya_telemetry::Gauge;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
-use super::Permit;
 use super::lent::Lent;
 use super::tickets;
+use super::{Of, Permit};
 use crate::options::Options;
 
 /// Lanes kept although no thread has a route to them. Beyond it they are forgotten with what was learned in them.
@@ -77,6 +78,8 @@ pub type Called = oneshot::Sender<Moment>;
 pub struct Lanes {
     state: Mutex<State>,
     clock: Clock,
+    /// Threads that serve.
+    threads: usize,
     /// The machine may want another tick than the one it was promised.
     pub(super) stirred: Notify,
     me: Weak<Self>,
@@ -152,7 +155,9 @@ impl Lanes {
                 left: Map::default(),
                 all_waiting,
             };
-            Self { state: Mutex::new(state), clock, stirred: Notify::new(), me: Weak::clone(me) }
+            let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+            let threads = if options.threads == 0 { cores() } else { options.threads };
+            Self { state: Mutex::new(state), clock, threads, stirred: Notify::new(), me: Weak::clone(me) }
         })
     }
 
@@ -221,7 +226,7 @@ impl Lanes {
         }
         let lanes = Weak::clone(&self.me);
         let wait_ms = AtomicU64::new(millis(bounds.wait));
-        let lent = Lent::default();
+        let lent = Lent::new(self.threads);
         let lane = Arc::new(Lane { id, name, label: label.into(), inside, wait_ms, lent, lanes });
         state.by_label.insert(label.into(), Arc::clone(&lane));
         state.by_id.insert(id, Arc::clone(&lane));
@@ -336,11 +341,11 @@ impl Lanes {
             let mut state = self.state.lock();
             let count = state.machine.lend(self.now(), lane.id, LENT);
             if count > 0 {
-                lane.lent.grant(count);
+                lane.lent.own().grant(count);
             }
             count > 0
         };
-        is_in.then(|| Permit::lent(lane))
+        is_in.then(|| Permit::lent(Of::Lane(Arc::clone(lane))))
     }
 
     /// The client left while it waited, or was called and did not come.
@@ -482,7 +487,7 @@ impl Lanes {
     fn settle(&self, lane: &Lane) {
         let mut state = self.state.lock();
         let now = self.now();
-        if lane.lent.settle() {
+        if lane.lent.own().settle() {
             state.machine.give_back(now, lane.id, 1);
             self.carry_out(state, now);
         }
@@ -567,12 +572,12 @@ impl State {
 impl Lane {
     /// The right to run, if permits are lent and one is not in use.
     pub fn enter(&self) -> bool {
-        self.lent.enter()
+        self.lent.own().enter()
     }
 
     /// Gives back a lent permit. `sample`: what is to be learned from its request.
     pub fn leave(&self, sample: Option<(Class, Used)>) {
-        let is_back = self.lent.leave();
+        let is_back = self.lent.own().leave();
         if is_back && sample.is_none() {
             return;
         }

@@ -5,11 +5,50 @@
 //! recalled: nobody enters by them any more, and each comes back when its request ends. Not here: when permits are lent
 //! and recalled (`nagaya_admission`), what a request without one does (`lanes`).
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// What a lane has been lent, with a share for each thread: a request is counted where no other thread writes.
+#[derive(Debug)]
+pub struct Lent(Box<[Share]>);
+
+/// Apart from the next one by two cache lines, since processors fetch them in pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Share(Counted);
+
+impl Lent {
+    pub fn new(threads: usize) -> Self {
+        Self((0..threads.max(1)).map(|_| Share::default()).collect())
+    }
+
+    /// The calling thread's. What was taken there is left there.
+    pub fn own(&self) -> &Counted {
+        &self.0[thread() % self.0.len()].0
+    }
+
+    /// Lends no more; says how many are not in use and go back at once. Only with the machine in hand.
+    pub fn recall(&self) -> u32 {
+        self.0.iter().map(|share| share.0.recall()).sum()
+    }
+
+    /// How many are not in use.
+    pub fn spare(&self) -> u32 {
+        self.0.iter().map(|share| share.0.spare()).sum()
+    }
+}
+
+/// The calling thread's number, counted from 0 in the order in which threads first ask.
+fn thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    OWN.with(|own| *own)
+}
 
 /// `used` in the low bits, `lent` above it, and whether they have been recalled on top.
 #[derive(Debug, Default)]
-pub struct Lent(AtomicU64);
+pub struct Counted(AtomicU64);
 
 const BITS: u32 = 31;
 const MASK: u64 = (1 << BITS) - 1;
@@ -25,7 +64,7 @@ fn lent(word: u64) -> u64 {
     (word >> BITS) & MASK
 }
 
-impl Lent {
+impl Counted {
     /// Takes one, if there is one.
     pub fn enter(&self) -> bool {
         let take = |word| (word & RECALLED == 0 && used(word) < lent(word)).then_some(word + ONE_USED);
@@ -72,7 +111,7 @@ mod tests {
 
     #[test]
     fn as_many_enter_as_are_lent() {
-        let lane = Lent::default();
+        let lane = Counted::default();
         assert!(!lane.enter());
         lane.grant(2);
         assert!(lane.enter());
@@ -83,7 +122,7 @@ mod tests {
 
     #[test]
     fn recalled_ones_come_back_when_their_requests_end() {
-        let lane = Lent::default();
+        let lane = Counted::default();
         lane.grant(5);
         assert_eq!(lane.recall(), 4);
         assert!(!lane.enter() && !lane.leave());
@@ -93,7 +132,7 @@ mod tests {
 
     #[test]
     fn what_is_lent_anew_keeps_the_ones_in_use() {
-        let lane = Lent::default();
+        let lane = Counted::default();
         lane.grant(2);
         lane.recall();
         lane.grant(3);
@@ -102,8 +141,23 @@ mod tests {
     }
 
     #[test]
+    fn each_thread_counts_in_a_share_of_its_own() {
+        let lane = Lent::new(2);
+        lane.own().grant(3);
+        std::thread::scope(|scope| {
+            let other = || {
+                let is_other = !std::ptr::eq(lane.own(), &lane.0[thread().wrapping_add(1) % 2].0);
+                lane.own().grant(2);
+                is_other
+            };
+            assert!(scope.spawn(other).join().unwrap());
+        });
+        assert_eq!((lane.spare(), lane.recall(), lane.spare()), (3, 3, 0));
+    }
+
+    #[test]
     fn threads_neither_lose_nor_double_them() {
-        let lane = Lent::default();
+        let lane = Counted::default();
         let given = std::sync::atomic::AtomicU32::new(0);
         std::thread::scope(|scope| {
             for seed in 0..4_u32 {

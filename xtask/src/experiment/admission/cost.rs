@@ -4,13 +4,16 @@
 //! many at once as the node has, and set against the CPU time that a whole request costs the node. Not here: the other
 //! experiments.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use nagaya_admission::Class;
 use nagaya_edge::Options;
-use nagaya_edge::admission::{Lane, Lanes};
+use nagaya_edge::admission::{Lanes, Permit};
+use nagaya_edge::route::Route;
 use nagaya_telemetry::Gauge;
 use serde_json::json;
 
@@ -25,6 +28,9 @@ const THREADS: usize = 2;
 
 /// Requests between two looks at the clock.
 const BATCH: u64 = 10_000;
+
+/// What each of them is said to have taken.
+const SERVICE: Duration = Duration::from_micros(20);
 
 const GOALS: [Goal; 2] = [
     Goal { key: "ratio", bound: Bound::AtLeast(0.99), aim: 0.99 },
@@ -90,19 +96,22 @@ fn gate_us() -> Result<f64> {
     let site = serde_json::from_value(json!({
         "name": "hello", "tenant": "people", "hosts": ["hello.example"], "backend": {"kind": "static", "root": "/"},
     }));
-    let lane = lanes.of_site(&site.context("a site")?, &tenant.context("a tenant")?, &options);
-    // The first request finds the lane calm, and permits are lent to it.
-    drop(lanes.enter_calm(&lane).context("an empty lane lets in")?);
+    let (site, tenant) = (Arc::new(site.context("a site")?), Arc::new(tenant.context("a tenant")?));
+    let lane = lanes.of_site(&site, &tenant, &options);
     let stop = AtomicBool::new(false);
     let times: Vec<f64> = std::thread::scope(|scope| {
         let run = || {
-            let lane: &Arc<Lane> = &lane;
+            let route = Rc::new(Route::new(Arc::clone(&site), Arc::clone(&tenant), Arc::clone(&lane)));
+            // The first request of a thread finds the lane calm, and permits are lent to it.
+            drop(lanes.enter_calm(&lane));
             let (begun, mut requests) = (Instant::now(), 0_u64);
             while !stop.load(Ordering::Relaxed) {
                 for _ in 0..BATCH {
-                    drop(lanes.enter_calm(lane));
+                    if let Some(mut permit) = Permit::of_site(&route, || Class(1)) {
+                        permit.ended(SERVICE, true);
+                        requests += 1;
+                    }
                 }
-                requests += BATCH;
             }
             begun.elapsed().as_secs_f64() * 1e6 / requests as f64
         };

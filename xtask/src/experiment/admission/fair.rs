@@ -17,8 +17,9 @@ use crate::server::Server;
 
 const TENANTS: usize = 10;
 
-/// Requests of all tenants at once: one for each core, as suits programs that only compute.
-const NODE: u32 = 2;
+/// Requests of all tenants at once, and of one tenant: so that no crowd of one takes all there is.
+const NODE: u32 = 8;
+const TENANT: u32 = 6;
 
 /// The flood asks for as much as the whole node can do: fifty times what each ordinary tenant asks for.
 const FLOOD: f64 = 50.0;
@@ -41,7 +42,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         let uid = UID_BASE + u32::try_from(tenant)?;
         let root = board(setting.dir(), &format!("board-{tenant}"), uid)?;
         let name = format!("tenant-{tenant}");
-        records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid}}));
+        records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid, "max_concurrent": TENANT}}));
         records.push(json!({"site": {
             "name": format!("board-{tenant}"), "tenant": name, "hosts": [host(tenant)],
             "admission": {"wait_seconds": 3600},
@@ -76,7 +77,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         }
         eprintln!("round {} of {rounds} done", round + 1);
     }
-    report.note("requests at once", json!(NODE));
+    report.note("requests at once on the node, of a tenant", json!([NODE, TENANT]));
     report.note("an ordinary tenant asks, requests a second", json!(ordinary));
     report.note("jain_index", json!("over what the nine ordinary tenants, who ask the same, were served"));
     for variant in ["alone", "flooded"] {
