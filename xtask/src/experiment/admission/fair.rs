@@ -18,8 +18,8 @@ use crate::server::Server;
 const TENANTS: usize = 10;
 
 /// Requests of all tenants at once, and of one tenant: so that no crowd of one takes all there is.
-const NODE: u32 = 8;
-const TENANT: u32 = 6;
+const NODE: u32 = 4;
+const TENANT: u32 = 2;
 
 /// The flood asks for as much as the whole node can do: fifty times what each ordinary tenant asks for.
 const FLOOD: f64 = 50.0;
