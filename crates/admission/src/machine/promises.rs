@@ -275,10 +275,13 @@ impl Admission {
         }
         let Some(lane) = self.lanes.get(index as usize) else { return };
         let (waiting, Some(next)) = (lane.line.len(), lane.bounds.next) else { return };
+        let free = f64::from(lane.run.saturating_sub(lane.running));
         let Some(rate) = self.requests_per_second(index) else { return };
         let Some(calendar) = self.promised.calendars.get_mut(&index) else { return };
         // Who is called comes within the time that his place is kept, or not at all.
-        let ahead = next.window.mul_f64(CALL_BELOW).min(CALL_FOR).as_secs_f64() * rate;
+        // And nobody is called into a line that is longer than lines are to be here.
+        let span = next.window.mul_f64(CALL_BELOW).min(CALL_FOR).min(lane.bounds.wait);
+        let ahead = (span.as_secs_f64() * rate).max(free);
         let mut has_called = false;
         while f64::from(waiting + calendar.called()) < ahead {
             let Some((nonce, until)) = calendar.call(now) else { break };
