@@ -224,7 +224,7 @@ fn kill_edge(node: &Node) -> Result<()> {
         serde_json::from_str(&node.run(&["status", "--json"])?).context("reading the status")?;
     let processes = status["processes"].as_array().context("the status names no processes")?;
     let edge =
-        processes.iter().find(|process| process["role"] == json!("edge")).context("there is no edge")?;
+        processes.iter().find(|process| process["name"] == json!("edge")).context("there is no edge")?;
     let pid = edge["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).context("the edge has no pid")?;
     let pid = rustix::process::Pid::from_raw(pid).context("no pid")?;
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("killing the edge")
