@@ -20,6 +20,7 @@ pub const SUITE: Suite = Suite {
     tests: Tests::Alone(nagaya_tests::tests![
         a_held_request_says_how_long_and_its_body_arrives_whole,
         a_full_line_gives_a_ticket_that_is_kept,
+        whoever_half_closes_or_sends_slowly_in_line_harms_nobody,
         a_ticket_is_good_for_one_request_here_and_unaltered,
         a_ticket_outlives_a_killed_edge,
         people_get_a_page_and_crawlers_no_ticket,
@@ -114,6 +115,31 @@ fn a_held_request_says_how_long_and_its_body_arrives_whole() {
         request.matches("x").count() - request[..request.find("\r\n\r\n").unwrap()].matches("x").count(),
         40_000
     );
+    world.stop();
+}
+
+fn whoever_half_closes_or_sends_slowly_in_line_harms_nobody() {
+    let held = Held::start();
+    let world = node(&held);
+    world.cli(&["site", "set", "shop", "--wait-seconds", "60"]);
+    let mut first = occupy(&world, &held);
+    // It says that nothing more will come, as one does that has gone: its place is free.
+    let mut gone = ask(&world, "/gone", 1, "");
+    wait::until("it waits", || is_waiting(&world, 1));
+    gone.finish();
+    wait::until("its place is free", || is_waiting(&world, 0));
+    // It announces more than it sends: who stands behind it is not kept waiting for its body before its turn.
+    let mut slow = Connection::open(world.http());
+    slow.send("POST /slow HTTP/1.1\r\nHost: shop.test\r\nContent-Length: 10\r\n\r\n12345");
+    wait::until("it waits", || is_waiting(&world, 1));
+    let mut last = ask(&world, "/last", 2, "");
+    wait::until("both wait", || is_waiting(&world, 2));
+    drop(slow);
+    wait::until("one is left", || is_waiting(&world, 1));
+    held.let_go(2);
+    first.response().expect(200);
+    last.response().expect(200);
+    assert_eq!(held.arrived().last().map(String::as_str), Some("/last"));
     world.stop();
 }
 
