@@ -44,6 +44,7 @@ use crate::image::{Image, Images, Subject};
 use crate::log::Tail;
 use crate::options::Options;
 use crate::protocol::{Failure, InstanceId};
+use crate::roll::Roll;
 use alarms::Alarms;
 use housing::what_runs;
 use ledger::Ledger;
@@ -92,6 +93,8 @@ pub struct Instances {
     kept: RefCell<BTreeSet<SiteName>>,
     /// Commands that run in instances.
     execs: Cell<usize>,
+    /// Who is awake, for the edge. None: there is no memory for it.
+    roll: RefCell<Option<Roll>>,
 }
 
 /// One site's.
@@ -179,6 +182,7 @@ impl Instances {
             no_images: RefCell::default(),
             kept: RefCell::default(),
             execs: Cell::new(0),
+            roll: RefCell::new(roll()),
         }
     }
 
@@ -355,6 +359,15 @@ impl Instances {
         Terms::new(app, &node.idle, images)
     }
 
+    /// What the edge reads to know who is awake.
+    pub fn roll(&self) -> Option<OwnedFd> {
+        let reader = self.roll.borrow().as_ref()?.reader();
+        if let Err(error) = &reader {
+            tracing::warn!(%error, "the edge does not learn which applications are awake");
+        }
+        reader.ok()
+    }
+
     /// The sites whose record says that they always run. They begin to with the next `records_changed`.
     pub fn set_kept(&self, kept: BTreeSet<SiteName>) {
         self.kept.replace(kept);
@@ -519,6 +532,14 @@ impl Drop for Lease {
 fn parts(id: InstanceId) -> (Key, Run) {
     let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).expect("masked to 32 bits");
     (low(id.0 >> 32), Run(low(id.0)))
+}
+
+fn roll() -> Option<Roll> {
+    let roll = Roll::new();
+    if let Err(error) = &roll {
+        tracing::warn!(%error, "rules are told of every application that it is awake: the list of them cannot be made");
+    }
+    roll.ok()
 }
 
 fn at_once(options: &Options) -> usize {

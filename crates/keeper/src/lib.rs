@@ -9,6 +9,7 @@ pub mod client;
 pub mod codec;
 pub mod image;
 pub mod protocol;
+pub mod roll;
 pub mod sandbox;
 pub mod tally;
 
