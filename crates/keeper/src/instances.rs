@@ -38,6 +38,7 @@ use nagaya_cmdb::{Backend, Site, SiteName, Tenant};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
+use crate::bases::{Bases, Bounds, Unpacked};
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::image::{Image, Images, Subject};
@@ -89,6 +90,8 @@ pub struct Instances {
     images: RefCell<Option<Arc<Images>>>,
     /// Why not.
     no_images: RefCell<Option<String>>,
+    /// Bases that come as images.
+    bases: Arc<Bases>,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
     /// Commands that run in instances.
@@ -109,6 +112,8 @@ struct Instance {
     body: RefCell<Option<Rc<Body>>>,
     /// The last that was taken of it or brought it back.
     image: RefCell<Option<Image>>,
+    /// Its base, if that is one of `bases`: it stays on disk while it rests.
+    base: RefCell<Option<Arc<Unpacked>>>,
     /// Of what no image could be taken.
     refused: RefCell<Option<Subject>>,
     /// When the one was taken that is known to answer once it is back.
@@ -180,6 +185,7 @@ impl Instances {
             is_acting: Cell::new(false),
             images: RefCell::default(),
             no_images: RefCell::default(),
+            bases: Arc::new(Bases::new(options.instances.images.with_file_name("bases"), Bounds::NODE)),
             kept: RefCell::default(),
             execs: Cell::new(0),
             roll: RefCell::new(roll()),
@@ -274,6 +280,7 @@ impl Instances {
             next_waiter: Cell::new(0),
             body: RefCell::default(),
             image: RefCell::default(),
+            base: RefCell::default(),
             refused: RefCell::default(),
             proven: Cell::new(None),
             end_wanted: RefCell::new(watch::Sender::new(None)),
