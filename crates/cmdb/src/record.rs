@@ -5,6 +5,7 @@
 
 mod admission;
 mod app;
+mod base;
 mod limits;
 mod outbound;
 mod setting;
@@ -21,6 +22,7 @@ pub use app::{
     APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, RELEASE_LEN_MAX,
     Ready, START_SECONDS_MAX,
 };
+pub use base::Base;
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,

@@ -67,7 +67,9 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
     LocalSet::new().block_on(&runtime, async move {
         let keeper = Keeper::later(&shared.options().keeper);
         let node = Rc::new(Node::new(Arc::clone(&shared), Rc::clone(&keeper)));
-        let tls = Rc::new(Tls::new(keeper, Arc::clone(&shared.metrics)));
+        let tls = Rc::new(Tls::new(Rc::clone(&keeper), Arc::clone(&shared.metrics)));
+        // One that is not there yet is looked for by the first request that needs it.
+        tokio::task::spawn_local(async move { keeper.greet().await });
         let mut acceptors = Vec::with_capacity(thread.sockets.len());
         for socket in thread.sockets {
             let listener = std::net::TcpListener::from(socket.fd);

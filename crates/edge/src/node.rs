@@ -72,7 +72,7 @@ impl Node {
             upstream,
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
-            rules: Rules::new(&shared, Rc::clone(&turns)),
+            rules: Rules::new(&shared, Rc::clone(&keeper), Rc::clone(&turns)),
             turns,
             plans: Plans::default(),
             keeper,

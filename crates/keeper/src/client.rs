@@ -3,7 +3,7 @@
 //! One `Keeper` per edge thread, on its `LocalSet`. A lost connection fails what was under way with `Gone`
 //! and the next call makes a new one. Not here: what the edge does with descriptors and failures (`edge`).
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,6 +26,7 @@ use crate::codec::{self, CodecError};
 use crate::instances::WAKE_MAX;
 use crate::process::START_TIMEOUT;
 use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::roll::RollReader;
 use crate::server::{INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, receive, send};
 use crate::sys;
 use crate::tally::TallyReader;
@@ -206,6 +207,8 @@ pub struct Keeper {
 struct Connection {
     number: u64,
     socket: AsyncFd<OwnedFd>,
+    /// Which instances are awake. Came with the answer to the greeting.
+    roll: OnceCell<RollReader>,
     open: Cell<bool>,
     next_tag: Cell<u64>,
     waiting: RefCell<HashMap<u64, oneshot::Sender<Got>>>,
@@ -345,6 +348,26 @@ impl Keeper {
         self.open().is_some_and(|open| open.number == guard.connection)
     }
 
+    /// Whether the site's instance rests: it gets no CPU time, and a request would be the first to wake it. Asks nobody.
+    ///
+    /// As the keeper knew it just now. Without a keeper everything rests, because it all ends with its keeper; a new one is
+    /// then looked for, so that the next answers are of what it runs. False if the keeper cannot tell.
+    pub fn rests(self: &Rc<Self>, site: &SiteName) -> bool {
+        if let Some(open) = self.open() {
+            return open.roll.get().and_then(|roll| roll.is_awake(site)).is_some_and(|is_awake| !is_awake);
+        }
+        if self.connecting.try_lock().is_ok() {
+            let keeper = Rc::clone(self);
+            spawn_local(async move { keeper.connected().await.map(drop) });
+        }
+        true
+    }
+
+    /// Connects now, so that the first answer of `rests` is not given without a keeper.
+    pub async fn greet(&self) -> Result<(), ClientError> {
+        self.connected().await.map(drop)
+    }
+
     /// Chain and key (PEM) for a name, if there is one.
     pub async fn open_certificate(&self, name: &str) -> Result<Option<OwnedFd>, ClientError> {
         match self.call(Verb::OpenCertificate { name: name.to_owned() }, CALL_TIMEOUT).await {
@@ -383,9 +406,17 @@ impl Keeper {
             ClientError::Gone
         })?;
         let hello = connection.ask(Verb::Hello { version: PROTOCOL_VERSION });
-        if let Err(error) = timeout(CALL_TIMEOUT, hello).await.unwrap_or(Err(ClientError::TimedOut)) {
-            connection.close();
-            return Err(error);
+        match timeout(CALL_TIMEOUT, hello).await.unwrap_or(Err(ClientError::TimedOut)) {
+            Ok((_, fds, _)) => {
+                if let Some(roll) = fds.into_iter().next() {
+                    // It is a new connection's: nothing is there yet.
+                    let _ = connection.roll.set(RollReader::new(roll));
+                }
+            }
+            Err(error) => {
+                connection.close();
+                return Err(error);
+            }
         }
         *self.connection.borrow_mut() = Some(Rc::clone(&connection));
         Ok(connection)
@@ -416,6 +447,7 @@ impl Connection {
         let (farewells, to_say) = mpsc::channel(FAREWELLS_MAX);
         let connection = Rc::new(Self {
             number,
+            roll: OnceCell::new(),
             socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
             open: Cell::new(true),
             next_tag: Cell::new(1),

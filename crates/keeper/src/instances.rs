@@ -38,12 +38,14 @@ use nagaya_cmdb::{Backend, Site, SiteName, Tenant};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
+use crate::bases::{Bases, Bounds, Unpacked};
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::image::{Image, Images, Subject};
 use crate::log::Tail;
 use crate::options::Options;
 use crate::protocol::{Failure, InstanceId};
+use crate::roll::Roll;
 use alarms::Alarms;
 use housing::what_runs;
 use ledger::Ledger;
@@ -88,10 +90,14 @@ pub struct Instances {
     images: RefCell<Option<Arc<Images>>>,
     /// Why not.
     no_images: RefCell<Option<String>>,
+    /// Bases that come as images.
+    bases: Arc<Bases>,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
     /// Commands that run in instances.
     execs: Cell<usize>,
+    /// Who is awake, for the edge. None: there is no memory for it.
+    roll: RefCell<Option<Roll>>,
 }
 
 /// One site's.
@@ -106,6 +112,8 @@ struct Instance {
     body: RefCell<Option<Rc<Body>>>,
     /// The last that was taken of it or brought it back.
     image: RefCell<Option<Image>>,
+    /// Its base, if that is one of `bases`: it stays on disk while it rests.
+    base: RefCell<Option<Arc<Unpacked>>>,
     /// Of what no image could be taken.
     refused: RefCell<Option<Subject>>,
     /// When the one was taken that is known to answer once it is back.
@@ -177,8 +185,10 @@ impl Instances {
             is_acting: Cell::new(false),
             images: RefCell::default(),
             no_images: RefCell::default(),
+            bases: Arc::new(Bases::new(options.instances.images.with_file_name("bases"), Bounds::NODE)),
             kept: RefCell::default(),
             execs: Cell::new(0),
+            roll: RefCell::new(roll()),
         }
     }
 
@@ -270,6 +280,7 @@ impl Instances {
             next_waiter: Cell::new(0),
             body: RefCell::default(),
             image: RefCell::default(),
+            base: RefCell::default(),
             refused: RefCell::default(),
             proven: Cell::new(None),
             end_wanted: RefCell::new(watch::Sender::new(None)),
@@ -353,6 +364,15 @@ impl Instances {
         let node = &engine.options().instances;
         let images = self.images.borrow().is_some() && node.image_bytes_max > 0;
         Terms::new(app, &node.idle, images)
+    }
+
+    /// What the edge reads to know who is awake.
+    pub fn roll(&self) -> Option<OwnedFd> {
+        let reader = self.roll.borrow().as_ref()?.reader();
+        if let Err(error) = &reader {
+            tracing::warn!(%error, "the edge does not learn which applications are awake");
+        }
+        reader.ok()
     }
 
     /// The sites whose record says that they always run. They begin to with the next `records_changed`.
@@ -519,6 +539,14 @@ impl Drop for Lease {
 fn parts(id: InstanceId) -> (Key, Run) {
     let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).expect("masked to 32 bits");
     (low(id.0 >> 32), Run(low(id.0)))
+}
+
+fn roll() -> Option<Roll> {
+    let roll = Roll::new();
+    if let Err(error) = &roll {
+        tracing::warn!(%error, "rules are told of every application that it is awake: the list of them cannot be made");
+    }
+    roll.ok()
 }
 
 fn at_once(options: &Options) -> usize {

@@ -9,9 +9,11 @@ pub mod client;
 pub mod codec;
 pub mod image;
 pub mod protocol;
+pub mod roll;
 pub mod sandbox;
 pub mod tally;
 
+mod bases;
 mod cells;
 mod cgi;
 mod confinement;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,7 +22,7 @@ pub struct Ask {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Verb {
-    /// First message of a connection.
+    /// First message of a connection. Answer: `Hello` with one descriptor, the `roll` of instances that are awake.
     Hello { version: u32 },
     /// The site's document root. Answer: `Root` with one descriptor (`O_PATH | O_DIRECTORY`).
     OpenRoot { site: SiteName },

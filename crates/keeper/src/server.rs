@@ -433,7 +433,8 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
     match verb {
         Verb::Hello { version } if version == PROTOCOL_VERSION => {
             connection.greeted.set(true);
-            connection.reply(tag, Reply::Hello { version }, Vec::new());
+            let roll = connection.engine.instances.roll();
+            connection.reply(tag, Reply::Hello { version }, roll.into_iter().collect());
         }
         _ if !connection.greeted.get() => {
             refuse(Failure::Invalid, fault::PROTOCOL, "the first message must be Hello of this version");

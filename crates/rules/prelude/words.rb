@@ -6,6 +6,10 @@ module Nagaya
     def header
       HEADER
     end
+
+    def user_agent
+      HEADER["User-Agent"]
+    end
   end
 
   REQUEST = Request.new

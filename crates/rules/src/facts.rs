@@ -120,4 +120,7 @@ pub trait Facts {
     fn each_env(&self, each: &mut dyn FnMut(&str, &str));
 
     fn is_tls(&self) -> bool;
+
+    /// Whether the site's application rests, so that a request would wake it. False for sites of other kinds.
+    fn site_rests(&self) -> bool;
 }

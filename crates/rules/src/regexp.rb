@@ -256,3 +256,10 @@ class Symbol
     pattern =~ self
   end
 end
+
+# A field that a request does not have matches nothing.
+class NilClass
+  def =~(_)
+    nil
+  end
+end

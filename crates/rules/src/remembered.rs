@@ -47,6 +47,7 @@ enum Question {
     CellExists(Controller, CellName),
     Variable(Box<str>),
     Tls,
+    Rests,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -218,6 +219,7 @@ impl Asks {
                 number(Some(exists.into()))
             }
             Question::Tls => number(Some(facts.is_tls().into())),
+            Question::Rests => number(Some(facts.site_rests().into())),
             Question::Setting(key) => {
                 scratch.clear();
                 let found = facts.setting(key, &mut |field, scalar| write_setting(scratch, field, scalar));
@@ -382,6 +384,18 @@ impl Facts for Noted<'_> {
         let is_tls = self.facts.is_tls();
         self.note(Question::Tls, Told::Number(is_tls.into()));
         is_tls
+    }
+
+    /// It may be different from one moment to the next, and is asked anew for each request; within one run it stays what it was, so
+    /// that what is remembered of the run is what the run was told.
+    fn site_rests(&self) -> bool {
+        let told = self.trail.borrow().iter().find_map(|(asked, told)| match (asked, told) {
+            (Question::Rests, Told::Number(rests)) => Some(*rests != 0),
+            _ => None,
+        });
+        let rests = told.unwrap_or_else(|| self.facts.site_rests());
+        self.note(Question::Rests, Told::Number(rests.into()));
+        rests
     }
 }
 

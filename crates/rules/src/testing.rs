@@ -25,6 +25,9 @@ pub struct Asked {
     pub settings: BTreeMap<String, i64>,
     pub arrived: i64,
     pub questions: Cell<u32>,
+    /// The site's application rests for so many questions.
+    pub rests_for: u32,
+    pub rests_asked: Cell<u32>,
 }
 
 impl Asked {
@@ -107,6 +110,12 @@ impl Facts for Asked {
 
     fn is_tls(&self) -> bool {
         false
+    }
+
+    fn site_rests(&self) -> bool {
+        self.count();
+        let asked = self.rests_asked.replace(self.rests_asked.get() + 1);
+        asked < self.rests_for
     }
 }
 

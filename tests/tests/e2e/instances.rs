@@ -33,6 +33,7 @@ pub const SUITE: Suite = Suite {
             an_upgraded_connection_keeps_it_awake_for_as_long_as_it_lives,
             a_slow_answer_keeps_it_awake,
             a_crawler_is_answered_without_waking_anybody,
+            a_crawler_gets_pages_of_a_site_that_is_awake,
             an_operator_lists_wakes_rests_and_stops_instances,
             a_command_runs_in_an_instance_as_if_it_ran_here,
             time_in_a_database_is_told_of_a_request_that_was_alone,
@@ -56,6 +57,9 @@ pub const ALONE: Suite = Suite {
 const CRAWLERS: &str =
     "answer 503, \"Not now.\\n\" if request.header[\"User-Agent\"].to_s.include?(\"crawler\")\n";
 
+/// Those are welcome where they wake nobody.
+const INDEXERS: &str = "answer 503, \"It rests.\\n\" if site_rests? and request.user_agent =~ /indexer/\n";
+
 fn world() -> World {
     let mut builder = World::builder().tenant("alice");
     // One that is not where the node looks for it by itself.
@@ -67,6 +71,7 @@ fn world() -> World {
         .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
         .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
         .rule("crawlers", "access_checker", CRAWLERS, "")
+        .rule("indexers", "access_checker", INDEXERS, "")
         .start();
     world.write_program("alice", "app/app.py", programs::INSTANCE);
     world.write("alice", "app/secret", "hunter2\n");
@@ -352,6 +357,21 @@ fn a_crawler_is_answered_without_waking_anybody(world: &World) {
     assert_eq!(starts(world, "crawled"), 0);
     run_of(world, "crawled");
     assert_eq!(starts(world, "crawled"), 1);
+}
+
+fn a_crawler_gets_pages_of_a_site_that_is_awake(world: &World) {
+    add(world, "indexed", json!({}));
+    let index = || client::get_with(world.http(), "indexed.test", "/run", "User-Agent: an indexer\r\n");
+    // More than once: what the rule said is remembered.
+    (0..5).for_each(|_| assert_eq!(index().expect(503).text(), "It rests.\n"));
+    assert_eq!(starts(world, "indexed"), 0);
+    let run = run_of(world, "indexed");
+    (0..5).for_each(|_| assert_eq!(index().expect(200).text(), run));
+    rest(world, "indexed", "frozen");
+    (0..5).for_each(|_| assert_eq!(index().expect(503).text(), "It rests.\n"));
+    assert_eq!(tier(world, "indexed"), "frozen");
+    assert_eq!(run_of(world, "indexed"), run);
+    assert_eq!(index().expect(200).text(), run);
 }
 
 // === What goes wrong ===

@@ -279,6 +279,10 @@ impl Facts for Hosts {
     fn is_tls(&self) -> bool {
         false
     }
+
+    fn site_rests(&self) -> bool {
+        false
+    }
 }
 
 fn chart(report: &Report) -> Chart {

@@ -6,12 +6,15 @@ use std::path::Path;
 
 use super::{Findings, directory, env, is_variable};
 use crate::record::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, Endpoint, IDLE_SECONDS_MAX, Idle, Listen, Outbound,
-    RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, IDLE_SECONDS_MAX, Idle, Listen,
+    Outbound, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.
 const URL_LEN_MAX: usize = 1024;
+
+/// Longest tag of an image, bytes (distribution-spec v1.1).
+const TAG_LEN_MAX: usize = 128;
 
 pub(super) fn app(app: &App, to: &mut Findings) {
     command(app, to);
@@ -24,7 +27,16 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     }
     to.at_least_one("timeout_seconds", app.timeout_seconds);
     if let Some(base) = &app.base {
-        absolute("base", base, to);
+        absolute("base", base.path(), to);
+        if let Base::Layout { tag: Some(tag), .. } = base
+            && !is_tag(tag)
+        {
+            to.add(
+                "base",
+                tag,
+                format!("is not a tag of an image: 1 to {TAG_LEN_MAX} letters, digits, '.', '_' and '-'"),
+            );
+        }
     }
     short("writable", app.writable.len(), to);
     app.writable.iter().for_each(|path| directory("writable", path, to));
@@ -166,6 +178,11 @@ fn absolute(field: &str, path: &Path, to: &mut Findings) {
     directory(field, path, to);
 }
 
+fn is_tag(tag: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    (1..=TAG_LEN_MAX).contains(&tag.len()) && tag.bytes().all(is_plain)
+}
+
 fn short(field: &str, len: usize, to: &mut Findings) {
     if len > APP_LIST_LEN_MAX {
         to.add(field, len, format!("entries are too many: at most {APP_LIST_LEN_MAX}"));
@@ -209,6 +226,9 @@ mod tests {
             ("start_seconds", r#""start_seconds":301"#.to_owned()),
             ("base", r#""base":"srv""#.to_owned()),
             ("base", r#""base":"/srv/../x""#.to_owned()),
+            ("base", r#""base":"oci:srv/app:1""#.to_owned()),
+            ("base", r#""base":"oci:/srv/app:""#.to_owned()),
+            ("base", r#""base":"oci:/srv/app:a b""#.to_owned()),
             ("writable", r#""writable":["../x"]"#.to_owned()),
             ("writable", format!(r#""writable":[{}]"#, many(r#""w""#))),
             ("secrets", r#""secrets":{"1A":"k"}"#.to_owned()),

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::Outbound;
+use super::{Base, Outbound};
 
 /// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
@@ -46,7 +46,7 @@ pub struct App {
     pub timeout_seconds: Option<u32>,
     /// What it sees as `/`, read-only. None: the node's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub base: Option<PathBuf>,
+    pub base: Option<Base>,
     /// Where it may write, besides its own `/tmp`: beneath the tenant's home if relative. Empty: its directory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub writable: Vec<PathBuf>,

@@ -6,12 +6,14 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::rc::Rc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::header::{CONTENT_TYPE, HOST};
 use http::{HeaderMap, HeaderValue, Version};
 use nagaya_cmdb::cell::{CellName, Controller, Usage};
 use nagaya_cmdb::record::{self, Backend, SettingValue};
+use nagaya_keeper::client::Keeper;
 use nagaya_rules::{Facts, Number, Scalar, Text};
 
 use crate::access_log::{AccessRecord, Used};
@@ -25,6 +27,7 @@ use crate::shared::Shared;
 /// One request as rules see it.
 pub struct RequestFacts<'a> {
     pub shared: &'a Shared,
+    pub keeper: &'a Rc<Keeper>,
     /// Name of this node.
     pub node: &'a str,
     pub head: &'a Head,
@@ -235,6 +238,11 @@ impl Facts for RequestFacts<'_> {
 
     fn is_tls(&self) -> bool {
         self.head.conn.tls.is_some()
+    }
+
+    fn site_rests(&self) -> bool {
+        let site = &self.route.site;
+        matches!(site.backend, Backend::App(_)) && self.keeper.rests(&site.name)
     }
 }
 

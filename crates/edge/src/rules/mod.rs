@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use http::HeaderMap;
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::{CellChange, Confinement};
+use nagaya_keeper::client::Keeper;
 use nagaya_rules::{Engine, Level, Phase, Verdict};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
@@ -58,6 +59,8 @@ const CODE_CELLS: Code = Code(433);
 /// One thread's rules.
 pub struct Rules {
     shared: Arc<Shared>,
+    /// It knows which applications rest.
+    keeper: Rc<Keeper>,
     engine: RefCell<Engine>,
     /// What each request begins with.
     blank: Rc<Verdict>,
@@ -117,13 +120,14 @@ impl Told {
 }
 
 impl Rules {
-    pub fn new(shared: &Arc<Shared>, turns: Rc<Turns>) -> Rc<Self> {
+    pub fn new(shared: &Arc<Shared>, keeper: Rc<Keeper>, turns: Rc<Turns>) -> Rc<Self> {
         let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
         let engine = Engine::new(Arc::clone(&shared.rules));
         let rules = Self {
             blank: engine.blank(),
             engine: RefCell::new(engine),
             shared: Arc::clone(shared),
+            keeper,
             any: Cell::new(false),
             logs: Cell::new(false),
             node: RefCell::new("".into()),
@@ -399,6 +403,7 @@ impl Ruling {
         let node = self.rules.node.borrow();
         let facts = RequestFacts {
             shared: &self.rules.shared,
+            keeper: &self.rules.keeper,
             node: &node,
             head: &request.head,
             body_len: request.body.len(),
@@ -435,6 +440,7 @@ impl Ruling {
         if let Some(kept) = self.kept.take() {
             let facts = RequestFacts {
                 shared: &self.rules.shared,
+                keeper: &self.rules.keeper,
                 node: &self.rules.node.borrow(),
                 head: &kept.head,
                 body_len: kept.body_len,

@@ -13,6 +13,7 @@ use tokio::time::sleep;
 
 use super::surroundings::Scratch;
 use super::{Instance, Instances};
+use crate::bases::BASE;
 use crate::engine::Engine;
 use crate::fault::Fault;
 use crate::image::{Images, Limits, Subject};
@@ -58,6 +59,7 @@ impl Instances {
         }
         loop {
             self.collect(engine);
+            self.collect_bases(engine);
             sleep(COLLECT_INTERVAL).await;
         }
     }
@@ -74,6 +76,16 @@ impl Instances {
             };
             // Otherwise the next look does it.
             let _ = engine.on_worker(collect).await;
+        });
+    }
+
+    /// Removes bases that nobody uses any more.
+    fn collect_bases(&self, engine: &Rc<Engine>) {
+        let (bases, engine) = (Arc::clone(&self.bases), Rc::clone(engine));
+        spawn_local(async move {
+            if let Ok(Err(error)) = engine.on_worker(move || Ok(bases.collect())).await {
+                tracing::warn!(%error, "{BASE}: not all bases that are not used any more can be removed");
+            }
         });
     }
 

@@ -5,6 +5,7 @@
 use std::rc::Rc;
 use std::time::Instant;
 
+use nagaya_cmdb::SiteName;
 use nagaya_cmdb::instance::{Stage, Tier};
 use tokio::sync::watch;
 use tokio::task::spawn_local;
@@ -79,7 +80,19 @@ impl Instances {
         if instance.tier.get().0 != tier {
             instance.tier.set((tier, Instant::now()));
         }
+        self.enrol(&instance.site().name);
         instance.changed.notify_waiters();
+    }
+
+    /// Notes for the edge whether this site's instance is awake; one whose site was removed is nobody's any more.
+    fn enrol(&self, name: &SiteName) {
+        let listed = self.sites.borrow().get(name).cloned();
+        let is_awake = listed.is_some_and(|listed| !listed.life.borrow().rests());
+        if let Some(roll) = &mut *self.roll.borrow_mut()
+            && let Err(error) = roll.set(name, is_awake)
+        {
+            tracing::warn!(site = %name, %error, "rules are told that it rests, which it does not");
+        }
     }
 
     fn perform(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, effect: Effect, now: Instant) {

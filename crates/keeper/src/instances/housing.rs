@@ -8,7 +8,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,6 +17,7 @@ use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
 use super::surroundings::{self, Scratch};
+use crate::bases::Unpacked;
 use crate::cells::Leaf;
 use crate::fault::{self, Fault};
 use crate::image::{Digest, Found, Handed, Image, ImageError, Images, Subject, base_digest};
@@ -42,6 +43,8 @@ pub struct Housing {
     pub listens_at: PathBuf,
     /// What it may reach outside, and what leads there. None: nothing.
     pub outside: Option<(Plan, Relay)>,
+    /// Its base, where that is an image of a layout.
+    pub unpacked: Option<Arc<Unpacked>>,
 }
 
 /// What came of it besides the processes.
@@ -94,7 +97,7 @@ impl Housing {
     fn sandbox(&self, launcher: &Launcher, leaf: &Leaf) -> Result<Sandbox, Fault> {
         let whose = (self.identity(), leaf.entrance());
         let Self { site, tenant, app, options, .. } = self;
-        let spec = surroundings::spec(site, tenant, app, &self.scratch(), options, whose);
+        let spec = surroundings::spec(site, tenant, app, &self.scratch(), options, self.base(), whose);
         launcher.create(&spec).map_err(|error| of_sandbox(&error))
     }
 
@@ -238,8 +241,21 @@ impl Housing {
         })?
     }
 
-    fn base(&self) -> &std::path::Path {
-        self.app.base.as_deref().unwrap_or(std::path::Path::new("/"))
+    fn base(&self) -> &Path {
+        match (&self.unpacked, &self.app.base) {
+            (Some(unpacked), _) => &unpacked.path,
+            (None, Some(base)) => base.path(),
+            (None, None) => Path::new("/"),
+        }
+    }
+
+    /// What an image of its processes depends on.
+    fn base_digest(&self) -> io::Result<Digest> {
+        match &self.unpacked {
+            // Its files may be unpacked anew and are the same.
+            Some(unpacked) => Ok(Digest::of(&[b"oci", unpacked.digest.as_bytes()])),
+            None => base_digest(self.base()),
+        }
     }
 
     fn subject(&self, secrets: &[(String, String)]) -> io::Result<Subject> {
@@ -254,7 +270,7 @@ impl Housing {
             site: site.name.to_string(),
             release: app.release.clone().unwrap_or_default(),
             definition: Digest::of(&parts),
-            base: base_digest(self.base())?,
+            base: self.base_digest()?,
             uid,
             gid,
         })

@@ -310,6 +310,16 @@ impl Lifecycle {
         }
     }
 
+    /// It gets no CPU time, and a request would be the first to wake it.
+    pub fn rests(&self) -> bool {
+        let is_down = match self.state {
+            State::Off | State::Ending(_) => true,
+            State::Queued | State::Booting(_) | State::Restoring(_) | State::Imaging(_) => false,
+            State::Up(up) => up.tier <= Tier::Frozen && !matches!(up.doing, Some((_, Doing::Up))),
+        };
+        is_down && self.waiters.is_empty()
+    }
+
     pub fn is_queued(&self) -> bool {
         self.state == State::Queued
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
-use nagaya_cmdb::record::{App, Ready};
+use nagaya_cmdb::record::{App, Base, Ready};
 use nagaya_cmdb::{Backend, Site};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -25,6 +25,7 @@ use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
 use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
+use crate::bases::{Sought, Unpacked};
 use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
@@ -32,7 +33,7 @@ use crate::image::{self, Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
 use crate::relay::{Outlets, Plan, Traffic};
-use crate::sandbox::Sandbox;
+use crate::sandbox::{Identity, Sandbox};
 use crate::spawn;
 
 /// Name of the socket the keeper listens on for an application.
@@ -70,6 +71,8 @@ pub struct Body {
     kills: Option<Kills>,
     /// The ways out of its sandbox, which go with it.
     outlets: Option<Outlets>,
+    /// It stays on disk as long as the processes see it.
+    _base: Option<Arc<Unpacked>>,
     _dir: Directory,
 }
 
@@ -261,9 +264,10 @@ async fn spawn(
     let resting = Arc::new(Resting::new(Arc::clone(&leaf)));
     let outlets = inside.as_mut().and_then(|inside| inside.made.outlets.take());
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
+    let base = inside.as_ref().and_then(|inside| inside.housing.unpacked.clone());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
     let kills = leaf.kills();
-    Ok(Body { handle, leaf, door, resting, image, inside, kills, outlets, _dir: dir })
+    Ok(Body { handle, leaf, door, resting, image, inside, kills, outlets, _base: base, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.
@@ -288,6 +292,38 @@ async fn spawn_plain(
     Ok((handle, Door::Plain { address: given.address, owner }))
 }
 
+/// Its base, if that is an image of a layout: unpacked now if it is not yet.
+async fn unpacked(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    whose: Option<Identity>,
+) -> Result<Option<Arc<Unpacked>>, Fault> {
+    let Some(Base::Layout { path, tag }) = app.base.clone() else {
+        instance.base.take();
+        return Ok(None);
+    };
+    let (bases, site) = (Arc::clone(&engine.instances.bases), instance.site());
+    let find = {
+        let bases = Arc::clone(&bases);
+        move || Ok(bases.find(&path, tag.as_deref(), whose)?)
+    };
+    let unpacked = match engine.on_worker(find).await? {
+        Sought::There(unpacked) => unpacked,
+        Sought::Missing(missing) => {
+            let began = Instant::now();
+            let _turn = bases.turn().await;
+            let bases = Arc::clone(&bases);
+            let unpacked = engine.on_worker(move || Ok(bases.unpack(&missing)?)).await?;
+            let took = began.elapsed();
+            tracing::info!(site = %site.name, digest = unpacked.digest, ?took, "its base was unpacked");
+            unpacked
+        }
+    };
+    instance.base.replace(Some(Arc::clone(&unpacked)));
+    Ok(Some(unpacked))
+}
+
 async fn spawn_sandboxed(
     engine: &Rc<Engine>,
     instance: &Instance,
@@ -302,7 +338,9 @@ async fn spawn_sandboxed(
     let options = Arc::new((*options).clone());
     let plan = Plan::new(app.outbound.endpoints());
     let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
-    let housing = Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at, outside });
+    let unpacked = unpacked(engine, instance, app, runner.identity).await?;
+    let housing =
+        Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at, outside, unpacked });
     // What the worker has made besides the processes, or why it has made none.
     let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
     let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());

@@ -142,6 +142,7 @@ pub fn spec(
     app: &App,
     scratch: &Scratch,
     options: &Options,
+    base: &Path,
     (identity, entrance): (Identity, Entrance),
 ) -> Spec {
     let home = spawn::home(tenant);
@@ -175,7 +176,7 @@ pub fn spec(
     Spec {
         identity,
         hostname: name,
-        base: app.base.clone().unwrap_or_else(|| "/".into()),
+        base: base.to_owned(),
         binds,
         hide: hidden(options),
         tmp: Some(scratch.tmp.clone()),
@@ -232,7 +233,7 @@ mod tests {
         let options = Options::default();
         let scratch = Scratch::of(&site, &options);
         let whose = (Identity { uid: 9, gid: 9 }, Entrance::default());
-        spec(&site, &tenant, &app, &scratch, &options, whose).binds
+        spec(&site, &tenant, &app, &scratch, &options, Path::new("/"), whose).binds
     }
 
     fn binds(backend: &str) -> Vec<(String, String, bool)> {

@@ -35,6 +35,9 @@ const OWN: [&str; 5] = ["proc", "sys", "dev", "run", "tmp"];
 /// Of the node's root these are empty: whose files they hold is somebody else's business.
 const EMPTY: [&str; 7] = ["home", "root", "srv", "mnt", "media", "boot", "lost+found"];
 
+/// Of any other base these are given as they are, and a tenant's files may be beside what is in them, if that is not more than so much.
+const SPREAD_MAX: usize = 32;
+
 /// The same, deeper. `hide` of an order adds to them.
 const HIDDEN: [&str; 4] = ["/var/log", "/var/spool", "/var/mail", "/var/backups"];
 
@@ -119,7 +122,7 @@ pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
     let base_at = || format!("open its base {}", birth.base.display());
     let base = rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty()).step(base_at())?;
     let is_node = birth.base == Path::new("/");
-    let mut sources = top_level(&base, &root, is_node).step(base_at())?;
+    let mut sources = top_level(&base, &root, birth, is_node).step(base_at())?;
     let mut hide = Vec::new();
     if is_node {
         let hidden = HIDDEN.iter().map(Path::new).chain(birth.hide.iter().map(PathBuf::as_path));
@@ -138,8 +141,7 @@ pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
         .binds
         .iter()
         .map(|bound| open_bound(bound, identity).step(format!("open {} for it", bound.source.display())));
-    let has_var_tmp = rustix::fs::statat(&base, "var/tmp", AtFlags::SYMLINK_NOFOLLOW)
-        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory);
+    let has_var_tmp = find(&base, Path::new("var/tmp"), true).is_ok();
     Ok(Prepared {
         root,
         base: sources,
@@ -185,7 +187,7 @@ fn own_group(gid: u32) -> rustix::fs::Gid {
 }
 
 /// The directories of a base, each as a mount, and its links, which go into the skeleton as they are.
-fn top_level(base: &OwnedFd, root: &OwnedFd, is_node: bool) -> io::Result<Vec<Source>> {
+fn top_level(base: &OwnedFd, root: &OwnedFd, birth: &Birth, is_node: bool) -> io::Result<Vec<Source>> {
     let mut sources = Vec::new();
     for entry in rustix::fs::Dir::read_from(base_readable(base)?)? {
         let entry = entry?;
@@ -200,6 +202,19 @@ fn top_level(base: &OwnedFd, root: &OwnedFd, is_node: bool) -> io::Result<Vec<So
                 let to = rustix::fs::readlinkat(base, name, Vec::new())?;
                 rustix::fs::symlinkat(&to, root, name)?;
             }
+            // What is in there one by one, so that there is room for a tenant's files beside it.
+            FileType::Directory if EMPTY.contains(&name) && is_small(base, name)? => {
+                let dir = find(base, Path::new(name), true)?;
+                rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755))?;
+                rustix::fs::chownat(
+                    root,
+                    name,
+                    Some(own(birth.uid)),
+                    Some(own_group(birth.gid)),
+                    AtFlags::empty(),
+                )?;
+                spread(&dir, name, root, &mut sources)?;
+            }
             FileType::Directory => {
                 let mount = clone_path(base, Path::new(name), READ_ONLY)?;
                 sources.push(Source { mount, target: name.into(), is_directory: true });
@@ -208,13 +223,47 @@ fn top_level(base: &OwnedFd, root: &OwnedFd, is_node: bool) -> io::Result<Vec<So
         }
     }
     for name in NESTED {
-        let stat = rustix::fs::statx(base, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
-        if stat.is_ok_and(|stat| stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)) {
-            let mount = clone_path(base, Path::new(name), READ_ONLY)?;
+        // A base that is not the node's may have any links.
+        let Ok(found) = find(base, Path::new(name), true) else { continue };
+        let stat = rustix::fs::statx(&found, "", AtFlags::EMPTY_PATH, StatxFlags::TYPE)?;
+        if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+            let mount = clone_mount(&found, READ_ONLY)?;
             sources.push(Source { mount, target: name.into(), is_directory: true });
         }
     }
     Ok(sources)
+}
+
+/// Whether so few things are in it that each can be a mount of its own.
+fn is_small(base: &OwnedFd, name: &str) -> io::Result<bool> {
+    let dir = base_readable(&find(base, Path::new(name), true)?)?;
+    // With itself and the one above.
+    Ok(rustix::fs::Dir::read_from(dir)?.take(SPREAD_MAX + 3).count() <= SPREAD_MAX + 2)
+}
+
+/// Each thing in a directory of the base as a mount beneath `name`; links go into the skeleton as they are.
+fn spread(dir: &OwnedFd, name: &str, root: &OwnedFd, sources: &mut Vec<Source>) -> io::Result<()> {
+    for entry in rustix::fs::Dir::read_from(base_readable(dir)?)? {
+        let entry = entry?;
+        let Some(inner) = entry.file_name().to_str().ok().filter(|inner| !matches!(*inner, "." | ".."))
+        else {
+            continue;
+        };
+        let target = Path::new(name).join(inner);
+        let stat = rustix::fs::statat(dir, inner, AtFlags::SYMLINK_NOFOLLOW)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Symlink => {
+                let to = rustix::fs::readlinkat(dir, inner, Vec::new())?;
+                rustix::fs::symlinkat(&to, root, &target)?;
+            }
+            kind @ (FileType::Directory | FileType::RegularFile) => {
+                let mount = clone_path(dir, Path::new(inner), READ_ONLY)?;
+                sources.push(Source { mount, target, is_directory: kind == FileType::Directory });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn base_readable(base: &OwnedFd) -> io::Result<OwnedFd> {
@@ -260,7 +309,8 @@ pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Re
     }
     if prepared.has_var_tmp {
         let mount = clone_path(root, Path::new("tmp"), PLAIN).step("open its /tmp")?;
-        attach_at(&mount, root, "var/tmp").step("mount its /var/tmp")?;
+        let at = find(root, Path::new("var/tmp"), true).step("find its /var/tmp")?;
+        attach_to(&mount, &at).step("mount its /var/tmp")?;
     }
     let shm = scratch(uid, gid, "1777", shm_bytes_max, PLAIN | NO_PROGRAMS);
     shm.and_then(|shm| attach_at(&shm, root, "dev/shm")).step("mount its /dev/shm")?;

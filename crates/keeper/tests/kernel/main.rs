@@ -3,6 +3,7 @@
 //! A harness of its own, because this binary is also the keeper it tests, and because what needs root must
 //! be seen to be skipped. Not here: checks of single values; those are beside the code they check.
 
+mod bases;
 mod cells;
 mod exec;
 mod faults;
@@ -10,6 +11,7 @@ mod files;
 mod groups;
 mod image;
 mod instances;
+mod layers;
 mod life;
 mod limits;
 mod outbound;
@@ -19,6 +21,7 @@ mod programs;
 mod rest;
 mod sandbox;
 mod scene;
+mod swap;
 mod wake;
 mod world;
 
@@ -93,6 +96,16 @@ fn main() {
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
     let trials = trials
         .chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).chain(outbound::CRIU).map(of_criu));
+    let of_found = |(name, fact): &swap::SwapFact| {
+        let fact = *fact;
+        Trial::ignorable_test(*name, move || {
+            if !is_root {
+                return Ok(Completion::ignored_with("needs root"));
+            }
+            Ok(fact().map_or_else(Completion::ignored_with, |()| Completion::Completed))
+        })
+    };
+    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS].concat();

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use nagaya_cmdb::feed::{Down, Question, Up};
 use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_cmdb::record::Change;
 use nagaya_keeper::BackEnd;
 use nagaya_keeper::client::{InstanceUse, Keeper};
 use nagaya_keeper::protocol::Failure;
@@ -21,6 +22,7 @@ use crate::world::{World, refusal, site_name, until_so, wait_dead};
 
 pub const ROOT: &[Fact] = &[
     ("an instance answers from each tier it rests at, and is the same", answers_from_each_tier),
+    ("the edge knows without asking whether an instance rests", rests_is_known),
     ("a quiet instance runs only when nobody else wants to", quiet_threads),
     ("a frozen instance uses no CPU time", frozen_uses_nothing),
     ("an idle instance goes down by itself until nothing of it is left", goes_down_alone),
@@ -144,11 +146,12 @@ fn rest(world: &World, to: Tier) -> Value {
     world.act("app", Act::Rest { to: Some(to) })
 }
 
-fn has_swap() -> bool {
+pub fn has_swap() -> bool {
     fs::read_to_string("/proc/swaps").unwrap().lines().count() > 1
 }
 
 fn answers_from_each_tier() {
+    let _swap = crate::swap::stays();
     let world = world("", json!({})).start();
     world.run(async |keeper| {
         let first = run_of(&keeper, "app").await;
@@ -172,6 +175,37 @@ fn answers_from_each_tier() {
     let thawed = "nagaya_keeper_wakes_total{from=\"frozen\",end=\"woke\"}";
     assert!(world.metric(thawed) >= 1);
     assert_eq!(world.metric("nagaya_keeper_instances_running"), 1);
+}
+
+fn rests_is_known() {
+    let mut world = world("", json!({}));
+    world.site("late", "alice", app("late", json!({})));
+    let world = world.start();
+    world.run(async |keeper| {
+        let rests = |site: &str| keeper.rests(&site_name(site));
+        assert!(rests("app") && rests("nobody"));
+        run_of(&keeper, "app").await;
+        for (tier, expected) in [(Tier::Quiet, false), (Tier::Frozen, true), (Tier::Cold, true)] {
+            assert!(!rests("app"));
+            until_idle(&world, "app").await;
+            rest(&world, tier);
+            assert_eq!(rests("app"), expected, "{tier}");
+            run_of(&keeper, "app").await;
+        }
+        // A wake that has begun is nobody's doing who comes now.
+        let waking = Rc::clone(&keeper);
+        let waking = tokio::task::spawn_local(async move { run_of(&waking, "late").await });
+        until_so(|| show(&world, "late")["state"] == "starting").await;
+        assert!(!rests("late"));
+        waking.await.unwrap();
+        world.apply(vec![Change::DropSite(site_name("app"))]);
+        assert!(rests("app") && !rests("late"));
+        world.kill();
+        until_so(|| rests("late")).await;
+        world.restart();
+        run_of(&keeper, "late").await;
+        assert!(!rests("late"), "of the new keeper");
+    });
 }
 
 /// The scheduling policies and nice values of all threads: fields 41 and 19 of proc_pid_stat(5).

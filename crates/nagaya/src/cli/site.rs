@@ -188,8 +188,8 @@ pub struct InstanceFields {
     /// Variable whose value is in a file, like KEY=secrets/key.txt, beneath the tenant's home if relative; repeat for more
     #[arg(long = "secret", value_name = "NAME=FILE", value_parser = pair)]
     pub secrets: Vec<(String, String)>,
-    /// Directory that it sees as /, read-only, instead of the node's own
-    #[arg(long, value_name = "DIR")]
+    /// Directory that it sees as /, read-only, instead of the node's own; or an image: oci:LAYOUT or oci:LAYOUT:TAG
+    #[arg(long, value_name = "DIR|oci:LAYOUT[:TAG]")]
     pub base: Option<String>,
     /// Directory it may write to, instead of its working directory; repeat for more
     #[arg(long, value_name = "DIR")]

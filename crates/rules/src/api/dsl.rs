@@ -42,6 +42,10 @@ pub const NATIVES: &[Native] = &[
     Native::method(WORDS, "answer", answer),
     Native::method(WORDS, "redirect", redirect),
     Native::method(WORDS, "log", log),
+    Native::method(WORDS, "site_rests?", |call| {
+        call.expect(0, 0)?;
+        Ok(Value::Bool(call.facts.site_rests()))
+    }),
     Native::method(REQUEST, "host", |call| request::text(call, Text::Hostname)),
     Native::method(REQUEST, "path", |call| request::text(call, Text::Path)),
     Native::method(REQUEST, "query", |call| request::text(call, Text::Query)),

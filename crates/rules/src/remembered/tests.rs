@@ -44,6 +44,7 @@ fn a_rule_that_asks_for_what_can_be_asked_again_is_spared_runs() {
          c.exist? ? c.modify : c.create\n  c.attach\nend",
         "answer 403 if request.header[\"User-Agent\"] =~ /curl/",
         "limit cpu: KVS.get(request.host) || \"50%\"",
+        "answer 503 if site_rests? and request.user_agent =~ /bot/",
         "request.path.split(\"/\").each { |part| lane \"x\", run: 2 if part == \"slow\" }",
         "nil",
     ] {
@@ -199,5 +200,28 @@ proptest! {
             let said = ask(&mut engine, &request);
             prop_assert_eq!(&*said, &run(&mut engine, &request));
         }
+    }
+}
+
+#[test]
+fn whether_a_site_rests_is_asked_for_each_request_whatever_is_remembered() {
+    let (_set, mut engine) = Rules::of("answer 503 if site_rests? and request.user_agent =~ /bot/").engine();
+    let crawler = |rests_for| Asked { agent: Some("a bot".into()), rests_for, ..Asked::host("a.example") };
+    for _ in 0..3 {
+        assert!(ask(&mut engine, &crawler(u32::MAX)).answer.is_some());
+        assert!(ask(&mut engine, &crawler(0)).answer.is_none());
+    }
+    let visitor = Asked { agent: Some("curl".into()), ..crawler(u32::MAX) };
+    assert!(ask(&mut engine, &visitor).answer.is_none());
+}
+
+#[test]
+fn a_site_that_wakes_while_a_rule_runs_rests_to_the_end_of_the_run() {
+    let twice = "answer 503 if site_rests? && (1 + 1 == 2) && site_rests?";
+    let (_set, mut engine) = Rules::of(twice).engine();
+    let resting = |rests_for| Asked { rests_for, ..Asked::host("a.example") };
+    for _ in 0..3 {
+        assert!(ask(&mut engine, &resting(1)).answer.is_some(), "it rested when it was asked for");
+        assert!(ask(&mut engine, &resting(0)).answer.is_none());
     }
 }

@@ -296,3 +296,15 @@ fn a_host_that_is_not_named_has_no_settings() {
     world.texts.retain(|(text, _)| *text != Text::Hostname);
     assert!(world.decide("limit KVS[request.host]").is_silent());
 }
+
+#[test]
+fn a_crawler_need_not_wake_a_site_that_rests() {
+    let rule = "answer 503 if site_rests? and request.user_agent =~ /bot/";
+    let asked_by = |agent: &str, rests| World { rests, ..world().header("User-Agent", agent) };
+    let status = |world: World| world.decide(rule).answer.map(|answer| answer.status);
+    assert_eq!(status(asked_by("a bot", true)), Some(503));
+    assert_eq!(status(asked_by("a bot", false)), None);
+    assert_eq!(status(asked_by("curl", true)), None);
+    assert_eq!(status(World { rests: true, ..world() }), None, "one that does not say what it is");
+    assert!(world().fault("site_rests? 1").message.contains("wrong number of arguments"));
+}

@@ -35,6 +35,8 @@ pub struct World {
     pub usage: Option<Usage>,
     pub load: [f64; 3],
     pub env: Vec<(&'static str, &'static str)>,
+    /// The site's application rests.
+    pub rests: bool,
 }
 
 impl World {
@@ -245,6 +247,10 @@ impl Facts for World {
 
     fn is_tls(&self) -> bool {
         self.text(Text::Scheme).as_deref() == Some("https")
+    }
+
+    fn site_rests(&self) -> bool {
+        self.rests
     }
 }
 

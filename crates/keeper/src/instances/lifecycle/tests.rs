@@ -206,6 +206,14 @@ impl World {
         if out.users > 0 {
             assert_eq!((life.users(), life.tier(), life.doing()), (out.users, Tier::Running, None));
         }
+        let is_wanted = out.users > 0 || !out.waiting.is_empty();
+        assert!(!is_wanted || !life.rests(), "it is said to rest while somebody needs it");
+        let is_up = out.alive.is_some() && life.tier() >= Tier::Quiet && life.doing().is_none();
+        assert!(!is_up || !life.rests(), "it is said to rest while it runs");
+        assert!(
+            out.alive.is_some() || out.has_turn || life.doing().is_some() || life.rests(),
+            "it does not run"
+        );
         let turns = self.outside.iter().filter(|out| out.has_turn).count();
         assert!(turns <= self.at_once, "{turns} at once");
     }

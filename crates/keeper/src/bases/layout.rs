@@ -1,0 +1,274 @@
+//! An OCI image layout on disk: `index.json` says which image a name means, `blobs/sha256` has what it is made of
+//! (image-spec v1.1, image-layout.md).
+//!
+//! All of it is a tenant's: opened with its rights, bounded, and believed only if its digest is right. Not here: what layers do (`layer`).
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use ring::digest::{SHA256, digest};
+use rustix::fs::{CWD, FileType, Mode, OFlags};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::layer::{Compression, Layer, Tree};
+use super::{BaseError, Bounds};
+use crate::sandbox::Identity;
+use crate::sys;
+
+/// Longest JSON document, bytes: the limit of registries for manifests.
+const JSON_LEN_MAX: u64 = 4 << 20;
+
+/// Indexes in each other.
+const NESTED_MAX: usize = 3;
+
+/// As many as a container engine can stack.
+const LAYERS_MAX: usize = 128;
+
+/// Names that are shown where none fits.
+const SHOWN_MAX: usize = 8;
+
+/// Names an image in an index.
+const NAME: &str = "org.opencontainers.image.ref.name";
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Index {
+    manifests: Vec<Descriptor>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Manifest {
+    config: Descriptor,
+    layers: Vec<Descriptor>,
+}
+
+/// What an image was built for; the rest of its configuration is not used.
+#[derive(Debug, Deserialize)]
+struct Platform {
+    architecture: String,
+    os: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Descriptor {
+    #[serde(default)]
+    media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default)]
+    annotations: BTreeMap<String, String>,
+    #[serde(skip)]
+    sha256: String,
+    platform: Option<PlatformName>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct PlatformName {
+    architecture: String,
+    os: String,
+}
+
+impl Descriptor {
+    /// With a digest that is safe as a file's name.
+    fn checked(mut self) -> Result<Self, BaseError> {
+        let hex = self.digest.strip_prefix("sha256:").filter(|hex| {
+            hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        });
+        let Some(hex) = hex else {
+            let why = format!("'{}' is not sha256: and 64 digits", self.digest.escape_debug());
+            return Err(BaseError::Malformed { what: "a digest".into(), why });
+        };
+        self.sha256 = hex.to_owned();
+        Ok(self)
+    }
+
+    fn is_index(&self) -> bool {
+        self.media_type.contains("image.index") || self.media_type.contains("manifest.list")
+    }
+
+    fn fits_here(&self) -> bool {
+        self.platform.as_ref().is_none_or(|platform| is_ours(&platform.os, &platform.architecture))
+    }
+
+    fn name(&self) -> Option<&str> {
+        self.annotations.get(NAME).map(String::as_str)
+    }
+}
+
+/// A layout that is open.
+pub struct Layout {
+    dir: OwnedFd,
+    whose: Option<Identity>,
+}
+
+/// What a base is made of.
+pub struct Content {
+    /// Of the manifest, hexadecimal.
+    pub digest: String,
+    layers: Vec<(Descriptor, Compression)>,
+}
+
+impl Layout {
+    pub fn open(path: &Path, whose: Option<Identity>) -> Result<Self, BaseError> {
+        let open = || {
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            rustix::fs::openat(CWD, path, flags, Mode::empty())
+        };
+        let opened = sys::as_tenant(whose, open).and_then(|opened| Ok(opened?));
+        let dir = opened.map_err(|error| BaseError::NoLayout { path: path.display().to_string(), error })?;
+        let layout = Self { dir, whose };
+        layout.open_file("oci-layout").map_err(|error| BaseError::NoLayout {
+            path: path.display().to_string(),
+            error: io::Error::new(error.kind(), format!("oci-layout: {error}")),
+        })?;
+        Ok(layout)
+    }
+
+    fn open_file(&self, name: &str) -> io::Result<File> {
+        // What is no file, such as a pipe, holds nobody up.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let open = || rustix::fs::openat(&self.dir, name, flags, Mode::empty());
+        let file = sys::as_tenant(self.whose, open)??;
+        if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::RegularFile {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
+        }
+        Ok(file.into())
+    }
+
+    /// What the tag means; without one the layout must have one image only.
+    pub fn content(&self, tag: Option<&str>) -> Result<Content, BaseError> {
+        let what = "index.json";
+        let file = self
+            .open_file(what)
+            .map_err(|error| BaseError::Malformed { what: what.into(), why: error.to_string() })?;
+        let index: Index = parse(what, &read(what, file)?)?;
+        let mut found = self.choose(&index, tag)?;
+        for _ in 0..NESTED_MAX {
+            if !found.is_index() {
+                return self.content_of(&found);
+            }
+            let inner: Index = parse("an index", &self.document("an index", &found)?)?;
+            found = self.choose(&inner, None)?;
+        }
+        Err(BaseError::Malformed { what: what.into(), why: "indexes are nested too deep".into() })
+    }
+
+    fn choose(&self, index: &Index, tag: Option<&str>) -> Result<Descriptor, BaseError> {
+        let fit = |one: &&Descriptor| one.fits_here() && tag.is_none_or(|tag| one.name() == Some(tag));
+        let mut fitting: Vec<&Descriptor> = index.manifests.iter().filter(fit).collect();
+        fitting.dedup_by(|a, b| a.digest == b.digest);
+        match fitting[..] {
+            [one] => one.clone().checked(),
+            _ => {
+                let wanted = tag.map_or_else(
+                    || "without a tag (name one: oci:PATH:TAG)".into(),
+                    |tag| format!("'{tag}'"),
+                );
+                let names: Vec<String> = index.manifests.iter().take(SHOWN_MAX).map(shown).collect();
+                Err(BaseError::NoImage {
+                    wanted,
+                    found: if names.is_empty() { "none".into() } else { names.join(", ") },
+                })
+            }
+        }
+    }
+
+    fn content_of(&self, manifest: &Descriptor) -> Result<Content, BaseError> {
+        let Manifest { config, layers } = parse("a manifest", &self.document("a manifest", manifest)?)?;
+        let built_for: Platform =
+            parse("a configuration", &self.document("a configuration", &config.checked()?)?)?;
+        if !is_ours(&built_for.os, &built_for.architecture) {
+            let found = format!("{}/{}", built_for.os.escape_debug(), built_for.architecture.escape_debug());
+            return Err(BaseError::NoImage { wanted: "that can run".into(), found });
+        }
+        if layers.len() > LAYERS_MAX {
+            return Err(BaseError::TooLarge {
+                what: format!("{} layers; at most {LAYERS_MAX}", layers.len()),
+            });
+        }
+        let layers = layers.into_iter().map(|layer| {
+            let layer = layer.checked()?;
+            let compression = Compression::of(&layer.media_type).ok_or_else(|| BaseError::Malformed {
+                what: format!("the kind of layer {}", layer.digest),
+                why: format!("'{}' is not a tar file, plain or with gzip", layer.media_type.escape_debug()),
+            })?;
+            Ok((layer, compression))
+        });
+        Ok(Content { digest: manifest.sha256.clone(), layers: layers.collect::<Result<_, BaseError>>()? })
+    }
+
+    fn blob(&self, what: &'static str, blob: &Descriptor) -> Result<File, BaseError> {
+        let opened = self.open_file(&format!("blobs/sha256/{}", blob.sha256));
+        opened.map_err(|error| BaseError::NoBlob { what, digest: blob.sha256.clone(), error })
+    }
+
+    /// A JSON document, which has its digest.
+    fn document(&self, what: &'static str, blob: &Descriptor) -> Result<Vec<u8>, BaseError> {
+        let bytes = read(what, self.blob(what, blob)?)?;
+        let is_it = bytes.len() as u64 == blob.size && hex(digest(&SHA256, &bytes).as_ref()) == blob.sha256;
+        if is_it { Ok(bytes) } else { Err(BaseError::Altered { what, digest: blob.sha256.clone() }) }
+    }
+}
+
+impl Content {
+    /// Puts all layers into an empty directory, the lowest first.
+    pub fn unpack(&self, layout: &Layout, tree: &Tree, bounds: Bounds) -> Result<(), BaseError> {
+        let packed = self.layers.iter().fold(0_u64, |sum, (layer, _)| sum.saturating_add(layer.size));
+        if packed > bounds.bytes_max {
+            return Err(BaseError::TooLarge {
+                what: format!("its layers take {packed} bytes; at most {}", bounds.bytes_max),
+            });
+        }
+        let mut left = bounds;
+        for (blob, compression) in &self.layers {
+            let file = layout.blob("a layer", blob)?;
+            let layer = Layer { file, sha256: &blob.sha256, len: blob.size, compression: *compression };
+            layer.unpack(tree, &mut left, bounds)?;
+        }
+        Ok(())
+    }
+}
+
+pub fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    let mut text = String::with_capacity(bytes.len() * 2);
+    // Writing to a String does not fail.
+    bytes.iter().for_each(|byte| write!(text, "{byte:02x}").unwrap_or_default());
+    text
+}
+
+fn read(what: &str, file: File) -> Result<Vec<u8>, BaseError> {
+    let mut bytes = Vec::new();
+    file.take(JSON_LEN_MAX + 1).read_to_end(&mut bytes).map_err(BaseError::io("read the layout"))?;
+    if bytes.len() as u64 > JSON_LEN_MAX {
+        return Err(BaseError::TooLarge { what: format!("{what} has more than {JSON_LEN_MAX} bytes") });
+    }
+    Ok(bytes)
+}
+
+fn parse<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, BaseError> {
+    serde_json::from_slice(bytes)
+        .map_err(|error| BaseError::Malformed { what: what.into(), why: error.to_string() })
+}
+
+fn is_ours(os: &str, architecture: &str) -> bool {
+    let ours = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    os == "linux" && architecture == ours
+}
+
+fn shown(one: &Descriptor) -> String {
+    let platform =
+        one.platform.as_ref().map(|of| format!(" ({}/{})", of.os, of.architecture)).unwrap_or_default();
+    let text = format!("{}{platform}", one.name().unwrap_or("one without a tag"));
+    text.escape_debug().to_string()
+}
