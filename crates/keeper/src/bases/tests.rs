@@ -224,7 +224,7 @@ fn a_base_stays_as_long_as_it_is_held() {
     world.bases.collect_before(all).unwrap();
     assert_eq!(
         names(&world.dir.path().join("bases")),
-        [base.digest.clone()],
+        std::slice::from_ref(&base.digest),
         "what was left half done is gone"
     );
     drop(base);
