@@ -11,14 +11,12 @@ use nagaya_cmdb::instance::{Act, Tier};
 use nagaya_keeper::protocol::Failure;
 use serde_json::{Value, json};
 
+use crate::FoundFact;
 use crate::layers::{Layer, Writer, architecture};
 use crate::rest::{NEVER, until_idle};
 use crate::world::{World, read_socket, refusal, set_mode, site_name};
 
-/// One that needs a program which may not be there.
-pub type BaseFact = (&'static str, fn() -> Result<(), String>);
-
-pub const ROOT: &[BaseFact] = &[
+pub const ROOT: &[FoundFact] = &[
     ("an application runs on an image of a layout, and two sites share it", runs_on_an_image),
     ("a layout that its tenant may not read, or that was altered, is no base", refused_layouts),
 ];

@@ -31,6 +31,9 @@ use nagaya_keeper::BackEnd;
 /// One test: its name, and what panics if it is not so.
 pub type Fact = (&'static str, fn());
 
+/// One that finds out when it runs whether it can. The error: why not.
+pub type FoundFact = (&'static str, fn() -> Result<(), String>);
+
 /// One that is true only where the keeper has these controllers.
 pub type CellFact = (&'static [&'static str], &'static str, fn());
 
@@ -57,8 +60,6 @@ fn main() {
         sandbox::ROOT,
     ]
     .concat();
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let is_mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
     let trial = |(name, fact): &Fact, missing: Option<&'static str>| {
         let fact = *fact;
@@ -96,15 +97,6 @@ fn main() {
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
     let trials = trials
         .chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).chain(outbound::CRIU).map(of_criu));
-    let of_found = |(name, fact): &swap::SwapFact| {
-        let fact = *fact;
-        Trial::ignorable_test(*name, move || {
-            if !is_root {
-                return Ok(Completion::ignored_with("needs root"));
-            }
-            Ok(fact().map_or_else(Completion::ignored_with, |()| Completion::Completed))
-        })
-    };
     let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
@@ -112,4 +104,21 @@ fn main() {
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
+}
+
+/// Whether a file system of this kind is mounted anywhere.
+fn is_mounted(kind: &str) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind))
+}
+
+/// Of root, and of what is found out only when it runs.
+fn of_found((name, fact): &FoundFact) -> Trial {
+    let fact = *fact;
+    Trial::ignorable_test(*name, move || {
+        if !rustix::process::geteuid().is_root() {
+            return Ok(Completion::ignored_with("needs root"));
+        }
+        Ok(fact().map_or_else(Completion::ignored_with, |()| Completion::Completed))
+    })
 }

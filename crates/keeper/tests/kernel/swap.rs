@@ -13,13 +13,11 @@ use nagaya_cmdb::instance::{Act, Stage, Tier};
 use serde_json::json;
 use tempfile::TempDir;
 
+use crate::FoundFact;
 use crate::rest::{NEVER, SERVER, app, get, has_swap, pids, run_of, show, until_at, until_idle};
 use crate::world::{World, site_name, until_so};
 
-/// One that needs swap, or none. What it needs is found out when it runs.
-pub type SwapFact = (&'static str, fn() -> Result<(), String>);
-
-pub const ROOT: &[SwapFact] = &[
+pub const ROOT: &[FoundFact] = &[
     ("memory of an instance goes out to swap and comes back as it was", goes_out_and_comes_back),
     ("without swap an instance rests as deep as it can, and says why", rests_without_swap),
 ];
