@@ -111,7 +111,8 @@ impl Refusal {
             Self::TurnedAway(turned) if turned.is_early => {
                 row(StatusCode::SERVICE_UNAVAILABLE, 451, "too_early", Client)
             }
-            Self::TurnedAway(_) => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Site),
+            // Of a crowd each would be a line of the node's log; the access log and the metrics have them.
+            Self::TurnedAway(_) => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Client),
             Self::TicketInvalid(_) => row(StatusCode::FORBIDDEN, 452, "ticket_invalid", Client),
             Self::TicketUsed => row(StatusCode::CONFLICT, 453, "ticket_used", Client),
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
