@@ -31,9 +31,10 @@ const LEFT_OUT: [&str; 5] =
     ["/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/lintian/"];
 
 /// Made at installation, so that no package lists them. Nothing secret is among them.
-const MADE: [&str; 7] = [
+const MADE: [&str; 8] = [
     "/etc/alternatives",
     "/etc/group",
+    "/etc/hosts",
     "/etc/ld.so.cache",
     "/etc/nsswitch.conf",
     "/etc/passwd",

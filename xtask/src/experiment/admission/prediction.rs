@@ -30,7 +30,7 @@ const JUDGED_MS: f64 = 100.0;
 const WARM_UP: Duration = Duration::from_secs(5);
 
 /// A report takes as long as a counting loop does; a read prints at once.
-const REPORT: &str = "#!/bin/sh\ni=0\nwhile [ \"$i\" -lt 60000 ]; do i=$((i + 1)); done\n\
+const REPORT: &str = "#!/bin/sh\ni=0\nwhile [ \"$i\" -lt 200000 ]; do i=$((i + 1)); done\n\
      printf 'Content-Type: text/plain\\r\\n\\r\\nreport of %s\\n' \"$i\"\n";
 
 const GOALS: [Goal; 4] = [
@@ -142,7 +142,7 @@ fn judge(report: &mut Report, round: usize, variant: &str, seen: &[Seen]) -> Res
 
 /// Bursts of reads with a report now and then, so that a line builds up and goes again.
 fn mix(server: &crate::server::Server, window: Duration) -> Result<Vec<Seen>> {
-    const BURST: u32 = 60;
+    const BURST: u32 = 120;
     const EVERY: Duration = Duration::from_secs(3);
     let read = Post { body: None, ..post(server, HOST, BYTES) };
     let slow = Post { path: "/report.cgi".into(), ..read.clone() };
@@ -151,7 +151,7 @@ fn mix(server: &crate::server::Server, window: Duration) -> Result<Vec<Seen>> {
     while at < window {
         for place in 0..BURST {
             let which = if place % 6 == 5 { &slow } else { &read };
-            arrivals.push((at + Duration::from_millis(u64::from(place) * 5), which.clone()));
+            arrivals.push((at + Duration::from_millis(u64::from(place)), which.clone()));
         }
         at += EVERY;
     }
