@@ -37,12 +37,11 @@ pub use self::explain::row;
 pub use self::exposition::text as exposition;
 pub use self::lanes::{Lane, Lanes};
 pub use self::tickets::{Tickets, open, take_away};
-
-use self::tickets::keep_rest;
 pub use self::turned::Turned;
 
 use self::held::Held;
 use self::lanes::{Entered, Told};
+use self::tickets::keep_rest;
 use crate::account::Account;
 use crate::message::{Head, Request, RequestBody};
 use crate::node::Node;

@@ -108,12 +108,10 @@ struct Clock {
 }
 
 impl Clock {
-    /// `known`: the latest moment anything is known of from an earlier start. A wall clock that was set back does not make
-    /// promises come true later.
-    fn new(known: Moment) -> Self {
+    fn new() -> Self {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
         let wall = u64::try_from(wall).unwrap_or(u64::MAX);
-        Self { began: Instant::now(), at_start: wall.max(known.0) }
+        Self { began: Instant::now(), at_start: wall }
     }
 
     fn now(&self) -> Moment {
@@ -142,7 +140,7 @@ impl Lanes {
     /// `all_waiting` is kept at the number of requests in line.
     pub fn new(options: &Options, all_waiting: Gauge) -> Arc<Self> {
         Arc::new_cyclic(|me| {
-            let clock = Clock::new(Moment::default());
+            let clock = Clock::new();
             let machine = Admission::new(clock.now(), node_bounds(options));
             let state = State {
                 machine,
@@ -231,6 +229,7 @@ impl Lanes {
         state.by_label.insert(label.into(), Arc::clone(&lane));
         state.by_id.insert(id, Arc::clone(&lane));
         state.bounds.insert(id, bounds);
+        tell(self.effects(state, now));
         lane
     }
 
@@ -254,6 +253,8 @@ impl Lanes {
         state.by_label.remove(&lane.label);
         state.by_id.remove(&lane.id);
         state.bounds.remove(&lane.id);
+        // What is in use comes back as its requests end; the machine takes it from a lane that is gone, too.
+        state.machine.give_back(now, lane.id, lane.lent.recall());
         state.machine.remove(now, lane.id);
     }
 

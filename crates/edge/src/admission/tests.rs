@@ -168,6 +168,17 @@ fn a_dropped_site_turns_away_who_waits_there() {
     assert_eq!(lanes.running(), 0);
 }
 
+#[test]
+fn a_dropped_site_gives_back_what_it_was_lent() {
+    let (lanes, lane) = lane(100, 1);
+    let running = runs(&lanes, &lane).unwrap();
+    lanes.drop_site(&site(None).name);
+    assert!(!lane.enter(), "nobody enters a lane that is gone");
+    assert_eq!(lanes.running(), 1, "what ran runs on, and what was not in use is back");
+    drop(running);
+    assert_eq!(lanes.running(), 0);
+}
+
 /// Threads that enter, sometimes give up, and leave: the bound holds at every moment, nobody is forgotten in line, and all
 /// permits come back.
 #[test]
