@@ -86,6 +86,10 @@ impl Findings {
         Self { record: format!("setting '{key}'"), index, mistakes: Vec::new() }
     }
 
+    pub fn of_cluster(index: Option<usize>) -> Self {
+        Self { record: "a node or placement".into(), index, mistakes: Vec::new() }
+    }
+
     pub fn add(&mut self, field: impl Into<String>, value: impl fmt::Display, hint: impl Into<String>) {
         let value = value.to_string().chars().take(QUOTE_LEN_MAX).collect();
         let (field, hint) = (field.into(), hint.into());

@@ -5,18 +5,23 @@
 //! read it, and the supervisor starts it anew. Not here: the sockets (`nagaya`), the copy (`table`).
 
 use std::io::{self, Read, Write};
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::instance::{Act, Exec};
-use crate::record::Change;
+use crate::names::{NodeName, SiteName};
+use crate::record::{Change, NodeRecord, Placement, Why};
 
 /// Longest frame, in bytes. The largest is one batch of changes: `BATCH_MAX` records of at most 64 KiB.
 pub const FRAME_LEN_MAX: usize = 256 << 20;
 
 /// Most changes sent in one frame.
 pub const BATCH_MAX: usize = 4096;
+
+/// Longest that the edge takes to answer `Question::FetchImage`: 16 GiB at 10 MiB a second.
+pub const FETCH_MAX: Duration = Duration::from_secs(1800);
 
 /// From the supervisor to a process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,6 +43,34 @@ pub enum Down {
     /// The keeper: run this in an instance. With the frame comes the descriptor of a connection, on which it says what
     /// comes of it (`ExecSaid`).
     Exec(Exec),
+    /// In a cluster: until when this node may run what is placed on it, as CLOCK_BOOTTIME in nanoseconds. It never becomes
+    /// less; when it has passed, the edge serves no placed site from here and the keeper freezes their instances, until
+    /// a later one comes. A node without a cluster is never told.
+    Authority { until_ns: u64 },
+    /// The edge: this site is about to move away from here. Requests that come for it wait until its placement names another
+    /// node, or until this is taken back.
+    Leaving { site: SiteName, on: bool },
+    /// The edge: what became of its `Up::Place` with the same tag.
+    Placed { tag: u64, placed: Placed },
+    /// The edge: asks these members to vouch for this node. Each that does is told by `Up::Vouched`; a later round ends this one.
+    Vouch { round: u64, members: Vec<NodeRecord> },
+    /// The edge: this node vouches for the member that asked by `Up::VouchAsked` with the same tag. `moved`: the store's
+    /// revision that member has to know. There is no other answer: who does not vouch is silent.
+    VouchAnswer { tag: u64, moved: u64 },
+}
+
+/// Where a site's application runs from now on, or why it runs nowhere.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Placed {
+    At {
+        placement: Placement,
+        /// Microseconds it took to choose the node, and to have the store agree. Both 0: it had moved already.
+        decide_us: u64,
+        store_us: u64,
+    },
+    /// In words for the operator, with the code of the page that helps.
+    Nowhere { reason: String, code: String },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,6 +95,21 @@ pub enum Question {
     Requests,
     /// The edge: the receipt of the request with this id as JSON.
     Explain { id: String },
+    /// The edge: bring the image of a site here from the node that has it, unless this node has one. Answered by a `Fetched`
+    /// as JSON when that has ended, within `FETCH_MAX`.
+    FetchImage { site: SiteName, from: NodeName },
+}
+
+/// What became of a `Question::FetchImage`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fetched {
+    /// There is an image here. `bytes` came for it; 0: it was here already.
+    Here { digest: String, bytes: u64 },
+    /// The other node has none either.
+    None,
+    /// In words for the operator. What came in part is kept.
+    Failed { reason: String },
 }
 
 /// From a process to the supervisor.
@@ -75,6 +123,25 @@ pub enum Up {
     Answer {
         tag: u64,
         text: String,
+    },
+    /// The edge: this site is to be placed, because it is not, or because the node that has it cannot serve it. `seen` is the
+    /// epoch that did not do: if there is a higher one, that is the answer. Answered by `Down::Placed`.
+    Place {
+        tag: u64,
+        site: SiteName,
+        seen: Option<u64>,
+        why: Why,
+    },
+    /// The edge: the member with this id asks this node to vouch for it.
+    VouchAsked {
+        tag: u64,
+        id: String,
+    },
+    /// The edge: the member with this id vouches for this node, in this round.
+    Vouched {
+        round: u64,
+        id: String,
+        moved: u64,
     },
 }
 

@@ -128,6 +128,10 @@ pub enum Act {
     Image,
     /// Ends its processes.
     Stop,
+    /// In a cluster: gives it up, so that another node may have it. Nobody gets it any more; who uses it may end that for so
+    /// long, then its processes are ended. `{"ok": true, "epoch": ..., "cut": ...}` only when none of them is left: it does not
+    /// run here again under this epoch. `cut` is how many uses were cut short.
+    Release { within_ms: u64 },
     /// All that is known of it.
     Inspect,
     /// The last lines it wrote.

@@ -14,7 +14,9 @@ pub mod store;
 pub mod table;
 
 pub use check::Mistake;
-pub use names::{HostPattern, NameError, SiteName, TenantName};
-pub use record::{Backend, CellLimits, Change, Setting, SettingValue, Site, Tenant};
+pub use names::{HostPattern, NameError, NodeName, SiteName, TenantName};
+pub use record::{
+    Backend, CellLimits, Change, NodeRecord, Placement, Setting, SettingValue, Site, Tenant, Why,
+};
 pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

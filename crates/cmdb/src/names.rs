@@ -74,6 +74,10 @@ name_type! {
     /// Host names served one way.
     SiteName
 }
+name_type! {
+    /// A machine of a cluster.
+    NodeName
+}
 
 /// `www.example.org`, `*.example.org` or `*` (the default site), in lower case, without a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -6,6 +6,7 @@
 mod admission;
 mod app;
 mod base;
+mod cluster;
 mod limits;
 mod outbound;
 mod setting;
@@ -15,7 +16,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::names::{HostPattern, SiteName, TenantName};
+use crate::names::{HostPattern, NodeName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
@@ -23,6 +24,7 @@ pub use app::{
     Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
+pub use cluster::{NodeRecord, Placement, Why};
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
@@ -195,6 +197,10 @@ pub enum Change {
     PutSetting(Setting),
     /// By its key.
     DropSetting(String),
+    PutNode(Box<NodeRecord>),
+    DropNode(NodeName),
+    PutPlacement(Placement),
+    DropPlacement(SiteName),
 }
 
 #[cfg(test)]

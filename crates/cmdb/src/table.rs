@@ -1,10 +1,12 @@
-//! The complete in-memory copy of tenants, sites and settings that each process holds, so that a request never
+//! The complete in-memory copy of tenants, sites, settings, nodes and placements that each process holds, so that a request never
 //! asks the store. Made for 100,000 sites: a record is kept as its compact JSON and decoded when asked for, and
 //! the indexes hold 32-bit slots and hashes instead of names. Settings, which rules ask for many times in one
 //! request, are kept decoded.
 //!
 //! Not here: the choice among a host's paths (`edge::route`, which also keeps hot records decoded), checks
 //! of records (`check`: what arrives here was accepted by the store), the wire (`feed`).
+
+mod cluster;
 
 use std::hash::BuildHasher;
 use std::sync::Arc;
@@ -15,7 +17,8 @@ use nagaya_base::limits::HOST_LEN_MAX;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::record::{Change, Setting, Site, Tenant};
+use self::cluster::Cluster;
+use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
 
 /// A change that does not fit what the table holds. The store never commits such a change, so whoever gets
 /// this has lost step with the store and must load everything anew.
@@ -31,6 +34,10 @@ pub enum TableError {
     UnknownSite(String),
     #[error("setting '{0}' cannot be dropped: this process does not know it")]
     UnknownSetting(String),
+    #[error("node '{0}' cannot be dropped: this process does not know it")]
+    UnknownNode(String),
+    #[error("the placement of '{0}' cannot be dropped: this process does not know it")]
+    UnknownPlacement(String),
 }
 
 /// A site that answers for a host, with its owner.
@@ -48,6 +55,7 @@ pub struct Table {
     sites: Records,
     hosts: HashTable<HostEntry>,
     settings: Settings,
+    cluster: Cluster,
     hasher: RandomState,
     /// Records are written here first, so that what stays allocated is exactly as long as the record.
     scratch: Vec<u8>,
@@ -77,6 +85,12 @@ impl Table {
             Change::PutSetting(setting) => self.settings.put(setting),
             Change::DropSetting(key) if self.settings.remove(&key) => {}
             Change::DropSetting(key) => return Err(TableError::UnknownSetting(key)),
+            Change::PutNode(node) => self.cluster.put_node(*node),
+            Change::DropNode(name) if self.cluster.drop_node(name.as_str()) => {}
+            Change::DropNode(name) => return Err(TableError::UnknownNode(name.into())),
+            Change::PutPlacement(placement) => self.cluster.put_placement(placement),
+            Change::DropPlacement(site) if self.cluster.drop_placement(site.as_str()) => {}
+            Change::DropPlacement(site) => return Err(TableError::UnknownPlacement(site.into())),
         }
         Ok(())
     }
@@ -150,7 +164,32 @@ impl Table {
             + self.sites.heap_bytes()
             + self.hosts.allocation_size()
             + self.settings.heap_bytes()
+            + self.cluster.heap_bytes()
             + self.scratch.capacity()
+    }
+
+    /// The member of the cluster with this name.
+    pub fn node(&self, name: &str) -> Option<Arc<NodeRecord>> {
+        self.cluster.node(name).cloned()
+    }
+
+    /// All members of the cluster, in no order.
+    pub fn nodes(&self) -> Vec<Arc<NodeRecord>> {
+        self.cluster.nodes().cloned().collect()
+    }
+
+    /// Where the application of this site runs. None: nobody has asked for it, or there is no cluster.
+    pub fn placement(&self, site: &str) -> Option<Placement> {
+        self.cluster.placement(site)
+    }
+
+    /// All placements, in no order.
+    pub fn placements(&self) -> impl Iterator<Item = Placement> {
+        self.cluster.placements()
+    }
+
+    pub fn placement_count(&self) -> usize {
+        self.cluster.placement_count()
     }
 
     fn put_tenant(&mut self, tenant: &Tenant) {

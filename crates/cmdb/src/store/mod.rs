@@ -1,9 +1,10 @@
 //! The store: where tenants, sites and settings are kept across restarts, behind one trait, so that a cluster's
 //! store can take the place of the embedded one.
 //!
-//! Not here: the embedded store (`redb`), what a set of changes comes to (`plan`), JSON lines (`import`),
+//! Not here: the embedded store (`redb`), the cluster's store (`etcd`), what a set of changes comes to (`plan`), JSON lines (`import`),
 //! who may change it and who is told (`nagaya`'s admin interface).
 
+pub mod etcd;
 mod guard;
 pub mod import;
 mod plan;
@@ -17,8 +18,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Mistake;
 use crate::feed::BATCH_MAX;
-use crate::record::{Change, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
 
+pub use self::etcd::ClusterStore;
 pub use self::redb::RedbStore;
 
 /// Longest record as JSON, in bytes: the 64 KiB that `feed::FRAME_LEN_MAX` counts on, less its wrapping.
@@ -50,6 +52,8 @@ pub enum StoreError {
     NoUid { base: u32 },
     #[error("reading the records was given up: {0}")]
     Visitor(io::Error),
+    #[error(transparent)]
+    Cluster(#[from] etcd::ClusterError),
 }
 
 impl StoreError {
@@ -60,6 +64,7 @@ impl StoreError {
             Self::Damaged { .. } => Code(203),
             Self::Version { .. } => Code(204),
             Self::NoUid { .. } => Code(205),
+            Self::Cluster(error) => error.code(),
         }
     }
 }
@@ -106,11 +111,13 @@ pub enum Mode {
     Replace,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     Tenant,
     Site,
     Setting,
+    Node,
+    Placement,
 }
 
 /// Which sites a page shows. All given conditions hold together.
@@ -137,7 +144,7 @@ pub type Visitor<'a> = dyn FnMut(Kind, &str) -> io::Result<()> + 'a;
 
 /// Every call sees the state of one moment. Calls block on the disk.
 pub trait Store: Send + Sync {
-    /// Grows by one with each transaction that changed something.
+    /// Grows with each transaction that changed something: by one, unless the store takes so many changes only in parts.
     fn revision(&self) -> Result<u64, StoreError>;
     fn counts(&self) -> Result<Counts, StoreError>;
     fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError>;
@@ -148,8 +155,15 @@ pub trait Store: Send + Sync {
     fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
     /// Like [`Store::tenants`], in order of key.
     fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError>;
-    /// All tenants, then all sites, then all settings, each in order of name, one in memory at a time. Returns the
-    /// revision they belong to.
+    /// The cluster's nodes, in order of name. They are few.
+    fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError>;
+    fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError>;
+    /// Where this site's application runs. Nothing in a store without a cluster.
+    fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
+    /// Like [`Store::tenants`], in order of site.
+    fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError>;
+    /// All tenants, then all sites, settings, nodes and placements, each in order of name, one in memory at a time. Returns
+    /// the revision they belong to.
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError>;
     /// All changes or none. Checked is the state they lead to, not each step, so that two sites can
     /// swap hosts in one transaction. A refusal names every mistake.
@@ -157,6 +171,13 @@ pub trait Store: Send + Sync {
     /// A uid from `base` upwards that no tenant has and that was never allocated before: files that a
     /// removed tenant left behind must not become another's.
     fn allocate_uid(&self, base: u32) -> Result<u32, StoreError>;
+    /// Below this, no uid is allocated any more. What a store that takes this one's place must go on from.
+    fn next_uid(&self) -> Result<u32, StoreError>;
+    /// Whether this store tells what changed itself, to what it was opened with: then whoever made a transaction must not hand
+    /// its changes on too.
+    fn tells_changes(&self) -> bool {
+        false
+    }
 }
 
 /// Gives the whole store as encoded `feed::Down::Apply` frames, without decoding the records. The caller
@@ -177,6 +198,8 @@ pub fn snapshot_frames(
             Kind::Tenant => b"{\"put_tenant\":",
             Kind::Site => b"{\"put_site\":",
             Kind::Setting => b"{\"put_setting\":",
+            Kind::Node => b"{\"put_node\":",
+            Kind::Placement => b"{\"put_placement\":",
         });
         frame.extend_from_slice(json.as_bytes());
         frame.push(b'}');

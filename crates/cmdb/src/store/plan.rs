@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
 use crate::check::{self, Findings, Mistake};
-use crate::names::{SiteName, TenantName};
-use crate::record::{Backend, Change, SETTINGS_MAX, Setting, Site, Tenant};
+use crate::names::{NodeName, SiteName, TenantName};
+use crate::record::{Backend, Change, NodeRecord, Placement, SETTINGS_MAX, Setting, Site, Tenant};
 
 /// What planning asks of a store, all in one transaction's eyes.
 pub(super) trait View {
@@ -24,6 +24,8 @@ pub(super) trait View {
     fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
     fn setting_keys(&self) -> Result<Vec<Box<str>>, StoreError>;
     fn setting_count(&self) -> Result<u64, StoreError>;
+    fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError>;
+    fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
 }
 
 /// One record's way. `index` is where in the list its last change stood; none for what `Mode::Replace` drops.
@@ -40,6 +42,17 @@ pub(super) struct Plan {
     pub tenants: BTreeMap<TenantName, Step<Tenant>>,
     pub sites: BTreeMap<SiteName, Step<Site>>,
     pub settings: BTreeMap<Box<str>, Step<Setting>>,
+    /// These two are only ever `told`: no list of changes names them.
+    pub nodes: BTreeMap<NodeName, Step<NodeRecord>>,
+    pub placements: BTreeMap<SiteName, Step<Placement>>,
+}
+
+/// The record a change is about.
+#[derive(Debug)]
+enum Named {
+    Tenant(TenantName),
+    Site(SiteName),
+    Setting(Box<str>),
 }
 
 impl Plan {
@@ -56,20 +69,108 @@ impl Plan {
             mistakes.sort_by_key(|mistake| mistake.index);
             return Err(TransactionError::Refused(mistakes));
         }
-        plan.tenants.retain(|_, step| step.before != step.after);
-        plan.sites.retain(|_, step| step.before != step.after);
-        plan.settings.retain(|_, step| step.before != step.after);
+        plan.leave_out_what_stays();
         Ok(plan)
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.tenants.is_empty() && self.sites.is_empty() && self.settings.is_empty()
+    /// What another store, which has checked it, says its records are now: dropping what is not there is no mistake, and
+    /// what is the same already is left out. A record this store cannot have, because it breaks a rule, stays as it was and
+    /// is named; that comes only of somebody writing into the other store by hand, or of another version's rules.
+    pub fn told(changes: Vec<Change>, view: &impl View) -> Result<(Self, Vec<String>), StoreError> {
+        let mut plan = Self::default();
+        let (mut records, mut names) = (Vec::new(), Vec::new());
+        for change in changes {
+            let name = match &change {
+                Change::PutTenant(tenant) => Named::Tenant(tenant.name.clone()),
+                Change::DropTenant(name) => Named::Tenant(name.clone()),
+                Change::PutSite(site) => Named::Site(site.name.clone()),
+                Change::DropSite(name) => Named::Site(name.clone()),
+                Change::PutSetting(setting) => Named::Setting(setting.key.clone()),
+                Change::DropSetting(key) => Named::Setting(key.as_str().into()),
+                Change::PutNode(_)
+                | Change::DropNode(_)
+                | Change::PutPlacement(_)
+                | Change::DropPlacement(_) => {
+                    plan.tell_of_cluster(change, view)?;
+                    continue;
+                }
+            };
+            names.push(name);
+            records.push(change);
+        }
+        plan.collect(records, view)?;
+        let left_out = plan.leave_out_mistakes(&names, view)?;
+        plan.leave_out_what_stays();
+        Ok((plan, left_out))
     }
 
-    /// In an order in which every intermediate state has each site's tenant.
+    fn tell_of_cluster(&mut self, change: Change, view: &impl View) -> Result<(), StoreError> {
+        let (node, placement) = match change {
+            Change::PutNode(node) => (Some((node.name.clone(), Some(*node))), None),
+            Change::DropNode(name) => (Some((name, None)), None),
+            Change::PutPlacement(placement) => (None, Some((placement.site.clone(), Some(placement)))),
+            Change::DropPlacement(site) => (None, Some((site, None))),
+            _ => (None, None),
+        };
+        if let Some((name, after)) = node {
+            step(&mut self.nodes, &name, None, || view.node(name.as_str()))?.after = after;
+        }
+        if let Some((site, after)) = placement {
+            step(&mut self.placements, &site, None, || view.placement(site.as_str()))?.after = after;
+        }
+        Ok(())
+    }
+
+    /// Takes the steps out that lead to mistakes. `names` has the record of each index.
+    fn leave_out_mistakes(&mut self, names: &[Named], view: &impl View) -> Result<Vec<String>, StoreError> {
+        let mut left_out = Vec::new();
+        // A step taken out may leave another without what it needs. Each round takes at least one out, so it ends.
+        loop {
+            let mut mistakes = self.mistakes_of_tenants(view)?;
+            mistakes.extend(self.mistakes_of_sites(view)?);
+            mistakes.extend(self.mistakes_of_settings(view)?);
+            if mistakes.is_empty() {
+                return Ok(left_out);
+            }
+            for mistake in mistakes {
+                match mistake.index.map(|index| &names[index]) {
+                    Some(Named::Tenant(name)) => drop(self.tenants.remove(name)),
+                    Some(Named::Site(name)) => drop(self.sites.remove(name)),
+                    Some(Named::Setting(key)) => drop(self.settings.remove(key)),
+                    None => {}
+                }
+                left_out.push(mistake.to_string());
+            }
+        }
+    }
+
+    fn leave_out_what_stays(&mut self) {
+        self.tenants.retain(|_, step| step.before != step.after);
+        self.sites.retain(|_, step| step.before != step.after);
+        self.settings.retain(|_, step| step.before != step.after);
+        self.nodes.retain(|_, step| step.before != step.after);
+        self.placements.retain(|_, step| step.before != step.after);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tenants.is_empty()
+            && self.sites.is_empty()
+            && self.settings.is_empty()
+            && self.nodes.is_empty()
+            && self.placements.is_empty()
+    }
+
+    /// In an order in which every intermediate state has each site's tenant, and each placement its node.
     pub fn into_changes(self) -> Vec<Change> {
         let mut changes = Vec::with_capacity(self.tenants.len() + self.sites.len() + self.settings.len());
         let mut tenants_to_drop = Vec::new();
+        let mut nodes_to_drop = Vec::new();
+        for (name, step) in self.nodes {
+            match step.after {
+                Some(node) => changes.push(Change::PutNode(Box::new(node))),
+                None => nodes_to_drop.push(Change::DropNode(name)),
+            }
+        }
         for (name, step) in self.tenants {
             match step.after {
                 Some(tenant) => changes.push(Change::PutTenant(Box::new(tenant))),
@@ -80,7 +181,12 @@ impl Plan {
             Some(site) => Change::PutSite(Box::new(site)),
             None => Change::DropSite(name),
         }));
+        changes.extend(self.placements.into_iter().map(|(site, step)| match step.after {
+            Some(placement) => Change::PutPlacement(placement),
+            None => Change::DropPlacement(site),
+        }));
         changes.extend(tenants_to_drop);
+        changes.extend(nodes_to_drop);
         changes.extend(self.settings.into_iter().map(|(key, step)| match step.after {
             Some(setting) => Change::PutSetting(setting),
             None => Change::DropSetting(key.into()),
@@ -121,6 +227,14 @@ impl Plan {
                 Change::DropSetting(key) => {
                     let known = self.setting_step(&key, index, view)?.after.take().is_some();
                     (!known).then(|| unknown(Findings::of_setting(&key, index), "key", &key, "setting"))
+                }
+                Change::PutNode(_)
+                | Change::DropNode(_)
+                | Change::PutPlacement(_)
+                | Change::DropPlacement(_) => {
+                    let mut findings = Findings::of_cluster(index);
+                    findings.add("kind", "", "is changed by `nagaya cluster` and by the cluster itself only");
+                    Some(findings.mistakes)
                 }
             };
             mistakes.extend(unknown.into_iter().flatten());

@@ -2,15 +2,19 @@
 //!
 //! | table | key | value |
 //! |---|---|---|
-//! | `meta` | `format`, `revision`, `next_uid` | number |
+//! | `meta` | `format`, `revision`, `next_uid`; of a cluster's replica: `cluster_revision`, `cluster_count` | number |
 //! | `tenants`, `sites` | name | record as JSON |
-//! | `settings` | key | record as JSON; missing in stores made before there were settings |
+//! | `settings` | key | record as JSON |
+//! | `nodes`, `placements` | node, site | record as JSON; empty unless it is the replica of a cluster's store |
 //! | `hosts` | host pattern, path | the one site that has it |
 //! | `uids` | uid | the one tenant that has it |
 //! | `sites_of_tenant` | tenant, site | nothing |
 //!
-//! A format is never changed in place: a new one gets a new number and a migration when it is opened. Not
-//! here: what may be stored (`plan`, `check`), damaged files (`guard`).
+//! Tables added later (`settings`, `nodes`, `placements`) are missing in older stores and are made when one is opened.
+//! A format is never changed in place: a new one gets a new number and a migration when it is opened.
+//!
+//! It is also what a node of a cluster keeps beside the cluster's store (`etcd`), which then alone changes it.
+//! Not here: what may be stored (`plan`, `check`), damaged files (`guard`).
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -19,8 +23,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use redb::{
-    Builder, Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table,
-    TableDefinition, TableHandle, WriteTransaction,
+    Builder, Database, Durability, ReadOnlyTable, ReadTransaction, ReadableDatabase, ReadableTable,
+    ReadableTableMetadata, Table, TableDefinition, TableHandle, WriteTransaction,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -30,7 +34,7 @@ use super::{
     Committed, Counts, Kind, Mode, PAGE_LEN_MAX, Select, Store, StoreError, TransactionError, Visitor, guard,
 };
 use crate::names::{SiteName, TenantName};
-use crate::record::{Change, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
 
 /// The format this program writes and reads.
 pub const FORMAT: u64 = 1;
@@ -43,6 +47,8 @@ const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const TENANTS: TableDefinition<'_, &str, &str> = TableDefinition::new("tenants");
 const SITES: TableDefinition<'_, &str, &str> = TableDefinition::new("sites");
 const SETTINGS: TableDefinition<'_, &str, &str> = TableDefinition::new("settings");
+const NODES: TableDefinition<'_, &str, &str> = TableDefinition::new("nodes");
+const PLACEMENTS: TableDefinition<'_, &str, &str> = TableDefinition::new("placements");
 const HOSTS: TableDefinition<'_, (&str, &str), &str> = TableDefinition::new("hosts");
 const UIDS: TableDefinition<'_, u32, &str> = TableDefinition::new("uids");
 const SITES_OF_TENANT: TableDefinition<'_, (&str, &str), ()> = TableDefinition::new("sites_of_tenant");
@@ -51,6 +57,23 @@ const SITES_OF_TENANT: TableDefinition<'_, (&str, &str), ()> = TableDefinition::
 pub struct RedbStore {
     path: PathBuf,
     database: Database,
+}
+
+/// A place in the history of a cluster's store.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Reached {
+    /// etcd's own.
+    pub revision: u64,
+    /// Of changes to configuration, counted in etcd's key `revision`.
+    pub count: u64,
+}
+
+/// What a replica took over.
+#[derive(Debug)]
+pub struct Replicated {
+    pub committed: Committed,
+    /// Records that stay as they were here, each with why.
+    pub left_out: Vec<String>,
 }
 
 /// An error of the database before the path is known.
@@ -77,8 +100,9 @@ impl RedbStore {
 
     /// Nothing a store holds changes by a table more, so that one made before there was this table keeps its format.
     fn make_missing_tables(&self) -> Fallible<()> {
-        let missing = self.database.begin_read()?.list_tables()?.all(|table| table.name() != SETTINGS.name());
-        if missing {
+        let there: Vec<String> =
+            self.database.begin_read()?.list_tables()?.map(|table| table.name().to_owned()).collect();
+        if [SETTINGS, NODES, PLACEMENTS].iter().any(|table| !there.iter().any(|name| name == table.name())) {
             let write = self.begin_write()?;
             Tables::open(&write)?;
             write.commit()?;
@@ -130,6 +154,75 @@ impl RedbStore {
     fn read<T>(&self, look: impl FnOnce(&ReadTransaction) -> Fallible<T>) -> Result<T, StoreError> {
         let read = self.database.begin_read().map_err(|error| self.failed(error))?;
         look(&read).map_err(|error| self.failed(error))
+    }
+
+    fn planner(&self) -> Result<Planner<'_>, StoreError> {
+        self.read(|read| {
+            Ok(Planner {
+                path: &self.path,
+                meta: read.open_table(META)?,
+                tenants: read.open_table(TENANTS)?,
+                sites: read.open_table(SITES)?,
+                settings: read.open_table(SETTINGS)?,
+                nodes: read.open_table(NODES)?,
+                placements: read.open_table(PLACEMENTS)?,
+                hosts: read.open_table(HOSTS)?,
+                uids: read.open_table(UIDS)?,
+                sites_of_tenant: read.open_table(SITES_OF_TENANT)?,
+            })
+        })
+    }
+
+    fn write(&self, write: WriteTransaction, plan: &Plan, reached: Option<Reached>) -> Fallible<u64> {
+        let mut tables = Tables::open(&write)?;
+        let revision = tables.write(plan)?;
+        if let Some(reached) = reached {
+            tables.meta.insert("cluster_revision", reached.revision)?;
+            tables.meta.insert("cluster_count", reached.count)?;
+        }
+        drop(tables);
+        if reached.is_some() || !plan.is_empty() {
+            write.commit()?;
+        }
+        Ok(revision)
+    }
+
+    // === As a replica ===
+
+    /// Takes over what the cluster's store says, all of it or nothing. It was checked there; what this store cannot have is
+    /// left as it was and named in `Replicated::left_out`. What a crash loses comes again from the cluster, so the disk is not
+    /// waited for unless `durable`.
+    pub fn replicate(
+        &self,
+        changes: Vec<Change>,
+        reached: Reached,
+        durable: bool,
+    ) -> Result<Replicated, StoreError> {
+        let mut write = self.begin_write().map_err(|error| self.failed(error))?;
+        if !durable {
+            write.set_quick_repair(false);
+            write.set_durability(Durability::None).map_err(|error| self.failed(redb::Error::from(error)))?;
+        }
+        let (plan, left_out) = Plan::told(changes, &self.planner()?)?;
+        let revision = self.write(write, &plan, Some(reached)).map_err(|error| self.failed(error))?;
+        Ok(Replicated { committed: Committed { revision, changes: plan.into_changes() }, left_out })
+    }
+
+    /// How far in the cluster's store this replica had come when it was last written.
+    pub fn reached(&self) -> Result<Reached, StoreError> {
+        self.planner()?.reached()
+    }
+
+    /// What a list of changes comes to, and what of the cluster's store that was planned upon.
+    pub(super) fn plan(&self, changes: Vec<Change>, mode: Mode) -> Result<(Plan, Reached), TransactionError> {
+        let planner = self.planner()?;
+        let plan = Plan::make(changes, mode, &planner)?;
+        Ok((plan, planner.reached()?))
+    }
+
+    /// The first uid from here on that no tenant has.
+    pub(super) fn free_uid(&self, first: u32) -> Result<Option<u32>, StoreError> {
+        self.read(|read| free_uid(&read.open_table(UIDS)?, first))
     }
 
     fn begin_write(&self) -> Fallible<WriteTransaction> {
@@ -227,12 +320,32 @@ impl Store for RedbStore {
         self.read(|read| page(&read.open_table(SETTINGS)?, after, page_len(limit)))
     }
 
+    fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError> {
+        self.read(|read| page(&read.open_table(NODES)?, None, usize::MAX))
+    }
+
+    fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError> {
+        self.read(|read| find(&read.open_table(NODES)?, name))
+    }
+
+    fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError> {
+        self.read(|read| find(&read.open_table(PLACEMENTS)?, site))
+    }
+
+    fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError> {
+        self.read(|read| page(&read.open_table(PLACEMENTS)?, after, page_len(limit)))
+    }
+
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
         let mut stopped = None;
         let revision = self.read(|read| {
-            for (kind, definition) in
-                [(Kind::Tenant, TENANTS), (Kind::Site, SITES), (Kind::Setting, SETTINGS)]
-            {
+            for (kind, definition) in [
+                (Kind::Tenant, TENANTS),
+                (Kind::Site, SITES),
+                (Kind::Setting, SETTINGS),
+                (Kind::Node, NODES),
+                (Kind::Placement, PLACEMENTS),
+            ] {
                 for record in read.open_table(definition)?.iter()? {
                     if let Err(error) = visit(kind, record?.1.value()) {
                         stopped = Some(error);
@@ -246,15 +359,11 @@ impl Store for RedbStore {
     }
 
     fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError> {
+        // There is one writer at a time, so that what is read now is what this transaction begins with. Dropping it on any
+        // way out before `commit` undoes it.
         let write = self.begin_write().map_err(|error| self.failed(error))?;
-        let mut tables = Tables::open(&write).map_err(|error| self.failed(error))?;
-        // Dropping the transaction on any way out before `commit` undoes it.
-        let plan = Plan::make(changes, mode, &Planner { tables: &tables, path: &self.path })?;
-        let stored = tables.write(&plan).map_err(|error| self.failed(error))?;
-        drop(tables);
-        if !plan.is_empty() {
-            write.commit().map_err(|error| self.failed(error))?;
-        }
+        let plan = Plan::make(changes, mode, &self.planner()?)?;
+        let stored = self.write(write, &plan, None).map_err(|error| self.failed(error))?;
         Ok(Committed { revision: stored, changes: plan.into_changes() })
     }
 
@@ -264,13 +373,7 @@ impl Store for RedbStore {
             let mut tables = Tables::open(&write)?;
             let next = tables.meta.get("next_uid")?.map_or(0, |value| value.value());
             let first = u32::try_from(next).unwrap_or(u32::MAX).max(base).max(1);
-            let mut free = None;
-            for uid in first..u32::MAX {
-                if tables.uids.get(uid)?.is_none() {
-                    free = Some(uid);
-                    break;
-                }
-            }
+            let free = free_uid(&tables.uids, first)?;
             if let Some(uid) = free {
                 tables.meta.insert("next_uid", u64::from(uid) + 1)?;
                 drop(tables);
@@ -280,6 +383,11 @@ impl Store for RedbStore {
         };
         let free = allocate().map_err(|error: redb::Error| self.failed(error))?;
         free.ok_or(StoreError::NoUid { base })
+    }
+
+    fn next_uid(&self) -> Result<u32, StoreError> {
+        let next = number(&self.database, "next_uid").map_err(|error| self.failed(error))?;
+        Ok(u32::try_from(next).unwrap_or(u32::MAX))
     }
 }
 
@@ -341,6 +449,15 @@ fn sites_at(read: &ReadTransaction, host: &str) -> Fallible<Vec<String>> {
     Ok(names)
 }
 
+fn free_uid(uids: &impl ReadableTable<u32, &'static str>, first: u32) -> Fallible<Option<u32>> {
+    for uid in first..u32::MAX {
+        if uids.get(uid)?.is_none() {
+            return Ok(Some(uid));
+        }
+    }
+    Ok(None)
+}
+
 fn missing(kind: &str, name: &str) -> redb::Error {
     redb::Error::Corrupted(format!("an index names {kind} '{name}', which has no record"))
 }
@@ -353,6 +470,8 @@ struct Tables<'txn> {
     tenants: Table<'txn, &'static str, &'static str>,
     sites: Table<'txn, &'static str, &'static str>,
     settings: Table<'txn, &'static str, &'static str>,
+    nodes: Table<'txn, &'static str, &'static str>,
+    placements: Table<'txn, &'static str, &'static str>,
     hosts: Table<'txn, (&'static str, &'static str), &'static str>,
     uids: Table<'txn, u32, &'static str>,
     sites_of_tenant: Table<'txn, (&'static str, &'static str), ()>,
@@ -365,6 +484,8 @@ impl<'txn> Tables<'txn> {
             tenants: write.open_table(TENANTS)?,
             sites: write.open_table(SITES)?,
             settings: write.open_table(SETTINGS)?,
+            nodes: write.open_table(NODES)?,
+            placements: write.open_table(PLACEMENTS)?,
             hosts: write.open_table(HOSTS)?,
             uids: write.open_table(UIDS)?,
             sites_of_tenant: write.open_table(SITES_OF_TENANT)?,
@@ -404,6 +525,20 @@ impl<'txn> Tables<'txn> {
                 None => drop(self.settings.remove(&**key)?),
             }
         }
+        for (name, step) in &plan.nodes {
+            match &step.after {
+                Some(node) => drop(self.nodes.insert(name.as_str(), encode(node)?.as_str())?),
+                None => drop(self.nodes.remove(name.as_str())?),
+            }
+        }
+        for (site, step) in &plan.placements {
+            match &step.after {
+                Some(placement) => {
+                    drop(self.placements.insert(site.as_str(), encode(placement)?.as_str())?);
+                }
+                None => drop(self.placements.remove(site.as_str())?),
+            }
+        }
         let revision = self.meta.get("revision")?.map_or(0, |value| value.value());
         if plan.is_empty() {
             return Ok(revision);
@@ -423,12 +558,28 @@ impl<'txn> Tables<'txn> {
     }
 }
 
-struct Planner<'a, 'txn> {
-    tables: &'a Tables<'txn>,
+/// The state of one moment, as planning asks for it.
+struct Planner<'a> {
     path: &'a Path,
+    meta: ReadOnlyTable<&'static str, u64>,
+    tenants: ReadOnlyTable<&'static str, &'static str>,
+    sites: ReadOnlyTable<&'static str, &'static str>,
+    settings: ReadOnlyTable<&'static str, &'static str>,
+    nodes: ReadOnlyTable<&'static str, &'static str>,
+    placements: ReadOnlyTable<&'static str, &'static str>,
+    hosts: ReadOnlyTable<(&'static str, &'static str), &'static str>,
+    uids: ReadOnlyTable<u32, &'static str>,
+    sites_of_tenant: ReadOnlyTable<(&'static str, &'static str), ()>,
 }
 
-impl Planner<'_, '_> {
+impl Planner<'_> {
+    fn reached(&self) -> Result<Reached, StoreError> {
+        let number =
+            |key: &str| -> Fallible<u64> { Ok(self.meta.get(key)?.map_or(0, |value| value.value())) };
+        let look = || Ok(Reached { revision: number("cluster_revision")?, count: number("cluster_count")? });
+        self.ask(look())
+    }
+
     fn ask<T>(&self, answer: Fallible<T>) -> Result<T, StoreError> {
         answer.map_err(|error| store_error(self.path, error))
     }
@@ -442,54 +593,62 @@ fn tenant_name(text: &str) -> Fallible<TenantName> {
     TenantName::new(text).map_err(|error| redb::Error::Corrupted(error.to_string()))
 }
 
-impl View for Planner<'_, '_> {
+impl View for Planner<'_> {
     fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError> {
-        self.ask(find(&self.tables.tenants, name))
+        self.ask(find(&self.tenants, name))
     }
 
     fn site(&self, name: &str) -> Result<Option<Site>, StoreError> {
-        self.ask(find(&self.tables.sites, name))
+        self.ask(find(&self.sites, name))
     }
 
     fn tenant_of_uid(&self, uid: u32) -> Result<Option<TenantName>, StoreError> {
-        let look = || self.tables.uids.get(uid)?.map(|name| tenant_name(name.value())).transpose();
+        let look = || self.uids.get(uid)?.map(|name| tenant_name(name.value())).transpose();
         self.ask(look())
     }
 
     fn site_at(&self, host: &str, path: &str) -> Result<Option<SiteName>, StoreError> {
-        let look = || self.tables.hosts.get((host, path))?.map(|name| site_name(name.value())).transpose();
+        let look = || self.hosts.get((host, path))?.map(|name| site_name(name.value())).transpose();
         self.ask(look())
     }
 
     fn sites_of(&self, tenant: &str) -> Result<Vec<SiteName>, StoreError> {
         let look = || {
-            let names = sites_of(&self.tables.sites_of_tenant, tenant, None, usize::MAX)?;
+            let names = sites_of(&self.sites_of_tenant, tenant, None, usize::MAX)?;
             names.iter().map(|name| site_name(name)).collect()
         };
         self.ask(look())
     }
 
     fn tenant_names(&self) -> Result<Vec<TenantName>, StoreError> {
-        let look = || self.tables.tenants.iter()?.map(|entry| tenant_name(entry?.0.value())).collect();
+        let look = || self.tenants.iter()?.map(|entry| tenant_name(entry?.0.value())).collect();
         self.ask(look())
     }
 
     fn site_names(&self) -> Result<Vec<SiteName>, StoreError> {
-        let look = || self.tables.sites.iter()?.map(|entry| site_name(entry?.0.value())).collect();
+        let look = || self.sites.iter()?.map(|entry| site_name(entry?.0.value())).collect();
         self.ask(look())
     }
 
     fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
-        self.ask(find(&self.tables.settings, key))
+        self.ask(find(&self.settings, key))
     }
 
     fn setting_keys(&self) -> Result<Vec<Box<str>>, StoreError> {
-        let look = || self.tables.settings.iter()?.map(|entry| Ok(entry?.0.value().into())).collect();
+        let look = || self.settings.iter()?.map(|entry| Ok(entry?.0.value().into())).collect();
         self.ask(look())
     }
 
     fn setting_count(&self) -> Result<u64, StoreError> {
-        self.ask(self.tables.settings.len().map_err(Into::into))
+        self.ask(self.settings.len().map_err(Into::into))
+    }
+
+    fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError> {
+        self.ask(find(&self.nodes, name))
+    }
+
+    fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError> {
+        self.ask(find(&self.placements, site))
     }
 }
 

@@ -10,8 +10,8 @@ use crate::feed::{self, Down};
 use crate::names::{SiteName, TenantName};
 use crate::table::Table;
 
-/// `fresh` gives an empty store each time.
-pub fn run<S: Store>(fresh: &dyn Fn() -> S) {
+/// `fresh` gives an empty store each time, with what it lives in.
+pub fn run<T>(fresh: &dyn Fn() -> T, store: &dyn Fn(&T) -> &dyn Store) {
     for case in [
         records_come_back_as_they_were,
         a_revision_counts_what_changed,
@@ -31,8 +31,10 @@ pub fn run<S: Store>(fresh: &dyn Fn() -> S) {
         settings_are_records_too,
         settings_come_in_pages_and_lines,
         a_replacing_import_without_settings_drops_them,
+        nodes_and_placements_are_not_for_transactions,
+        a_long_transaction_leads_where_a_short_one_does,
     ] {
-        case(&fresh());
+        case(store(&fresh()));
     }
 }
 
@@ -319,7 +321,7 @@ fn a_snapshot_fills_a_table(store: &dyn Store) {
         Ok(())
     })
     .unwrap();
-    assert_eq!((revision, frames), (1, 2));
+    assert_eq!((revision, frames), (store.revision().unwrap(), 2));
     let mut table = Table::new();
     let mut wire = wire.as_slice();
     while let Some(frame) = feed::read::<Down>(&mut wire).unwrap() {
@@ -411,4 +413,42 @@ fn a_replacing_import_without_settings_drops_them(store: &dyn Store) {
     let done = import(store, lines.as_bytes(), Mode::Replace).unwrap();
     assert_eq!(done.changes.len(), 3, "{:?}", done.changes);
     assert_eq!(text(store), format!("{lines}\n"));
+}
+
+fn nodes_and_placements_are_not_for_transactions(store: &dyn Store) {
+    two_tenants(store);
+    let placement = r#"{"site":"one","node":"n","epoch":1,"since_ms":1,"why":"first"}"#;
+    let placement = Change::PutPlacement(serde_json::from_str(placement).unwrap());
+    let node = r#"{"name":"n","id":"0","peer":"127.0.0.1:1","cpus":1,"memory_bytes":1,"version":"0"}"#;
+    let node = Change::PutNode(serde_json::from_str(node).unwrap());
+    let drops = [
+        Change::DropNode(crate::NodeName::new("n").unwrap()),
+        Change::DropPlacement(SiteName::new("one").unwrap()),
+    ];
+    for change in [placement, node].into_iter().chain(drops) {
+        assert_eq!(refused(store, vec![change]), ["a node or placement kind"]);
+    }
+    assert_eq!((store.nodes().unwrap(), store.node("n").unwrap()), (vec![], None));
+    assert_eq!((store.placements(None, 0).unwrap(), store.placement("one").unwrap()), (vec![], None));
+}
+
+/// Three hundred sites in a ring, each of which takes the host of the next, while their tenant goes and another takes its uid.
+fn a_long_transaction_leads_where_a_short_one_does(store: &dyn Store) {
+    const SITES: usize = 300;
+    let ring = |tenant: &str, turn: usize| -> Vec<Change> {
+        (0..SITES)
+            .map(|n| put_site(&format!("s{n}"), tenant, &format!("h{}.test", (n + turn) % SITES)))
+            .collect()
+    };
+    let mut changes = ring("old", 0);
+    changes.push(put_tenant("old", 9));
+    changes.extend((0..SITES).map(|n| setting(&format!("k{n}"), "v")));
+    assert_eq!(commit(store, changes).changes.len(), 2 * SITES + 1);
+    let mut changes = vec![put_tenant("new", 9), drop_tenant("old")];
+    changes.extend(ring("new", 1));
+    changes.extend((0..SITES).map(|n| drop_setting(&format!("k{n}"))));
+    assert_eq!(commit(store, changes).changes.len(), 2 * SITES + 2);
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: SITES as u64, settings: 0 });
+    assert_eq!(store.site("s7").unwrap(), Some(site("s7", "new", "h8.test", "/")));
+    assert_eq!(refused(store, vec![put_site("other", "new", "h0.test")]), ["site 'other' hosts"]);
 }

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::names::{HostPattern, SiteName, TenantName};
-use crate::record::{Backend, Files, Scalar, SettingValue};
+use crate::names::{HostPattern, NodeName, SiteName, TenantName};
+use crate::record::{Backend, Files, Scalar, SettingValue, Why};
 
 fn tenant(name: &str) -> Tenant {
     Tenant {
@@ -124,6 +124,8 @@ struct Model {
     tenants: BTreeMap<String, Tenant>,
     sites: BTreeMap<String, Site>,
     settings: BTreeMap<Box<str>, Setting>,
+    nodes: BTreeMap<String, NodeRecord>,
+    placements: BTreeMap<String, Placement>,
 }
 
 impl Model {
@@ -150,6 +152,16 @@ impl Model {
                 true
             }
             Change::DropSetting(key) => self.settings.remove(&*key).is_some(),
+            Change::PutNode(node) => {
+                self.nodes.insert(node.name.to_string(), *node);
+                true
+            }
+            Change::DropNode(name) => self.nodes.remove(name.as_str()).is_some(),
+            Change::PutPlacement(placement) => {
+                self.placements.insert(placement.site.to_string(), placement);
+                true
+            }
+            Change::DropPlacement(site) => self.placements.remove(site.as_str()).is_some(),
         }
     }
 
@@ -197,6 +209,7 @@ fn any_value() -> impl Strategy<Value = SettingValue> {
 fn any_change() -> impl Strategy<Value = Change> {
     let tenants = || "t[0-2]".prop_map(|name| TenantName::new(&name).unwrap());
     let sites = || "s[0-7]".prop_map(|name| SiteName::new(&name).unwrap());
+    let nodes = || "n[0-2]".prop_map(|name| NodeName::new(&name).unwrap());
     let paths = prop_oneof!["/", "/a", "/a/b"];
     prop_oneof![
         2 => (tenants(), 1..9_u32).prop_map(|(name, uid)| {
@@ -214,6 +227,14 @@ fn any_change() -> impl Strategy<Value = Change> {
             Change::PutSetting(Setting { key: key.into(), value })
         }),
         1 => "k[0-3]".prop_map(Change::DropSetting),
+        2 => (nodes(), 1..99_u32).prop_map(|(name, cpus)| Change::PutNode(Box::new(NodeRecord {
+            name, id: String::new(), peer: "a:1".into(), draining: false, cpus, memory_bytes: 1, version: String::new(), knows: 0,
+        }))),
+        1 => nodes().prop_map(Change::DropNode),
+        4 => (sites(), nodes(), any::<u64>()).prop_map(|(site, node, epoch)| {
+            Change::PutPlacement(Placement { site, node, epoch, since_ms: 0, why: Why::First, wait_ms: 9 })
+        }),
+        1 => sites().prop_map(Change::DropPlacement),
     ]
 }
 
@@ -232,7 +253,15 @@ proptest! {
         for name in (0..8).map(|n| format!("s{n}")) {
             let found = table.site(&name);
             prop_assert_eq!(found.as_deref(), model.sites.get(&name));
+            prop_assert_eq!(table.placement(&name), model.placements.get(&name).cloned());
         }
+        prop_assert_eq!(table.placements().count(), model.placements.len());
+        prop_assert_eq!(table.placement_count(), model.placements.len());
+        for name in (0..3).map(|n| format!("n{n}")) {
+            let found = table.node(&name);
+            prop_assert_eq!(found.as_deref(), model.nodes.get(&name));
+        }
+        prop_assert_eq!(table.nodes().len(), model.nodes.len());
         prop_assert_eq!(table.setting_count(), model.settings.len());
         for key in (0..4).map(|n| format!("k{n}")) {
             let found = table.setting(&key);

@@ -61,63 +61,139 @@ fn open_bytes(bytes: &[u8]) -> Result<String, StoreError> {
 
 #[test]
 fn the_embedded_store_passes_the_suite() {
-    suite::run(&temporary);
-}
-
-/// So that the suite's stores keep their directories.
-impl Store for Temporary {
-    fn revision(&self) -> Result<u64, StoreError> {
-        self.store.revision()
-    }
-    fn counts(&self) -> Result<Counts, StoreError> {
-        self.store.counts()
-    }
-    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError> {
-        self.store.tenant(name)
-    }
-    fn site(&self, name: &str) -> Result<Option<Site>, StoreError> {
-        self.store.site(name)
-    }
-    fn tenants(&self, after: Option<&str>, limit: usize) -> Result<Vec<Tenant>, StoreError> {
-        self.store.tenants(after, limit)
-    }
-    fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError> {
-        self.store.sites(select)
-    }
-    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
-        self.store.setting(key)
-    }
-    fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
-        self.store.settings(after, limit)
-    }
-    fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
-        self.store.walk(visit)
-    }
-    fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError> {
-        self.store.transaction(changes, mode)
-    }
-    fn allocate_uid(&self, base: u32) -> Result<u32, StoreError> {
-        self.store.allocate_uid(base)
-    }
+    suite::run(&temporary, &|temporary| &temporary.store);
 }
 
 #[test]
-fn a_store_made_before_there_were_settings_takes_them() {
+fn a_store_made_before_there_were_some_tables_takes_them() {
     let (bytes, held) = closed_store(3);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store.redb");
     fs::write(&path, bytes).unwrap();
     let database = builder().open(&path).unwrap();
     let write = database.begin_write().unwrap();
-    assert!(write.delete_table(SETTINGS).unwrap(), "this store had them");
+    for table in [SETTINGS, NODES, PLACEMENTS] {
+        assert!(write.delete_table(table).unwrap(), "this store had it");
+    }
     write.commit().unwrap();
     drop(database);
     let store = RedbStore::open(&path).unwrap();
-    assert_eq!(text(&store), held);
+    assert_eq!((text(&store), store.reached().unwrap()), (held, Reached::default()));
     let setting = Setting { key: "k".into(), value: crate::SettingValue::Text("v".into()) };
     store.transaction(vec![Change::PutSetting(setting.clone())], Mode::Merge).unwrap();
     drop(store);
     assert_eq!(RedbStore::open(&path).unwrap().setting("k").unwrap(), Some(setting));
+}
+
+// === As a replica ===
+
+fn put_node(name: &str) -> Change {
+    let json = format!(
+        r#"{{"name":"{name}","id":"{name}","peer":"127.0.0.1:1","cpus":2,"memory_bytes":9,"version":"0.1.0"}}"#
+    );
+    Change::PutNode(serde_json::from_str(&json).unwrap())
+}
+
+fn put_placement(site: &str, node: &str, epoch: u64) -> Change {
+    let json = format!(r#"{{"site":"{site}","node":"{node}","epoch":{epoch},"since_ms":1,"why":"first"}}"#);
+    Change::PutPlacement(serde_json::from_str(&json).unwrap())
+}
+
+fn records(sites: usize) -> Vec<Change> {
+    let batch = lines(sites);
+    batch
+        .lines()
+        .map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).unwrap();
+            match line.get("tenant") {
+                Some(tenant) => Change::PutTenant(serde_json::from_value(tenant.clone()).unwrap()),
+                None => Change::PutSite(serde_json::from_value(line["site"].clone()).unwrap()),
+            }
+        })
+        .collect()
+}
+
+fn replicate(store: &RedbStore, changes: Vec<Change>, revision: u64) -> Replicated {
+    store.replicate(changes, Reached { revision, count: revision / 10 }, false).unwrap()
+}
+
+#[test]
+fn a_replica_tells_only_what_differs_and_remembers_where_it_is() {
+    let Temporary { store, directory: _kept } = temporary();
+    let mut changes = vec![put_placement("s1", "a", 1), put_node("a")];
+    changes.extend(records(3));
+    let told = replicate(&store, changes.clone(), 70);
+    assert_eq!((told.committed.revision, told.committed.changes.len()), (1, 6));
+    assert_eq!(told.committed.changes[0], put_node("a"), "a placement comes after its node");
+    assert_eq!(store.reached().unwrap(), Reached { revision: 70, count: 7 });
+    // The same again, dropping what is not there, and one that differs.
+    changes.extend([Change::DropNode(crate::NodeName::new("b").unwrap()), put_placement("s1", "a", 2)]);
+    let told = replicate(&store, changes, 80);
+    assert_eq!(told.committed, Committed { revision: 2, changes: vec![put_placement("s1", "a", 2)] });
+    assert_eq!(store.placement("s1").unwrap().unwrap().epoch, 2);
+    assert_eq!(store.nodes().unwrap().len(), 1);
+    let drops = vec![
+        Change::DropPlacement(SiteName::new("s1").unwrap()),
+        Change::DropNode(crate::NodeName::new("a").unwrap()),
+    ];
+    assert_eq!(replicate(&store, drops.clone(), 90).committed.changes, drops);
+    assert_eq!((store.nodes().unwrap(), store.placement("s1").unwrap()), (vec![], None));
+}
+
+#[test]
+fn a_record_that_breaks_a_rule_stays_out_of_a_replica_with_what_needs_it() {
+    let Temporary { store, directory: _kept } = temporary();
+    let mut changes = records(2);
+    let Change::PutTenant(tenant) = &mut changes[0] else { panic!("the tenant is first") };
+    tenant.uid = 0;
+    changes.push(put_node("a"));
+    let told = replicate(&store, changes, 5);
+    assert_eq!(told.committed.changes, [put_node("a")]);
+    assert_eq!(told.left_out.len(), 3, "{:?}", told.left_out);
+    assert!(told.left_out[0].contains("uid"), "{:?}", told.left_out);
+    // A tenant that still has sites is not dropped from under them.
+    replicate(&store, records(2), 6);
+    let told = replicate(&store, vec![Change::DropTenant(TenantName::new("t").unwrap())], 7);
+    assert_eq!((told.committed.changes.len(), told.left_out.len()), (0, 1));
+}
+
+#[test]
+fn a_snapshot_of_a_replica_has_nodes_and_placements_and_an_export_has_not() {
+    let Temporary { store, directory: _kept } = temporary();
+    replicate(&store, records(2), 5);
+    let exported = text(&store);
+    replicate(&store, vec![put_node("a"), put_placement("s1", "a", 4)], 6);
+    assert_eq!(text(&store), exported);
+    let mut table = crate::Table::new();
+    crate::store::snapshot_frames(&store, &mut |mut frame| {
+        let Some(crate::feed::Down::Apply(changes)) = crate::feed::read(&mut frame)? else {
+            panic!("only records")
+        };
+        changes.into_iter().for_each(|change| table.apply(change).unwrap());
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(table.placement("s1"), store.placement("s1").unwrap());
+    assert_eq!(table.node("a").as_deref(), store.node("a").unwrap().as_ref());
+    let done = import(&store, exported.as_bytes(), Mode::Replace).unwrap();
+    assert!(done.changes.is_empty() && store.node("a").unwrap().is_some(), "{:?}", done.changes);
+}
+
+#[test]
+fn a_killed_replica_is_as_it_was_when_the_disk_was_last_waited_for() {
+    let Temporary { store, directory } = temporary();
+    store.replicate(records(300), Reached { revision: 5, count: 1 }, true).unwrap();
+    let (held, reached) = (text(&store), store.reached().unwrap());
+    for n in 0..50 {
+        replicate(&store, vec![put_placement(&format!("s{n}"), "a", 1)], 6 + n);
+    }
+    let left = fs::read(directory.path().join("store.redb")).unwrap();
+    let other = tempfile::tempdir().unwrap();
+    let path = other.path().join("store.redb");
+    fs::write(&path, left).unwrap();
+    let found = RedbStore::open(&path).unwrap();
+    assert_eq!((text(&found), found.reached().unwrap()), (held, reached));
+    assert_eq!(found.placement("s1").unwrap(), None);
 }
 
 #[test]

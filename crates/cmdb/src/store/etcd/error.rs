@@ -1,0 +1,78 @@
+//! What can go wrong with the cluster's store, each with its page.
+//!
+//! Not here: refused records (`check`), this node's own file (`StoreError`).
+
+use nagaya_base::Code;
+
+use crate::store::StoreError;
+
+/// Nothing was changed, except where it says so.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ClusterError {
+    #[error("the cluster's store did not answer within {waited_ms} ms (asked: {members}): {detail}")]
+    Unreachable { members: String, waited_ms: u64, detail: String },
+    #[error("this node's copy of the cluster's store is not up to date: {detail}")]
+    Behind { detail: String },
+    #[error("the cluster's store is out of space and takes no changes: {detail}")]
+    Full { detail: String },
+    #[error("the cluster's store refused: {detail}")]
+    Refused { detail: String },
+    #[error("the cluster's store cannot be spoken to: {option}: {detail}")]
+    Options { option: &'static str, detail: String },
+    #[error(
+        "the store of cluster '{cluster}' has format {found}, this program reads format {known}: use the nagaya that the other nodes have"
+    )]
+    Version { cluster: String, found: String, known: u64 },
+    #[error("there is no cluster '{cluster}' in the store: make it with `nagaya cluster init`")]
+    NotInitialised { cluster: String },
+    #[error(
+        "the cluster '{cluster}' is being filled, or that was interrupted: repeat the `nagaya cluster init` that began it"
+    )]
+    BeingFilled { cluster: String },
+    #[error("there is a cluster '{cluster}' in the store already: join it, or choose another name")]
+    NotEmpty { cluster: String },
+    #[error(
+        "the name '{name}' belongs to another machine of the cluster, of {peer}: choose another name, or remove that node first"
+    )]
+    NameTaken { name: String, peer: String },
+    #[error("node '{name}' is not in the cluster")]
+    NoNode { name: String },
+    #[error(
+        "node '{name}' still has {count} applications, such as '{first}': drain it first, or force its removal"
+    )]
+    NodeInUse { name: String, count: usize, first: String },
+    #[error("others changed records all the time; the change was given up after {tries} tries: try again")]
+    Contended { tries: u32 },
+    #[error(
+        "only {done} of {parts} parts of the change were stored: {cause}; every record is whole: do the same again to complete it"
+    )]
+    Partly { done: usize, parts: usize, cause: Box<ClusterError> },
+    #[error("{tenants} tenants exchange their uids in one change: at most {max} can: do it in steps")]
+    Entangled { tenants: usize, max: usize },
+    #[error("this node's file of the cluster's records failed: {detail}")]
+    Replica { detail: String, code: Code },
+}
+
+impl ClusterError {
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Unreachable { .. } | Self::Behind { .. } => Code(230),
+            Self::Full { .. } => Code(231),
+            Self::Refused { .. } | Self::Options { .. } => Code(232),
+            Self::Version { .. } => Code(233),
+            Self::NotInitialised { .. } | Self::BeingFilled { .. } | Self::NotEmpty { .. } => Code(234),
+            Self::NameTaken { .. } | Self::NoNode { .. } | Self::NodeInUse { .. } => Code(235),
+            Self::Contended { .. } | Self::Partly { .. } | Self::Entangled { .. } => Code(236),
+            Self::Replica { code, .. } => *code,
+        }
+    }
+}
+
+impl From<StoreError> for ClusterError {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::Cluster(error) => error,
+            error => Self::Replica { detail: error.to_string(), code: error.code() },
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Where things lie in the cluster's store, and how a key and its value are read as a record.
+//!
+//! | key below `/nagaya/CLUSTER/` | value |
+//! |---|---|
+//! | `format` | number; of everything below `v1/` |
+//! | `v1/revision` | `{"count":N,"by":"..."}`: changes of configuration so far, and which transaction made the last |
+//! | `v1/next_uid` | number |
+//! | `v1/seeding` | who fills an empty cluster; there only meanwhile |
+//! | `v1/{tenants,sites,nodes}/NAME`, `v1/settings/KEY` | record as JSON |
+//! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,` |
+//! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
+//! | `v1/present/NODE` | load of a node as JSON, under a lease |
+//! | `v1/pki/KEY` | bytes |
+//!
+//! A format is never changed in place: a new one gets a new number and a place of its own beside `v1/`, is filled by a
+//! migration (`seed` is what one looks like: it fills an empty place from another store), and only then does `format` say it.
+//! Whoever does not know the number touches nothing. Not here: reading and writing (`watch`, `write`).
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::wire::{Compare, DeleteRange, Operand, Operation, Put, Range, Relation, Request, Target};
+use crate::names::{NodeName, SiteName, TenantName};
+use crate::record::{Change, Placement, Why};
+use crate::store::Kind;
+
+/// The format this program writes and reads.
+pub(super) const FORMAT: u64 = 1;
+
+/// The keys of one cluster.
+#[derive(Debug, Clone)]
+pub(super) struct Keys {
+    cluster: String,
+}
+
+/// What a key stands for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Meaning<'a> {
+    Format,
+    Revision,
+    Record(Kind, &'a str),
+    Present(&'a str),
+    Pki,
+    /// Of no use to who watches, or of a later version.
+    Other,
+}
+
+impl Keys {
+    pub fn new(cluster: &str) -> Self {
+        Self { cluster: cluster.into() }
+    }
+
+    pub fn cluster(&self) -> &str {
+        &self.cluster
+    }
+
+    /// Before every key of the cluster.
+    pub fn all(&self) -> String {
+        format!("/nagaya/{}/", self.cluster)
+    }
+
+    pub fn format(&self) -> String {
+        format!("/nagaya/{}/format", self.cluster)
+    }
+
+    pub fn revision(&self) -> String {
+        self.below("revision")
+    }
+
+    pub fn next_uid(&self) -> String {
+        self.below("next_uid")
+    }
+
+    pub fn seeding(&self) -> String {
+        self.below("seeding")
+    }
+
+    pub fn present(&self, node: &NodeName) -> String {
+        self.below(&format!("present/{node}"))
+    }
+
+    pub fn left(&self, node: &NodeName) -> String {
+        self.below(&format!("left/{node}"))
+    }
+
+    pub fn pki(&self, key: &str) -> String {
+        self.below(&format!("pki/{key}"))
+    }
+
+    pub fn record(&self, kind: Kind, name: &str) -> String {
+        self.below(&format!("{}/{name}", place(kind)))
+    }
+
+    /// Before every record of this kind.
+    pub fn records(&self, kind: Kind) -> String {
+        self.below(&format!("{}/", place(kind)))
+    }
+
+    pub fn meaning<'a>(&self, key: &'a [u8]) -> Meaning<'a> {
+        let Some(rest) = str::from_utf8(key).ok().and_then(|key| key.strip_prefix(&*self.all())) else {
+            return Meaning::Other;
+        };
+        if rest == "format" {
+            return Meaning::Format;
+        }
+        let Some(rest) = rest.strip_prefix("v1/") else { return Meaning::Other };
+        match rest.split_once('/') {
+            None if rest == "revision" => Meaning::Revision,
+            None => Meaning::Other,
+            Some(("present", node)) => Meaning::Present(node),
+            Some(("pki", _)) => Meaning::Pki,
+            Some((place, name)) => match KINDS.iter().find(|(_, known)| *known == place) {
+                Some((kind, _)) => Meaning::Record(*kind, name),
+                None => Meaning::Other,
+            },
+        }
+    }
+
+    fn below(&self, rest: &str) -> String {
+        format!("/nagaya/{}/v1/{rest}", self.cluster)
+    }
+}
+
+const KINDS: [(Kind, &str); 5] = [
+    (Kind::Tenant, "tenants"),
+    (Kind::Site, "sites"),
+    (Kind::Setting, "settings"),
+    (Kind::Node, "nodes"),
+    (Kind::Placement, "placements"),
+];
+
+fn place(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Tenant => "tenants",
+        Kind::Site => "sites",
+        Kind::Setting => "settings",
+        Kind::Node => "nodes",
+        Kind::Placement => "placements",
+    }
+}
+
+// === Values ===
+
+/// The value of `revision`.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Count {
+    pub count: u64,
+    /// Random: a transaction that was sent twice, because no answer came, finds its own name here.
+    pub by: String,
+}
+
+/// A placement with its epoch in front, so that a comparison of the value can ask for the epoch alone.
+#[derive(Serialize)]
+struct EpochFirst<'a> {
+    epoch: u64,
+    site: &'a SiteName,
+    node: &'a NodeName,
+    since_ms: u64,
+    why: Why,
+    #[serde(skip_serializing_if = "is_zero")]
+    wait_ms: u32,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
+pub(super) fn placement_value(placement: &Placement) -> Vec<u8> {
+    let Placement { site, node, epoch, since_ms, why, wait_ms } = placement;
+    json(&EpochFirst { epoch: *epoch, site, node, since_ms: *since_ms, why: *why, wait_ms: *wait_ms })
+}
+
+/// Holds if the value at this key is a placement of this epoch: it lies between `{"epoch":N,` and `{"epoch":N-`, and `-`
+/// is the next byte after the comma, so that exactly what begins with the first lies there.
+pub(super) fn epoch_is(key: &str, epoch: u64) -> [Compare; 2] {
+    let side = |relation: Relation, end: char| Compare {
+        result: relation.into(),
+        target: Target::Value.into(),
+        key: key.into(),
+        operand: Some(Operand::Value(format!("{{\"epoch\":{epoch}{end}").into_bytes())),
+        range_end: Vec::new(),
+    };
+    [side(Relation::Greater, ','), side(Relation::Less, '-')]
+}
+
+pub(super) fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("records have text keys and writing to memory works")
+}
+
+/// The change that this key's new value, or its end, is. An error says what is wrong with the record.
+pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Change, String> {
+    let wrong = |what: String| format!("{}/{name}: {what}", place(kind));
+    let Some(value) = value else { return dropped(kind, name).map_err(wrong) };
+    let read = || -> Result<Change, serde_json::Error> {
+        Ok(match kind {
+            Kind::Tenant => Change::PutTenant(serde_json::from_slice(value)?),
+            Kind::Site => Change::PutSite(serde_json::from_slice(value)?),
+            Kind::Setting => Change::PutSetting(serde_json::from_slice(value)?),
+            Kind::Node => Change::PutNode(serde_json::from_slice(value)?),
+            Kind::Placement => Change::PutPlacement(serde_json::from_slice(value)?),
+        })
+    };
+    let change = read().map_err(|error| wrong(error.to_string()))?;
+    let named = match &change {
+        Change::PutTenant(tenant) => tenant.name.as_str(),
+        Change::PutSite(site) => site.name.as_str(),
+        Change::PutSetting(setting) => &setting.key,
+        Change::PutNode(node) => node.name.as_str(),
+        Change::PutPlacement(placement) => placement.site.as_str(),
+        _ => name,
+    };
+    if named == name { Ok(change) } else { Err(wrong(format!("the record there is of '{named}'"))) }
+}
+
+fn dropped(kind: Kind, name: &str) -> Result<Change, String> {
+    let name_of = |error: crate::names::NameError| error.to_string();
+    Ok(match kind {
+        Kind::Tenant => Change::DropTenant(TenantName::new(name).map_err(name_of)?),
+        Kind::Site => Change::DropSite(SiteName::new(name).map_err(name_of)?),
+        Kind::Setting => Change::DropSetting(name.into()),
+        Kind::Node => Change::DropNode(NodeName::new(name).map_err(name_of)?),
+        Kind::Placement => Change::DropPlacement(SiteName::new(name).map_err(name_of)?),
+    })
+}
+
+/// The name in a record's JSON.
+pub(super) fn name_in(kind: Kind, json: &str) -> Option<String> {
+    let field = match kind {
+        Kind::Tenant | Kind::Site | Kind::Node => "name",
+        Kind::Setting => "key",
+        Kind::Placement => "site",
+    };
+    let record: Value = serde_json::from_str(json).ok()?;
+    Some(record.get(field)?.as_str()?.to_owned())
+}
+
+// === Requests ===
+
+/// The end of the range of all keys that begin with this, which ends in an ASCII character.
+pub(super) fn after_all(prefix: &str) -> Vec<u8> {
+    let mut end = prefix.as_bytes().to_vec();
+    if let Some(last) = end.last_mut() {
+        *last += 1;
+    }
+    end
+}
+
+pub(super) fn get(key: &str) -> Range {
+    Range { key: key.into(), ..Range::default() }
+}
+
+pub(super) fn getting(key: &str) -> Operation {
+    Operation { request: Some(Request::Range(get(key))) }
+}
+
+pub(super) fn putting(key: &str, value: impl Into<Vec<u8>>) -> Operation {
+    Operation { request: Some(Request::Put(Put { key: key.into(), value: value.into(), lease: 0 })) }
+}
+
+pub(super) fn deleting(key: &str) -> Operation {
+    Operation { request: Some(Request::Delete(DeleteRange { key: key.into(), range_end: Vec::new() })) }
+}
+
+pub(super) fn deleting_all(prefix: &str) -> Operation {
+    let range_end = after_all(prefix);
+    Operation { request: Some(Request::Delete(DeleteRange { key: prefix.into(), range_end })) }
+}
+
+pub(super) fn is_there(key: &str) -> Compare {
+    created(key, Relation::Greater)
+}
+
+pub(super) fn is_absent(key: &str) -> Compare {
+    created(key, Relation::Equal)
+}
+
+fn created(key: &str, relation: Relation) -> Compare {
+    Compare {
+        result: relation.into(),
+        target: Target::Created.into(),
+        key: key.into(),
+        operand: Some(Operand::Created(0)),
+        range_end: Vec::new(),
+    }
+}
+
+pub(super) fn is_value(key: &str, value: impl Into<Vec<u8>>) -> Compare {
+    Compare {
+        result: Relation::Equal.into(),
+        target: Target::Value.into(),
+        key: key.into(),
+        operand: Some(Operand::Value(value.into())),
+        range_end: Vec::new(),
+    }
+}
+
+/// Holds if the key was last changed in exactly this revision; for 0, if it is absent.
+pub(super) fn is_of(key: &str, revision: u64) -> Compare {
+    modified(key, Relation::Equal, revision, Vec::new())
+}
+
+/// Holds if the key was not changed after this revision.
+pub(super) fn is_no_newer(key: &str, revision: u64) -> Compare {
+    modified(key, Relation::Less, revision + 1, Vec::new())
+}
+
+/// Holds if no key that begins with this was changed after this revision.
+pub(super) fn are_no_newer(prefix: &str, revision: u64) -> Compare {
+    modified(prefix, Relation::Less, revision + 1, after_all(prefix))
+}
+
+fn modified(key: &str, relation: Relation, revision: u64, range_end: Vec<u8>) -> Compare {
+    Compare {
+        result: relation.into(),
+        target: Target::Modified.into(),
+        key: key.into(),
+        operand: Some(Operand::Modified(signed(revision))),
+        range_end,
+    }
+}
+
+/// etcd counts in signed numbers that are never negative.
+pub(super) fn signed(revision: u64) -> i64 {
+    i64::try_from(revision).unwrap_or(i64::MAX)
+}
+
+pub(super) fn unsigned(revision: i64) -> u64 {
+    u64::try_from(revision).unwrap_or(0)
+}

@@ -1,0 +1,299 @@
+//! Nodes and placements: who belongs to the cluster, and which node runs a site's application. Each is one compare-and-set
+//! of its own key, apart from configuration, so that a failing node's sites move without waiting for one another.
+//!
+//! Not here: choosing a node and deciding that one is dead (`placement`, the supervisor).
+
+use std::time::Duration;
+
+use super::client::{RANGE, TXN};
+use super::error::ClusterError;
+use super::keys::{self, placement_value};
+use super::wire::{RangeAnswer, Txn, TxnAnswer};
+use super::{ClusterStore, Inner, lost};
+use crate::names::{NodeName, SiteName};
+use crate::record::{NodeRecord, Placement};
+use crate::store::{Kind, PAGE_LEN_MAX, Store};
+
+/// For a change of a node or placement. Longer than etcd needs to choose a new leader.
+const CHANGE_WAIT: Duration = Duration::from_secs(5);
+
+/// Tries of a change that others overtake.
+const TRIES_MAX: u32 = 8;
+
+/// What became of a placement that was to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Claim {
+    Won,
+    /// Another one stands there, or none where one was expected. If its epoch is later than ours, ours may have stood there
+    /// before it, and nobody learned of it because a member failed with the answer.
+    Lost(Option<Placement>),
+    /// The site or the node is not in the cluster any more.
+    Void,
+}
+
+/// Whose a node's record is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Confirmed {
+    Ours {
+        draining: bool,
+        /// etcd's revision when a site was last taken from this node; who has applied it knows of all of them.
+        left_at: u64,
+        /// When it became a member.
+        since: u64,
+        /// Of the store as it was read.
+        revision: u64,
+    },
+    Gone,
+    Anothers,
+}
+
+impl ClusterStore {
+    /// Writes where a site's application runs, if what stands there has the epoch `seen` (None: nothing stands there), and that
+    /// `from` has lost a site. One round trip to etcd, and it does not wait for the watch. An error leaves open whether it was
+    /// written.
+    pub async fn place(
+        &self,
+        placement: Placement,
+        seen: Option<u64>,
+        from: Option<&NodeName>,
+    ) -> Result<Claim, ClusterError> {
+        let inner = self.inner.clone();
+        let left = from.map(|from| inner.keys.left(from));
+        self.on_own(async move { inner.place(&placement, seen, left).await }).await
+    }
+
+    /// Where a site's application runs, as of no earlier than this call.
+    pub async fn placement_now(&self, site: &SiteName) -> Result<Option<Placement>, ClusterError> {
+        let inner = self.inner.clone();
+        let key = inner.keys.record(Kind::Placement, site.as_str());
+        self.on_own(async move {
+            let answer: RangeAnswer = inner.client.ask(RANGE, keys::get(&key), CHANGE_WAIT).await?.value;
+            answer.kvs.first().map(|kv| read_placement(&kv.value)).transpose()
+        })
+        .await
+    }
+
+    /// etcd's revision up to which everything is in the replica, and was told to whom this store tells changes. 0: nothing
+    /// since this process began.
+    pub fn applied(&self) -> u64 {
+        *self.inner.applied.borrow()
+    }
+
+    /// Whether this node's record is still the one with this id: one linearizable read, so that its answer is no older than
+    /// this call. Members that are slow cost no more than `within`.
+    pub async fn confirm(
+        &self,
+        node: &NodeName,
+        id: &str,
+        within: Duration,
+    ) -> Result<Confirmed, ClusterError> {
+        let (inner, id) = (self.inner.clone(), id.to_owned());
+        let (key, left) = (inner.keys.record(Kind::Node, node.as_str()), inner.keys.left(node));
+        self.on_own(async move {
+            let look = Txn { success: vec![keys::getting(&key), keys::getting(&left)], ..Txn::default() };
+            let answer: TxnAnswer = inner.client.ask_soon(TXN, look, within).await?;
+            let revision = keys::unsigned(answer.header.unwrap_or_default().revision);
+            let [record, left] = super::watch::pairs(answer.responses).try_into().unwrap_or_default();
+            let Some(record) = record else { return Ok(Confirmed::Gone) };
+            let left_at = left.map_or(0, |left| keys::unsigned(left.mod_revision));
+            let since = keys::unsigned(record.create_revision);
+            Ok(match read_node(&record.value)? {
+                node if node.id == id => {
+                    Confirmed::Ours { draining: node.draining, left_at, since, revision }
+                }
+                _ => Confirmed::Anothers,
+            })
+        })
+        .await
+    }
+
+    /// Makes this machine a member, or brings its record up to date where it is one already; whether it is being drained stays.
+    pub async fn join(&self, node: NodeRecord) -> Result<(), ClusterError> {
+        let inner = self.inner.clone();
+        self.on_own(async move { inner.join(node).await }).await
+    }
+
+    pub async fn set_draining(&self, node: &NodeName, draining: bool) -> Result<(), ClusterError> {
+        let (inner, name) = (self.inner.clone(), node.clone());
+        self.on_own(async move {
+            inner.change_node(&name, |record| Ok(NodeRecord { draining, ..record.clone() })).await
+        })
+        .await
+    }
+
+    /// This node knows all members that there were at this revision.
+    pub async fn knows(&self, node: &NodeName, id: &str, revision: u64) -> Result<(), ClusterError> {
+        let (inner, name, id) = (self.inner.clone(), node.clone(), id.to_owned());
+        self.on_own(async move {
+            inner
+                .change_node(&name, |record| match record.id == id {
+                    true => Ok(NodeRecord { knows: revision.max(record.knows), ..record.clone() }),
+                    false => {
+                        Err(ClusterError::NameTaken { name: name.to_string(), peer: record.peer.clone() })
+                    }
+                })
+                .await
+        })
+        .await
+    }
+
+    /// Takes a node out of the cluster. Refused while placements name it, unless `forced`: then its sites move when somebody
+    /// asks for them.
+    pub async fn remove(&self, node: &NodeName, forced: bool) -> Result<(), ClusterError> {
+        let (inner, name) = (self.inner.clone(), node.clone());
+        self.on_own(async move { inner.remove(&name, forced).await }).await
+    }
+}
+
+fn read_placement(value: &[u8]) -> Result<Placement, ClusterError> {
+    serde_json::from_slice(value)
+        .map_err(|error| ClusterError::Refused { detail: format!("a placement cannot be read: {error}") })
+}
+
+fn read_node(value: &[u8]) -> Result<NodeRecord, ClusterError> {
+    serde_json::from_slice(value)
+        .map_err(|error| ClusterError::Refused { detail: format!("a node's record cannot be read: {error}") })
+}
+
+impl Inner {
+    async fn place(
+        &self,
+        placement: &Placement,
+        seen: Option<u64>,
+        left: Option<String>,
+    ) -> Result<Claim, ClusterError> {
+        let site = self.keys.record(Kind::Site, placement.site.as_str());
+        let node = self.keys.record(Kind::Node, placement.node.as_str());
+        let key = self.keys.record(Kind::Placement, placement.site.as_str());
+        let mut compare = vec![keys::is_there(&site), keys::is_there(&node)];
+        match seen {
+            Some(epoch) => compare.extend(keys::epoch_is(&key, epoch)),
+            None => compare.push(keys::is_absent(&key)),
+        }
+        let mut success = vec![keys::putting(&key, placement_value(placement))];
+        success.extend(left.map(|left| keys::putting(&left, placement.site.as_str())));
+        let txn = Txn {
+            compare,
+            success,
+            failure: vec![keys::getting(&key), keys::getting(&site), keys::getting(&node)],
+        };
+        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+        if answer.value.succeeded {
+            return Ok(Claim::Won);
+        }
+        let values = super::watch::values(answer.value.responses);
+        let [stored, site, node] = values.try_into().unwrap_or_default();
+        let stored = stored.as_deref().map(read_placement).transpose()?;
+        if answer.repeated && stored.as_ref() == Some(placement) {
+            return Ok(Claim::Won);
+        }
+        if site.is_none() || node.is_none() { Ok(Claim::Void) } else { Ok(Claim::Lost(stored)) }
+    }
+
+    async fn join(&self, node: NodeRecord) -> Result<(), ClusterError> {
+        let key = self.keys.record(Kind::Node, node.name.as_str());
+        let txn = Txn {
+            compare: vec![
+                keys::is_there(&self.keys.revision()),
+                keys::is_absent(&self.keys.seeding()),
+                keys::is_absent(&key),
+            ],
+            success: vec![keys::putting(&key, keys::json(&node))],
+            failure: vec![
+                keys::getting(&self.keys.format()),
+                keys::getting(&self.keys.revision()),
+                keys::getting(&self.keys.seeding()),
+            ],
+        };
+        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value;
+        if answer.succeeded {
+            return Ok(());
+        }
+        let [format, revision, seeding] =
+            super::watch::values(answer.responses).try_into().unwrap_or_default();
+        super::watch::check_head(self, format.as_deref(), revision.is_some(), seeding.is_some())?;
+        self.change_node(&node.name, |found| {
+            if found.id != node.id {
+                return Err(ClusterError::NameTaken {
+                    name: node.name.to_string(),
+                    peer: found.peer.clone(),
+                });
+            }
+            Ok(NodeRecord { draining: found.draining, knows: found.knows, ..node.clone() })
+        })
+        .await
+    }
+
+    async fn change_node(
+        &self,
+        name: &NodeName,
+        change: impl Fn(&NodeRecord) -> Result<NodeRecord, ClusterError>,
+    ) -> Result<(), ClusterError> {
+        let key = self.keys.record(Kind::Node, name.as_str());
+        for _ in 0..TRIES_MAX {
+            let answer = self.client.ask::<_, RangeAnswer>(RANGE, keys::get(&key), CHANGE_WAIT).await?;
+            let Some(kv) = answer.value.kvs.into_iter().next() else {
+                return Err(ClusterError::NoNode { name: name.to_string() });
+            };
+            let before = read_node(&kv.value)?;
+            let after = change(&before)?;
+            if after == before {
+                return Ok(());
+            }
+            let txn = Txn {
+                compare: vec![keys::is_of(&key, keys::unsigned(kv.mod_revision))],
+                success: vec![keys::putting(&key, keys::json(&after))],
+                failure: Vec::new(),
+            };
+            if self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value.succeeded {
+                return Ok(());
+            }
+        }
+        Err(ClusterError::Contended { tries: TRIES_MAX })
+    }
+
+    /// Only if no placement was written since those that were looked through, so that none names a node that is gone.
+    async fn remove(self: std::sync::Arc<Self>, name: &NodeName, forced: bool) -> Result<(), ClusterError> {
+        let key = self.keys.record(Kind::Node, name.as_str());
+        for _ in 0..TRIES_MAX {
+            let head = self.client.ask::<_, RangeAnswer>(RANGE, keys::get(&key), CHANGE_WAIT).await?.value;
+            if head.kvs.is_empty() {
+                return Err(ClusterError::NoNode { name: name.to_string() });
+            }
+            let mut compare = vec![keys::is_there(&key)];
+            if !forced {
+                self.wait_in_step(CHANGE_WAIT).await?;
+                let (inner, node) = (self.clone(), name.clone());
+                let looked = tokio::task::spawn_blocking(move || inner.refuse_if_used(&node));
+                looked.await.map_err(|error| lost(&error))??;
+                let seen = keys::unsigned(head.header.unwrap_or_default().revision);
+                compare.push(keys::are_no_newer(&self.keys.records(Kind::Placement), seen));
+            }
+            let txn = Txn { compare, success: vec![keys::deleting(&key)], failure: Vec::new() };
+            let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+            if answer.value.succeeded || answer.repeated {
+                return Ok(());
+            }
+        }
+        Err(ClusterError::Contended { tries: TRIES_MAX })
+    }
+
+    fn refuse_if_used(&self, node: &NodeName) -> Result<(), ClusterError> {
+        let mut on_it = Vec::new();
+        let mut after: Option<String> = None;
+        loop {
+            let page = self.replica.placements(after.as_deref(), PAGE_LEN_MAX)?;
+            let Some(last) = page.last() else { break };
+            after = Some(last.site.to_string());
+            on_it.extend(page.into_iter().filter(|placement| placement.node == *node));
+        }
+        match on_it.first() {
+            None => Ok(()),
+            Some(first) => Err(ClusterError::NodeInUse {
+                name: node.to_string(),
+                count: on_it.len(),
+                first: first.site.to_string(),
+            }),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Filling an empty cluster from an embedded store. What an interrupted one left is removed by the next one, which begins
+//! anew; until the last step nobody takes the cluster for one, because `v1/seeding` stands there and `v1/revision` does not.
+//!
+//! Not here: when it is done (`nagaya cluster init`), and who serves meanwhile (the embedded store).
+
+use std::time::Duration;
+
+use super::client::{Client, EtcdOptions, TXN};
+use super::error::ClusterError;
+use super::keys::{self, Count, FORMAT, Keys};
+use super::parts::OPERATIONS_MAX;
+use super::wire::{Operation, Txn, TxnAnswer};
+use crate::store::{Kind, RECORD_LEN_MAX, Select, Store, StoreError};
+
+const WAIT: Duration = Duration::from_secs(10);
+
+/// A step is sent when it has grown to this, in bytes, so that it stays below what etcd takes with one record more.
+const STEP_LEN: usize = 1 << 20;
+
+const _: () = assert!(STEP_LEN + RECORD_LEN_MAX < (3 << 20) / 2);
+
+/// Records read from the store at once.
+const PAGE_LEN: usize = 100;
+
+/// Times it begins anew because the embedded store was changed meanwhile.
+const TRIES_MAX: u32 = 3;
+
+/// Whether there is such a cluster, complete and of a format this program knows.
+pub async fn is_initialised(options: &EtcdOptions) -> Result<bool, ClusterError> {
+    let keys = Keys::new(&options.cluster);
+    let [format, revision, seeding] = look(&Client::new(options)?, &keys).await?;
+    check_format(&keys, format.as_deref())?;
+    Ok(format.is_some() && revision.is_some() && seeding.is_none())
+}
+
+/// Makes the cluster and puts all of this store's tenants, sites and settings into it. Refused if it is there already. The
+/// store is read in short steps that block.
+pub async fn seed(options: &EtcdOptions, from: &dyn Store) -> Result<(), StoreError> {
+    let client = Client::new(options)?;
+    let keys = Keys::new(&options.cluster);
+    let [format, revision, seeding] = look(&client, &keys).await?;
+    check_format(&keys, format.as_deref())?;
+    if revision.is_some() && seeding.is_none() {
+        return Err(ClusterError::NotEmpty { cluster: options.cluster.clone() }.into());
+    }
+    let seeder = Seeder { client: &client, keys: &keys, name: super::write::name()? };
+    seeder.begin(seeding).await?;
+    for _ in 0..TRIES_MAX {
+        let revision = from.revision()?;
+        seeder.clear().await?;
+        seeder.fill(from).await?;
+        let next_uid = from.next_uid()?;
+        // Pages of different states do not make a state.
+        if from.revision()? == revision {
+            return Ok(seeder.finish(next_uid).await?);
+        }
+    }
+    Err(ClusterError::Contended { tries: TRIES_MAX }.into())
+}
+
+async fn look(client: &Client, keys: &Keys) -> Result<[Option<Vec<u8>>; 3], ClusterError> {
+    let look = Txn {
+        success: vec![
+            keys::getting(&keys.format()),
+            keys::getting(&keys.revision()),
+            keys::getting(&keys.seeding()),
+        ],
+        ..Txn::default()
+    };
+    let answer: TxnAnswer = client.ask(TXN, look, WAIT).await?.value;
+    Ok(super::watch::values(answer.responses).try_into().unwrap_or_default())
+}
+
+fn check_format(keys: &Keys, format: Option<&[u8]>) -> Result<(), ClusterError> {
+    match format {
+        Some(found) if found != FORMAT.to_string().as_bytes() => Err(ClusterError::Version {
+            cluster: keys.cluster().into(),
+            found: String::from_utf8_lossy(found).into_owned(),
+            known: FORMAT,
+        }),
+        _ => Ok(()),
+    }
+}
+
+struct Seeder<'a> {
+    client: &'a Client,
+    keys: &'a Keys,
+    /// Stands in `seeding` while this one fills; an older one finds another's there and ends.
+    name: String,
+}
+
+impl Seeder<'_> {
+    /// Takes the cluster's place; an interrupted one's is taken over.
+    async fn begin(&self, found: Option<Vec<u8>>) -> Result<(), ClusterError> {
+        let marker = self.keys.seeding();
+        let txn = Txn {
+            compare: vec![
+                keys::is_absent(&self.keys.revision()),
+                match found {
+                    Some(other) => keys::is_value(&marker, other),
+                    None => keys::is_absent(&marker),
+                },
+            ],
+            success: vec![
+                keys::putting(&self.keys.format(), FORMAT.to_string()),
+                keys::putting(&marker, self.name.clone()),
+            ],
+            failure: vec![keys::getting(&marker)],
+        };
+        self.send(txn).await
+    }
+
+    async fn clear(&self) -> Result<(), ClusterError> {
+        let kinds = [Kind::Tenant, Kind::Site, Kind::Setting, Kind::Node, Kind::Placement];
+        let mut left: Vec<Operation> =
+            kinds.iter().map(|kind| keys::deleting_all(&self.keys.records(*kind))).collect();
+        left.push(keys::deleting(&self.keys.next_uid()));
+        self.step(left).await
+    }
+
+    async fn fill(&self, from: &dyn Store) -> Result<(), StoreError> {
+        let mut step = Step::default();
+        let mut after: Option<String> = None;
+        while let Some(page) = some(from.tenants(after.as_deref(), PAGE_LEN)?) {
+            after = page.last().map(|tenant| tenant.name.to_string());
+            for tenant in &page {
+                self.add(&mut step, Kind::Tenant, tenant.name.as_str(), keys::json(tenant)).await?;
+            }
+        }
+        let mut select = Select { limit: PAGE_LEN, ..Select::default() };
+        while let Some(page) = some(from.sites(&select)?) {
+            select.after = page.last().map(|site| site.name.to_string());
+            for site in &page {
+                self.add(&mut step, Kind::Site, site.name.as_str(), keys::json(site)).await?;
+            }
+        }
+        after = None;
+        while let Some(page) = some(from.settings(after.as_deref(), PAGE_LEN)?) {
+            after = page.last().map(|setting| setting.key.to_string());
+            for setting in &page {
+                self.add(&mut step, Kind::Setting, &setting.key, keys::json(setting)).await?;
+            }
+        }
+        Ok(self.step(step.operations).await?)
+    }
+
+    async fn add(&self, step: &mut Step, kind: Kind, name: &str, value: Vec<u8>) -> Result<(), ClusterError> {
+        step.len += value.len();
+        step.operations.push(keys::putting(&self.keys.record(kind, name), value));
+        if step.operations.len() == OPERATIONS_MAX || step.len >= STEP_LEN {
+            let full = std::mem::take(step);
+            self.step(full.operations).await?;
+        }
+        Ok(())
+    }
+
+    async fn finish(&self, next_uid: u32) -> Result<(), ClusterError> {
+        let count = Count { count: 0, by: self.name.clone() };
+        let marker = self.keys.seeding();
+        let done = vec![
+            keys::putting(&self.keys.next_uid(), next_uid.to_string()),
+            keys::putting(&self.keys.revision(), keys::json(&count)),
+            keys::deleting(&marker),
+        ];
+        let txn = Txn {
+            compare: vec![keys::is_value(&marker, self.name.clone())],
+            success: done,
+            failure: vec![keys::getting(&self.keys.revision())],
+        };
+        self.send(txn).await
+    }
+
+    async fn step(&self, success: Vec<Operation>) -> Result<(), ClusterError> {
+        let marker = self.keys.seeding();
+        let compare = vec![keys::is_value(&marker, self.name.clone())];
+        self.send(Txn { compare, success, failure: vec![keys::getting(&marker)] }).await
+    }
+
+    async fn send(&self, txn: Txn) -> Result<(), ClusterError> {
+        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, WAIT).await?;
+        let found = super::watch::values(answer.value.responses).into_iter().next().flatten();
+        // What was sent twice, because no answer came, may have been done the first time: then our name is what it left.
+        let was_ours = || {
+            answer.repeated
+                && found.is_some_and(|found| {
+                    found == self.name.as_bytes()
+                        || serde_json::from_slice::<Count>(&found).is_ok_and(|count| count.by == self.name)
+                })
+        };
+        if answer.value.succeeded || was_ours() {
+            return Ok(());
+        }
+        Err(ClusterError::BeingFilled { cluster: self.keys.cluster().into() })
+    }
+}
+
+#[derive(Default)]
+struct Step {
+    operations: Vec<Operation>,
+    len: usize,
+}
+
+/// A page, if it has anything.
+fn some<T>(page: Vec<T>) -> Option<Vec<T>> {
+    (!page.is_empty()).then_some(page)
+}

@@ -1,0 +1,570 @@
+//! The cluster's store against a real etcd: the suite of all stores, and several nodes at once.
+//!
+//! Not here: members that fail (`faults`), a recorded history of placements (`history`).
+
+mod faults;
+mod history;
+mod rig;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use self::rig::{Etcd, Node, PATIENCE, replica, until};
+use super::*;
+use crate::names::{SiteName, TenantName};
+use crate::store::import::{export, import};
+use crate::store::suite;
+
+fn text(store: &dyn Store) -> String {
+    let mut bytes = Vec::new();
+    export(store, &mut bytes).unwrap();
+    String::from_utf8(bytes).unwrap()
+}
+
+fn name(text: &str) -> NodeName {
+    NodeName::new(text).unwrap()
+}
+
+fn record(node: &str, id: &str) -> NodeRecord {
+    NodeRecord {
+        name: name(node),
+        id: id.into(),
+        peer: "127.0.0.1:1".into(),
+        draining: false,
+        cpus: 2,
+        memory_bytes: 1 << 30,
+        version: "0.1.0".into(),
+        knows: 0,
+    }
+}
+
+fn placement(site: &str, node: &str, epoch: u64) -> Placement {
+    let json = format!(r#"{{"site":"{site}","node":"{node}","epoch":{epoch},"since_ms":1,"why":"first"}}"#);
+    serde_json::from_str(&json).unwrap()
+}
+
+fn setting(key: &str, value: &str) -> Change {
+    Change::PutSetting(Setting { key: key.into(), value: crate::SettingValue::Text(value.into()) })
+}
+
+fn put_tenant(name: &str, uid: u32) -> Change {
+    let json = format!(r#"{{"name":"{name}","uid":{uid},"gid":{uid},"home":"/srv/{name}"}}"#);
+    Change::PutTenant(serde_json::from_str(&json).unwrap())
+}
+
+fn put_site(name: &str, tenant: &str, host: &str) -> Change {
+    let json = format!(
+        r#"{{"name":"{name}","tenant":"{tenant}","hosts":["{host}"],"backend":{{"kind":"static","root":"w"}}}}"#
+    );
+    Change::PutSite(serde_json::from_str(&json).unwrap())
+}
+
+/// One tenant and these sites.
+fn with_sites(node: &Node, sites: &[&str]) {
+    let mut changes = vec![put_tenant("t", 9)];
+    changes.extend(sites.iter().map(|site| put_site(site, "t", &format!("{site}.test"))));
+    node.store.transaction(changes, Mode::Merge).unwrap();
+}
+
+#[test]
+fn the_clusters_store_passes_the_suite() {
+    let etcd = Etcd::start(1);
+    let fresh = || etcd.node(&etcd.cluster());
+    suite::run(&fresh, &|node: &Node| &*node.store);
+}
+
+#[test]
+fn two_nodes_see_what_the_other_changed() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let (a, b) = (etcd.node(&cluster), etcd.node(&cluster));
+    with_sites(&a, &["one"]);
+    b.until("the site", |store| store.site("one").unwrap().is_some());
+    // Planned upon what the other did just now, though nobody waited for it.
+    for n in 0..20 {
+        let (one, other) = if n % 2 == 0 { (&a, &b) } else { (&b, &a) };
+        one.store.transaction(vec![put_site("moving", "t", &format!("{n}.test"))], Mode::Merge).unwrap();
+        let refused = other.store.transaction(vec![put_site("x", "t", &format!("{n}.test"))], Mode::Merge);
+        assert!(matches!(refused, Err(TransactionError::Refused(_))), "{refused:?}");
+    }
+    a.in_step(&etcd);
+    assert_eq!(text(&*a.store), text(&*b.store));
+    a.is_fed();
+    b.is_fed();
+}
+
+#[test]
+fn two_nodes_that_change_records_at_once_both_succeed() {
+    const EACH: usize = 25;
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let nodes = [etcd.node(&cluster), etcd.node(&cluster), etcd.node(&cluster)];
+    std::thread::scope(|scope| {
+        for (at, node) in nodes.iter().enumerate() {
+            scope.spawn(move || {
+                for n in 0..EACH {
+                    let changes = vec![setting(&format!("{at}-{n}"), "v")];
+                    let done = node.store.transaction(changes.clone(), Mode::Merge).unwrap();
+                    assert_eq!(done.changes, changes);
+                    assert!(node.store.setting(&format!("{at}-{n}")).unwrap().is_some());
+                }
+            });
+        }
+    });
+    for node in &nodes {
+        node.in_step(&etcd);
+        assert_eq!(node.store.counts().unwrap().settings, 3 * EACH as u64);
+        node.is_fed();
+    }
+    let reached = nodes[0].store.inner.replica.reached().unwrap();
+    assert_eq!(reached.count, 3 * EACH as u64, "each change is counted once");
+}
+
+#[test]
+fn a_uid_is_allocated_to_one_of_two_nodes() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let nodes = [etcd.node(&cluster), etcd.node(&cluster)];
+    let mut uids: Vec<u32> = std::thread::scope(|scope| {
+        let take = |node: &Node| (0..10).map(|_| node.store.allocate_uid(700).unwrap()).collect::<Vec<_>>();
+        let taking: Vec<_> = nodes.iter().map(|node| scope.spawn(move || take(node))).collect();
+        taking.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    uids.sort_unstable();
+    assert_eq!(uids, (700..720).collect::<Vec<_>>());
+}
+
+// === Placements ===
+
+#[test]
+fn of_many_who_place_a_site_at_once_one_wins_and_the_others_learn_it() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let nodes = [etcd.node(&cluster), etcd.node(&cluster)];
+    with_sites(&nodes[0], &["one"]);
+    let names: Vec<String> = (0..8).map(|n| format!("n{n}")).collect();
+    etcd.runtime.block_on(async {
+        for node in &names {
+            nodes[0].store.join(record(node, node)).await.unwrap();
+        }
+    });
+    for epoch in 1..=10 {
+        let seen = (epoch > 1).then(|| epoch - 1);
+        let claims: Vec<Claim> = etcd.runtime.block_on(async {
+            let mut racing = Vec::new();
+            for (n, node) in names.iter().enumerate() {
+                let store = nodes[n % 2].store.clone();
+                let wanted = placement("one", node, epoch);
+                racing.push(tokio::spawn(async move { store.place(wanted, seen, None).await.unwrap() }));
+            }
+            let mut claims = Vec::new();
+            for race in racing {
+                claims.push(race.await.unwrap());
+            }
+            claims
+        });
+        let winners: Vec<usize> = (0..claims.len()).filter(|n| claims[*n] == Claim::Won).collect();
+        assert_eq!(winners.len(), 1, "{claims:?}");
+        let stands = placement("one", &names[winners[0]], epoch);
+        let lost = claims.iter().filter(|claim| **claim == Claim::Lost(Some(stands.clone()))).count();
+        assert_eq!(lost, claims.len() - 1, "{claims:?}");
+        for node in &nodes {
+            node.until("the placement", |store| store.placement("one").unwrap().as_ref() == Some(&stands));
+        }
+    }
+    nodes.iter().for_each(Node::is_fed);
+}
+
+#[test]
+fn only_the_epoch_that_was_seen_decides_whether_a_site_moves() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let node = etcd.node(&cluster);
+    with_sites(&node, &["one"]);
+    let place = |wanted: &Placement, seen| {
+        etcd.runtime.block_on(node.store.place(wanted.clone(), seen, None)).unwrap()
+    };
+    let first = placement("one", "a", 1);
+    assert_eq!(place(&first, None), Claim::Void, "no such node");
+    etcd.runtime.block_on(node.store.join(record("a", "1"))).unwrap();
+    assert_eq!(place(&placement("none", "a", 1), None), Claim::Void, "no such site");
+    assert_eq!(place(&first, Some(1)), Claim::Lost(None));
+    assert_eq!(place(&first, None), Claim::Won);
+    assert_eq!(place(&first, None), Claim::Lost(Some(first.clone())));
+    // Epochs whose decimal forms begin alike are not taken for each other.
+    let tenth = placement("one", "a", 10);
+    assert_eq!(place(&tenth, Some(1)), Claim::Won);
+    for seen in [0, 1, 9, 11, 100, u64::MAX] {
+        assert_eq!(place(&placement("one", "a", 7), Some(seen)), Claim::Lost(Some(tenth.clone())), "{seen}");
+    }
+    let hundredth = placement("one", "a", 100);
+    assert_eq!(place(&hundredth, Some(10)), Claim::Won);
+    assert_eq!(place(&tenth, Some(10)), Claim::Lost(Some(hundredth)));
+    // With the site goes its placement, in one step; a new site of its name begins anew.
+    node.until("the placement", |store| store.placement("one").unwrap().is_some_and(|it| it.epoch == 100));
+    let batches = node.fed.lock().batches.len();
+    node.store.transaction(vec![Change::DropSite(SiteName::new("one").unwrap())], Mode::Merge).unwrap();
+    assert_eq!(node.store.placement("one").unwrap(), None);
+    assert_eq!(node.fed.lock().batches[batches..], [2]);
+    with_sites(&node, &["one"]);
+    assert_eq!(place(&first, None), Claim::Won);
+}
+
+// === Nodes ===
+
+#[test]
+fn of_two_machines_that_claim_one_name_the_second_is_told() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let nodes = [etcd.node(&cluster), etcd.node(&cluster)];
+    let store = &nodes[0].store;
+    etcd.runtime.block_on(async {
+        store.join(record("a", "first")).await.unwrap();
+        let error = nodes[1].store.join(record("a", "second")).await.unwrap_err();
+        assert!(matches!(error, ClusterError::NameTaken { .. }), "{error}");
+        assert_eq!(error.code().0, 235);
+        // The first one comes back with a new version, and is still being drained.
+        store.set_draining(&name("a"), true).await.unwrap();
+        store.join(NodeRecord { version: "0.2.0".into(), ..record("a", "first") }).await.unwrap();
+        let a = name("a");
+        let ours = store.confirm(&a, "first", PATIENCE).await.unwrap();
+        let Confirmed::Ours { draining: true, left_at: 0, since, revision } = ours else {
+            panic!("{ours:?}");
+        };
+        assert!(0 < since && since < revision, "{ours:?}");
+        // What it has said holds when it comes back, and is never less.
+        store.knows(&a, "first", 7).await.unwrap();
+        store.knows(&a, "first", 5).await.unwrap();
+        store.join(record("a", "first")).await.unwrap();
+        assert!(matches!(store.knows(&a, "second", 9).await, Err(ClusterError::NameTaken { .. })));
+        let again = store.confirm(&a, "first", PATIENCE).await.unwrap();
+        assert!(matches!(again, Confirmed::Ours { since: same, .. } if same == since), "{again:?}");
+        assert_eq!(store.confirm(&a, "second", PATIENCE).await.unwrap(), Confirmed::Anothers);
+    });
+    nodes[1].until("the node", |store| {
+        store
+            .node("a")
+            .unwrap()
+            .is_some_and(|node| node.draining && node.version == "0.1.0" && node.knows == 7)
+    });
+}
+
+#[test]
+fn a_node_that_loses_a_site_is_told_since_when() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one"]);
+    let a = name("a");
+    etcd.runtime.block_on(async {
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        store.place(placement("one", "a", 1), None, None).await.unwrap();
+        let before = store.confirm(&a, "1", PATIENCE).await.unwrap();
+        assert!(matches!(before, Confirmed::Ours { draining: false, left_at: 0, .. }), "{before:?}");
+        store.place(placement("one", "b", 2), Some(1), Some(&a)).await.unwrap();
+        let Confirmed::Ours { left_at, .. } = store.confirm(&a, "1", PATIENCE).await.unwrap() else {
+            panic!("the record is still a's");
+        };
+        assert!(left_at > 0);
+        let now = store.placement_now(&SiteName::new("one").unwrap()).await.unwrap().unwrap();
+        assert_eq!((now.node, now.epoch), (name("b"), 2));
+        // Who has applied that revision knows that the site is elsewhere.
+        node.until("it is applied", |store| store.applied() >= left_at);
+        assert_eq!(store.placement("one").unwrap().unwrap().epoch, 2);
+    });
+}
+
+#[test]
+fn a_node_leaves_only_when_no_application_is_on_it_or_by_force() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one", "two"]);
+    let a = name("a");
+    etcd.runtime.block_on(async {
+        assert_eq!(store.remove(&a, false).await, Err(ClusterError::NoNode { name: "a".into() }));
+        assert_eq!(store.set_draining(&a, true).await, Err(ClusterError::NoNode { name: "a".into() }));
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        assert_eq!(store.place(placement("one", "a", 1), None, None).await.unwrap(), Claim::Won);
+        let refused = store.remove(&a, false).await.unwrap_err();
+        let used = ClusterError::NodeInUse { name: "a".into(), count: 1, first: "one".into() };
+        assert_eq!(refused, used);
+        assert_eq!(store.place(placement("one", "b", 2), Some(1), None).await.unwrap(), Claim::Won);
+        store.remove(&a, false).await.unwrap();
+        assert_eq!(store.confirm(&a, "1", PATIENCE).await.unwrap(), Confirmed::Gone);
+        assert_eq!(store.place(placement("two", "a", 1), None, None).await.unwrap(), Claim::Void);
+        store.remove(&name("b"), true).await.unwrap();
+    });
+    node.until("both are gone", |store| store.nodes().unwrap().is_empty());
+    assert_eq!(store.placement("one").unwrap(), Some(placement("one", "b", 2)));
+    node.is_fed();
+}
+
+#[test]
+fn a_node_is_seen_with_its_load_until_its_lease_ends() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let (a, b) = (etcd.node(&cluster), etcd.node(&cluster));
+    let seen = |node: &Node| -> Vec<(String, String)> {
+        node.store.presences().into_iter().map(|it| (it.node.to_string(), it.json)).collect()
+    };
+    let ttl = Duration::from_secs(2);
+    a.store.present(&name("a"), r#"{"load":1}"#.into(), ttl).unwrap();
+    b.store.present(&name("b"), "{}".into(), ttl).unwrap();
+    until("both are seen", || seen(&b).len() == 2 && seen(&a) == seen(&b));
+    a.store.present(&name("a"), r#"{"load":2}"#.into(), ttl).unwrap();
+    until("the new load", || seen(&b)[0].1 == r#"{"load":2}"#);
+    // Renewed for longer than it lasts by itself.
+    let since = std::time::Instant::now();
+    until("some terms of the lease", || {
+        assert_eq!(seen(&b).len(), 2, "a lease was not renewed");
+        since.elapsed() > 3 * ttl
+    });
+    b.store.absent();
+    until("one is gone at once", || seen(&a).len() == 1);
+    drop(a.close());
+    until("the other's lease has run out", || seen(&b).is_empty());
+    let long = "x".repeat(PRESENCE_LEN_MAX + 1);
+    assert!(b.store.present(&name("b"), long, ttl).is_err());
+}
+
+// === Small values ===
+
+#[test]
+fn a_value_is_replaced_only_by_who_has_seen_it() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let (a, b) = (etcd.node(&cluster), etcd.node(&cluster));
+    b.in_step(&etcd);
+    let mut changes = b.store.pki_changes();
+    etcd.runtime.block_on(async {
+        assert_eq!(a.store.get("ca/cert").await.unwrap(), None);
+        assert!(a.store.put_if("ca/cert", b"1".to_vec(), None).await.unwrap());
+        assert!(!b.store.put_if("ca/cert", b"2".to_vec(), None).await.unwrap());
+        tokio::time::timeout(PATIENCE, changes.changed()).await.unwrap().unwrap();
+        let found = b.store.get("ca/cert").await.unwrap().unwrap();
+        assert_eq!((found.value.as_slice(), found.revision), (&b"1"[..], *changes.borrow_and_update()));
+        assert!(b.store.put_if("ca/cert", b"2".to_vec(), Some(found.revision)).await.unwrap());
+        assert!(!a.store.put_if("ca/cert", b"3".to_vec(), Some(found.revision)).await.unwrap());
+        let long = vec![0; PKI_VALUE_LEN_MAX + 1];
+        assert_eq!(a.store.put_if("long", long, None).await.unwrap_err().code().0, 232);
+    });
+}
+
+// === Formats and seeding ===
+
+fn lines(sites: usize) -> String {
+    let mut text = r#"{"tenant":{"name":"t","uid":9,"gid":9,"home":"/srv/t"}}"#.to_owned();
+    for n in 0..sites {
+        text.push_str(&format!(
+            "\n{{\"site\":{{\"name\":\"s{n}\",\"tenant\":\"t\",\"hosts\":[\"s{n}.test\"],\"backend\":{{\"kind\":\"static\",\"root\":\"s{n}\"}}}}}}"
+        ));
+    }
+    text.push_str("\n{\"setting\":{\"key\":\"a/b c\",\"value\":\"v\"}}");
+    text
+}
+
+#[test]
+fn an_embedded_store_moves_into_an_empty_cluster_only() {
+    let etcd = Etcd::start(1);
+    let (from, _directory) = replica();
+    import(&from, lines(1000).as_bytes(), Mode::Merge).unwrap();
+    let uid = from.allocate_uid(5000).unwrap();
+    let options = etcd.options("moved");
+    let initialised = || etcd.runtime.block_on(is_initialised(&options)).unwrap();
+    assert!(!initialised());
+    // A node that is there before the cluster serves what it has, and takes nothing away.
+    let (early, directory) = replica();
+    import(&early, lines(1).as_bytes(), Mode::Merge).unwrap();
+    let early = Node::open_with(&options, early, directory);
+    early.until("it says what is missing", |store| {
+        matches!(store.trouble(), Some(ClusterError::NotInitialised { .. }))
+    });
+    let error = early.store.transaction(vec![setting("a", "b")], Mode::Merge).unwrap_err();
+    assert_eq!(error.code().0, 234, "{error}");
+    assert_eq!(early.store.counts().unwrap().sites, 1);
+    etcd.runtime.block_on(seed(&options, &from)).unwrap();
+    assert!(initialised());
+    early.until("the records", |store| store.counts().unwrap().sites == 1000);
+    early.in_step(&etcd);
+    assert!(text(&*early.store) == text(&from), "they differ");
+    assert_eq!(early.store.allocate_uid(5000).unwrap(), uid + 1, "what was given out stays so");
+    early.is_fed();
+    let error = etcd.runtime.block_on(seed(&options, &from)).unwrap_err();
+    assert!(matches!(error, StoreError::Cluster(ClusterError::NotEmpty { .. })), "{error}");
+    assert_eq!(error.code().0, 234);
+}
+
+#[test]
+fn an_interrupted_seeding_is_begun_anew_and_nobody_takes_it_for_a_cluster() {
+    let etcd = Etcd::start(1);
+    let (from, _directory) = replica();
+    import(&from, lines(2000).as_bytes(), Mode::Merge).unwrap();
+    let options = etcd.options("half");
+    let keys = Keys::new("half");
+    let there = || -> usize {
+        let all = wire::Range {
+            key: keys.all().into(),
+            range_end: keys::after_all(&keys.all()),
+            ..Default::default()
+        };
+        etcd.runtime.block_on(async {
+            let client = Client::new(&options).unwrap();
+            client.ask::<_, wire::RangeAnswer>(client::RANGE, all, PATIENCE).await.unwrap().value.kvs.len()
+        })
+    };
+    // Given up as soon as some of it is there, as when the process is killed.
+    etcd.runtime.block_on(async {
+        let filling = seed(&options, &from);
+        let some_is_there = async {
+            let client = Client::new(&options).unwrap();
+            loop {
+                let site = keys::get(&keys.record(crate::store::Kind::Site, "s1000"));
+                let found: wire::RangeAnswer = client.ask(client::RANGE, site, PATIENCE).await.unwrap().value;
+                if !found.kvs.is_empty() {
+                    break;
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = some_is_there => {}
+            done = filling => panic!("it was not interrupted: {done:?}"),
+        }
+    });
+    assert!((100..2003).contains(&there()), "{}", there());
+    assert!(!etcd.runtime.block_on(is_initialised(&options)).unwrap());
+    let node = etcd.node("half");
+    node.until("it says so", |store| matches!(store.trouble(), Some(ClusterError::BeingFilled { .. })));
+    assert_eq!(node.store.counts().unwrap().sites, 0);
+    // Meanwhile the embedded store has lost a site that was there already.
+    from.transaction(vec![Change::DropSite(SiteName::new("s1000").unwrap())], Mode::Merge).unwrap();
+    etcd.runtime.block_on(seed(&options, &from)).unwrap();
+    node.until("all of it", |store| store.counts().unwrap().sites == 1999);
+    assert_eq!(text(&*node.store), text(&from));
+    node.is_fed();
+}
+
+#[test]
+fn a_newer_format_is_refused_and_nothing_is_touched() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let node = etcd.node(&cluster);
+    with_sites(&node, &["one"]);
+    let keys = Keys::new(&cluster);
+    // As another version's migration would leave it, under the eyes of a node of this one.
+    etcd.write(vec![
+        keys::putting(&keys.format(), "2"),
+        keys::deleting_all(&keys.records(crate::store::Kind::Site)),
+    ]);
+    let knows = |store: &ClusterStore| matches!(store.trouble(), Some(ClusterError::Version { .. }));
+    node.until("it says so", knows);
+    let before = etcd.write(Vec::new());
+    let error = node.store.transaction(vec![setting("a", "b")], Mode::Merge).unwrap_err();
+    assert_eq!(error.code().0, 233, "{error}");
+    assert_eq!(node.store.counts().unwrap().sites, 1, "what was known is still served");
+    let late = etcd.node(&cluster);
+    late.until("it says so too", knows);
+    let (from, _directory) = replica();
+    let options = etcd.options(&cluster);
+    assert_eq!(etcd.runtime.block_on(seed(&options, &from)).unwrap_err().code().0, 233);
+    assert_eq!(etcd.runtime.block_on(is_initialised(&options)).unwrap_err().code().0, 233);
+    assert_eq!(etcd.write(Vec::new()), before, "somebody wrote");
+}
+
+// === Differences ===
+
+/// One of few records, so that histories meet.
+fn any_change() -> impl Strategy<Value = Change> {
+    let (site, tenant) = (0..6_u8, 0..3_u8);
+    prop_oneof![
+        4 => (site.clone(), tenant.clone(), 0..6_u8)
+            .prop_map(|(s, t, h)| put_site(&format!("s{s}"), &format!("t{t}"), &format!("h{h}.test"))),
+        2 => site.prop_map(|s| Change::DropSite(SiteName::new(&format!("s{s}")).unwrap())),
+        2 => (tenant.clone(), 1..5_u32).prop_map(|(t, uid)| put_tenant(&format!("t{t}"), uid)),
+        1 => tenant.prop_map(|t| Change::DropTenant(TenantName::new(&format!("t{t}")).unwrap())),
+        2 => (0..4_u8, 0..3_u8).prop_map(|(k, v)| setting(&format!("k{k}"), &format!("{v}"))),
+    ]
+}
+
+/// What the changes that are allowed have made, by their text.
+fn model(store: &dyn Store) -> BTreeMap<String, String> {
+    text(store).lines().map(|line| (line.split(['"', ',']).take(7).collect(), line.to_owned())).collect()
+}
+
+#[test]
+fn after_any_history_missed_a_node_is_told_only_what_differs() {
+    let etcd = Etcd::start(1);
+    let strategy = (
+        proptest::collection::vec(any_change(), 1..30),
+        proptest::collection::vec(any_change(), 0..30),
+        any::<bool>(),
+    );
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(24));
+    let seen = |node: &Node, changes: &[Change]| {
+        for change in changes {
+            // Many are refused; those are part of no history.
+            let _ = node.store.transaction(vec![change.clone()], Mode::Merge);
+        }
+    };
+    runner
+        .run(&strategy, |(first, missed, compacted)| {
+            let cluster = etcd.cluster();
+            let (writer, reader) = (etcd.node(&cluster), etcd.node(&cluster));
+            seen(&writer, &first);
+            reader.in_step(&etcd);
+            reader.is_fed();
+            let before = model(&*reader.store);
+            let (file, directory) = reader.close();
+            seen(&writer, &missed);
+            if compacted {
+                etcd.compact();
+            }
+            let reader = Node::open_with(&etcd.options(&cluster), file, directory);
+            reader.in_step(&etcd);
+            let after = model(&*writer.store);
+            prop_assert_eq!(&model(&*reader.store), &after);
+            reader.is_fed();
+            let differs = |key: &&String| before.get(*key) != after.get(*key);
+            let mut keys: Vec<&String> = before.keys().chain(after.keys()).filter(differs).collect();
+            keys.sort_unstable();
+            keys.dedup();
+            prop_assert_eq!(reader.fed.lock().batches.iter().sum::<usize>(), keys.len());
+            prop_assert!(reader.fed.lock().batches.len() <= 1);
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_record_that_cannot_be_read_stays_as_it_was_and_is_named() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let node = etcd.node(&cluster);
+    with_sites(&node, &["one", "two"]);
+    let keys = Keys::new(&cluster);
+    let site = |name: &str| keys.record(crate::store::Kind::Site, name);
+    let stolen = String::from_utf8(keys::json(&node.store.site("one").unwrap()))
+        .unwrap()
+        .replace("\"one\"", "\"two\"");
+    etcd.write(vec![
+        keys::putting(&site("one"), "{"),
+        keys::putting(&site("two"), stolen),
+        keys::putting(&site("A b"), "{}"),
+    ]);
+    etcd.write(vec![keys::putting(
+        &keys.record(crate::store::Kind::Setting, "k"),
+        r#"{"key":"k","value":"v"}"#,
+    )]);
+    node.until("what can be read", |store| store.setting("k").unwrap().is_some());
+    assert_eq!(node.store.counts().unwrap().sites, 2);
+    assert_eq!(node.store.site("two").unwrap().unwrap().hosts[0].as_str(), "two.test");
+    assert_eq!(node.store.unreadable().len(), 3, "{:?}", node.store.unreadable());
+    assert_eq!(node.store.trouble(), None);
+    node.is_fed();
+}

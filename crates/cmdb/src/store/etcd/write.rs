@@ -1,0 +1,209 @@
+//! Changing configuration. A transaction is planned upon the replica and committed only if nobody has changed configuration
+//! since what the replica shows: all writers compare and set the key `revision`, and one of two that come together plans anew.
+//!
+//! What is more than etcd takes at once goes in parts, each of which leads to a valid state (`parts`). If one fails, the parts
+//! before it stay, the error says so, and doing the same again does the rest.
+//!
+//! Not here: what is a mistake (`plan`), applying what was committed (`watch`).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::client::{RANGE, TXN};
+use super::error::ClusterError;
+use super::keys::{self, Count};
+use super::parts::{self, Part};
+use super::wire::{RangeAnswer, Txn, TxnAnswer};
+use super::{Inner, lost};
+use crate::record::Change;
+use crate::store::redb::Reached;
+use crate::store::{Committed, Mode, Store, StoreError, TransactionError};
+
+/// For the replica to be known up to date before planning, and for each answer of etcd.
+const WRITE_WAIT: Duration = Duration::from_secs(5);
+
+/// For what was committed to be visible here.
+const VISIBLE_WAIT: Duration = Duration::from_secs(2);
+
+/// Plans of one transaction, each overtaken by another writer.
+const TRIES_MAX: u32 = 16;
+
+pub(super) async fn transaction(
+    inner: Arc<Inner>,
+    changes: Vec<Change>,
+    mode: Mode,
+) -> Result<Committed, TransactionError> {
+    let mut done = Progress::default();
+    for _ in 0..TRIES_MAX {
+        // A refusal, or that nothing differs, must not be told of a state that is no longer true.
+        inner.wait_in_step(WRITE_WAIT).await.map_err(StoreError::from)?;
+        let (parts, reached) = plan(&inner, done.left_of(&changes), mode).await?;
+        if parts.is_empty() {
+            return done.committed(&inner).await;
+        }
+        match commit(&inner, parts, reached, &mut done).await {
+            Ok(true) => return done.committed(&inner).await,
+            Ok(false) => {}
+            Err(error) => return Err(StoreError::from(done.with(error)).into()),
+        }
+    }
+    Err(StoreError::from(done.with(ClusterError::Contended { tries: TRIES_MAX })).into())
+}
+
+async fn plan(
+    inner: &Arc<Inner>,
+    changes: Vec<Change>,
+    mode: Mode,
+) -> Result<(Vec<Part>, Reached), TransactionError> {
+    let inner = inner.clone();
+    let planned = tokio::task::spawn_blocking(move || {
+        let (plan, reached) = inner.replica.plan(changes, mode)?;
+        let parts = parts::split(&inner.keys, plan).map_err(StoreError::from)?;
+        Ok((parts, reached))
+    });
+    planned.await.map_err(|error| StoreError::from(lost(&error)))?
+}
+
+/// Sends the parts one after the other. False: somebody else changed configuration, and what is left must be planned anew.
+async fn commit(
+    inner: &Inner,
+    parts: Vec<Part>,
+    mut reached: Reached,
+    done: &mut Progress,
+) -> Result<bool, ClusterError> {
+    done.parts = done.done + parts.len();
+    let revision_key = inner.keys.revision();
+    for part in parts {
+        let by = name()?;
+        let count = Count { count: reached.count + 1, by: by.clone() };
+        let mut success = part.operations;
+        success.push(keys::putting(&revision_key, keys::json(&count)));
+        let txn = Txn {
+            compare: vec![
+                keys::is_there(&revision_key),
+                keys::is_absent(&inner.keys.seeding()),
+                keys::is_no_newer(&revision_key, reached.revision),
+            ],
+            success,
+            failure: vec![keys::getting(&revision_key)],
+        };
+        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await?;
+        let header = answer.value.header.unwrap_or_default();
+        if !answer.value.succeeded {
+            let found = super::watch::values(answer.value.responses).into_iter().next().flatten();
+            let found: Option<Count> = found.and_then(|value| serde_json::from_slice(&value).ok());
+            // An earlier attempt whose answer was lost has done it.
+            if !(answer.repeated && found.is_some_and(|found| found.by == by)) {
+                return Ok(false);
+            }
+        }
+        reached = Reached { revision: keys::unsigned(header.revision), count: count.count };
+        done.did(part.changes, reached.revision);
+    }
+    Ok(true)
+}
+
+/// What a transaction has come to so far.
+#[derive(Default)]
+struct Progress {
+    changes: Vec<Change>,
+    done: usize,
+    parts: usize,
+    revision: u64,
+}
+
+impl Progress {
+    fn did(&mut self, changes: Vec<Change>, revision: u64) {
+        self.done += 1;
+        self.changes.extend(changes);
+        self.revision = revision;
+    }
+
+    /// Without what is dropped already: dropping it again would be a mistake.
+    fn left_of(&self, changes: &[Change]) -> Vec<Change> {
+        let dropped: HashSet<(u8, &str)> = self
+            .changes
+            .iter()
+            .filter_map(|change| match change {
+                Change::DropTenant(name) => Some((0, name.as_str())),
+                Change::DropSite(name) => Some((1, name.as_str())),
+                Change::DropSetting(key) => Some((2, key.as_str())),
+                _ => None,
+            })
+            .collect();
+        let is_left = |change: &&Change| match change {
+            Change::DropTenant(name) => !dropped.contains(&(0, name.as_str())),
+            Change::PutTenant(tenant) => !dropped.contains(&(0, tenant.name.as_str())),
+            Change::DropSite(name) => !dropped.contains(&(1, name.as_str())),
+            Change::PutSite(site) => !dropped.contains(&(1, site.name.as_str())),
+            Change::DropSetting(key) => !dropped.contains(&(2, key.as_str())),
+            Change::PutSetting(setting) => !dropped.contains(&(2, &*setting.key)),
+            _ => true,
+        };
+        changes.iter().filter(is_left).cloned().collect()
+    }
+
+    /// So that a command that returned is visible here; if that takes too long, it is committed all the same.
+    async fn committed(self, inner: &Inner) -> Result<Committed, TransactionError> {
+        let _late = inner.wait_applied(self.revision, VISIBLE_WAIT).await;
+        Ok(Committed { revision: inner.replica.revision()?, changes: self.changes })
+    }
+
+    fn with(&self, error: ClusterError) -> ClusterError {
+        match self.done {
+            0 => error,
+            done => ClusterError::Partly { done, parts: self.parts.max(done + 1), cause: Box::new(error) },
+        }
+    }
+}
+
+/// A name that nobody else has.
+pub(super) fn name() -> Result<String, ClusterError> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(|error| ClusterError::Behind {
+        detail: format!("the system gives no random numbers: {error}"),
+    })?;
+    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+}
+
+// === Uids ===
+
+pub(super) async fn allocate_uid(inner: Arc<Inner>, base: u32) -> Result<u32, StoreError> {
+    inner.wait_in_step(WRITE_WAIT).await?;
+    for _ in 0..TRIES_MAX {
+        let (next, revision) = read_next_uid(&inner).await?;
+        let first = next.max(base).max(1);
+        let planned = {
+            let inner = inner.clone();
+            tokio::task::spawn_blocking(move || inner.replica.free_uid(first))
+        };
+        let uid = planned.await.map_err(|error| lost(&error))??.ok_or(StoreError::NoUid { base })?;
+        let key = inner.keys.next_uid();
+        let txn = Txn {
+            compare: vec![keys::is_there(&inner.keys.revision()), keys::is_of(&key, revision)],
+            success: vec![keys::putting(&key, (u64::from(uid) + 1).to_string())],
+            failure: Vec::new(),
+        };
+        // If it was done without our learning of it, one uid stays unused.
+        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await;
+        if answer.map_err(ClusterError::from)?.value.succeeded {
+            return Ok(uid);
+        }
+    }
+    Err(ClusterError::Contended { tries: TRIES_MAX }.into())
+}
+
+pub(super) async fn next_uid(inner: Arc<Inner>) -> Result<u32, StoreError> {
+    Ok(read_next_uid(&inner).await?.0)
+}
+
+/// With the revision at which it was last changed.
+async fn read_next_uid(inner: &Inner) -> Result<(u32, u64), ClusterError> {
+    let answer = inner.client.ask::<_, RangeAnswer>(RANGE, keys::get(&inner.keys.next_uid()), WRITE_WAIT);
+    let Some(kv) = answer.await?.value.kvs.into_iter().next() else { return Ok((0, 0)) };
+    let next = str::from_utf8(&kv.value).ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| {
+        ClusterError::Refused { detail: "its next_uid is not a number: somebody else wrote there".into() }
+    })?;
+    Ok((u32::try_from(next).unwrap_or(u32::MAX), keys::unsigned(kv.mod_revision)))
+}

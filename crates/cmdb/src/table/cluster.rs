@@ -1,0 +1,106 @@
+//! The nodes and placements of a cluster in a process's copy. A placement holds its node as a number, because there are
+//! as many as applications and few nodes.
+
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+use hashbrown::HashTable;
+
+use crate::names::{NodeName, SiteName};
+use crate::record::{NodeRecord, Placement, Why};
+
+#[derive(Debug, Default)]
+pub(super) struct Cluster {
+    /// Every name that ever stood in a record or placement, at the position that placements hold.
+    names: Vec<NodeName>,
+    /// At the same positions. None: it is no member, or no longer.
+    nodes: Vec<Option<Arc<NodeRecord>>>,
+    placements: HashTable<Entry>,
+    hasher: RandomState,
+}
+
+#[derive(Debug)]
+struct Entry {
+    site: SiteName,
+    node: u32,
+    why: Why,
+    wait_ms: u32,
+    epoch: u64,
+    since_ms: u64,
+}
+
+impl Cluster {
+    pub fn put_node(&mut self, node: NodeRecord) {
+        let at = self.position(&node.name);
+        self.nodes[at] = Some(Arc::new(node));
+    }
+
+    pub fn drop_node(&mut self, name: &str) -> bool {
+        let at = self.names.iter().position(|known| known.as_str() == name);
+        at.is_some_and(|at| self.nodes[at].take().is_some())
+    }
+
+    pub fn node(&self, name: &str) -> Option<&Arc<NodeRecord>> {
+        let at = self.names.iter().position(|known| known.as_str() == name)?;
+        self.nodes[at].as_ref()
+    }
+
+    pub fn nodes(&self) -> impl Iterator<Item = &Arc<NodeRecord>> {
+        self.nodes.iter().flatten()
+    }
+
+    pub fn put_placement(&mut self, placement: Placement) {
+        let Placement { site, node, epoch, since_ms, why, wait_ms } = placement;
+        let node = u32::try_from(self.position(&node)).expect("nodes are few");
+        let hasher = &self.hasher;
+        let of = |entry: &Entry| hasher.hash_one(entry.site.as_str());
+        let entry = self.placements.entry(hasher.hash_one(site.as_str()), |other| other.site == site, of);
+        entry.insert(Entry { site, node, why, wait_ms, epoch, since_ms });
+    }
+
+    pub fn drop_placement(&mut self, site: &str) -> bool {
+        let hash = self.hasher.hash_one(site);
+        let found = self.placements.find_entry(hash, |entry| entry.site.as_str() == site);
+        found.map(|entry| entry.remove()).is_ok()
+    }
+
+    pub fn placement(&self, site: &str) -> Option<Placement> {
+        let hash = self.hasher.hash_one(site);
+        self.placements.find(hash, |entry| entry.site.as_str() == site).map(|entry| self.told(entry))
+    }
+
+    pub fn placements(&self) -> impl Iterator<Item = Placement> {
+        self.placements.iter().map(|entry| self.told(entry))
+    }
+
+    pub fn placement_count(&self) -> usize {
+        self.placements.len()
+    }
+
+    pub fn heap_bytes(&self) -> usize {
+        let names: usize = self.placements.iter().map(|entry| entry.site.as_str().len()).sum();
+        self.placements.allocation_size() + names
+    }
+
+    fn told(&self, entry: &Entry) -> Placement {
+        let Entry { site, node, why, wait_ms, epoch, since_ms } = entry;
+        let node = self.names[*node as usize].clone();
+        Placement {
+            site: site.clone(),
+            node,
+            epoch: *epoch,
+            since_ms: *since_ms,
+            why: *why,
+            wait_ms: *wait_ms,
+        }
+    }
+
+    fn position(&mut self, name: &NodeName) -> usize {
+        self.names.iter().position(|known| known == name).unwrap_or_else(|| {
+            self.names.push(name.clone());
+            self.nodes.push(None);
+            self.names.len() - 1
+        })
+    }
+}
