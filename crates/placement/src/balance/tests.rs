@@ -1,0 +1,225 @@
+//! Tables of single steps, and a simulated day of sites whose load comes and goes.
+
+use super::*;
+
+fn at(seconds: u64) -> Moment {
+    Moment(1_000_000_000_000 + seconds * 1_000_000_000)
+}
+
+fn site(starved: f32, cpus_used: f32) -> SiteLoad<u32, &'static str> {
+    SiteLoad {
+        site: 7,
+        node: "a",
+        starved,
+        cpus_used,
+        limit: 1.0,
+        limit_base: 1.0,
+        limit_max: 4.0,
+        instances: 1,
+        instances_max: 1,
+        in_flight: 0,
+        memory_bytes: 1 << 28,
+    }
+}
+
+fn node(name: &'static str, cpu_used: f32) -> NodeLoad<&'static str> {
+    NodeLoad { node: name, cpus: 8, cpu_used, memory_free: 1 << 33, is_open: true, has_copy: false }
+}
+
+type Small = Balance<u32, &'static str>;
+
+/// The first step within so many seconds of the same load, and after how many it came.
+fn first_step(
+    balance: &mut Small,
+    from: u64,
+    seconds: u64,
+    load: &SiteLoad<u32, &'static str>,
+    nodes: &[NodeLoad<&'static str>],
+) -> Option<(u64, Decision<u32, &'static str>)> {
+    (0..seconds).find_map(|second| Some((second, balance.look(at(from + second), load, nodes)?)))
+}
+
+#[test]
+fn who_is_short_gets_more_at_once_where_it_is() {
+    let mut balance = Small::default();
+    let (when, decision) =
+        first_step(&mut balance, 0, 60, &site(0.4, 0.98), &[node("a", 0.3), node("b", 0.0)]).unwrap();
+    assert_eq!((when, decision.step), (0, Step::Raise(2.0)));
+    assert_eq!(
+        decision.words,
+        "short of CPU 40% of the time at a limit of 1.00, and a uses 30% of its own: the limit is raised to 2.00"
+    );
+    let raised = SiteLoad { limit: 3.0, ..site(0.4, 2.9) };
+    assert_eq!(first_step(&mut balance, 2, 1, &raised, &[node("a", 0.3)]).unwrap().1.step, Step::Raise(4.0));
+}
+
+#[test]
+fn a_limit_that_is_not_reached_is_not_raised() {
+    let mut balance = Small::default();
+    assert_eq!(first_step(&mut balance, 0, 10, &site(0.4, 0.2), &[node("a", 0.5), node("b", 0.5)]), None);
+}
+
+#[test]
+fn a_full_node_gives_the_site_away_at_a_quiet_moment() {
+    let nodes = [node("a", 0.95), node("b", 0.5), node("c", 0.2)];
+    let mut balance = Small::default();
+    let busy = SiteLoad { in_flight: 9, ..site(0.4, 0.9) };
+    assert_eq!(first_step(&mut balance, 0, 30, &busy, &nodes), None, "there is no quiet moment yet");
+    let (_, decision) = first_step(&mut balance, 30, 1, &site(0.4, 0.9), &nodes).unwrap();
+    assert_eq!(decision.step, Step::Move("c"));
+    assert!(decision.words.ends_with("moved to c, which uses 20%, at a quiet moment"), "{}", decision.words);
+
+    let mut balance = Small::default();
+    let (when, decision) = first_step(&mut balance, 0, 120, &busy, &nodes).unwrap();
+    assert_eq!((when, decision.step), (60, Step::Move("c")), "it does not wait for ever");
+}
+
+#[test]
+fn nowhere_better_means_no_move() {
+    for others in [
+        node("b", 0.9),
+        NodeLoad { is_open: false, ..node("b", 0.1) },
+        NodeLoad { memory_free: 1, ..node("b", 0.1) },
+    ] {
+        let mut balance = Small::default();
+        assert_eq!(first_step(&mut balance, 0, 100, &site(0.4, 0.9), &[node("a", 0.95), others]), None);
+    }
+    let mut balance = Small::default();
+    let at_its_most = SiteLoad { limit: 4.0, ..site(0.4, 3.9) };
+    let nodes = [node("a", 0.6), node("b", 0.1)];
+    assert_eq!(first_step(&mut balance, 0, 100, &at_its_most, &nodes), None, "it would be as short there");
+}
+
+#[test]
+fn who_has_all_that_one_node_gives_gets_copies_if_it_may() {
+    let mut balance = Small::default();
+    let load = SiteLoad { limit: 4.0, instances_max: 3, ..site(0.5, 3.9) };
+    let nodes = [node("a", 0.6), node("b", 0.1)];
+    let (when, decision) = first_step(&mut balance, 0, 100, &load, &nodes).unwrap();
+    assert_eq!((when, decision.step), (45, Step::Copy("b")));
+    let two = SiteLoad { instances: 2, ..load };
+    let taken = [node("a", 0.6), NodeLoad { has_copy: true, ..node("b", 0.2) }];
+    assert_eq!(first_step(&mut balance, 46, 100, &two, &taken), None, "each node has one at most");
+}
+
+#[test]
+fn what_was_given_is_taken_back_much_later() {
+    let mut balance = Small::default();
+    let nodes = [node("a", 0.3), node("b", 0.3)];
+    let raised = SiteLoad { limit: 4.0, ..site(0.0, 0.3) };
+    let (when, decision) = first_step(&mut balance, 0, 100, &raised, &nodes).unwrap();
+    assert_eq!((when, decision.step), (60, Step::Lower(2.0)));
+    let base = site(0.0, 0.1);
+    assert_eq!(first_step(&mut balance, 100, 400, &base, &nodes), None, "never below what its record says");
+
+    let mut balance = Small::default();
+    let copies = SiteLoad { instances: 2, instances_max: 3, ..raised };
+    let (when, decision) = first_step(&mut balance, 0, 400, &copies, &nodes).unwrap();
+    assert_eq!((when, decision.step), (300, Step::Merge));
+}
+
+#[test]
+fn a_site_that_was_moved_rests() {
+    let mut balance = Small::default();
+    let nodes = [node("a", 0.95), node("b", 0.2)];
+    assert!(first_step(&mut balance, 0, 30, &site(0.4, 0.9), &nodes).is_some());
+    balance.left(&7);
+    // It has come back, and is short again.
+    let again = first_step(&mut balance, 60, 2000, &site(0.4, 0.9), &nodes).unwrap();
+    assert!(60 + again.0 >= 600, "after {} s", again.0);
+}
+
+#[test]
+fn a_node_takes_part_in_few_moves_a_minute() {
+    let mut balance: Balance<u32, &'static str> = Balance::default();
+    let nodes = [node("a", 0.95), node("b", 0.2)];
+    let mut times = Vec::new();
+    for second in 0..200 {
+        for each in 0..20 {
+            let load = SiteLoad { site: each, ..site(0.4, 0.9) };
+            times.extend(balance.look(at(second), &load, &nodes).map(|_| second));
+        }
+    }
+    assert!(times.len() >= 8, "{times:?}");
+    for (index, first) in times.iter().enumerate() {
+        let within = times[index..].iter().filter(|time| **time < first + 60).count();
+        assert!(within <= NODE_MOVES_PER_MINUTE, "{times:?}");
+    }
+}
+
+/// A fluid model: a site wants so many CPUs, gets what its limit and its share of the node allow, and is starved for the rest.
+struct Model {
+    /// For each site: node, limit, wanted.
+    sites: Vec<(usize, f32, f32)>,
+    moves: Vec<(u64, usize)>,
+}
+
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
+
+impl Model {
+    fn shares(&self) -> [f32; 4] {
+        let mut wanted = [0.0; 4];
+        self.sites.iter().for_each(|(node, limit, wants)| wanted[*node] += wants.min(*limit));
+        wanted
+    }
+
+    fn step(&mut self, balance: &mut Small, second: u64) -> f32 {
+        let wanted = self.shares();
+        let nodes: Vec<_> =
+            NAMES.iter().zip(wanted).map(|(name, cpus)| node(name, (cpus / 8.0).min(1.0))).collect();
+        let mut worst: f32 = 0.0;
+        for index in 0..self.sites.len() {
+            let (at_node, limit, wants) = self.sites[index];
+            let share = (8.0 / wanted[at_node]).min(1.0);
+            let used = wants.min(limit) * share;
+            let starved = 1.0 - used / wants.max(0.01);
+            worst = worst.max(starved);
+            let load = SiteLoad { site: index as u32, node: NAMES[at_node], limit, ..site(starved, used) };
+            match balance.look(at(second), &load, &nodes).map(|decision| decision.step) {
+                Some(Step::Raise(cpus) | Step::Lower(cpus)) => self.sites[index].1 = cpus,
+                Some(Step::Move(to)) => {
+                    self.sites[index].0 = NAMES.iter().position(|name| *name == to).unwrap();
+                    self.moves.push((second, index));
+                }
+                Some(Step::Copy(_) | Step::Merge) => panic!("one instance each"),
+                None => {}
+            }
+        }
+        worst
+    }
+}
+
+#[test]
+fn load_that_fits_is_spread_and_then_left_alone() {
+    // All begin on one of four nodes of 8 CPUs, and together want 20.
+    let mut model = Model { sites: (0..20).map(|_| (0, 1.0, 1.0)).collect(), moves: Vec::new() };
+    let mut balance = Small::default();
+    let mut worst = 1.0;
+    for second in 0..1800 {
+        worst = model.step(&mut balance, second);
+    }
+    assert!(worst < SHORT, "somebody is starved for {worst}");
+    let last = model.moves.last().unwrap().0;
+    assert!(last < 600, "it still moves sites after {last} s: {:?}", model.moves);
+    assert!(model.moves.len() <= 20, "{:?}", model.moves);
+}
+
+#[test]
+fn load_that_comes_and_goes_does_not_make_it_swing() {
+    let mut model = Model { sites: (0..16).map(|index| (index % 4, 1.0, 0.5)).collect(), moves: Vec::new() };
+    let mut balance = Small::default();
+    for second in 0..4 * 3600 {
+        // Every two minutes another quarter of the sites wants more than twice its limit.
+        let turn = (second / 120 % 4) as usize;
+        for (index, each) in model.sites.iter_mut().enumerate() {
+            each.2 = if index % 4 == turn { 2.2 } else { 0.5 };
+        }
+        model.step(&mut balance, second);
+    }
+    for index in 0..16 {
+        let times: Vec<u64> =
+            model.moves.iter().filter(|(_, moved)| *moved == index).map(|(at, _)| *at).collect();
+        assert!(times.windows(2).all(|pair| pair[1] - pair[0] >= SITE_RESTS.as_secs()), "{times:?}");
+    }
+    assert!(model.moves.len() <= 40, "{} moves in four hours", model.moves.len());
+}

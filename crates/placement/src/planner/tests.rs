@@ -1,0 +1,166 @@
+//! Tables of who is chosen and why, and how choices spread.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const GIB: u64 = 1 << 30;
+
+fn node(name: &str) -> Candidate<'_> {
+    Candidate {
+        name,
+        against: None,
+        present: true,
+        draining: false,
+        cpus: 4,
+        memory_bytes: 8 * GIB,
+        memory_free: 7 * GIB,
+        cpu_used: 0.1,
+        sites: 10,
+        heat: 5.0,
+        has_image: false,
+        wakes: 0,
+    }
+}
+
+fn need(site: &str) -> Need<'_> {
+    Need { site, memory_bytes: GIB / 2, from: None }
+}
+
+#[test]
+fn each_node_is_ruled_out_for_one_reason() {
+    type Change = fn(&mut Candidate);
+    let table: [(Out, Change); 6] = [
+        (Out::Draining, |node| node.draining = true),
+        (Out::Absent, |node| node.present = false),
+        (Out::Silent, |node| node.against = Some(Verdict::Silent)),
+        (Out::Refuses, |node| node.against = Some(Verdict::Refuses)),
+        (Out::TooSmall, |node| node.memory_bytes = GIB / 4),
+        (Out::Full, |node| node.memory_free = GIB / 4),
+    ];
+    for (out, change) in table {
+        let mut other = node("a");
+        change(&mut other);
+        assert_eq!(choose(&need("wiki"), &[other]).unwrap_err().out, [("a".to_owned(), out)]);
+        assert_eq!(choose(&need("wiki"), &[other, node("b")]).unwrap().best(), "b");
+    }
+    let leaves = Need { from: Some("a"), ..need("wiki") };
+    let error = choose(&leaves, &[node("a")]).unwrap_err();
+    assert_eq!(error.to_string(), "no node can take it: a is the one it leaves");
+    assert_eq!(choose(&leaves, &[]).unwrap_err().to_string(), "there is no node");
+}
+
+#[test]
+fn a_slow_or_unknown_node_is_not_ruled_out() {
+    for against in [None, Some(Verdict::Pending), Some(Verdict::Answers)] {
+        let other = Candidate { against, ..node("a") };
+        assert_eq!(choose(&need("wiki"), &[other]).unwrap().best(), "a");
+    }
+}
+
+#[test]
+fn a_refusal_names_some_and_counts_the_rest() {
+    let names: Vec<String> = (0..20).map(|at| format!("n{at}")).collect();
+    let nodes: Vec<_> = names.iter().map(|name| Candidate { draining: true, ..node(name) }).collect();
+    let text = choose(&need("wiki"), &nodes).unwrap_err().to_string();
+    assert!(text.starts_with("no node can take it: n0 is being drained; n1 is"), "{text}");
+    assert!(text.ends_with("; and 12 more"), "{text}");
+}
+
+#[test]
+fn the_image_decides_between_equals_and_load_between_images() {
+    let image = |name| Candidate { has_image: true, ..node(name) };
+    for site in ["a", "b", "c", "d", "e"] {
+        assert_eq!(choose(&need(site), &[node("x"), image("y"), node("z")]).unwrap().best(), "y");
+        let busy = Candidate { wakes: 40, ..image("y") };
+        assert_ne!(choose(&need(site), &[node("x"), busy, node("z")]).unwrap().best(), "y");
+    }
+}
+
+#[test]
+fn the_choice_says_why() {
+    let nodes = [Candidate { has_image: true, ..node("x") }, Candidate { draining: true, ..node("y") }];
+    let text = choose(&need("wiki"), &nodes).unwrap().to_string();
+    assert!(text.starts_with("x for wiki: first in its order, image there (cost "), "{text}");
+    assert!(text.ends_with("; 1 ruled out)"), "{text}");
+}
+
+/// How many of `sites` sites go to each of the nodes.
+fn shares(nodes: &[Candidate], sites: u32) -> BTreeMap<String, u32> {
+    let mut shares = BTreeMap::new();
+    for site in 0..sites {
+        let site = format!("site{site}");
+        let name = choose(&need(&site), nodes).unwrap().best();
+        *shares.entry(name.to_owned()).or_default() += 1;
+    }
+    shares
+}
+
+#[test]
+fn sites_of_a_dead_node_spread_although_all_planners_see_the_same() {
+    let names: Vec<String> = (0..20).map(|at| format!("n{at}")).collect();
+    let nodes: Vec<_> = names.iter().map(|name| node(name)).collect();
+    let shares = shares(&nodes, 2000);
+    assert_eq!(shares.len(), 20);
+    assert!(shares.values().all(|share| (60..=140).contains(share)), "{shares:?}");
+}
+
+#[test]
+fn a_larger_node_takes_more() {
+    let large = Candidate { cpus: 12, memory_bytes: 24 * GIB, memory_free: 23 * GIB, ..node("large") };
+    let shares = shares(&[large, node("a"), node("b"), node("c")], 3000);
+    assert!((1300..=1700).contains(&shares["large"]), "half of all: {shares:?}");
+}
+
+#[test]
+fn a_node_that_is_full_of_wakes_is_passed_over() {
+    let mut nodes = [node("a"), node("b"), node("c")];
+    nodes[0].wakes = 30;
+    let shares = shares(&nodes, 300);
+    assert!(!shares.contains_key("a"), "{shares:?}");
+}
+
+#[test]
+fn the_choice_is_the_fallback_while_nothing_is_unusual() {
+    let nodes = [node("a"), node("b"), node("c"), node("d")];
+    for site in 0..200 {
+        let site = format!("site{site}");
+        let leaves = Need { from: Some("a"), ..need(&site) };
+        let fallback = fallback(&leaves, &nodes).unwrap();
+        let with_image =
+            nodes.map(|node| Candidate { has_image: node.name == fallback || node.name == "a", ..node });
+        assert_eq!(choose(&leaves, &with_image).unwrap().best(), fallback);
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_node_that_comes_or_goes_moves_only_its_own_fallbacks(count in 2usize..20, gone in 0usize..20, site in "[a-z]{1,12}") {
+        let gone = gone % count;
+        let names: Vec<String> = (0..count).map(|at| format!("n{at}")).collect();
+        let nodes: Vec<_> = names.iter().map(|name| node(name)).collect();
+        let before = fallback(&need(&site), &nodes).unwrap();
+        let mut fewer = nodes.clone();
+        fewer.remove(gone);
+        let after = fallback(&need(&site), &fewer).unwrap();
+        prop_assert!(before == after || before == names[gone]);
+        // What changes by the second changes nothing.
+        let mut busy = nodes;
+        busy.iter_mut().for_each(|node| (node.wakes, node.cpu_used, node.memory_free) = (50, 1.0, 0));
+        prop_assert_eq!(fallback(&need(&site), &busy).unwrap(), before);
+    }
+
+    #[test]
+    fn the_order_of_the_candidates_decides_nothing(count in 1usize..12, site in "[a-z]{1,12}", wakes in prop::collection::vec(0u32..9, 12)) {
+        let names: Vec<String> = (0..count).map(|at| format!("n{at}")).collect();
+        let mut nodes: Vec<_> = names.iter().zip(&wakes).map(|(name, wakes)| Candidate { wakes: *wakes, ..node(name) }).collect();
+        let one = choose(&need(&site), &nodes).unwrap().best().to_owned();
+        nodes.reverse();
+        let choice = choose(&need(&site), &nodes).unwrap();
+        prop_assert_eq!(choice.best(), one);
+        prop_assert!(choice.order.len() <= CHOICES_MAX);
+        prop_assert!(choice.order.windows(2).all(|pair| pair[0].cost <= pair[1].cost));
+    }
+}

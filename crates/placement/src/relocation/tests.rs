@@ -1,0 +1,375 @@
+//! Single relocations step by step, and random ones against a store that loses answers.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn at(ms: u64) -> Moment {
+    Moment(1_000_000_000 + ms * 1_000_000)
+}
+
+type Sites = Relocations<u32, u8>;
+type Effects = Vec<Effect<u32, u8>>;
+
+fn new() -> Sites {
+    Relocations::new(fence::TERM)
+}
+
+/// A site that waiter 1 has found silent on node 1 under epoch 4, planned for node 2: the question to the store.
+fn asked(sites: &mut Sites, site: u32) -> AskId {
+    let mut effects = Vec::new();
+    sites.need(at(0), site, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    assert_eq!(effects, [Effect::Plan { site, from: Some(1) }]);
+    effects.clear();
+    sites.planned(at(0), &site, Some(2), &mut effects);
+    let [Effect::AskStore { ask, node: 2, from: Some(1), expect: Some(4), .. }] = effects[..] else {
+        panic!("{effects:?}");
+    };
+    ask
+}
+
+fn served(effects: &Effects) -> Vec<(u64, u8, u64)> {
+    let served = effects.iter().filter_map(|effect| match effect {
+        Effect::Serve { waiter, node, epoch, .. } => Some((waiter.0, *node, *epoch)),
+        _ => None,
+    });
+    served.collect()
+}
+
+fn refused(effects: &Effects) -> Vec<(u64, Refused)> {
+    let refused = effects.iter().filter_map(|effect| match effect {
+        Effect::Refuse { waiter, why, .. } => Some((waiter.0, *why)),
+        _ => None,
+    });
+    refused.collect()
+}
+
+#[test]
+fn a_placement_that_is_newer_than_what_was_seen_is_the_answer() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 3, epoch: 5 }), &mut effects);
+    sites.need(at(0), 7, Waiter(2), None, Some(At { node: 3, epoch: 5 }), &mut effects);
+    assert_eq!(served(&effects), [(1, 3, 5), (2, 3, 5)]);
+    assert!(sites.is_empty());
+}
+
+#[test]
+fn all_requests_for_a_site_join_one_relocation() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    for waiter in 2..100 {
+        sites.need(at(1), 7, Waiter(waiter), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    }
+    assert_eq!(effects, []);
+    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(8), before: Before::Other }, &mut effects);
+    assert_eq!(effects[0], Effect::Wake { site: 7, node: 2, epoch: 5 });
+    assert_eq!(served(&effects).len(), 99);
+    let from = fence::serve_from(at(8), Before::Other, fence::TERM);
+    assert!(
+        effects[1..]
+            .iter()
+            .all(|effect| matches!(effect, Effect::Serve { not_before: Some(at), .. } if *at == from))
+    );
+    assert!(sites.is_empty() && sites.next_at().is_none());
+}
+
+#[test]
+fn who_loses_the_race_goes_where_the_winner_placed_it() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 5 })), &mut effects);
+    assert_eq!(served(&effects), [(1, 3, 5)]);
+    assert!(sites.is_empty());
+}
+
+#[test]
+fn what_nobody_answered_is_looked_at_before_it_is_tried_again() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
+    assert_eq!(effects, []);
+    let next = sites.next_at().unwrap();
+    sites.tick(next, &mut effects);
+    let [Effect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
+    effects.clear();
+    // It has not happened yet: the same epoch again, so that only one of both can succeed.
+    sites.looked(next, &7, ask, Ok(Some(At { node: 1, epoch: 4 })), &mut effects);
+    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    effects.clear();
+    sites.planned(next, &7, Some(5), &mut effects);
+    let [Effect::AskStore { ask, expect: Some(4), .. }] = effects[..] else { panic!("{effects:?}") };
+    effects.clear();
+    // The first one arrived after all.
+    sites.stored(next, &7, ask, Outcome::Conflict(Some(At { node: 2, epoch: 5 })), &mut effects);
+    assert_eq!(served(&effects), [(1, 2, 5)]);
+}
+
+#[test]
+fn an_answer_that_comes_too_late_changes_nothing() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
+    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(9), before: Before::Other }, &mut effects);
+    assert_eq!(effects, []);
+    assert_eq!(sites.len(), 1);
+}
+
+#[test]
+fn a_request_with_newer_knowledge_is_not_sent_back() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    // This one has already failed at epoch 5, which another node committed.
+    sites.need(at(1), 7, Waiter(2), Some(5), Some(At { node: 1, epoch: 4 }), &mut effects);
+    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 5 })), &mut effects);
+    assert_eq!(served(&effects), [(1, 3, 5)]);
+    assert!(effects.contains(&Effect::Plan { site: 7, from: Some(3) }));
+}
+
+#[test]
+fn who_knows_more_than_the_copy_has_it_looked_up() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), Some(6), Some(At { node: 1, epoch: 4 }), &mut effects);
+    let [Effect::Look { ask, .. }] = effects[..] else { panic!("{effects:?}") };
+    effects.clear();
+    sites.looked(at(1), &7, ask, Ok(Some(At { node: 3, epoch: 6 })), &mut effects);
+    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(3) }]);
+}
+
+#[test]
+fn a_site_that_was_dropped_and_made_anew_begins_at_its_new_epoch() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    sites.stored(at(9), &7, ask, Outcome::Conflict(Some(At { node: 3, epoch: 1 })), &mut effects);
+    assert_eq!(served(&effects), [(1, 3, 1)]);
+    let ask = asked(&mut sites, 8);
+    effects.clear();
+    sites.stored(at(9), &8, ask, Outcome::Conflict(None), &mut effects);
+    assert_eq!(effects, [Effect::Plan { site: 8, from: None }]);
+}
+
+#[test]
+fn every_request_ends_though_the_store_never_answers() {
+    let mut sites = new();
+    asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    let mut looks = 0;
+    while let Some(next) = sites.next_at() {
+        assert!(next <= at(0) + WAIT_LONGEST);
+        sites.tick(next, &mut effects);
+        looks += effects.iter().filter(|effect| matches!(effect, Effect::Look { .. })).count();
+        effects.retain(|effect| matches!(effect, Effect::Refuse { .. }));
+    }
+    assert_eq!(refused(&effects), [(1, Refused::StoreSilent)]);
+    assert!((2..20).contains(&looks), "{looks}");
+}
+
+#[test]
+fn a_promise_holds_the_commit_until_it_is_over() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    let mut effects = Vec::new();
+    sites.held(at(1), &7, ask, Held::Promised(at(1500)), &mut effects);
+    assert_eq!((effects.len(), sites.next_at()), (0, Some(at(1500))));
+    sites.tick(at(1500), &mut effects);
+    assert!(matches!(effects[..], [Effect::AskStore { node: 2, expect: Some(4), .. }]));
+
+    let ask = asked(&mut sites, 8);
+    effects.clear();
+    sites.held(at(1), &8, ask, Held::NotIntroduced, &mut effects);
+    assert_eq!(refused(&effects), [(1, Refused::Stranger)]);
+}
+
+#[test]
+fn no_node_is_a_refusal() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), None, None, &mut effects);
+    sites.planned(at(0), &7, None, &mut effects);
+    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
+    assert!(sites.is_empty());
+}
+
+#[test]
+fn a_node_is_given_only_so_many_sites_at_once() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    for site in 0..100 {
+        sites.need(at(0), site, Waiter(u64::from(site)), None, None, &mut effects);
+        sites.planned(at(0), &site, Some(2), &mut effects);
+    }
+    let asks = |effects: &Effects| -> Vec<(u32, AskId)> {
+        let asks = effects.iter().filter_map(|effect| match effect {
+            Effect::AskStore { site, ask, .. } => Some((*site, *ask)),
+            _ => None,
+        });
+        asks.collect()
+    };
+    let first = asks(&effects);
+    assert_eq!(first.len(), AT_ONCE);
+    effects.clear();
+    let (site, ask) = first[0];
+    sites.stored(at(5), &site, ask, Outcome::Committed { at: at(5), before: Before::Nobody }, &mut effects);
+    assert_eq!(asks(&effects), [], "it is on its way until it is awake");
+    sites.woken(at(50), &site, &2, &mut effects);
+    assert_eq!(asks(&effects).iter().map(|(site, _)| *site).collect::<Vec<_>>(), [AT_ONCE as u32]);
+    // Another node has a line of its own.
+    effects.clear();
+    sites.need(at(50), 500, Waiter(500), None, None, &mut effects);
+    sites.planned(at(50), &500, Some(3), &mut effects);
+    assert_eq!(asks(&effects).len(), 1);
+}
+
+#[test]
+fn a_node_that_never_says_it_is_awake_holds_nobody_up_for_long() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    for site in 0..AT_ONCE as u32 + 1 {
+        sites.need(at(0), site, Waiter(u64::from(site)), None, None, &mut effects);
+        sites.planned(at(0), &site, Some(2), &mut effects);
+    }
+    for effect in std::mem::take(&mut effects) {
+        if let Effect::AskStore { site, ask, .. } = effect {
+            let outcome = Outcome::Committed { at: at(1), before: Before::Nobody };
+            sites.stored(at(1), &site, ask, outcome, &mut Vec::new());
+        }
+    }
+    let next = sites.next_at().unwrap();
+    assert!(next <= at(2000));
+    sites.tick(next, &mut effects);
+    assert!(matches!(effects[..], [Effect::AskStore { .. }]), "{effects:?}");
+}
+
+#[test]
+fn a_client_that_left_is_not_answered() {
+    let mut sites = new();
+    let ask = asked(&mut sites, 7);
+    sites.cancel(&7, Waiter(1));
+    let mut effects = Vec::new();
+    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
+    assert!(effects.is_empty() && sites.is_empty());
+}
+
+/// A store that does some commits later, or without saying so.
+#[derive(Default)]
+struct LossyStore {
+    sites: BTreeMap<u32, At<u8>>,
+    delayed: Vec<(u32, u8, Option<u64>)>,
+}
+
+impl LossyStore {
+    fn at(&self, site: u32) -> Option<At<u8>> {
+        self.sites.get(&site).copied()
+    }
+
+    fn put(&mut self, site: u32, node: u8, expect: Option<u64>) -> bool {
+        let is_current = self.at(site).map(|at| at.epoch) == expect;
+        if is_current {
+            self.sites.insert(site, At { node, epoch: expect.map_or(1, |epoch| epoch + 1) });
+        }
+        is_current
+    }
+
+    fn commit(&mut self, roll: u8, now: u64, site: u32, node: u8, expect: Option<u64>) -> Outcome<u8> {
+        match roll % 4 {
+            3 => {
+                self.delayed.push((site, node, expect));
+                Outcome::Unknown
+            }
+            2 => {
+                self.put(site, node, expect);
+                Outcome::Unknown
+            }
+            1 => Outcome::NotDone,
+            _ if self.put(site, node, expect) => Outcome::Committed { at: at(now), before: Before::Other },
+            _ => Outcome::Conflict(self.at(site)),
+        }
+    }
+
+    /// What was delayed arrives just before or after somebody looks.
+    fn look(&mut self, roll: u8, site: u32) -> Option<At<u8>> {
+        let before = self.at(site);
+        if roll.is_multiple_of(2) {
+            for (site, node, expect) in std::mem::take(&mut self.delayed) {
+                self.put(site, node, expect);
+            }
+        }
+        if roll.is_multiple_of(3) { before } else { self.at(site) }
+    }
+}
+
+/// Those that are refused when nothing but time goes on.
+fn refused_in_the_end(sites: &mut Sites, now: u64) -> Vec<u64> {
+    let mut effects = Vec::new();
+    let mut rounds = 0;
+    while let Some(next) = sites.next_at() {
+        sites.tick(next.max(at(now)), &mut effects);
+        rounds += 1;
+        assert!(rounds < 10_000, "it has no end");
+    }
+    refused(&effects).into_iter().map(|(waiter, _)| waiter).collect()
+}
+
+proptest! {
+    /// Three nodes move sites at once through a store that answers late or not at all: epochs go up one by one, no request is lost, and
+    /// all end.
+    #[test]
+    fn epochs_go_up_one_by_one_and_all_requests_end(dice in prop::collection::vec(any::<u8>(), 400)) {
+        let mut store = LossyStore::default();
+        let mut nodes: Vec<Sites> = (0..3).map(|_| new()).collect();
+        let mut open = BTreeSet::new();
+        let mut now = 0;
+        let mut dice = dice.into_iter();
+        let mut waiter = 0;
+        for step in 0..4000 {
+            let Some(roll) = dice.next().or((step < 3000).then_some(0)) else { break };
+            now += u64::from(roll % 7) * 10;
+            let index = usize::from(roll) % 3;
+            let mut effects = Vec::new();
+            if step < 300 && roll % 4 == 0 {
+                let site = u32::from(roll / 64);
+                let known = store.at(site);
+                waiter += 1;
+                open.insert(waiter);
+                nodes[index].need(at(now), site, Waiter(waiter), known.map(|at| at.epoch), known, &mut effects);
+            }
+            nodes[index].tick(at(now), &mut effects);
+            while let Some(effect) = effects.pop() {
+                match effect {
+                    Effect::Plan { site, from } => {
+                        let node = (0..3).find(|node| Some(*node) != from);
+                        nodes[index].planned(at(now), &site, node, &mut effects);
+                    }
+                    Effect::AskStore { site, ask, node, expect, .. } => {
+                        let roll = dice.next().unwrap_or(0);
+                        let outcome = store.commit(roll, now, site, node, expect);
+                        nodes[index].stored(at(now), &site, ask, outcome, &mut effects);
+                    }
+                    Effect::Look { site, ask } => {
+                        let found = store.look(dice.next().unwrap_or(0), site);
+                        nodes[index].looked(at(now), &site, ask, Ok(found), &mut effects);
+                    }
+                    Effect::Serve { waiter, site, node, epoch, .. } => {
+                        prop_assert!(open.remove(&waiter.0), "answered twice");
+                        let stored = store.at(site).expect("it was committed");
+                        let is_stored = stored.epoch > epoch || stored == At { node, epoch };
+                        prop_assert!(is_stored);
+                    }
+                    Effect::Refuse { waiter, .. } => prop_assert!(open.remove(&waiter.0)),
+                    Effect::Wake { .. } => {}
+                }
+            }
+        }
+        for waiter in nodes.iter_mut().flat_map(|sites| refused_in_the_end(sites, now)) {
+            prop_assert!(open.remove(&waiter), "answered twice");
+        }
+        prop_assert!(open.is_empty(), "{open:?} have no end");
+    }
+}
