@@ -1,0 +1,515 @@
+//! A simulated node: the real state machines, and between them what supervisor and edge do with sockets and timers.
+//!
+//! Not here: when messages arrive (`world`), what is right (`observer`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use nagaya_placement::Moment;
+use nagaya_placement::fence::{Arrivals, Before, Holder, TERM, VOUCH_TERM, Voucher};
+use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
+use nagaya_placement::planner::{self, Candidate, Need};
+use nagaya_placement::relocation::{At, Effect, Outcome, Relocations, Waiter};
+
+use crate::wire::{NodeId, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
+use crate::world::Sky;
+
+/// A request is sent to so many places before it is refused.
+const ATTEMPTS_MAX: u32 = 12;
+/// Without authority, or with a copy that lags, a request is held for so long before it is given back.
+const HELD_LONGEST: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// A node that has a request and answers probes is probed again after this.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+/// From an image.
+const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(150));
+const GIB: u64 = 1 << 30;
+
+const fn nanos(time: Duration) -> u64 {
+    time.as_nanos() as u64
+}
+
+type Effects = Vec<Effect<SiteId, NodeId>>;
+
+#[derive(Debug)]
+pub(crate) struct Node {
+    id: NodeId,
+    others: BTreeSet<NodeId>,
+    holder: Holder<NodeId>,
+    voucher: Voucher<NodeId>,
+    arrivals: Arrivals<SiteId>,
+    relocations: Relocations<SiteId, NodeId>,
+    peers: BTreeMap<NodeId, Peer>,
+    /// The copy of the records is as of this revision. It is on disk.
+    applied: u64,
+    /// Sites that it has given up itself, under which epoch. On disk, too.
+    given_up: BTreeMap<SiteId, u64>,
+    /// Instances: of which epoch, and from which real time on they answer.
+    instances: BTreeMap<SiteId, (u64, u64)>,
+    /// Requests that were forwarded and not answered.
+    flights: BTreeMap<NodeId, Vec<Work>>,
+    /// How often each peer had been started when it was last heard from.
+    lives: BTreeMap<NodeId, u32>,
+    /// The one timer of each peer that counts.
+    probe_times: BTreeMap<NodeId, u64>,
+    next_tick: u64,
+    /// Commits whose fate is not known: site, the epoch that they replace, and the node that they take it from.
+    unsettled: Vec<(SiteId, Option<u64>, NodeId)>,
+}
+
+impl Node {
+    pub fn new(id: NodeId, nodes: NodeId, applied: u64) -> Self {
+        Self {
+            id,
+            others: (0..nodes).filter(|other| *other != id).collect(),
+            holder: Holder::new(TERM, VOUCH_TERM, applied),
+            voucher: Voucher::new(Moment::default(), TERM, VOUCH_TERM),
+            arrivals: Arrivals::new(TERM),
+            relocations: Relocations::new(TERM),
+            peers: BTreeMap::new(),
+            applied,
+            given_up: BTreeMap::new(),
+            instances: BTreeMap::new(),
+            flights: BTreeMap::new(),
+            lives: BTreeMap::new(),
+            probe_times: BTreeMap::new(),
+            next_tick: u64::MAX,
+            unsettled: Vec::new(),
+        }
+    }
+
+    pub fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    pub fn happens(&mut self, what: What, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        match what {
+            What::Start => self.start(sky),
+            What::Request(request) => self.route(request, sky),
+            What::Work(work) => self.work(work, sky),
+            What::Renew => self.renew(sky),
+            What::Tick => {
+                self.next_tick = u64::MAX;
+                let mut effects = Vec::new();
+                self.relocations.tick(now, &mut effects);
+                self.carry_out(effects, sky);
+            }
+            What::ProbeTime(peer) => self.probe_time(peer, sky),
+            What::Probe { from, probe, sent_at } => {
+                let life = sky.life(self.id);
+                sky.send(self.id, from, What::ProbeAnswer { from: self.id, probe, sent_at, life });
+            }
+            What::ProbeAnswer { from, probe, sent_at, life } => {
+                self.peer(from).answered(now, probe, sent_at);
+                if self.lives.insert(from, life).is_some_and(|before| before != life) {
+                    self.flights_failed(from, sky);
+                }
+            }
+            What::ProbeRefused { from, probe } => {
+                self.peer(from).refused(now, probe);
+                if self.peer(from).known(now).is_some() {
+                    self.flights_failed(from, sky);
+                }
+            }
+            What::Forward { work, committed } => {
+                if let Some((ago, before)) = committed {
+                    self.arrivals.placed(now, work.site, work.epoch, before, ago);
+                }
+                self.work(Work { since: sky.now, ..work }, sky);
+            }
+            What::Answer { from, work, is_served } => self.answered(from, work, is_served, sky),
+            What::VouchAsk { from, round } => {
+                if let Some(vouch) = self.voucher.vouch(now, from, self.holder.until_by_store()) {
+                    sky.send(self.id, from, What::VouchAnswer { from: self.id, round, vouch });
+                }
+            }
+            What::VouchAnswer { from, round, vouch } => self.holder.vouched(round, &from, vouch),
+            What::Watch(revision) => self.apply(revision, sky),
+            What::Stored(says) => self.stored(says, sky),
+        }
+    }
+
+    // === Authority ===
+
+    /// Everything in memory is new; what is on disk may be older than it was.
+    fn start(&mut self, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        let flaws = sky.shape.flaws;
+        if sky.now > nanos(TERM) && sky.dice.chance(50) {
+            self.applied -= sky.dice.roll(20).min(self.applied);
+        }
+        let kept = std::mem::take(&mut self.given_up);
+        let fresh = Self::new(self.id, sky.shape.nodes, self.applied);
+        *self = Self { given_up: kept, ..fresh };
+        let started = if flaws.promises_forgotten { Moment::default() } else { now };
+        self.voucher = Voucher::new(started, TERM, VOUCH_TERM);
+        let half = (self.others.len() / 2).max(1);
+        let asked = if flaws.half_may_vouch { half } else { self.others.len() };
+        self.holder.members(self.others.iter().copied().take(asked).collect());
+        for other in self.others.clone() {
+            self.voucher.introduced(other);
+        }
+        self.renew(sky);
+    }
+
+    fn renew(&mut self, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        let read = self.holder.sending(now);
+        sky.ask_store(self.id, StoreAsk::Renew(read));
+        if self.holder.wants_vouches(now) {
+            let (round, members) = self.holder.asking(now);
+            for member in members {
+                sky.send(self.id, member, What::VouchAsk { from: self.id, round });
+            }
+        }
+        let next = sky.real(self.id, self.holder.renew_at(now));
+        sky.later(self.id, next, What::Renew);
+    }
+
+    fn apply(&mut self, revision: u64, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        if revision <= self.applied {
+            return;
+        }
+        for change in sky.store.changes(self.applied, revision) {
+            if change.after.node == self.id {
+                let before = if change.before.is_none() { Before::Nobody } else { Before::Other };
+                self.arrivals.placed(now, change.site, change.after.epoch, before, Duration::ZERO);
+            } else if change.before == Some(self.id) {
+                self.arrivals.left(&change.site);
+                self.instances.remove(&change.site);
+                self.given_up.remove(&change.site);
+            }
+        }
+        self.applied = revision;
+        let Self { unsettled, voucher, .. } = self;
+        unsettled.retain(|(site, expect, from)| {
+            let is_open = sky.store.at(*site, revision).map(|at| at.epoch) <= *expect;
+            if !is_open {
+                voucher.settled(from, Some(revision));
+            }
+            is_open
+        });
+        self.holder.applied(revision);
+    }
+
+    // === Requests ===
+
+    fn placement(&self, site: SiteId, sky: &Sky) -> Option<At<NodeId>> {
+        sky.store.at(site, self.applied)
+    }
+
+    fn route(&mut self, request: RequestId, sky: &mut Sky) {
+        let site = sky.requests[request as usize].site;
+        match self.placement(site, sky) {
+            None => self.need(request, None, sky),
+            Some(at) => self.go(request, at, None, sky),
+        }
+    }
+
+    /// The request goes to where the site is placed.
+    fn go(&mut self, request: RequestId, at: At<NodeId>, committed: Option<(Moment, Before)>, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        let site = sky.requests[request as usize].site;
+        let work = Work { request, site, epoch: at.epoch, entry: self.id, since: sky.now };
+        if at.node == self.id {
+            if let Some((when, before)) = committed {
+                self.arrivals.placed(when, site, at.epoch, before, Duration::ZERO);
+            }
+            self.work(work, sky);
+            return;
+        }
+        let committed = committed.map(|(when, before)| (now.since(when), before));
+        self.flights.entry(at.node).or_default().push(work);
+        sky.send(self.id, at.node, What::Forward { work, committed });
+        self.watch_peer(at.node, sky);
+    }
+
+    /// A request is here, under this epoch: it is served, waits, or is given back.
+    fn work(&mut self, work: Work, sky: &mut Sky) {
+        if !sky.requests[work.request as usize].is_open {
+            return;
+        }
+        let now = sky.local(self.id);
+        let held = Duration::from_nanos(sky.now - work.since);
+        let placement = self.placement(work.site, sky);
+        let lags = placement.is_none_or(|at| at.epoch < work.epoch);
+        let is_here = placement == Some(At { node: self.id, epoch: work.epoch })
+            && self.given_up.get(&work.site) != Some(&work.epoch);
+        if !lags && !is_here || held > HELD_LONGEST {
+            self.give(work, false, sky);
+            return;
+        }
+        if lags || !self.holder.may_serve(now) {
+            sky.later(self.id, sky.now + nanos(LOOK_AGAIN), What::Work(work));
+            return;
+        }
+        if self.arrivals.from(&work.site, work.epoch).is_none() {
+            // It was placed here before this process began.
+            let before = if work.epoch == 1 { Before::Nobody } else { Before::Other };
+            self.arrivals.placed(now, work.site, work.epoch, before, Duration::ZERO);
+        }
+        let from = self.arrivals.from(&work.site, work.epoch).unwrap_or(now);
+        let wait = if from > now && !sky.shape.flaws.no_wait { sky.real(self.id, from) } else { 0 };
+        let ready = self.wake(work.site, work.epoch, sky).max(wait);
+        if ready > sky.now {
+            // That wait has an end of its own.
+            let work = Work { since: ready, ..work };
+            sky.later(self.id, ready, What::Work(work));
+            return;
+        }
+        sky.observer.serves(sky.now, &sky.store, work.site, work.epoch, self.id);
+        sky.observer.vouched += u64::from(self.holder.until_by_store() <= now);
+        self.give(work, true, sky);
+    }
+
+    /// Real time from which on the instance answers.
+    fn wake(&mut self, site: SiteId, epoch: u64, sky: &mut Sky) -> u64 {
+        let instance = self.instances.entry(site).or_default();
+        if instance.0 != epoch {
+            *instance = (epoch, sky.now + nanos(sky.dice.between(WAKE.0, WAKE.1)));
+        }
+        instance.1
+    }
+
+    /// The request goes back to where it came in.
+    fn give(&mut self, work: Work, is_served: bool, sky: &mut Sky) {
+        if work.entry == self.id {
+            self.answered(self.id, work, is_served, sky);
+        } else {
+            sky.send(self.id, work.entry, What::Answer { from: self.id, work, is_served });
+        }
+    }
+
+    fn answered(&mut self, from: NodeId, work: Work, is_served: bool, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        if from != self.id {
+            self.peer(from).heard(now);
+            if let Some(flights) = self.flights.get_mut(&from) {
+                flights.retain(|flight| flight.request != work.request);
+            }
+        }
+        let mut effects = Vec::new();
+        self.relocations.woken(now, &work.site, &from, &mut effects);
+        self.carry_out(effects, sky);
+        if is_served {
+            sky.answer(work.request);
+        } else {
+            self.need(work.request, Some(work.epoch), sky);
+        }
+    }
+
+    // === Liveness ===
+
+    fn peer(&mut self, node: NodeId) -> &mut Peer {
+        self.peers.entry(node).or_default()
+    }
+
+    /// Requests wait for this peer's answer: it is asked whether it is there.
+    fn watch_peer(&mut self, node: NodeId, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        match self.peer(node).ask(now) {
+            Ask::Fresh => self.probe_at(node, now + FRESH, sky),
+            Ask::Send { probe, until } => {
+                sky.send(self.id, node, What::Probe { from: self.id, probe, sent_at: now });
+                let next = self.peer(node).resend_at().unwrap_or(until);
+                self.probe_at(node, next, sky);
+            }
+            Ask::Shared { probe, until } => match self.peer(node).verdict(probe) {
+                Verdict::Silent | Verdict::Refuses => self.flights_failed(node, sky),
+                Verdict::Pending | Verdict::Answers => self.probe_at(node, until, sky),
+            },
+        }
+    }
+
+    fn probe_time(&mut self, node: NodeId, sky: &mut Sky) {
+        if self.probe_times.get(&node).is_none_or(|at| *at > sky.now) {
+            return;
+        }
+        self.probe_times.remove(&node);
+        let now = sky.local(self.id);
+        if self.peer(node).expired(now).is_some() {
+            self.flights_failed(node, sky);
+        } else if let Some(until) = self.peer(node).until() {
+            if self.peer(node).resend_at().is_some_and(|at| at <= now) {
+                self.peer(node).resent(now);
+                // The number of the probe under way is the one whose verdict is open.
+                if let Ask::Shared { probe, .. } = self.peer(node).ask(now) {
+                    sky.send(self.id, node, What::Probe { from: self.id, probe, sent_at: now });
+                }
+            }
+            let next = self.peer(node).resend_at().unwrap_or(until).min(until);
+            self.probe_at(node, next, sky);
+        } else if self.flights.get(&node).is_some_and(|flights| !flights.is_empty()) {
+            let is_quiet = self.peer(node).last_heard().is_none_or(|heard| now.since(heard) >= ASK_AGAIN);
+            if is_quiet {
+                self.watch_peer(node, sky);
+            } else {
+                self.probe_at(node, now + ASK_AGAIN, sky);
+            }
+        }
+    }
+
+    fn probe_at(&mut self, node: NodeId, at: Moment, sky: &mut Sky) {
+        let at = sky.real(self.id, at);
+        if self.probe_times.get(&node).is_none_or(|known| at < *known) {
+            self.probe_times.insert(node, at);
+            sky.later(self.id, at, What::ProbeTime(node));
+        }
+    }
+
+    fn flights_failed(&mut self, node: NodeId, sky: &mut Sky) {
+        for work in self.flights.remove(&node).unwrap_or_default() {
+            self.need(work.request, Some(work.epoch), sky);
+        }
+    }
+
+    // === Relocation ===
+
+    fn need(&mut self, request: RequestId, seen: Option<u64>, sky: &mut Sky) {
+        let open = &mut sky.requests[request as usize];
+        if !open.is_open {
+            return;
+        }
+        let site = open.site;
+        open.attempts += 1;
+        if open.attempts > ATTEMPTS_MAX {
+            sky.refuse(request, "attempts");
+            return;
+        }
+        let known = self.placement(site, sky);
+        let mut effects = Vec::new();
+        let now = sky.local(self.id);
+        self.relocations.need(now, site, Waiter(u64::from(request)), seen, known, &mut effects);
+        self.carry_out(effects, sky);
+    }
+
+    fn carry_out(&mut self, mut effects: Effects, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        while let Some(effect) = effects.pop() {
+            match effect {
+                Effect::Plan { site, from } => {
+                    let node = self.plan(site, from, sky);
+                    self.relocations.planned(now, &site, node, &mut effects);
+                }
+                Effect::AskStore { site, ask, node, from, expect } => {
+                    match self.begin(site, from, expect, now, sky) {
+                        Ok(before) => {
+                            let ask = StoreAsk::Commit { site, ask, node, from, expect, before };
+                            sky.ask_store(self.id, ask);
+                        }
+                        Err(why) => self.relocations.held(now, &site, ask, why, &mut effects),
+                    }
+                }
+                Effect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),
+                Effect::Wake { site, node, epoch } if node == self.id => {
+                    self.wake(site, epoch, sky);
+                }
+                Effect::Wake { .. } => {}
+                Effect::Serve { waiter, node, epoch, committed, .. } => {
+                    self.go(waiter.0 as RequestId, At { node, epoch }, committed, sky);
+                }
+                Effect::Refuse { waiter, why, .. } => sky.refuse(waiter.0 as RequestId, &format!("{why:?}")),
+            }
+        }
+        if let Some(next) = self.relocations.next_at() {
+            let next = sky.real(self.id, next);
+            if next < self.next_tick {
+                self.next_tick = next;
+                sky.later(self.id, next, What::Tick);
+            }
+        }
+    }
+
+    /// Whether a commit may leave, and who may have served the site before it.
+    fn begin(
+        &mut self,
+        site: SiteId,
+        from: Option<NodeId>,
+        expect: Option<u64>,
+        now: Moment,
+        sky: &Sky,
+    ) -> Result<Before, nagaya_placement::fence::Held> {
+        let Some(from) = from else { return Ok(Before::Nobody) };
+        if from == self.id {
+            self.given_up.insert(site, expect.unwrap_or_default());
+            self.instances.remove(&site);
+            return Ok(Before::Released);
+        }
+        if !sky.shape.flaws.promises_ignored {
+            self.voucher.begin(&from, now)?;
+            self.unsettled.push((site, expect, from));
+        }
+        Ok(Before::Other)
+    }
+
+    fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Option<NodeId> {
+        let now = sky.local(self.id);
+        let name = format!("site{site}");
+        let mut candidates: Vec<Candidate> = sky.names.iter().zip(&sky.store.counts).map(candidate).collect();
+        for (node, peer) in &self.peers {
+            candidates[*node as usize].against = peer.known(now);
+        }
+        let from = from.map(|node| sky.names[node as usize].as_str());
+        let need = Need { site: &name, memory_bytes: GIB / 4, from };
+        let choice = planner::choose(&need, &candidates).ok()?;
+        choice.best().strip_prefix('n')?.parse().ok()
+    }
+
+    fn stored(&mut self, says: StoreSays, sky: &mut Sky) {
+        let now = sky.local(self.id);
+        let mut effects = Vec::new();
+        match says {
+            StoreSays::Renewed { id, revision } => {
+                let flaws = sky.shape.flaws;
+                let id = if flaws.authority_from_receipt { self.holder.sending(now) } else { id };
+                self.holder.confirmed(id, if flaws.copy_may_lag { 0 } else { revision });
+                self.voucher.synced(revision);
+            }
+            StoreSays::Found { site, ask, placement } => {
+                self.relocations.looked(now, &site, ask, Ok(placement), &mut effects);
+            }
+            StoreSays::Committed { site, ask, from, before, done } => {
+                self.settled(site, from, done.ok());
+                let outcome = match done {
+                    Ok(revision) => {
+                        let at = sky.store.at(site, revision).expect("it was committed");
+                        sky.observer.committed(&sky.store, site, at.epoch, at.node);
+                        Outcome::Committed { at: now, before }
+                    }
+                    Err(placement) => Outcome::Conflict(placement),
+                };
+                self.relocations.stored(now, &site, ask, outcome, &mut effects);
+            }
+        }
+        self.carry_out(effects, sky);
+    }
+
+    fn settled(&mut self, site: SiteId, from: Option<NodeId>, committed: Option<u64>) {
+        let Some(from) = from else { return };
+        let open = self.unsettled.iter().position(|(of, _, by)| *of == site && *by == from);
+        if let Some(open) = open {
+            self.unsettled.swap_remove(open);
+            self.voucher.settled(&from, committed);
+        }
+    }
+}
+
+/// All alike, but for how many sites each has.
+fn candidate<'a>((name, sites): (&'a String, &u32)) -> Candidate<'a> {
+    Candidate {
+        name,
+        against: None,
+        present: true,
+        draining: false,
+        cpus: 8,
+        memory_bytes: 64 * GIB,
+        memory_free: 32 * GIB,
+        cpu_used: 0.2,
+        sites: *sites,
+        heat: 10.0,
+        has_image: false,
+        wakes: 0,
+    }
+}

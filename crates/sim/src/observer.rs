@@ -1,0 +1,133 @@
+//! Who sees all nodes at once, and says what must never be.
+//!
+//! Not here: what nodes know of each other; nothing of this is ever told to one.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use nagaya_placement::fence;
+
+use crate::store::Store;
+use crate::wire::{NodeId, RequestId, SiteId};
+
+/// A response that must not have left, or one that never did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Violation {
+    /// A site was served under an epoch after it had been served under a higher one.
+    EpochWentBack { site: u32, epoch: u64, after: u64, node: u32, at_ns: u64 },
+    /// A node served under an epoch that the store gave to another one, or to nobody.
+    NotItsEpoch { site: u32, epoch: u64, node: u32, at_ns: u64 },
+    /// A node served for longer after its successor was committed than the fence allows.
+    TooLong { site: u32, epoch: u64, node: u32, late: Duration },
+    /// A commit that was acknowledged is not in the store.
+    LostCommit { site: u32, epoch: u64, node: u32 },
+    /// A request had neither answer nor refusal in time.
+    NoEnd { request: u32, waited: Duration },
+    /// With all faults over for long, a request got no answer.
+    NotServed { site: u32 },
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::EpochWentBack { site, epoch, after, node, at_ns } => {
+                write!(
+                    f,
+                    "at {at_ns} ns node {node} served site {site} under {epoch}, after it was served under {after}"
+                )
+            }
+            Self::NotItsEpoch { site, epoch, node, at_ns } => {
+                write!(f, "at {at_ns} ns node {node} served site {site} under {epoch}, which was not its own")
+            }
+            Self::TooLong { site, epoch, node, late } => {
+                write!(
+                    f,
+                    "node {node} served site {site} under {epoch} {late:?} after the next one was committed"
+                )
+            }
+            Self::LostCommit { site, epoch, node } => {
+                write!(
+                    f,
+                    "site {site} was committed to node {node} under {epoch}, and the store does not have it"
+                )
+            }
+            Self::NoEnd { request, waited } => write!(f, "request {request} had no end after {waited:?}"),
+            Self::NotServed { site } => write!(f, "site {site} was not served although all faults were over"),
+        }
+    }
+}
+
+/// Counts and what was wrong.
+#[derive(Debug, Default)]
+pub struct Observer {
+    /// Highest epoch under which each site was served.
+    served: Vec<u64>,
+    pub violations: Vec<Violation>,
+    pub answers: u64,
+    pub refusals: BTreeMap<String, u64>,
+    /// Requests whose own node ended, so that nobody was left to answer.
+    pub abandoned: u64,
+    /// Longest that a node served after its successor was committed.
+    pub latest: Duration,
+    /// Longest that a request waited for its answer.
+    pub slowest: Duration,
+    /// Answers by nodes that had authority by vouches alone.
+    pub vouched: u64,
+}
+
+/// Violations that are kept; one is enough to fail.
+const VIOLATIONS_MAX: usize = 16;
+
+impl Observer {
+    pub(crate) fn new(sites: usize) -> Self {
+        Self { served: vec![0; sites], ..Self::default() }
+    }
+
+    /// A response leaves a node.
+    pub(crate) fn serves(&mut self, now: u64, store: &Store, site: SiteId, epoch: u64, node: NodeId) {
+        let highest = &mut self.served[site as usize];
+        if epoch < *highest {
+            let after = *highest;
+            self.wrong(Violation::EpochWentBack { site, epoch, after, node, at_ns: now });
+        } else {
+            *highest = epoch;
+        }
+        match store.epoch(site, epoch) {
+            Some((owner, ended)) if owner == node => {
+                let late = Duration::from_nanos(ended.map_or(0, |ended| now.saturating_sub(ended)));
+                self.latest = self.latest.max(late);
+                if late > fence::outlasting(fence::TERM) {
+                    self.wrong(Violation::TooLong { site, epoch, node, late });
+                }
+            }
+            _ => self.wrong(Violation::NotItsEpoch { site, epoch, node, at_ns: now }),
+        }
+    }
+
+    /// A node was told that its commit has happened.
+    pub(crate) fn committed(&mut self, store: &Store, site: SiteId, epoch: u64, node: NodeId) {
+        if store.epoch(site, epoch).is_none_or(|(owner, _)| owner != node) {
+            self.wrong(Violation::LostCommit { site, epoch, node });
+        }
+    }
+
+    pub(crate) fn answered(&mut self, waited: Duration) {
+        self.answers += 1;
+        self.slowest = self.slowest.max(waited);
+    }
+
+    pub(crate) fn refused(&mut self, why: &str) {
+        *self.refusals.entry(why.to_owned()).or_default() += 1;
+    }
+
+    pub(crate) fn no_end(&mut self, request: RequestId, waited: Duration) {
+        self.wrong(Violation::NoEnd { request, waited });
+    }
+
+    pub(crate) fn wrong(&mut self, violation: Violation) {
+        if self.violations.len() < VIOLATIONS_MAX {
+            self.violations.push(violation);
+        }
+    }
+}

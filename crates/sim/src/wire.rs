@@ -1,0 +1,119 @@
+//! What goes from one place of the simulated cluster to another.
+//!
+//! Not here: whether and when it arrives (`world`), what is done with it (`node`, `store`).
+
+use std::time::Duration;
+
+use nagaya_placement::Moment;
+use nagaya_placement::fence::{Before, RenewId, RoundId, Vouch};
+use nagaya_placement::liveness::Probe;
+use nagaya_placement::relocation::{AskId, At};
+
+pub(crate) type NodeId = u32;
+pub(crate) type SiteId = u32;
+pub(crate) type RequestId = u32;
+
+/// Something that happens to a node: a message, or the end of a time.
+#[derive(Debug, Clone)]
+pub(crate) enum What {
+    Start,
+    /// A client's request comes in.
+    Request(RequestId),
+    /// A request is looked at again here: it waits for its time, an instance, or authority.
+    Work(Work),
+    Renew,
+    /// The node's relocations have something to do by now.
+    Tick,
+    /// The probe of this peer has to go on, or ends.
+    ProbeTime(NodeId),
+    Probe {
+        from: NodeId,
+        probe: Probe,
+        sent_at: Moment,
+    },
+    /// `life` tells that it was started anew: connections to it are gone.
+    ProbeAnswer {
+        from: NodeId,
+        probe: Probe,
+        sent_at: Moment,
+        life: u32,
+    },
+    /// Nobody listens there; the host says so.
+    ProbeRefused {
+        from: NodeId,
+        probe: Probe,
+    },
+    Forward {
+        work: Work,
+        committed: Option<(Duration, Before)>,
+    },
+    Answer {
+        from: NodeId,
+        work: Work,
+        is_served: bool,
+    },
+    VouchAsk {
+        from: NodeId,
+        round: RoundId,
+    },
+    VouchAnswer {
+        from: NodeId,
+        round: RoundId,
+        vouch: Vouch,
+    },
+    /// All changes up to this revision.
+    Watch(u64),
+    Stored(StoreSays),
+}
+
+/// A request on the node that is to serve it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Work {
+    pub request: RequestId,
+    pub site: SiteId,
+    pub epoch: u64,
+    /// The node whose client sent it.
+    pub entry: NodeId,
+    /// Real time at which it came here.
+    pub since: u64,
+}
+
+/// From a node to the store.
+#[derive(Debug, Clone)]
+pub(crate) enum StoreAsk {
+    Renew(RenewId),
+    Look {
+        site: SiteId,
+        ask: AskId,
+    },
+    Commit {
+        site: SiteId,
+        ask: AskId,
+        node: NodeId,
+        from: Option<NodeId>,
+        expect: Option<u64>,
+        before: Before,
+    },
+}
+
+/// The store's answer.
+#[derive(Debug, Clone)]
+pub(crate) enum StoreSays {
+    Renewed {
+        id: RenewId,
+        revision: u64,
+    },
+    Found {
+        site: SiteId,
+        ask: AskId,
+        placement: Option<At<NodeId>>,
+    },
+    /// `done`: the revision of the commit, or the placement that was there instead.
+    Committed {
+        site: SiteId,
+        ask: AskId,
+        from: Option<NodeId>,
+        before: Before,
+        done: Result<u64, Option<At<NodeId>>>,
+    },
+}

@@ -1,0 +1,113 @@
+//! Small clusters under all faults at once, from many seeds, and mistakes that must be found.
+//!
+//! `NAGAYA_SIM_SEED=N cargo test -p nagaya-sim` runs one seed alone, e.g. the one that a failure has printed.
+
+use std::time::Duration;
+
+use nagaya_sim::{Faults, Flaws, Report, Shape, Violation, World};
+
+const SEEDS: u64 = 60;
+/// A mistake has to be found within so many seeds.
+const SEEDS_TO_FIND: u64 = 400;
+
+fn shape(seed: u64, flaws: Flaws) -> Shape {
+    let nodes = 3 + (seed % 4) as u32;
+    // From a bad minute to a bad quarter of an hour.
+    let every = Duration::from_millis(150 + 350 * (seed % 3));
+    let faults = Faults { every, ..Faults::ALL };
+    Shape { seed, nodes, sites: 12, faults, watch_every: Duration::from_millis(5), flaws }
+}
+
+/// A spell of requests under faults, then peace, in which all has to be as it should be.
+fn run(seed: u64, flaws: Flaws) -> Report {
+    let mut world = World::new(shape(seed, flaws));
+    world.run(Duration::from_secs(3));
+    world.faults(true);
+    for _ in 0..4_000 {
+        world.request_any();
+        world.run(Duration::from_millis(5));
+        if !world.violations().is_empty() {
+            return world.report();
+        }
+    }
+    world.heal_and_check();
+    world.report()
+}
+
+fn seeds(count: u64) -> Vec<u64> {
+    match std::env::var("NAGAYA_SIM_SEED") {
+        Ok(seed) => vec![seed.parse().expect("NAGAYA_SIM_SEED is a number")],
+        Err(_) => (1..=count).collect(),
+    }
+}
+
+#[test]
+fn one_epoch_serves_and_every_request_ends_whatever_fails() {
+    let (mut answers, mut refusals, mut relocations, mut vouched) = (0, 0, 0, 0);
+    let mut latest = Duration::ZERO;
+    for seed in seeds(SEEDS) {
+        let report = run(seed, Flaws::default());
+        let first = report.violations.first().map(ToString::to_string);
+        assert!(
+            first.is_none(),
+            "{}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim",
+            first.unwrap_or_default()
+        );
+        answers += report.answers;
+        refusals += report.refusals.values().sum::<u64>();
+        relocations += report.relocations;
+        vouched += report.vouched;
+        latest = latest.max(report.latest);
+    }
+    println!(
+        "{answers} answers, {refusals} refusals, {relocations} relocations, {vouched} vouched, latest {latest:?}"
+    );
+    // Nothing was proved if nothing went on.
+    assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
+}
+
+/// The first seed that finds what this mistake leads to, and what that is.
+fn found(flaws: Flaws) -> Option<(u64, String)> {
+    (1..=SEEDS_TO_FIND).find_map(|seed| {
+        let report = run(seed, flaws);
+        let violation =
+            report.violations.iter().find(|violation| !matches!(violation, Violation::NotServed { .. }))?;
+        Some((seed, violation.to_string()))
+    })
+}
+
+fn must_be_found(flaws: Flaws) {
+    let found = found(flaws);
+    println!("{found:?}");
+    assert!(found.is_some(), "{flaws:?} was not noticed with {SEEDS_TO_FIND} seeds");
+}
+
+#[test]
+fn authority_from_the_receipt_of_a_read_is_found_out() {
+    must_be_found(Flaws { authority_from_receipt: true, ..Flaws::default() });
+}
+
+#[test]
+fn serving_without_the_wait_is_found_out() {
+    must_be_found(Flaws { no_wait: true, ..Flaws::default() });
+}
+
+#[test]
+fn ignored_promises_are_found_out() {
+    must_be_found(Flaws { promises_ignored: true, ..Flaws::default() });
+}
+
+#[test]
+fn authority_for_an_old_copy_is_found_out() {
+    must_be_found(Flaws { copy_may_lag: true, ..Flaws::default() });
+}
+
+#[test]
+fn vouches_of_half_the_members_are_found_out() {
+    must_be_found(Flaws { half_may_vouch: true, ..Flaws::default() });
+}
+
+#[test]
+fn promises_forgotten_by_a_restart_are_found_out() {
+    must_be_found(Flaws { promises_forgotten: true, ..Flaws::default() });
+}
