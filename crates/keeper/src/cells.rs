@@ -50,7 +50,7 @@ use leaf::Body;
 use place::{Depth, Level, Place, Wants, What};
 
 pub use ending::LOOK_AGAIN_MAX;
-pub use freezer::Freezer;
+pub use freezer::{Brake, Freezer};
 pub use leaf::Leaf;
 pub use memory::Kills;
 pub use show::Numbers;
@@ -323,10 +323,7 @@ impl Cells {
         state.sweep(&self.shared, Duration::ZERO);
         drop(state);
         self.shared.trees.iter().for_each(|tree| tree.hierarchy.close());
-        for dir in self.shared.freezer.iter().flat_map(|own| own.ancestors().take(2)) {
-            // It may never have been made, and other keepers may be in the one above.
-            let _ = rustix::fs::rmdir(dir);
-        }
+        self.shared.close_freezer();
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
-use nagaya_cmdb::{SiteName, TenantName};
+use nagaya_cmdb::{NodeName, SiteName, TenantName};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::io::Interest;
@@ -41,6 +41,12 @@ pub const SPAWN_TIMEOUT: Duration = START_TIMEOUT.saturating_add(CALL_TIMEOUT);
 /// the start after it; this is more than all of them.
 pub const WAKE_TIMEOUT: Duration = WAKE_MAX.saturating_add(CALL_TIMEOUT);
 
+/// Longest wait for an answer about an image: all of it may have to be read and compared first.
+const IMAGE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Longest wait for an image to come: 16 GiB at 5 MiB a second.
+const FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
+
 /// Guards at once, and questions that may become one.
 const FAREWELLS_MAX: usize = PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX;
 
@@ -56,6 +62,9 @@ pub enum ClientError {
     Refused { failure: Failure, code: u16, message: String },
     #[error("the keeper did not answer in time")]
     TimedOut,
+    /// The site's application is not placed on this node. `node` and `epoch` are of the placement the keeper knows.
+    #[error("{}: {message}", crate::authority::ELSEWHERE)]
+    Elsewhere { node: Option<NodeName>, epoch: Option<u64>, message: String },
 }
 
 /// A running CGI program. Both descriptors are non-blocking pipes.
@@ -75,6 +84,17 @@ pub struct PhpWorker {
     pub guard: ProcessGuard,
     /// Where it waits for its first request.
     pub cell: Box<str>,
+}
+
+/// What another node is told of an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageOffer {
+    /// For `fetch_image` there.
+    pub offer: Box<str>,
+    /// For `send_image` here.
+    pub digest: Box<str>,
+    /// Of all that is sent.
+    pub bytes: u64,
 }
 
 /// Ends a process tree when dropped, from any thread and without waiting.
@@ -325,9 +345,15 @@ impl Keeper {
     }
 
     /// The site's instance, woken if need be. The first of a thread's requests that need it asks; the guard is for all of
-    /// them, and goes when none needs it any more.
-    pub async fn use_instance(&self, site: &SiteName) -> Result<InstanceUse, ClientError> {
-        let (reply, fds, guard) = self.call(Verb::UseInstance { site: site.clone() }, WAKE_TIMEOUT).await?;
+    /// them, and goes when none needs it any more. `epoch` is of the placement that says it runs here; without a cluster
+    /// there is none.
+    pub async fn use_instance(
+        &self,
+        site: &SiteName,
+        epoch: Option<u64>,
+    ) -> Result<InstanceUse, ClientError> {
+        let verb = Verb::UseInstance { site: site.clone(), epoch };
+        let (reply, fds, guard) = self.call(verb, WAKE_TIMEOUT).await?;
         let mut fds = fds.into_iter();
         match (fds.next(), guard, reply) {
             (Some(socket), Some(Guard::Instance(guard)), Reply::Using { wake, .. }) => {
@@ -341,6 +367,46 @@ impl Keeper {
     /// it again.
     pub async fn connect_instance(&self, instance: InstanceId) -> Result<OwnedFd, ClientError> {
         one_of(self.call(Verb::ConnectInstance { instance }, CALL_TIMEOUT).await?.1)
+    }
+
+    /// What another node is to be told of the site's image here. None: it has none.
+    pub async fn offer_image(&self, site: &SiteName) -> Result<Option<ImageOffer>, ClientError> {
+        match self.call(Verb::OfferImage { site: site.clone() }, IMAGE_TIMEOUT).await?.0 {
+            Reply::Offered { offer, digest, bytes } => {
+                Ok(offer.map(|offer| ImageOffer { offer: offer.into(), digest: digest.into(), bytes }))
+            }
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// A pipe to read the image from that was offered with this digest, from this byte on. `NotFound`: it is another now.
+    pub async fn send_image(
+        &self,
+        site: &SiteName,
+        digest: &str,
+        offset: u64,
+    ) -> Result<OwnedFd, ClientError> {
+        let verb = Verb::SendImage { site: site.clone(), digest: digest.to_owned(), offset };
+        one_of(self.call(verb, IMAGE_TIMEOUT).await?.1)
+    }
+
+    /// Begins to take over what another node offers: from which byte on it is wanted, and the pipe to write it to, which is
+    /// closed at its end. What does not fit this node is refused.
+    pub async fn fetch_image(&self, site: &SiteName, offer: &str) -> Result<(u64, OwnedFd), ClientError> {
+        let verb = Verb::FetchImage { site: site.clone(), offer: offer.to_owned() };
+        match self.call(verb, IMAGE_TIMEOUT).await? {
+            (Reply::Fetching { offset }, fds, _) => Ok((offset, one_of(fds)?)),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// Returns once the image that is being taken over is there, or with why it is not. What came in part is kept for the
+    /// next `fetch_image`.
+    pub async fn image_fetched(&self, site: &SiteName) -> Result<(), ClientError> {
+        match self.call(Verb::ImageFetched { site: site.clone() }, FETCH_TIMEOUT).await?.0 {
+            Reply::Done => Ok(()),
+            _ => Err(ClientError::Gone),
+        }
     }
 
     /// Whether this guard still keeps its instance awake: a keeper that was started anew knows nothing of it.
@@ -493,6 +559,9 @@ impl Connection {
         match answered.await {
             Ok((Reply::Failed { failure, code, message }, _, _)) => {
                 Err(ClientError::Refused { failure, code, message })
+            }
+            Ok((Reply::Elsewhere { node, epoch, message }, _, _)) => {
+                Err(ClientError::Elsewhere { node, epoch, message })
             }
             Ok(got) => Ok(got),
             Err(_) => Err(ClientError::Gone),

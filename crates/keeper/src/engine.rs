@@ -17,6 +17,7 @@ use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
 use serde_json::{Value, json};
 
+use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
 use crate::instances::Instances;
@@ -24,7 +25,7 @@ use crate::log::Budget;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
-use crate::protocol::{Failure, ProcessId};
+use crate::protocol::{Failure, ProcessId, Reply};
 use crate::relay::Relay;
 use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, Runner};
@@ -39,6 +40,8 @@ const NAMED_CELLS_JSON_MAX: usize = KEEPER_MESSAGE_MAX - 1024;
 pub struct Engine {
     options: RefCell<Rc<Options>>,
     table: Arc<RwLock<Table>>,
+    /// Until when what is placed here may run.
+    pub authority: Authority,
     pub workers: Workers,
     pub processes: Rc<Processes>,
     pub instances: Instances,
@@ -66,6 +69,7 @@ impl Engine {
         options: Options,
         table: Arc<RwLock<Table>>,
         launcher: Option<Arc<Launcher>>,
+        authority: Authority,
     ) -> Result<Rc<Self>, EngineError> {
         let because = |what, path: &Path| {
             let path = path.display().to_string();
@@ -87,6 +91,7 @@ impl Engine {
         Ok(Rc::new(Self {
             options: RefCell::new(Rc::new(options)),
             table,
+            authority,
             workers,
             processes,
             instances,
@@ -103,6 +108,10 @@ impl Engine {
         let old = self.options();
         options.runtime_dir.clone_from(&old.runtime_dir);
         options.instances.images.clone_from(&old.instances.images);
+        let joins = old.node.is_none() && options.node.is_some();
+        if old.node.is_some() {
+            options.node.clone_from(&old.node);
+        }
         (options.edge_uid, options.back_end) = (old.edge_uid, old.back_end);
         self.processes.set_total_max(options.processes_max);
         if options.processes_per_tenant != old.processes_per_tenant {
@@ -110,6 +119,18 @@ impl Engine {
         }
         *self.options.borrow_mut() = Rc::new(options);
         self.instances.options_changed(self);
+        if joins {
+            self.join_cluster();
+        }
+    }
+
+    /// What has run so far was nobody's to stop: it is given up as it falls idle, and starts anew where it is placed.
+    fn join_cluster(self: &Rc<Self>) {
+        if let Err(error) = self.authority.begin(self.launcher.as_deref()) {
+            tracing::error!(%error, "{}: nothing that is placed on this node can be started", NO_WARDEN);
+        }
+        let engine = Rc::clone(self);
+        tokio::task::spawn_local(async move { engine.instances.release_all(&engine).await });
     }
 
     pub fn options(&self) -> Rc<Options> {
@@ -170,6 +191,23 @@ impl Engine {
         known.ok_or_else(|| {
             Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no site '{name}'"))
         })
+    }
+
+    /// Where a site's application is, for who looks for it here.
+    pub fn elsewhere(&self, name: &SiteName, message: String) -> Reply {
+        let placed = self.table.read().placement(name.as_str());
+        let (node, epoch) = placed.map(|placed| (placed.node, placed.epoch)).unzip();
+        Reply::Elsewhere { node, epoch, message }
+    }
+
+    /// What another node is to be told of a site's image.
+    pub async fn offer_image(self: &Rc<Self>, name: &SiteName) -> Result<Reply, Fault> {
+        let Some(offer) = self.instances.offer_image(self, name).await? else {
+            return Ok(Reply::Offered { offer: None, digest: String::new(), bytes: 0 });
+        };
+        let (digest, bytes) = (offer.digest.to_string(), offer.bytes);
+        let offer = serde_json::to_string(&offer).expect("an offer is made of texts and numbers");
+        Ok(Reply::Offered { offer: Some(offer), digest, bytes })
     }
 
     pub fn tenant(&self, name: &TenantName) -> Result<Arc<Tenant>, Fault> {
@@ -329,6 +367,7 @@ impl Engine {
             "sites": sites,
             "connections": self.metrics.connections.get(),
             "processes": kinds.collect::<serde_json::Map<_, _>>(),
+            "cluster": self.authority.status(),
             "cells": self.cells_status(),
             "instances": self.instances.status(),
         })

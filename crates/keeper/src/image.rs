@@ -9,31 +9,39 @@
 //!
 //! Not here: when images are taken and used (`instances`), sandboxes (`sandbox`).
 
+mod archive;
 mod checkpoint;
 mod criu;
 mod digest;
 mod facts;
 mod files;
 mod header;
+mod incoming;
 mod log;
+mod outgoing;
 mod store;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nagaya_base::Code;
+use serde::{Deserialize, Serialize};
 
 use crate::sandbox::{Launcher, Sandbox, SandboxError, Task};
 
+use archive::Head;
 use checkpoint::Engine;
-use header::{Environment, Header};
+use header::Header;
+use incoming::Staged;
+use outgoing::{Archive, Pace};
 use store::Store;
 
 pub use checkpoint::Handed;
 pub use criu::{Criu, Search, find as find_criu};
 pub use digest::Digest;
-pub use header::{Subject, base_digest};
+pub use header::{Environment, Subject, base_digest};
 pub use store::{Limits, Listed};
 
 /// There is no CRIU that works here.
@@ -44,6 +52,10 @@ pub const UNFIT: Code = Code(335);
 pub const QUARANTINED: Code = Code(336);
 /// The directory of images cannot be used.
 pub const STORE: Code = Code(337);
+/// An image of another node does not fit this one, or is not the one that was offered.
+pub const FOREIGN: Code = Code(364);
+/// An image of another node is damaged.
+pub const CORRUPT: Code = Code(365);
 
 /// Why an image was not taken, or not brought back.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +74,10 @@ pub enum ImageError {
     NotRestored { reason: String },
     #[error("CRIU did not end within {within:?}")]
     Timeout { within: Duration },
+    #[error("the image of another node is not taken over: {reason}")]
+    Foreign { reason: String },
+    #[error("the image of another node is damaged, and was put aside: {reason}")]
+    Corrupt { reason: String },
     #[error("cannot {what}: {error}")]
     Io { what: String, error: io::Error },
     #[error(transparent)]
@@ -75,6 +91,8 @@ impl ImageError {
             Self::Unfit { .. } | Self::TooLarge { .. } => UNFIT,
             Self::NotRestored { .. } | Self::Timeout { .. } => QUARANTINED,
             Self::NoSpace { .. } | Self::Io { .. } => STORE,
+            Self::Foreign { .. } => FOREIGN,
+            Self::Corrupt { .. } => CORRUPT,
             Self::Sandbox(error) => error.code(),
         }
     }
@@ -124,6 +142,21 @@ pub struct Images {
     engine: Engine,
     environment: Environment,
     store: Store,
+    pace: Pace,
+}
+
+/// What one node tells another of an image, and another node's keeper decides by whether it wants it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offer {
+    /// Of the archive: of its header and all that is in it.
+    pub digest: Digest,
+    /// Of the archive.
+    pub bytes: u64,
+    /// Seconds since 1970.
+    pub taken_at: u64,
+    pub subject: Subject,
+    pub environment: Environment,
 }
 
 impl Images {
@@ -140,7 +173,7 @@ impl Images {
         let facts = facts::learn(&criu, launcher)?;
         let environment = Environment::here(&criu).map_err(at("read", "/proc/cpuinfo"))?;
         let store = Store::open(dir, limits)?;
-        Ok(Self { engine: Engine { criu, facts }, environment, store })
+        Ok(Self { engine: Engine { criu, facts }, environment, store, pace: Pace::default() })
     }
 
     pub fn criu(&self) -> &Criu {
@@ -224,6 +257,17 @@ impl Images {
     /// Brings the processes of an image back in a fresh sandbox of the same kind. If that fails the sandbox is of no
     /// use any more, and the image is put aside if it is to blame.
     pub fn restore(&self, image: &Image, sandbox: &Sandbox, handed: &Handed<'_>) -> Result<Task, ImageError> {
+        self.restore_watched(image, sandbox, handed, || true)
+    }
+
+    /// The same where something else may be to blame for a failure, which `is_to_blame` says afterwards.
+    pub fn restore_watched(
+        &self,
+        image: &Image,
+        sandbox: &Sandbox,
+        handed: &Handed<'_>,
+        is_to_blame: impl Fn() -> bool,
+    ) -> Result<Task, ImageError> {
         let _in_use = self.store.hold(&image.id);
         let work = self.store.work(sandbox)?;
         let dir = self.store.path(&image.id);
@@ -231,7 +275,7 @@ impl Images {
         let restored = checkpoint::restore(&self.engine, sandbox, what, &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),
-            Err(error @ (ImageError::NotRestored { .. } | ImageError::Timeout { .. })) => {
+            Err(error @ (ImageError::NotRestored { .. } | ImageError::Timeout { .. })) if is_to_blame() => {
                 self.put_aside(&image.id, image.subject(), &error.to_string());
             }
             Err(_) => {}
@@ -258,6 +302,113 @@ impl Images {
     /// Forgets that a subject could not be imaged.
     pub fn forget_refusal(&self, subject: &Subject) {
         self.store.forget_refusal(&subject.id());
+    }
+
+    // === From node to node ===
+
+    /// The archive of an image, with what it expects beside it.
+    fn archive(&self, image: &Image, beside: Vec<u8>) -> Result<Archive, ImageError> {
+        let dir = self.store.path(&image.id);
+        let head = Head::new(image.header.clone(), beside)
+            .map_err(|error| at("encode", dir.join(header::NAME))(error.into()))?;
+        let files =
+            image.header.files.iter().map(|(name, content)| (dir.join(name), content.bytes)).collect();
+        Ok(Archive { head, files })
+    }
+
+    /// What another node is told of an image.
+    pub fn offer(&self, image: &Image, beside: Vec<u8>) -> Result<Offer, ImageError> {
+        let Archive { head, .. } = self.archive(image, beside)?;
+        Ok(Offer {
+            digest: head.digest(),
+            bytes: head.bytes(),
+            taken_at: image.taken_at(),
+            subject: head.header.subject,
+            environment: head.header.environment,
+        })
+    }
+
+    /// Writes the archive of an image to a pipe, from this byte on, at most so many bytes a second (0: no limit). It must be
+    /// the one with this digest.
+    pub fn send(
+        &self,
+        (image, beside): (&Image, Vec<u8>),
+        (digest, offset): (Digest, u64),
+        to: &OwnedFd,
+        per_second: u64,
+    ) -> Result<(), ImageError> {
+        let _in_use = self.store.hold(&image.id);
+        let archive = self.archive(image, beside)?;
+        if archive.head.digest() != digest {
+            return Err(ImageError::Foreign { reason: "there is another one now".into() });
+        }
+        match archive.write(offset, to, &self.pace, per_second) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            written => written.map_err(at("send", "an image")),
+        }
+    }
+
+    /// Whether an image of another node can be used here, of what is to be run as this subject.
+    pub fn fits(&self, offer: &Offer, subject: &Subject) -> Result<(), ImageError> {
+        let Subject { site, release, definition, base, uid, gid } = &offer.subject;
+        let differs = if (site, release) != (&subject.site, &subject.release) {
+            Some("it is of another site or release".into())
+        } else if (definition, uid, gid) != (&subject.definition, &subject.uid, &subject.gid) {
+            Some("its site's record, secrets or limits are others here".into())
+        } else if *base != subject.base {
+            Some("the files it ran on are others here".into())
+        } else {
+            offer.environment.differs(&self.environment)
+        };
+        match differs {
+            Some(reason) => Err(ImageError::Foreign { reason }),
+            None => self.store.room()?.holds(offer.bytes.saturating_mul(2)),
+        }
+    }
+
+    /// How many bytes of the archive have come before and are right: a transfer goes on from there.
+    pub fn resume(&self, offer: &Offer) -> Result<u64, ImageError> {
+        self.staged(offer).verified()
+    }
+
+    fn staged(&self, offer: &Offer) -> Staged {
+        let path = self.store.staging(&offer.subject.id());
+        Staged { path, digest: offer.digest, bytes: offer.bytes }
+    }
+
+    /// Reads what is missing of an archive from a pipe, and makes it an image if all of it is right. `put_beside` puts back
+    /// what it expects beside it, before it can be used.
+    pub fn receive(
+        &self,
+        offer: &Offer,
+        from: &OwnedFd,
+        per_second: u64,
+        put_beside: impl FnOnce(&[u8]) -> io::Result<()>,
+    ) -> Result<Image, ImageError> {
+        let (staged, id) = (self.staged(offer), offer.subject.id());
+        staged.read(from, &self.pace, per_second)?;
+        let work = self.store.closed_work()?;
+        let head = match staged.unpack(&work, crate::sandbox::root_id(offer.subject.gid))? {
+            Ok(head)
+                if head.header.subject == offer.subject && head.header.environment == offer.environment =>
+            {
+                head
+            }
+            Ok(_) => return Err(self.corrupt(&id, "its header is of something else than was offered")),
+            Err(why) => return Err(self.corrupt(&id, &why)),
+        };
+        put_beside(&head.beside).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => self.corrupt(&id, &format!("what is beside it: {error}")),
+            _ => at("put back", "what an image expects")(error),
+        })?;
+        self.store.publish(&id, &head.header, work)?;
+        let _ = std::fs::remove_file(&staged.path);
+        Ok(Image { id, header: head.header })
+    }
+
+    fn corrupt(&self, id: &str, reason: &str) -> ImageError {
+        self.store.quarantine_staged(id, reason);
+        ImageError::Corrupt { reason: reason.into() }
     }
 
     /// Removes images nobody wants (`wanted` is false), old ones, and those beyond the limits, longest unused first.

@@ -16,12 +16,14 @@ mod get;
 mod housing;
 mod ledger;
 mod lifecycle;
+mod placed;
 mod policy;
 mod pressure;
 mod rest;
 mod show;
 mod start;
 mod surroundings;
+mod transfer;
 mod wakes;
 
 use std::cell::{Cell, RefCell};
@@ -51,7 +53,7 @@ use housing::what_runs;
 use ledger::Ledger;
 use lifecycle::{Event, Lifecycle, Op, Refusal, Run, Waiter};
 use policy::Terms;
-use start::Body;
+use start::{Body, Way};
 use wakes::{Key, Wakes};
 
 /// Longest time an application may be given to become ready, whatever its record says.
@@ -96,6 +98,14 @@ pub struct Instances {
     kept: RefCell<BTreeSet<SiteName>>,
     /// Commands that run in instances.
     execs: Cell<usize>,
+    /// Images that come from other nodes, or came and nobody has asked since.
+    fetches: RefCell<HashMap<SiteName, transfer::Fetch>>,
+    /// Images on their way from or to other nodes.
+    transfers: Cell<usize>,
+    /// Of a cluster's node: what all instances were told last. It begins so.
+    is_fenced: Cell<bool>,
+    /// That, or where the table says that sites are, may be something else.
+    standing_changed: Notify,
     /// Who is awake, for the edge. None: there is no memory for it.
     roll: RefCell<Option<Roll>>,
 }
@@ -118,8 +128,10 @@ struct Instance {
     refused: RefCell<Option<Subject>>,
     /// When the one was taken that is known to answer once it is back.
     proven: Cell<Option<u64>>,
+    /// It is given up: the epoch under which it does not run here again.
+    released: Cell<Option<Option<u64>>>,
     /// Tells the present run's task that its end is wanted.
-    end_wanted: RefCell<watch::Sender<Option<Op>>>,
+    end_wanted: RefCell<watch::Sender<Option<(Op, Way)>>>,
     /// Of the wake under way, or the last.
     ledger: RefCell<Option<Ledger>>,
     last_wake: RefCell<Option<Wake>>,
@@ -188,12 +200,23 @@ impl Instances {
             bases: Arc::new(Bases::new(options.instances.images.with_file_name("bases"), Bounds::NODE)),
             kept: RefCell::default(),
             execs: Cell::new(0),
+            fetches: RefCell::default(),
+            transfers: Cell::new(0),
+            is_fenced: Cell::new(true),
+            standing_changed: Notify::new(),
             roll: RefCell::new(roll()),
         }
     }
 
     /// Wakes the site's instance if need be, and connects to it.
-    pub async fn use_site(&self, engine: &Rc<Engine>, name: &SiteName) -> Result<Using, Fault> {
+    /// In a cluster it must be placed here, as of this epoch or a later one.
+    pub async fn use_site(
+        &self,
+        engine: &Rc<Engine>,
+        name: &SiteName,
+        epoch: Option<u64>,
+    ) -> Result<Using, Fault> {
+        self.until_placed(engine, name, epoch).await?;
         let mut tries = 1;
         loop {
             match self.try_use(engine, name).await {
@@ -269,7 +292,11 @@ impl Instances {
         let Backend::App(app) = &site.backend else { return Err(wrong_kind(&site, "app")) };
         let key = self.next_key.replace(self.next_key.get() + 1);
         let now = Instant::now();
-        let life = Lifecycle::new(now, self.terms(app, engine));
+        let mut life = Lifecycle::new(now, self.terms(app, engine));
+        // One without processes has nothing to do for that.
+        for told in placed::told_at_birth(engine, name) {
+            life.apply(now, told);
+        }
         let tier = Cell::new((life.tier(), now));
         let instance = Rc::new(Instance {
             key,
@@ -283,6 +310,7 @@ impl Instances {
             base: RefCell::default(),
             refused: RefCell::default(),
             proven: Cell::new(None),
+            released: Cell::new(None),
             end_wanted: RefCell::new(watch::Sender::new(None)),
             ledger: RefCell::default(),
             last_wake: RefCell::default(),
@@ -305,12 +333,16 @@ impl Instances {
 
     /// Ends instances whose record is not what they run with; sites that always run begin to.
     pub fn records_changed(&self, engine: &Rc<Engine>) {
+        self.standing_changed.notify_waiters();
         let listed: Vec<_> = self.sites.borrow().values().cloned().collect();
         for instance in listed {
             let name = instance.site().name.clone();
             let now = engine.site(&name).ok().filter(|(site, _)| matches!(site.backend, Backend::App(_)));
             match now {
-                Some((site, tenant)) => self.follow(engine, &instance, site, tenant),
+                Some((site, tenant)) => {
+                    self.follow_placement(engine, &instance);
+                    self.follow(engine, &instance, site, tenant);
+                }
                 None => {
                     self.sites.borrow_mut().remove(&name);
                     self.tell(engine, &instance, Event::Close);
@@ -483,6 +515,8 @@ impl Instance {
                 fault::LIMIT,
                 format!("as many as may wait for the application of '{name}', or for its turn, do"),
             ),
+            Refusal::Fenced => placed::fenced(name),
+            Refusal::Elsewhere => placed::elsewhere(name),
             Refusal::Stopped => {
                 busy(fault::APP, format!("the application of '{name}' was ended by its operator"))
             }

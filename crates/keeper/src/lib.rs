@@ -13,6 +13,7 @@ pub mod roll;
 pub mod sandbox;
 pub mod tally;
 
+mod authority;
 mod bases;
 mod cells;
 mod cgi;

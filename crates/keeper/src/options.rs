@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid` and `back_end` hold for the life of
+/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid`, `back_end` and `node` hold for the life of
 /// the process; the others follow a changed configuration at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -34,6 +34,8 @@ pub struct Options {
     pub processes_per_tenant: u32,
     pub back_end: BackEnd,
     pub instances: InstanceOptions,
+    /// This node's name in its cluster. None: it is alone, and runs every site's application.
+    pub node: Option<String>,
 }
 
 /// Instances of applications: how they rest, and what their images may take.
@@ -48,6 +50,8 @@ pub struct InstanceOptions {
     pub image_bytes_max: u64,
     /// An image that was not used for so long goes.
     pub image_age_max_ms: u64,
+    /// Images from and to other nodes, all together, bytes per second. 0: as fast as they go.
+    pub image_bandwidth: u64,
     /// Restores and starts at once; the rest wait in order. 0: one per core.
     pub wakes_at_once: u32,
     pub idle: IdleOptions,
@@ -94,6 +98,7 @@ impl Default for Options {
             processes_per_tenant: 1024,
             back_end: BackEnd::Auto,
             instances: InstanceOptions::default(),
+            node: None,
         }
     }
 }
@@ -105,6 +110,7 @@ impl Default for InstanceOptions {
             criu: None,
             image_bytes_max: 16 << 30,
             image_age_max_ms: 30 * 86_400_000,
+            image_bandwidth: 64 << 20,
             wakes_at_once: 0,
             idle: IdleOptions::default(),
         }

@@ -6,12 +6,12 @@
 
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
-use nagaya_cmdb::{SiteName, TenantName};
+use nagaya_cmdb::{NodeName, SiteName, TenantName};
 use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +48,9 @@ pub enum Verb {
     Cells,
     /// A request needs the site's instance, which is woken if it rests. Answer: `Using` with one descriptor, a connection
     /// to it, once it can answer; and a second one where it has databases outside, its `tally`. From then on this connection of the edge keeps it awake.
-    UseInstance { site: SiteName },
+    /// In a cluster it must be placed here: `epoch` is of the placement that the edge goes by. One that the keeper has not
+    /// heard of yet is waited for, for a moment. Answer: `Elsewhere`, or `Failed` with `Failure::Fenced`.
+    UseInstance { site: SiteName, epoch: Option<u64> },
     /// One more connection to an instance this connection of the edge uses. Answer: `Connected` with one descriptor, or
     /// `Failed` with `Failure::NotFound` where it has ended.
     ConnectInstance { instance: InstanceId },
@@ -62,6 +64,16 @@ pub enum Verb {
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
     /// or `Failed` with `Failure::NotFound`.
     OpenCertificate { name: String },
+    /// What another node is to be told of the site's image here. Answer: `Offered`.
+    OfferImage { site: SiteName },
+    /// The image that was offered with this digest, from this byte on. Answer: `Sending` with one descriptor, a pipe to read
+    /// it from.
+    SendImage { site: SiteName, digest: String, offset: u64 },
+    /// Take over the image that another node offers. Answer: `Fetching` with one descriptor, a pipe to write it to, from the
+    /// byte on that the answer says; or why it is of no use here.
+    FetchImage { site: SiteName, offer: String },
+    /// Answer: `Done` once the image whose fetching was begun is there, or why it is not.
+    ImageFetched { site: SiteName },
     /// What runs now, as JSON for `nagaya status`. Answer: `Status`.
     Status,
 }
@@ -116,6 +128,22 @@ pub enum Reply {
         /// What the one who asked waited for. None: it ran.
         wake: Option<Wake>,
     },
+    /// The site's application is placed on another node, or on none: as the keeper knows it.
+    Elsewhere {
+        node: Option<NodeName>,
+        epoch: Option<u64>,
+        message: String,
+    },
+    /// `offer` is for the other node's `FetchImage`; None: there is no image.
+    Offered {
+        offer: Option<String>,
+        digest: String,
+        bytes: u64,
+    },
+    Sending,
+    Fetching {
+        offset: u64,
+    },
     Connected,
     Certificate,
     Status {
@@ -141,6 +169,10 @@ pub enum Failure {
     Broken,
     /// The message itself was not acceptable.
     Invalid,
+    /// The node has no authority now: nothing placed on it runs. It may be over in a moment.
+    Fenced,
+    /// The site's application is placed on another node, or on none.
+    Elsewhere,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -26,6 +26,7 @@ mod program;
 mod session;
 mod terminal;
 mod tree;
+mod warden;
 
 use std::ffi::OsString;
 use std::io;
@@ -43,11 +44,14 @@ use rustix::process::{Signal, pidfd_send_signal};
 use crate::protocol::Exit;
 
 use kernel::{Alone, Fork};
-use order::{Ask, Birth, Bound, Role, Run, Told};
+use order::{Ask, Birth, Bound, Order, Role, Run, Told};
 
 pub use crate::sys::{Entrance, Identity};
+pub(crate) use channel::{receive, send};
+pub(crate) use kernel::timespec;
 pub use network::Address;
 pub use order::Step;
+pub(crate) use order::{Freezing, Ward, Warded};
 pub(crate) use tree::{detached, lock, memory};
 
 /// No sandbox can be made at all.
@@ -264,6 +268,13 @@ impl Launcher {
         self.pidfd.as_fd()
     }
 
+    /// Makes the warden, and returns the keeper's end of its connection. It ends when that is closed.
+    pub(crate) fn warden(&self) -> Result<OwnedFd, SandboxError> {
+        let (ours, theirs) = channel::pair().map_err(SandboxError::Launcher)?;
+        channel::send(&self.orders, &Order::Warden, &[theirs.as_fd()]).map_err(SandboxError::Launcher)?;
+        Ok(ours)
+    }
+
     /// Makes an empty sandbox: its init runs, and nothing else.
     pub fn create(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
         check(spec)?;
@@ -278,7 +289,8 @@ impl Launcher {
         let mut fds = vec![theirs.as_fd()];
         fds.extend(spec.entrance.born.iter().map(AsFd::as_fd));
         fds.extend(spec.entrance.tasks.iter().map(AsFd::as_fd));
-        channel::send(&self.orders, &birth, &fds).map_err(SandboxError::Launcher)?;
+        channel::send(&self.orders, &Order::Sandbox(Box::new(birth)), &fds)
+            .map_err(SandboxError::Launcher)?;
         drop(fds);
         drop(theirs);
         let failed = |error: io::Error| SandboxError::Create { step: "be made".into(), error };

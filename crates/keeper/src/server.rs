@@ -25,6 +25,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{AbortHandle, LocalSet, spawn_local};
 use tokio::time::sleep;
 
+use crate::authority::{Authority, NO_WARDEN};
 use crate::cells;
 use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
@@ -85,6 +86,8 @@ enum ServeError {
     NoStart,
     #[error("the launcher of sandboxes has ended, and all applications with it")]
     NoLauncher,
+    #[error("the warden of what is placed here has ended: nothing could be stopped in time any more")]
+    NoWarden,
 }
 
 /// The main function of `nagaya keeper`. Returns when the feed says so or ends, or on `SIGTERM`, once
@@ -108,14 +111,15 @@ fn serve(start: Start) -> Result<(), ServeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));
     let (events, mut incoming) = mpsc::channel(EVENTS_MAX);
-    feed::start(start.feed, Arc::clone(&table), events)?;
+    let authority = Authority::default();
+    feed::start(start.feed, Arc::clone(&table), authority.clone(), events)?;
     rustix::io::ioctl_fionbio(&start.listener, true).map_err(io::Error::from)?;
     LocalSet::new().block_on(&runtime, async {
         let mut terminate = signal(SignalKind::terminate())?;
         // A terminal's Ctrl-C reaches the whole process group; the supervisor alone acts on it. Having a
         // handler is what keeps these two from ending the process.
         let _ignored = (signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?);
-        let Some(engine) = begin(&mut incoming, table, launcher.clone()).await? else {
+        let Some(engine) = begin(&mut incoming, (table, authority), launcher.clone()).await? else {
             return Err(ServeError::NoStart);
         };
         let listener = sys::watch(start.listener, Interest::READABLE)?;
@@ -125,6 +129,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
             () = sweep(&engine) => Ok(()),
             () = engine.instances.keep_time(&engine) => Ok(()),
             () = outlive(launcher) => Err(ServeError::NoLauncher),
+            () = engine.instances.follow_authority(&engine) => Err(ServeError::NoWarden),
             () = engine.instances.watch_pressure(&engine) => Ok(()),
             () = engine.instances.keep_images(&engine) => Ok(()),
             _ = terminate.recv() => Ok(()),
@@ -139,14 +144,15 @@ fn serve(start: Start) -> Result<(), ServeError> {
 /// Waits for settings and the first complete set of records.
 async fn begin(
     incoming: &mut mpsc::Receiver<Event>,
-    table: Arc<RwLock<Table>>,
+    (table, authority): (Arc<RwLock<Table>>, Authority),
     launcher: Option<Arc<Launcher>>,
 ) -> Result<Option<Rc<Engine>>, ServeError> {
     let mut engine: Option<Rc<Engine>> = None;
     while let Some(event) = incoming.recv().await {
         match (event, &engine) {
             (Event::Options(options), None) => {
-                engine = Some(start_engine(*options, Arc::clone(&table), launcher.clone())?);
+                let known = (Arc::clone(&table), authority.clone());
+                engine = Some(start_engine(*options, known, launcher.clone())?);
             }
             (Event::Options(options), Some(engine)) => engine.set_options(*options),
             (Event::Committed { done, kept }, Some(begun)) => {
@@ -194,10 +200,13 @@ async fn outlive(launcher: Option<Arc<Launcher>>) {
 
 fn start_engine(
     options: Options,
-    table: Arc<RwLock<Table>>,
+    (table, authority): (Arc<RwLock<Table>>, Authority),
     launcher: Option<Arc<Launcher>>,
 ) -> Result<Rc<Engine>, ServeError> {
-    let engine = Engine::new(options, table, launcher)?;
+    if let Err(error) = authority.begin(launcher.as_deref()) {
+        tracing::error!("{NO_WARDEN}: no application of the cluster runs on this node: {error}");
+    }
+    let engine = Engine::new(options, table, launcher, authority)?;
     if engine.is_root() {
         sys::forbid_dumping()?;
     } else {
@@ -265,7 +274,7 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: Answerer) {
             return;
         }
         // Requests are the edge's.
-        Question::Explain { .. } | Question::Requests => "null".into(),
+        Question::Explain { .. } | Question::FetchImage { .. } | Question::Requests => "null".into(),
     };
     answer.send(text);
 }
@@ -448,7 +457,7 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
                 task.abort();
             }
         }
-        Verb::UseInstance { site } => connection.use_instance(tag, site),
+        Verb::UseInstance { site, epoch } => connection.use_instance(tag, site, epoch),
         _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
             refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
         }
@@ -501,6 +510,19 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             Ok((Reply::Done, Vec::new()))
         }
         Verb::Cells => Ok((Reply::Cells { json: engine.named_cells().await? }, Vec::new())),
+        Verb::OfferImage { site } => Ok((engine.offer_image(&site).await?, Vec::new())),
+        Verb::SendImage { site, digest, offset } => {
+            let pipe = engine.instances.send_image(engine, &site, &digest, offset).await?;
+            Ok((Reply::Sending, vec![pipe]))
+        }
+        Verb::FetchImage { site, offer } => {
+            let (offset, pipe) = engine.instances.fetch_image(engine, &site, &offer).await?;
+            Ok((Reply::Fetching { offset }, vec![pipe]))
+        }
+        Verb::ImageFetched { site } => {
+            engine.instances.image_fetched(&site).await?;
+            Ok((Reply::Done, Vec::new()))
+        }
         Verb::Status => Ok((Reply::Status { json: engine.status() }, Vec::new())),
         Verb::Hello { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
@@ -522,7 +544,7 @@ impl Connection {
     }
 
     /// Waits for an instance as long as it takes, beside what is in flight.
-    fn use_instance(self: &Rc<Self>, tag: u64, site: SiteName) {
+    fn use_instance(self: &Rc<Self>, tag: u64, site: SiteName, epoch: Option<u64>) {
         let uses: usize = self.uses.borrow().values().map(Vec::len).sum();
         if uses + self.asking.borrow().len() >= INSTANCE_USES_PER_CONNECTION_MAX {
             let message =
@@ -533,7 +555,7 @@ impl Connection {
         let connection = Rc::clone(self);
         let task = spawn_local(async move {
             let engine = &connection.engine;
-            let used = engine.instances.use_site(engine, &site).await;
+            let used = engine.instances.use_site(engine, &site, epoch).await;
             connection.asking.borrow_mut().remove(&tag);
             match used {
                 Ok(Using { id, socket, tally, wake, lease }) => {
@@ -546,7 +568,11 @@ impl Connection {
                 }
                 Err(fault) => {
                     tracing::debug!("{fault}");
-                    connection.reply(tag, fault.into_reply(), Vec::new());
+                    let reply = match fault.failure {
+                        Failure::Elsewhere => engine.elsewhere(&site, fault.message),
+                        _ => fault.into_reply(),
+                    };
+                    connection.reply(tag, reply, Vec::new());
                 }
             }
         });

@@ -25,6 +25,7 @@ use super::files::{self, FileError};
 use super::memory::Kills;
 use super::usage::{self, Counters, Meter, Source};
 use super::{CellError, Shared, codes};
+use crate::authority::Guard;
 use crate::sys::Entrance;
 
 /// Longest list of processes that is read at once, bytes: some thousand numbers. Whether there are any is all that
@@ -62,6 +63,8 @@ struct State {
     said_began: Counters,
     /// What was used, for who asks after it was given back.
     last: Usage,
+    /// What stops it in time, if it is placed here by a cluster.
+    guard: Option<Guard>,
 }
 
 /// A leaf's directories and what is open of them, without a request.
@@ -249,6 +252,7 @@ impl Leaf {
             said: Counters::default(),
             said_began: Counters::default(),
             last: Usage::default(),
+            guard: None,
         };
         Ok(Self { shared, branch, name, state: Mutex::new(state) })
     }
@@ -330,6 +334,16 @@ impl Leaf {
         Entrance { born: v2.map(|(dir, ..)| Arc::clone(dir)), tasks: state.tasks.clone() }
     }
 
+    /// Who is born in it enters this file of cgroup v1, too.
+    pub(super) fn enter_too(&self, tasks: OwnedFd) {
+        self.state.lock().tasks.push(Arc::new(tasks));
+    }
+
+    /// Keeps it guarded until nothing lives in it.
+    pub fn keep_guarded(&self, guard: Guard) {
+        self.state.lock().guard = Some(guard);
+    }
+
     /// Moves a running process of one thread here from the leaf it is in. Only hierarchies in which the two differ.
     /// After an error it may be in some directories of both: it can only be ended.
     pub fn adopt(&self, pid: Pid, from: &Self) -> Result<(), CellError> {
@@ -364,6 +378,7 @@ impl Leaf {
     /// which must not be reaped yet: its number stands for its group.
     pub fn end(&self, leader: Option<Pid>) -> io::Result<()> {
         let mut state = self.state.lock();
+        let state = &mut *state;
         state.ask(leader);
         let Some(body) = &mut state.body else { return Ok(()) };
         match &body.fence {
@@ -382,6 +397,9 @@ impl Leaf {
                 for dir in dirs.filter(|dir| dir.hierarchy.is_fence) {
                     dir.changed("pids.max", "0");
                     ending::end_listed(&dir.path)?;
+                }
+                if state.guard.is_some() {
+                    self.let_the_killed_go();
                 }
                 Ok(())
             }
@@ -408,7 +426,9 @@ impl Leaf {
         state.last = state.usage();
         if let Some(body) = state.body.take() {
             (state.joined, state.tasks) = (Vec::new(), Vec::new());
+            let guard = state.guard.take();
             drop(state);
+            drop(guard);
             self.branch.give_back(body, &self.shared);
         }
         Ok(true)

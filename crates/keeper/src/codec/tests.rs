@@ -176,7 +176,7 @@ fn any_verb() -> impl Strategy<Value = Verb> {
         any::<u64>().prop_map(|process| Verb::Measure { process: ProcessId(process) }),
         proptest::collection::vec(any_change(), 0..4).prop_map(|changes| Verb::ChangeCells { changes }),
         Just(Verb::Cells),
-        site.prop_map(|site| Verb::UseInstance { site }),
+        (site, any::<Option<u64>>()).prop_map(|(site, epoch)| Verb::UseInstance { site, epoch }),
         any::<u64>().prop_map(|instance| Verb::ConnectInstance { instance: InstanceId(instance) }),
         any::<u64>().prop_map(|instance| Verb::LeaveInstance { instance: InstanceId(instance) }),
         any::<u64>().prop_map(|tag| Verb::Forget { tag }),

@@ -89,6 +89,12 @@ impl Work {
         Ok(work)
     }
 
+    /// One of root's alone.
+    pub fn closed(path: PathBuf) -> io::Result<Self> {
+        fs::DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(Self { path })
+    }
+
     fn reason(&self) -> io::Result<log::Reason> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(CWD, self.path.join(LOG), flags, Mode::empty())?;

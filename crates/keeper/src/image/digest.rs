@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 
 use ring::digest::{Context, SHA256};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -35,12 +35,21 @@ impl Digest {
 
     /// Of all that is left of a file.
     pub fn of_file(mut file: &File) -> io::Result<Self> {
-        let mut context = Context::new(&SHA256);
+        Ok(Self::of_copy(&mut file, &mut io::sink())?.0)
+    }
+
+    /// Of all that is left to read, and how many bytes that was. It is copied on the way.
+    pub fn of_copy(from: &mut impl Read, to: &mut impl Write) -> io::Result<(Self, u64)> {
+        let (mut context, mut all) = (Context::new(&SHA256), 0);
         let mut buffer = vec![0; BUFFER_LEN];
         loop {
-            match file.read(&mut buffer) {
-                Ok(0) => return Ok(Self::finish(context)),
-                Ok(len) => context.update(&buffer[..len]),
+            match from.read(&mut buffer) {
+                Ok(0) => return Ok((Self::finish(context), all)),
+                Ok(len) => {
+                    context.update(&buffer[..len]);
+                    to.write_all(&buffer[..len])?;
+                    all += len as u64;
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };

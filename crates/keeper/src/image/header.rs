@@ -185,10 +185,10 @@ pub fn base_digest(base: &Path) -> io::Result<Digest> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
-    fn header() -> Header {
+    pub fn header() -> Header {
         let digest = Digest::of(&[b"x"]);
         let subject = Subject {
             site: "shop".into(),

@@ -5,6 +5,7 @@
 //! quarantine/<id>.<n> one that turned out wrong, with a file `reason`
 //! refused/<id>        why there is none, and where that was found out
 //! work/<n>            under way; removed at the next start
+//! incoming/<id>       the archive of an image that comes from another node, as far as it has come
 //! ```
 //!
 //! An image appears by one rename. It is not forced to disk: after a power failure its files may be cut, which the check
@@ -35,6 +36,13 @@ const QUARANTINES_BEFORE_REFUSAL: usize = 2;
 
 /// What was put aside is kept for whoever looks into it, the newest so many.
 const QUARANTINED_MAX: usize = 8;
+
+/// What the names of archives begin with that were put aside: they say nothing about images of this node.
+const FOREIGN: &str = "from-another-node-";
+
+/// Archives that have come in part, and how long they wait for the rest.
+const INCOMING_MAX: usize = 16;
+const INCOMING_AGE_MAX: Duration = Duration::from_secs(3600);
 
 /// What was refused and is remembered.
 const REFUSALS_MAX: usize = 10_000;
@@ -135,7 +143,7 @@ pub fn now() -> u64 {
 impl Store {
     pub fn open(dir: &Path, limits: Limits) -> Result<Self, ImageError> {
         make(dir)?;
-        for part in ["images", "quarantine", "refused", "work"] {
+        for part in ["images", "quarantine", "refused", "work", "incoming"] {
             make(&dir.join(part))?;
         }
         // Of a keeper that was killed.
@@ -167,6 +175,35 @@ impl Store {
     pub fn work(&self, sandbox: &Sandbox) -> Result<Work, ImageError> {
         let path = self.dir.join("work").join(self.number().to_string());
         Work::new(path.clone(), sandbox).map_err(at("make", path))
+    }
+
+    /// A directory of the keeper's own.
+    pub fn closed_work(&self) -> Result<Work, ImageError> {
+        let path = self.dir.join("work").join(self.number().to_string());
+        Work::closed(path.clone()).map_err(at("make", path))
+    }
+
+    /// Where the archive of an image is staged.
+    pub fn staging(&self, id: &str) -> PathBuf {
+        self.dir.join("incoming").join(id)
+    }
+
+    /// Puts an archive aside that turned out wrong. Of these the last alone is kept: another node may send many.
+    pub fn quarantine_staged(&self, id: &str, reason: &str) {
+        let aside = self.dir.join("quarantine");
+        for old in entries(&aside).filter(|path| name(path).starts_with(FOREIGN)) {
+            remove(&old);
+        }
+        let target = aside.join(format!("{FOREIGN}{id}.{}", self.number()));
+        let moved = fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&target)
+            .and_then(|()| fs::rename(self.staging(id), target.join("archive")))
+            .and_then(|()| write(&target.join("reason"), reason.as_bytes()));
+        if let Err(error) = moved {
+            tracing::warn!(%error, "an archive that is wrong cannot be kept in {}", target.display());
+            remove(&self.staging(id));
+        }
     }
 
     fn number(&self) -> u64 {
@@ -350,6 +387,7 @@ impl Store {
             remove(&self.path(&one.id));
         }
         keep_newest(&self.dir.join("quarantine"), QUARANTINED_MAX, limits.age_max);
+        keep_newest(&self.dir.join("incoming"), INCOMING_MAX, INCOMING_AGE_MAX);
         keep_newest(&self.dir.join("refused"), REFUSALS_MAX, REFUSAL_AGE_MAX);
     }
 }

@@ -32,6 +32,12 @@ impl Instances {
             Act::Rest { to } => self.rest(engine, &instance, to).await,
             Act::Image => self.image(engine, &instance).await,
             Act::Stop => self.wish(engine, &instance, Event::Stop, STEP_MAX).await,
+            Act::Release { within_ms } => {
+                match self.release(engine, &instance, Duration::from_millis(within_ms)).await {
+                    Ok((epoch, cut)) => return json!({"ok": true, "epoch": epoch, "cut": cut}),
+                    Err(fault) => Err(Unwilling::Fault(fault)),
+                }
+            }
             Act::Inspect => Ok(()),
             Act::Logs => return json!({"ok": true, "lines": instance.tail.lines()}),
         };
@@ -52,7 +58,7 @@ impl Instances {
     /// It rests again by itself as if a request had come.
     async fn wake(&self, engine: &Rc<Engine>, instance: &Instance) -> Result<(), Unwilling> {
         let name = instance.site().name.clone();
-        self.use_site(engine, &name).await.map(drop).map_err(Unwilling::Fault)
+        self.use_site(engine, &name, None).await.map(drop).map_err(Unwilling::Fault)
     }
 
     async fn rest(

@@ -4,12 +4,16 @@
 //! They are the tenant's, so they are read and written with the tenant's rights alone: no link it may put there leads
 //! further than it could go by itself. Not here: the image itself (`image`).
 
+use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink};
-use std::path::Path;
+use std::path::{Component, Path};
 
 use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
 
 /// Of one directory so much is kept; what pid files need is a thousandth.
 const ENTRIES_MAX: usize = 1000;
@@ -105,6 +109,129 @@ fn copy_file(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
     target.set_permissions(fs::Permissions::from_mode(mode & 0o777))
 }
 
+// === To and from another node ===
+
+/// One file, directory or link of those that are carried.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Entry {
+    /// Beneath which of the directories.
+    place: u8,
+    /// From there. The directory it is in comes before it.
+    path: Vec<u8>,
+    what: What,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+enum What {
+    Directory { mode: u32 },
+    File { mode: u32, bytes: Vec<u8> },
+    Link { to: Vec<u8> },
+}
+
+/// All that is in these directories, always the same bytes of the same.
+pub fn pack(dirs: &[&Path]) -> io::Result<Vec<u8>> {
+    let mut entries = Vec::new();
+    for (place, dir) in (0..).zip(dirs) {
+        let mut budget = Budget { entries: ENTRIES_MAX, bytes: BYTES_MAX };
+        pack_below(dir, (place, Path::new("")), &mut entries, &mut budget, DEPTH_MAX)?;
+    }
+    postcard::to_stdvec(&entries).map_err(io::Error::other)
+}
+
+fn pack_below(
+    dir: &Path,
+    (place, beneath): (u8, &Path),
+    entries: &mut Vec<Entry>,
+    budget: &mut Budget,
+    depth: usize,
+) -> io::Result<()> {
+    let mut names = fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
+    names.sort_unstable();
+    for name in names {
+        let (source, path) = (dir.join(&name), beneath.join(&name));
+        let stat = fs::symlink_metadata(&source)?;
+        budget.entries = budget.entries.checked_sub(1).ok_or_else(|| too_much(dir))?;
+        let (kind, mode) = (stat.file_type(), stat.permissions().mode() & 0o777);
+        let what = if kind.is_dir() {
+            What::Directory { mode }
+        } else if kind.is_file() {
+            budget.bytes = budget.bytes.checked_sub(stat.len()).ok_or_else(|| too_much(dir))?;
+            let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+            let mut bytes = Vec::new();
+            let file = File::options().read(true).custom_flags(flags).open(&source)?;
+            file.take(stat.len()).read_to_end(&mut bytes)?;
+            What::File { mode, bytes }
+        } else if kind.is_symlink() {
+            What::Link { to: fs::read_link(&source)?.into_os_string().into_vec() }
+        } else {
+            continue;
+        };
+        entries.push(Entry { place, path: path.clone().into_os_string().into_vec(), what });
+        if kind.is_dir() {
+            let depth = depth.checked_sub(1).ok_or_else(|| too_much(dir))?;
+            pack_below(&source, (place, &path), entries, budget, depth)?;
+        }
+    }
+    Ok(())
+}
+
+/// Puts what `pack` made in the place of what is in these directories. It may come from anybody: what is not as `pack`
+/// makes it is `InvalidData`, and nothing is written outside of them.
+pub fn unpack(packed: &[u8], dirs: &[&Path]) -> io::Result<()> {
+    let entries = check(packed, dirs.len())?;
+    for dir in dirs {
+        empty(dir)?;
+    }
+    for Entry { place, path, what } in entries {
+        let target = dirs[usize::from(place)].join(OsStr::from_bytes(&path));
+        match what {
+            // Its owner can write to it while it is filled.
+            What::Directory { mode } => {
+                fs::DirBuilder::new().mode((mode & 0o777) | 0o700).create(&target)?;
+            }
+            What::File { mode, bytes } => {
+                let mut file = File::options().write(true).create_new(true).mode(0o600).open(&target)?;
+                file.write_all(&bytes)?;
+                file.set_permissions(fs::Permissions::from_mode(mode & 0o777))?;
+            }
+            What::Link { to } => symlink(OsStr::from_bytes(&to), &target)?,
+        }
+    }
+    Ok(())
+}
+
+fn check(packed: &[u8], places: usize) -> io::Result<Vec<Entry>> {
+    let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+    let entries: Vec<Entry> = postcard::from_bytes(packed).map_err(|_| invalid("it does not decode"))?;
+    if entries.len() > ENTRIES_MAX * places {
+        return Err(invalid("it has too many files"));
+    }
+    let mut directories: HashSet<(u8, &Path)> = HashSet::new();
+    let mut bytes_max = BYTES_MAX * places as u64;
+    for Entry { place, path, what } in &entries {
+        let path = Path::new(OsStr::from_bytes(path));
+        let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)))
+            && !path.as_os_str().as_bytes().contains(&0);
+        let Some(above) = path.parent().filter(|_| is_plain) else {
+            return Err(invalid("it has a path that leads elsewhere"));
+        };
+        // Through no link, because what is above was made here.
+        let is_in = above == Path::new("") || directories.contains(&(*place, above));
+        if usize::from(*place) >= places || !is_in || path.components().count() > DEPTH_MAX + 1 {
+            return Err(invalid("it has a file in no directory of its own"));
+        }
+        match what {
+            What::Directory { .. } => drop(directories.insert((*place, path))),
+            What::File { bytes, .. } => {
+                bytes_max =
+                    bytes_max.checked_sub(bytes.len() as u64).ok_or_else(|| invalid("it has too much"))?;
+            }
+            What::Link { .. } => {}
+        }
+    }
+    Ok(entries)
+}
+
 fn too_much(dir: &Path) -> io::Error {
     let why = format!(
         "{} has more than {ENTRIES_MAX} files or {} MiB, or directories deeper than {DEPTH_MAX}",
@@ -152,6 +279,47 @@ mod tests {
         assert_eq!(fs::read_to_string(at("to/apache2/pid")).unwrap(), "new");
         assert_eq!(fs::read_to_string(at("to/session")).unwrap(), "kept");
         assert!(at("to/apache2/deep").is_dir());
+    }
+
+    #[test]
+    fn what_is_packed_is_the_same_elsewhere() {
+        let dir = world();
+        let at = |path: &str| dir.path().join(path);
+        fs::create_dir(at("other")).unwrap();
+        fs::write(at("other/x"), "of the other").unwrap();
+        fs::write(at("to/old"), "x").unwrap();
+        let packed = pack(&[&at("from"), &at("other")]).unwrap();
+        assert_eq!(packed, pack(&[&at("from"), &at("other")]).unwrap(), "the same bytes");
+        unpack(&packed, &[&at("to"), &at("new")]).unwrap();
+        assert_eq!(fs::read_to_string(at("to/apache2/pid")).unwrap(), "10\n");
+        assert_eq!(fs::metadata(at("to/apache2/pid")).unwrap().permissions().mode() & 0o777, 0o640);
+        assert_eq!(fs::read_link(at("to/link")).unwrap(), Path::new("apache2/pid"));
+        assert!(at("to/apache2/deep").is_dir() && !at("to/sock").exists() && !at("to/old").exists());
+        assert_eq!(fs::read_to_string(at("new/x")).unwrap(), "of the other");
+    }
+
+    #[test]
+    fn what_leads_elsewhere_is_refused_before_anything_is_written() {
+        let dir = world();
+        let to = dir.path().join("to");
+        fs::write(to.join("old"), "x").unwrap();
+        let entry = |place, path: &str, what| Entry { place, path: path.into(), what };
+        let file = || What::File { mode: 0o600, bytes: b"x".to_vec() };
+        let link = What::Link { to: b"/etc".to_vec() };
+        for bad in [
+            vec![entry(0, "../x", file())],
+            vec![entry(0, "/x", file())],
+            vec![entry(0, "", file())],
+            vec![entry(0, "a/x", file())],
+            vec![entry(0, "a", link), entry(0, "a/passwd", file())],
+            vec![entry(1, "x", file())],
+            vec![entry(0, "a\0b", file())],
+        ] {
+            let refused = unpack(&postcard::to_stdvec(&bad).unwrap(), &[&to]).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidData, "{bad:?}");
+        }
+        assert_eq!(unpack(b"nonsense", &[&to]).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert!(to.join("old").exists());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::housing::NotRestored;
 use super::ledger::Ledger;
 use super::lifecycle::{Blame, Effect, Event, Op, Outcome, Reason, Run};
 use super::rest::Reached;
-use super::start::{self, Body, How, NoBody};
+use super::start::{self, Body, How, NoBody, Way};
 use super::{Instance, Instances};
 use crate::engine::Engine;
 use crate::fault;
@@ -129,7 +129,13 @@ impl Instances {
                 self.go(engine, instance, op, None);
             }
             Effect::End(op) => {
-                instance.end_wanted.borrow().send_replace(Some(op));
+                instance.end_wanted.borrow().send_replace(Some((op, Way::Notice)));
+            }
+            Effect::Kill(op) => {
+                if let Some(body) = &*instance.body.borrow() {
+                    body.kill();
+                }
+                instance.end_wanted.borrow().send_replace(Some((op, Way::Kill)));
             }
             Effect::Quarantine(reason) => self.quarantine(engine, instance, reason),
             Effect::Answer(waiter, answer) => {
@@ -319,7 +325,7 @@ async fn live(
     instance: Rc<Instance>,
     (op, run): (Op, Run),
     how: How,
-    mut end_wanted: watch::Receiver<Option<Op>>,
+    mut end_wanted: watch::Receiver<Option<(Op, Way)>>,
 ) {
     let tell = |event| engine.instances.tell(&engine, &instance, event);
     let number = instance.id(run).0;
@@ -349,13 +355,13 @@ async fn live(
                     body.bury();
                     tell(Event::Died(run));
                 }
-                None => end(&engine, &body).await,
+                None => end(&engine, &body, end_wanted.clone()).await,
             }
         }
         Err(why) => failed(&engine, &instance, op, why).await,
     }
     let wanted = *end_wanted.borrow();
-    if let Some(op) = wanted {
+    if let Some((op, _)) = wanted {
         tell(Event::Done(op, Outcome::Ended));
     }
 }
@@ -383,7 +389,8 @@ async fn failed(engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, why: NoBod
         }
         NoBody::Mute(image, fault) => {
             tracing::warn!(site = %site.name, "{}: it is started instead: {fault}", fault::BAD_IMAGE);
-            let images = engine.instances.images.borrow().clone();
+            let is_to_blame = !instance.life.borrow().is_disturbed();
+            let images = engine.instances.images.borrow().clone().filter(|_| is_to_blame);
             if let Some(images) = images {
                 let why = format!("what came back from it does not answer: {}", fault.message);
                 let put_aside = move || {
@@ -404,8 +411,24 @@ async fn failed(engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, why: NoBod
     }
 }
 
-/// What is frozen is let go on first: it ends as others do, with a moment's notice.
-async fn end(engine: &Engine, body: &Body) {
+/// Ends it, with a moment's notice as long as it may have one.
+async fn end(engine: &Engine, body: &Body, mut end_wanted: watch::Receiver<Option<(Op, Way)>>) {
+    let is_kill = |wanted: &Option<(Op, Way)>| matches!(wanted, Some((_, Way::Kill)));
+    if is_kill(&end_wanted.borrow_and_update()) {
+        body.kill();
+        return body.end().await;
+    }
+    let ending = end_with_notice(engine, body);
+    tokio::pin!(ending);
+    tokio::select! {
+        () = &mut ending => return,
+        _ = end_wanted.wait_for(is_kill) => body.kill(),
+    }
+    ending.await;
+}
+
+/// What is frozen is let go on first: it ends as others do.
+async fn end_with_notice(engine: &Engine, body: &Body) {
     let resting = std::sync::Arc::clone(&body.resting);
     resting.begin(u64::MAX);
     let up = engine.on_worker(move || Ok(resting.up(u64::MAX))).await;

@@ -128,7 +128,7 @@ impl Instances {
             return Err(refused(format!("the instance of '{name}' rests ({tier}): `--wake` wakes it first")));
         }
         let used = tokio::select! {
-            used = self.use_site(engine, &name) => used?,
+            used = self.use_site(engine, &name, None) => used?,
             () = until_left(connection) => return Ok(None),
         };
         // The connection that visitors get is of no use here.

@@ -17,6 +17,7 @@ use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
 use super::surroundings::{self, Scratch};
+use crate::authority::Authority;
 use crate::bases::Unpacked;
 use crate::cells::Leaf;
 use crate::fault::{self, Fault};
@@ -45,6 +46,7 @@ pub struct Housing {
     pub outside: Option<(Plan, Relay)>,
     /// Its base, where that is an image of a layout.
     pub unpacked: Option<Arc<Unpacked>>,
+    pub authority: Authority,
 }
 
 /// What came of it besides the processes.
@@ -179,7 +181,10 @@ impl Housing {
         let outlets = self.open_outlets(&sandbox)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
-        match images.restore(&image, &sandbox, &handover.handed()) {
+        // What stood still meanwhile says nothing about its image.
+        let stops = self.authority.stops(&self.site.name);
+        let is_to_blame = || self.authority.stops(&self.site.name) == stops;
+        match images.restore_watched(&image, &sandbox, &handover.handed(), is_to_blame) {
             Ok(task) => {
                 let started = started(&sandbox, task, log);
                 Ok((started, Made { sandbox, since, subject: None, handover, image: Some(image), outlets }))
@@ -187,7 +192,7 @@ impl Housing {
             Err(error) => {
                 let fault = Fault::new(Failure::Broken, error.code(), error.to_string());
                 Err(match error {
-                    ImageError::NotRestored { .. } | ImageError::Timeout { .. } => {
+                    ImageError::NotRestored { .. } | ImageError::Timeout { .. } if is_to_blame() => {
                         NotRestored::PutAside(fault)
                     }
                     _ => NotRestored::Failed(fault),
@@ -227,6 +232,29 @@ impl Housing {
                 tracing::debug!(site = %self.site.name, %error, "not all of /tmp goes with its image");
             }
             Ok(())
+        })?
+    }
+
+    /// What an image would be taken of now.
+    pub fn present_subject(&self) -> Result<Subject, Fault> {
+        let secrets = spawn::secrets(&self.app, &self.tenant, &self.runner)?;
+        self.subject(&secrets)
+            .map_err(|error| Fault::of_path(fault::APP, "cannot look at the base", self.base(), error))
+    }
+
+    /// What its image expects beside it, for another node.
+    pub fn packed(&self) -> io::Result<Vec<u8>> {
+        let dirs = self.scratch().open()?;
+        sys::as_tenant(self.runner.identity, || carried::pack(&[&dirs.carried_run(), &dirs.carried_tmp()]))?
+    }
+
+    /// The same, from another node.
+    pub fn put_packed(&self, packed: &[u8]) -> io::Result<()> {
+        let scratch = self.scratch();
+        scratch.make_missing(self.identity())?;
+        let dirs = scratch.open()?;
+        sys::as_tenant(self.runner.identity, || {
+            carried::unpack(packed, &[&dirs.carried_run(), &dirs.carried_tmp()])
         })?
     }
 

@@ -24,6 +24,10 @@ const GOOD_RUN: Duration = Duration::from_secs(60);
 /// What ends so soon after it was restored was not restored well.
 const PROOF: Duration = Duration::from_secs(5);
 
+/// How long a start or restoration stands still with everything else before it is given up. Most fences are over sooner,
+/// and what goes on costs less than another start.
+const HELD_MAX: Duration = Duration::from_secs(2);
+
 /// So many bad images, and none is taken any more until something changes.
 const BAD_IMAGES_MAX: u32 = 2;
 
@@ -72,8 +76,20 @@ pub enum Event {
     Lost,
     /// It has no image, and none can be taken.
     Unfit,
+    /// There is an image of it that this has not seen: it came from another node.
+    Found,
     /// There is no such site any more.
     Close,
+    /// The node has no authority: all its processes stand still.
+    Fenced,
+    /// The node has authority: they go on.
+    Unfenced,
+    /// It is placed on another node, or on none: whatever runs of it ends at once.
+    Moved,
+    /// It is placed on this node, under a new epoch.
+    Placed,
+    /// It is to be given up: nobody gets it any more, and it ends as soon as nobody uses it.
+    Release,
 }
 
 /// How an operation ended.
@@ -121,6 +137,8 @@ pub enum Effect {
     Rouse(Op, Tier),
     /// Ends its processes, and what is being done to them.
     End(Op),
+    /// The same, and none of them runs a line more. Also of an end that is under way.
+    Kill(Op),
     /// Its image is not used again.
     Quarantine(Reason),
     Answer(Waiter, Result<Run, Refusal>),
@@ -149,6 +167,10 @@ pub enum Refusal {
     Stopped,
     /// Its site was removed.
     Gone,
+    /// The node has no authority now.
+    Fenced,
+    /// It is placed elsewhere.
+    Elsewhere,
 }
 
 /// Why an operator's wish cannot be.
@@ -164,6 +186,8 @@ pub enum Unfit {
     NoImages,
     #[error("something is being done to it; try again in a moment")]
     Occupied,
+    #[error("it is placed on another node, see `nagaya placements`, or this node has no authority now")]
+    NotHere,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -223,6 +247,14 @@ pub struct Lifecycle {
     /// An image is to be taken at the next start, whoever wants it.
     retake: bool,
     closing: bool,
+    /// Since when all of it stands still.
+    fenced_since: Option<Instant>,
+    /// It is placed on this node. True outside of a cluster.
+    is_here: bool,
+    /// It is given up, and only a new placement brings it back.
+    is_released: bool,
+    /// What is under way stood still for a while: that it failed is not the program's doing.
+    is_disturbed: bool,
     effects: Vec<Effect>,
 }
 
@@ -281,6 +313,10 @@ impl Lifecycle {
             last_op: 0,
             retake: false,
             closing: false,
+            fenced_since: None,
+            is_here: true,
+            is_released: false,
+            is_disturbed: false,
             effects: Vec::new(),
         }
     }
@@ -358,6 +394,9 @@ impl Lifecycle {
 
     /// When `Event::Alarm` is due.
     pub fn deadline(&self) -> Option<Instant> {
+        if let Some(since) = self.fenced_since {
+            return self.is_coming().then_some(since + HELD_MAX);
+        }
         match self.state {
             State::Off if self.is_kept() => self.failures.not_before.max(Some(self.not_unasked_before)),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
@@ -371,6 +410,7 @@ impl Lifecycle {
     /// Whether an operator's wish makes sense now.
     pub fn fits(&self, wish: Event) -> Result<(), Unfit> {
         match (wish, self.state) {
+            (Event::Rest(_) | Event::Retake, _) if self.barred().is_some() => Err(Unfit::NotHere),
             (Event::Rest(_) | Event::Retake, _) if !self.is_idle() => Err(Unfit::InUse),
             (Event::Rest(_), State::Off) => Err(Unfit::NoProcess),
             (Event::Rest(to), State::Up(Up { doing: None, .. })) => {
@@ -392,12 +432,32 @@ impl Lifecycle {
         self.users == 0 && self.waiters.is_empty()
     }
 
+    /// Whether it may get processes, and those it has may run.
+    fn may_run(&self) -> bool {
+        self.is_here && self.fenced_since.is_none()
+    }
+
+    /// Whether it is placed here, as far as it was told.
+    pub fn is_here(&self) -> bool {
+        self.is_here
+    }
+
+    /// What is under way, or was last, stood still for a while.
+    pub fn is_disturbed(&self) -> bool {
+        self.is_disturbed
+    }
+
+    /// It is being started or restored, or its image taken, in its turn.
+    fn is_coming(&self) -> bool {
+        matches!(self.state, State::Booting(_) | State::Restoring(_) | State::Imaging(_))
+    }
+
     fn is_kept(&self) -> bool {
-        self.terms.keep && !self.closing
+        self.terms.keep && !self.closing && self.is_here && !self.is_released
     }
 
     fn is_wanted(&self) -> bool {
-        !self.waiters.is_empty() || self.is_kept() || self.retake
+        self.barred().is_none() && (!self.waiters.is_empty() || self.is_kept() || self.retake)
     }
 
     fn can_restore(&self) -> bool {
@@ -431,6 +491,12 @@ impl Lifecycle {
             Event::Lost if self.can_restore() => self.picture = Picture::None,
             Event::Lost => {}
             Event::Unfit => self.picture = Picture::Impossible,
+            Event::Found => self.picture = Picture::Unknown,
+            Event::Fenced => self.fence(now),
+            Event::Unfenced => self.unfence(),
+            Event::Moved => self.moved(),
+            Event::Placed => (self.is_here, self.is_released) = (true, false),
+            Event::Release => self.release(),
             Event::Close => {
                 self.closing = true;
                 self.retake = false;
@@ -464,6 +530,9 @@ impl Lifecycle {
     fn ask(&mut self, now: Instant, waiter: Waiter) {
         if self.closing {
             return self.effect(Effect::Answer(waiter, Err(Refusal::Gone)));
+        }
+        if let Some(why) = self.barred() {
+            return self.effect(Effect::Answer(waiter, Err(why)));
         }
         if self.waiters.len() >= WAITERS_MAX {
             return self.effect(Effect::Answer(waiter, Err(Refusal::Full)));
@@ -530,6 +599,9 @@ impl Lifecycle {
         self.users = self.users.saturating_sub(1);
         if self.is_idle() {
             self.idle_since = now;
+            if self.is_released {
+                self.end();
+            }
         }
     }
 
@@ -555,6 +627,7 @@ impl Lifecycle {
         self.run = Run(self.run.0.wrapping_add(1));
         self.users = 0;
         self.idle_since = now;
+        self.is_disturbed = false;
         if self.can_restore() && !self.retake {
             self.state = State::Restoring(op);
             self.effect(Effect::Restore(op, self.run));
@@ -568,7 +641,8 @@ impl Lifecycle {
         match (self.state, outcome) {
             (State::Booting(of), Outcome::Ready) if of == op => {
                 // Also where nobody has looked for one: images were not there when it was decided to start.
-                if self.terms.images && matches!(self.picture, Picture::None | Picture::Unknown) {
+                let has_none = matches!(self.picture, Picture::None | Picture::Unknown);
+                if self.terms.images && has_none && self.may_run() {
                     let op = self.op();
                     self.state = State::Imaging(op);
                     self.effect(Effect::TakeImage(op));
@@ -583,7 +657,11 @@ impl Lifecycle {
             (State::Booting(of), Outcome::Failed(blame)) if of == op => self.not_started(now, blame),
             (State::Restoring(of), Outcome::Failed(blame)) if of == op => self.not_restored(now, blame),
             (State::Imaging(of), Outcome::Imaged(is_taken)) if of == op => {
-                self.picture = if is_taken { Picture::Taken } else { Picture::Impossible };
+                self.picture = match (is_taken, self.is_disturbed) {
+                    (true, _) => Picture::Taken,
+                    (false, true) => Picture::None,
+                    (false, false) => Picture::Impossible,
+                };
                 self.ready(now, false);
             }
             (State::Imaging(of), Outcome::NotImagedNow) if of == op => {
@@ -617,7 +695,7 @@ impl Lifecycle {
     }
 
     fn not_started(&mut self, now: Instant, blame: Blame) {
-        if blame == Blame::Program {
+        if blame == Blame::Program && !self.is_disturbed {
             self.failures.not_started(now);
         }
         self.not_unasked_before = now + BACKOFF_FIRST;
@@ -629,7 +707,7 @@ impl Lifecycle {
 
     /// The same ones get a start instead, in the same turn.
     fn not_restored(&mut self, now: Instant, blame: Blame) {
-        if blame == Blame::Program {
+        if blame == Blame::Program && !self.is_disturbed {
             self.quarantine(Reason::NotRestored);
         }
         if self.is_wanted() {
@@ -659,6 +737,7 @@ impl Lifecycle {
 
     fn alarm(&mut self, now: Instant) {
         match self.state {
+            _ if self.fenced_since.is_some() => self.give_up_if_held(now),
             State::Off if self.is_kept() && self.deadline().is_some_and(|due| due <= now) => self.queue(),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now };
@@ -675,6 +754,7 @@ impl Lifecycle {
         let State::Up(up) = self.state else { return };
         let is_long = now.saturating_duration_since(self.idle_since) >= PRESSED_AFTER;
         if up.doing.is_none()
+            && self.may_run()
             && self.is_idle()
             && is_long
             && let Some(to) = self.terms.pressed(up.tried, self.has_image())
@@ -727,14 +807,15 @@ impl Lifecycle {
         let op = self.op();
         self.users = 0;
         self.state = State::Ending(op);
-        self.effect(Effect::End(op));
+        // Who is given notice runs for a moment more.
+        self.effect(if self.may_run() { Effect::End(op) } else { Effect::Kill(op) });
     }
 
     fn ended(&mut self) {
         self.state = State::Off;
         if self.closing {
             self.effect(Effect::Closed);
-        } else if !self.waiters.is_empty() || self.retake {
+        } else if !self.waiters.is_empty() || (self.retake && self.barred().is_none()) {
             self.queue();
         }
     }
@@ -770,6 +851,67 @@ impl Lifecycle {
                 self.answer_all(Err(Refusal::Backoff { failures: self.failures.count, left }));
             }
             None => self.queue(),
+        }
+    }
+
+    // === The cluster ===
+
+    /// Why nobody gets it now.
+    fn barred(&self) -> Option<Refusal> {
+        match (self.is_here && !self.is_released, self.fenced_since) {
+            (false, _) => Some(Refusal::Elsewhere),
+            (true, Some(_)) => Some(Refusal::Fenced),
+            (true, None) => None,
+        }
+    }
+
+    /// What is there already has stopped by itself; nothing more begins.
+    fn fence(&mut self, now: Instant) {
+        if self.fenced_since.is_some() {
+            return;
+        }
+        self.fenced_since = Some(now);
+        self.is_disturbed |= self.is_coming();
+        self.answer_all(Err(self.barred().unwrap_or(Refusal::Fenced)));
+        if self.state == State::Queued {
+            self.end();
+        }
+    }
+
+    /// A start that stands still for too long.
+    fn give_up_if_held(&mut self, now: Instant) {
+        if self.is_coming() && self.deadline().is_some_and(|due| due <= now) {
+            self.end();
+        }
+    }
+
+    fn unfence(&mut self) {
+        let was_fenced = self.fenced_since.take().is_some();
+        if was_fenced && self.state == State::Off && self.retake && self.barred().is_none() {
+            self.queue();
+        }
+    }
+
+    fn release(&mut self) {
+        self.is_released = true;
+        self.retake = false;
+        self.answer_all(Err(Refusal::Elsewhere));
+        if self.users == 0 {
+            self.end();
+        }
+    }
+
+    fn moved(&mut self) {
+        self.is_released = false;
+        if !self.is_here {
+            return;
+        }
+        self.is_here = false;
+        self.retake = false;
+        self.answer_all(Err(Refusal::Elsewhere));
+        match self.state {
+            State::Ending(op) => self.effect(Effect::Kill(op)),
+            _ => self.end(),
         }
     }
 

@@ -89,6 +89,15 @@ pub enum How {
     Restore(Arc<Images>),
 }
 
+/// How its end is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// It is told, and has a moment.
+    Notice,
+    /// It runs no line more.
+    Kill,
+}
+
 /// Where its socket is; it goes with the processes.
 struct Directory(PathBuf);
 
@@ -184,6 +193,13 @@ impl Body {
         }
     }
 
+    /// Kills what is in it now, also what stands still. `end` sees to the rest.
+    pub fn kill(&self) {
+        if let Err(error) = self.leaf.end(None) {
+            tracing::warn!(%error, "cell {} cannot be killed at once", self.leaf.name());
+        }
+    }
+
     /// Ends it, and returns once nothing of it is left.
     pub async fn end(&self) {
         let handle = self.handle.take();
@@ -211,7 +227,7 @@ pub async fn bring_up(
     instance: &Instance,
     how: &How,
     number: u64,
-    mut end_wanted: watch::Receiver<Option<Op>>,
+    mut end_wanted: watch::Receiver<Option<(Op, Way)>>,
 ) -> Result<Body, NoBody> {
     let site = instance.site();
     let Backend::App(app) = &site.backend else { return Err(wrong_kind(&site, "app").into()) };
@@ -234,6 +250,9 @@ pub async fn bring_up(
         Ok(()) => return Ok(body),
         Err(why) => why,
     };
+    if matches!(*end_wanted.borrow(), Some((_, Way::Kill))) {
+        body.kill();
+    }
     body.end().await;
     Err(match (why, body.image.clone()) {
         // The program started well once: it is the image that is wrong.
@@ -286,8 +305,13 @@ async fn spawn_plain(
     };
     instance.mark(Stage::Boot, Instant::now().into());
     let (listener, address) = (given.listener, given.address.clone());
-    let app = app.clone();
-    let make = move |leaf: &_| spawn::app(&app, &tenant, &address, listener, &runner, leaf);
+    let (app, name, authority) = (app.clone(), instance.site().name.clone(), engine.authority.clone());
+    let make = move |leaf: &Leaf| {
+        if let Some(guard) = authority.guard(&name, leaf)? {
+            leaf.keep_guarded(guard);
+        }
+        spawn::app(&app, &tenant, &address, listener, &runner, leaf)
+    };
     let handle = engine.processes.start(order(engine, instance), make).await?.0;
     Ok((handle, Door::Plain { address: given.address, owner }))
 }
@@ -324,6 +348,22 @@ async fn unpacked(
     Ok(Some(unpacked))
 }
 
+/// All that is needed to put it into a sandbox.
+pub async fn housing(
+    engine: &Rc<Engine>,
+    instance: &Instance,
+    app: &App,
+    listens_at: &Path,
+) -> Result<Arc<Housing>, Fault> {
+    let (site, tenant) = (instance.site(), instance.tenant());
+    let (runner, options) = (engine.runner(&tenant)?, Arc::new((*engine.options()).clone()));
+    let plan = Plan::new(app.outbound.endpoints());
+    let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
+    let unpacked = unpacked(engine, instance, app, runner.identity).await?;
+    let (app, listens_at, authority) = (app.clone(), listens_at.to_owned(), engine.authority.clone());
+    Ok(Arc::new(Housing { site, tenant, app, runner, options, listens_at, outside, unpacked, authority }))
+}
+
 async fn spawn_sandboxed(
     engine: &Rc<Engine>,
     instance: &Instance,
@@ -331,20 +371,19 @@ async fn spawn_sandboxed(
     dir: &Path,
     how: &How,
 ) -> Result<(Handle, Door, Inside), NoBody> {
-    let (site, tenant) = (instance.site(), instance.tenant());
-    let (runner, launcher, options) = (engine.runner(&tenant)?, engine.launcher()?, engine.options());
+    let launcher = engine.launcher()?;
     let listens_at = dir.join(SOCKET);
     let address = surroundings::address(app.listen, &listens_at);
-    let options = Arc::new((*options).clone());
-    let plan = Plan::new(app.outbound.endpoints());
-    let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
-    let unpacked = unpacked(engine, instance, app, runner.identity).await?;
-    let housing =
-        Arc::new(Housing { site, tenant, app: app.clone(), runner, options, listens_at, outside, unpacked });
+    let housing = housing(engine, instance, app, &listens_at).await?;
     // What the worker has made besides the processes, or why it has made none.
     let told: Arc<Mutex<Option<Result<Made, NotRestored>>>> = Arc::default();
     let (house, tell, how) = (Arc::clone(&housing), Arc::clone(&told), how.clone());
+    let authority = engine.authority.clone();
     let make = move |leaf: &Leaf| {
+        // Before it has a process, and until it has none.
+        if let Some(guard) = authority.guard(&house.site.name, leaf)? {
+            leaf.keep_guarded(guard);
+        }
         let made = match &how {
             How::Boot => house.boot(&launcher, leaf).map_err(NotRestored::Failed),
             How::Restore(images) => house.restore(&launcher, images, leaf),

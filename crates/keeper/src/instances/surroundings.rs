@@ -103,18 +103,20 @@ impl Scratch {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(because(&self.run)(error)),
             _ => {}
         }
+        self.make_missing(owner).map_err(|error| because(&self.run)(error))
+    }
+
+    /// Makes those that are not there.
+    pub fn make_missing(&self, owner: Identity) -> io::Result<()> {
         for path in [&self.tmp, &self.run, &self.carried_tmp, &self.carried_run] {
-            let make = || -> io::Result<()> {
-                if let Some(above) = path.parent() {
-                    fs::DirBuilder::new().recursive(true).mode(0o700).create(above)?;
-                }
-                match fs::DirBuilder::new().mode(0o700).create(path) {
-                    Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-                    _ => {}
-                }
-                chown(path, Some(owner.uid), Some(owner.gid))
-            };
-            make().map_err(because(path))?;
+            if let Some(above) = path.parent() {
+                fs::DirBuilder::new().recursive(true).mode(0o700).create(above)?;
+            }
+            match fs::DirBuilder::new().mode(0o700).create(path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+            chown(path, Some(owner.uid), Some(owner.gid))?;
         }
         Ok(())
     }

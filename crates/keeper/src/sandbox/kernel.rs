@@ -88,6 +88,16 @@ impl Alone {
     }
 }
 
+/// From here on this process runs before all that have no real-time priority, the moment it can. Its memory stays in
+/// memory, so that it never waits for a disk.
+pub fn run_first() -> io::Result<()> {
+    let param = libc::sched_param { sched_priority: 1 };
+    // SAFETY: `param` outlives the call.
+    check(i64::from(unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) }))?;
+    // SAFETY: takes a number.
+    check(i64::from(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) })).map(drop)
+}
+
 /// Ends this process at once, without what its parent wanted done at its own end.
 pub fn end(status: i32) -> ! {
     // SAFETY: takes a number and does not return.

@@ -12,8 +12,8 @@ use nix::libc;
 use rustix::process::{DumpableBehavior, Signal};
 
 use super::kernel::{self, Alone, Fork};
-use super::order::Birth;
-use super::{birth, channel};
+use super::order::Order;
+use super::{birth, channel, warden};
 
 /// Serves orders until the keeper has gone.
 pub fn run(alone: &Alone, orders: &OwnedFd, keeper: i32) -> u8 {
@@ -56,7 +56,7 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
 
 fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
     loop {
-        let (order, fds) = match channel::receive::<Birth>(orders) {
+        let (order, fds) = match channel::receive::<Order>(orders) {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(()),
             // Its descriptors are closed, which tells who gave the order.
@@ -67,7 +67,10 @@ fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
             Err(error) => return Err(error),
         };
         // It answers the keeper itself. A fork that fails closes the keeper's connection, which is an answer too.
-        let forked = alone.fork(&Fork::default(), |alone| birth::run(alone, &order, fds));
+        let forked = alone.fork(&Fork::default(), |alone| match order {
+            Order::Sandbox(birth) => birth::run(alone, &birth, fds),
+            Order::Warden => warden::run(fds),
+        });
         if let Err(error) = forked {
             eprintln!("the launcher of sandboxes cannot fork: {error}");
         }

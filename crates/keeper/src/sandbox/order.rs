@@ -7,8 +7,53 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// To the launcher: make a sandbox. With it come the init's end of its connection with the keeper, the cgroup v2
-/// directory if there is one, and as many `tasks` files of cgroup v1.
+/// To the launcher.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Order {
+    /// Make a sandbox. With it come the init's end of its connection with the keeper, the cgroup v2 directory if there
+    /// is one, and as many `tasks` files of cgroup v1.
+    Sandbox(Box<Birth>),
+    /// Make the warden. With it comes its end of its connection with the keeper.
+    Warden,
+}
+
+/// To the warden, which acts on them in this order.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub enum Ward {
+    /// What it guards may run until then, CLOCK_BOOTTIME in nanoseconds.
+    Until(u64),
+    /// Guards one more tree of processes. With it comes the file that stops this tree alone and, on v1, one that stops
+    /// all of them. Answered by `Warded::Added`.
+    Add { number: u64, version: Freezing },
+    /// Stops this one for good, whatever comes.
+    Hold { number: u64 },
+    /// Nothing of it is left.
+    Remove { number: u64 },
+}
+
+/// Which interface of freezers a file is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Freezing {
+    /// `freezer.state` of cgroup v1.
+    V1,
+    /// `cgroup.freeze` of cgroup v2.
+    V2,
+}
+
+/// From the warden.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub enum Warded {
+    /// From here on it is stopped when the others are; where they are stopped now, it is.
+    Added { number: u64 },
+    /// All are stopped, and were so long after their time.
+    Fenced { after_ns: u64, count: u32 },
+    /// They go on.
+    Freed,
+    /// The kernel did not stop this one.
+    Failed { number: u64, errno: i32 },
+}
+
+/// What a sandbox is made of.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Birth {
     pub uid: u32,

@@ -116,7 +116,7 @@ fn runs_on_an_image() -> Result<(), String> {
     let unpacked = || fs::read_dir(&bases).unwrap().count();
     world.run(async |keeper| {
         let tells = async |site: &str| {
-            let used = keeper.use_instance(&site_name(site)).await.unwrap();
+            let used = keeper.use_instance(&site_name(site), None).await.unwrap();
             read_socket(used.socket).await
         };
         let (one, two) = (tells("one").await, tells("two").await);
@@ -162,7 +162,7 @@ fn refused_layouts() -> Result<(), String> {
     let world = world.start();
     world.run(async |keeper| {
         for site in ["closed", "altered"] {
-            let asked = keeper.use_instance(&site_name(site)).await;
+            let asked = keeper.use_instance(&site_name(site), None).await;
             assert_eq!(refusal(asked), (Failure::Broken, 326), "{site}");
         }
     });

@@ -63,7 +63,7 @@ fn little(count: usize, at_once: u32) -> (World, Vec<String>) {
 }
 
 async fn ask(keeper: Rc<Keeper>, name: String) -> String {
-    let used = keeper.use_instance(&site_name(&name)).await.unwrap();
+    let used = keeper.use_instance(&site_name(&name), None).await.unwrap();
     get(&used, "/").await
 }
 
@@ -213,7 +213,7 @@ fn out_of_memory() {
     world.run(async |keeper| {
         let (first, other) = (run_of(&keeper, "app").await, run_of(&keeper, "other").await);
         let before = pids(&world, "app");
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         get(&used, "/eat").await;
         before.into_iter().for_each(wait_dead);
         until_so(|| show(&world, "app")["tier"] == "cold").await;
@@ -236,7 +236,7 @@ fn out_of_memory_at_start() {
     world.site_with("app", "alice", app("", json!({})), json!({"limits": {"memory": "64M"}}));
     let world = world.start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.use_instance(&site_name("app")).await), (Failure::Broken, 324));
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Broken, 324));
         let note = show(&world, "app")["note"].as_str().unwrap().to_owned();
         assert!(note.contains("out of memory"), "{note}");
     });

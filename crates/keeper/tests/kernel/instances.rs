@@ -61,7 +61,7 @@ while (accept(C, S)) { syswrite(C, "$> port"); close C; }
 
 /// A connection to a site's instance, which may rest again at once.
 async fn connect(keeper: &Keeper, site: &str) -> Result<OwnedFd, ClientError> {
-    keeper.use_instance(&site_name(site)).await.map(|instance| instance.socket)
+    keeper.use_instance(&site_name(site), None).await.map(|instance| instance.socket)
 }
 
 fn app(mode: &str) -> Value {

@@ -16,12 +16,14 @@ mod life;
 mod limits;
 mod outbound;
 mod php;
+mod placed;
 mod places;
 mod programs;
 mod rest;
 mod sandbox;
 mod scene;
 mod swap;
+mod transfer;
 mod wake;
 mod world;
 
@@ -80,30 +82,40 @@ fn main() {
         };
         trial(fact, missing)
     };
-    let of_cells = |(needs, name, fact): &CellFact, back_end: BackEnd| {
-        let (needs, fact) = (*needs, *fact);
-        let alone = if back_end == BackEnd::CgroupV1 { ", with cgroup v1 alone" } else { "" };
-        Trial::ignorable_test(format!("{name}{alone}"), move || {
-            world::BACK_END.set(back_end);
-            let missing = if is_root { groups::missing(needs) } else { Some("needs root".into()) };
-            if let Some(missing) = missing {
-                return Ok(Completion::ignored_with(missing));
-            }
-            fact();
-            Ok(Completion::Completed)
-        })
-    };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials
-        .chain(image::CRIU.iter().chain(wake::CRIU).chain(faults::CRIU).chain(outbound::CRIU).map(of_criu));
+    let trials = trials.chain(
+        image::CRIU
+            .iter()
+            .chain(wake::CRIU)
+            .chain(faults::CRIU)
+            .chain(outbound::CRIU)
+            .chain(transfer::CRIU)
+            .map(of_criu),
+    );
     let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let facts = [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS].concat();
+    let facts =
+        [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS, placed::CELLS].concat();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let trials = trials.chain(on_cells);
     libtest_mimic::run(&arguments, trials.collect()).exit();
+}
+
+fn of_cells((needs, name, fact): &CellFact, back_end: BackEnd) -> Trial {
+    let (needs, fact) = (*needs, *fact);
+    let alone = if back_end == BackEnd::CgroupV1 { ", with cgroup v1 alone" } else { "" };
+    Trial::ignorable_test(format!("{name}{alone}"), move || {
+        world::BACK_END.set(back_end);
+        let is_root = rustix::process::geteuid().is_root();
+        let missing = if is_root { groups::missing(needs) } else { Some("needs root".into()) };
+        if let Some(missing) = missing {
+            return Ok(Completion::ignored_with(missing));
+        }
+        fact();
+        Ok(Completion::Completed)
+    })
 }
 
 /// Whether a file system of this kind is mounted anywhere.

@@ -127,7 +127,7 @@ async fn until_service(log: &PathBuf) {
 }
 
 async fn told(keeper: &Keeper, what: &str) -> String {
-    let used = keeper.use_instance(&site_name("app")).await.unwrap();
+    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     get(&used, what).await
 }
 
@@ -239,7 +239,7 @@ fn closed_after_wake() {
         let all = pids(&world, "app");
         assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Image) })["ok"], true);
         all.into_iter().for_each(wait_dead);
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let stages: Vec<Stage> = used.wake.clone().unwrap().stages.iter().map(|(stage, _)| *stage).collect();
         assert!(stages.contains(&Stage::Restore), "{stages:?}");
         assert_eq!(get(&used, "/who").await, first, "it is the same, with what it had open");

@@ -116,7 +116,7 @@ pub async fn get(used: &InstanceUse, path: &str) -> String {
 
 /// Which run of the program answers.
 pub async fn run_of(keeper: &Keeper, site: &str) -> String {
-    let used = keeper.use_instance(&site_name(site)).await.unwrap();
+    let used = keeper.use_instance(&site_name(site), None).await.unwrap();
     get(&used, "/").await.split(' ').next().unwrap().to_owned()
 }
 
@@ -161,14 +161,14 @@ fn answers_from_each_tier() {
             let expected = if tier == Tier::Reclaimed && !has_swap() { Tier::Frozen } else { tier };
             assert_eq!(row["tier"], expected.as_str(), "{row}");
             assert_eq!(row["note"].is_string(), expected != tier, "what is not possible is said: {row}");
-            let used = keeper.use_instance(&site_name("app")).await.unwrap();
+            let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             let wake = used.wake.clone().unwrap();
             assert_eq!(wake.from, expected);
             assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Thaw), "{wake:?}");
             assert!(get(&used, "/").await.starts_with(&first), "the same run");
             assert_eq!(show(&world, "app")["tier"], "running");
             // Awake it is nobody's wait.
-            assert_eq!(keeper.use_instance(&site_name("app")).await.unwrap().wake, None);
+            assert_eq!(keeper.use_instance(&site_name("app"), None).await.unwrap().wake, None);
         }
         assert_eq!(show(&world, "app")["wakes"], 4);
     });
@@ -265,7 +265,7 @@ fn goes_down_alone() {
         until_at(&world, "app", "cold").await;
         all.into_iter().for_each(wait_dead);
         assert!(pids(&world, "app").is_empty());
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let wake = used.wake.clone().unwrap();
         let stages: Vec<Stage> = wake.stages.iter().map(|(stage, _)| *stage).collect();
         assert_eq!(wake.from, Tier::Cold);
@@ -277,7 +277,7 @@ fn used_does_not_rest() {
     let idle = json!({"quiet": 0, "frozen": 0, "reclaimed": 0, "image": 0, "cold": 0});
     let world = world("", json!({"idle": idle})).start();
     world.run(async |keeper| {
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let refused = rest(&world, Tier::Cold);
         assert!(refused["error"].is_string(), "{refused}");
         assert_eq!(show(&world, "app")["tier"], "running");
@@ -287,7 +287,7 @@ fn used_does_not_rest() {
         drop(second);
         until_at(&world, "app", "cold").await;
         // A connection of the edge that goes takes its uses along.
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         assert_eq!(show(&world, "app")["uses"], 1);
         drop(keeper);
         until_at(&world, "app", "cold").await;
@@ -328,7 +328,7 @@ fn dies_at_rest() {
 /// The death may become known only while a request is under way, which the edge then asks for again.
 async fn answer_of_living(keeper: &Rc<Keeper>) -> String {
     loop {
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let socket = used.socket.try_clone().unwrap();
         let mut stream = tokio::net::UnixStream::from_std(socket.into()).unwrap();
         let mut answer = String::new();
@@ -348,12 +348,14 @@ fn leaves_before_its_turn() {
     world.run(async |keeper| {
         let first = {
             let keeper = Rc::clone(&keeper);
-            tokio::task::spawn_local(async move { keeper.use_instance(&site_name("app")).await.unwrap() })
+            tokio::task::spawn_local(
+                async move { keeper.use_instance(&site_name("app"), None).await.unwrap() },
+            )
         };
         until_so(|| show(&world, "app")["state"] == "starting").await;
         let second = {
             let keeper = Rc::clone(&keeper);
-            tokio::task::spawn_local(async move { keeper.use_instance(&site_name("next")).await })
+            tokio::task::spawn_local(async move { keeper.use_instance(&site_name("next"), None).await })
         };
         until_so(|| show(&world, "next")["state"] == "queued").await;
         assert!(show(&world, "next")["predicted_wait_seconds"].is_number());
@@ -418,10 +420,10 @@ fn always_runs() {
 fn never_ready() {
     let world = world("", json!({"ready": {"path": "/hang", "within_seconds": 1}})).start();
     world.run(async |keeper| {
-        let asked = keeper.use_instance(&site_name("app")).await;
+        let asked = keeper.use_instance(&site_name("app"), None).await;
         assert_eq!(refusal(asked), (Failure::Broken, 320));
         assert!(pids(&world, "app").is_empty(), "nothing of it is left");
-        let again = keeper.use_instance(&site_name("app")).await;
+        let again = keeper.use_instance(&site_name("app"), None).await;
         assert_eq!(refusal(again), (Failure::Busy, 311));
         let row = show(&world, "app");
         assert_eq!((&row["failures"], &row["state"]), (&json!(1), &json!("failed")), "{row}");
@@ -432,7 +434,7 @@ fn never_ready() {
 fn listens_late() {
     let world = world("late", json!({"ready": {"path": "/"}})).start();
     world.run(async |keeper| {
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let wake = used.wake.clone().unwrap();
         let boot = wake.stages.iter().find(|(stage, _)| *stage == Stage::Boot).unwrap().1;
         assert!(boot >= 500_000, "{wake:?}");
@@ -459,7 +461,7 @@ fn socket_and_secrets() {
     world.script("key.txt", "s3cret\n");
     let world = world.start();
     world.run(async |keeper| {
-        let used = keeper.use_instance(&site_name("app")).await.unwrap();
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
         let said = get(&used, "/").await;
         assert!(said.ends_with(" s3cret"), "{said}");
     });
@@ -473,7 +475,7 @@ fn foreign_secret() {
     crate::world::set_mode(&path, 0o600);
     let world = world.start();
     world.run(async |keeper| {
-        let asked = keeper.use_instance(&site_name("app")).await;
+        let asked = keeper.use_instance(&site_name("app"), None).await;
         assert_eq!(refusal(asked), (Failure::Forbidden, 319));
     });
 }
@@ -490,7 +492,7 @@ fn reaches_the_network() {
         world.script("server.py", &format!("{tries}{SERVER}"));
         let world = world.start();
         world.run(async |keeper| {
-            let used = keeper.use_instance(&site_name("app")).await.unwrap();
+            let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             let said = get(&used, "/").await;
             assert!(said.ends_with(expected), "{outbound}: {said}");
         });
@@ -555,7 +557,7 @@ fn with_any_rights() {
             }
             until_idle(&world, "app").await;
             assert_eq!(rest(&world, Tier::Cold)["tier"], "cold");
-            let used = keeper.use_instance(&site_name("app")).await.unwrap();
+            let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             assert!(get(&used, "/").await.ends_with(" s3cret"));
         });
     }

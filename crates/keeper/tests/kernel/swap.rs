@@ -106,7 +106,7 @@ fn goes_out_and_comes_back() -> Result<(), String> {
     world.site("app", "alice", app("", json!({})));
     let world = world.start();
     world.run(async |keeper| {
-        let use_app = async || keeper.use_instance(&site_name("app")).await.unwrap();
+        let use_app = async || keeper.use_instance(&site_name("app"), None).await.unwrap();
         let answer = get(&use_app().await, "/").await;
         until_idle(&world, "app").await;
         let (all, reported) = (pids(&world, "app"), || show(&world, "app")["memory_bytes"].as_u64());

@@ -60,7 +60,7 @@ fn images(world: &World) -> PathBuf {
 
 /// The run that answers, how many it has answered, and where it was woken from by which stages.
 async fn wake(keeper: &Keeper) -> (String, u32, Tier, Vec<Stage>) {
-    let used = keeper.use_instance(&site_name("app")).await.unwrap();
+    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     let said = get(&used, "/").await;
     let mut words = said.split(' ');
     let (run, count) = (words.next().unwrap().to_owned(), words.next().unwrap().parse().unwrap());

@@ -1,5 +1,5 @@
-//! Simulated years of instances under one node's wakes: requests, leavers, crashes, bad images, pressure and operators, in
-//! an order that a seed decides. What must never be is looked for after each step.
+//! Simulated years of instances under one node's wakes: requests, leavers, crashes, bad images, pressure, operators, fences,
+//! moves and releases, in an order that a seed decides. What must never be is looked for after each step.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -51,6 +51,9 @@ struct Outside {
     retake: bool,
     kept: bool,
     closed: bool,
+    /// It is placed on another node.
+    is_elsewhere: bool,
+    is_released: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,6 +63,8 @@ enum Later {
     Leave(u32),
     Done(u64, u8),
     Crash,
+    Unfence,
+    Place,
 }
 
 struct World {
@@ -80,6 +85,8 @@ struct World {
     /// What has happened and was not told yet.
     events: VecDeque<(Key, Event)>,
     seen: Seen,
+    /// The node has no authority: all processes stand still.
+    is_fenced: bool,
 }
 
 /// What a simulation came across, so that one that tests nothing is noticed.
@@ -93,6 +100,11 @@ struct Seen {
     ends: u64,
     cancelled_starts: u64,
     from_half_way: u64,
+    fenced: u64,
+    moved_alive: u64,
+    killed_starts: u64,
+    barred: u64,
+    released: u64,
 }
 
 const OUTCOMES: [Outcome; 11] = [
@@ -139,7 +151,43 @@ impl World {
             answers: BTreeMap::new(),
             events: VecDeque::new(),
             seen: Seen::default(),
+            is_fenced: false,
         }
+    }
+
+    /// Whether this instance may run now.
+    fn may_run(&self, key: Key) -> bool {
+        !self.is_fenced && !self.outside[key as usize].is_elsewhere
+    }
+
+    fn fence(&mut self) {
+        self.is_fenced = true;
+        self.seen.fenced += 1;
+        // Short ones, and those that no start outlasts.
+        let most = if self.dice.chance(50) { 300 } else { 10_000 };
+        let pause = self.dice.ms(most);
+        self.after(pause, 0, Later::Unfence);
+        (0..INSTANCES).for_each(|key| self.tell(key, Event::Fenced));
+    }
+
+    fn move_away(&mut self, key: Key) {
+        let at = key as usize;
+        (self.outside[at].is_elsewhere, self.outside[at].is_released) = (true, false);
+        self.outside[at].retake = false;
+        self.seen.moved_alive += u64::from(self.outside[at].alive.is_some());
+        let pause = self.dice.ms(60_000);
+        self.after(pause, key, Later::Place);
+        self.tell(key, Event::Moved);
+    }
+
+    fn release(&mut self, key: Key) {
+        let at = key as usize;
+        self.outside[at].is_released = true;
+        self.outside[at].retake = false;
+        self.seen.released += 1;
+        let pause = self.dice.ms(60_000);
+        self.after(pause, key, Later::Place);
+        self.tell(key, Event::Release);
     }
 
     fn after(&mut self, pause: Duration, key: Key, what: Later) {
@@ -206,6 +254,16 @@ impl World {
         if out.users > 0 {
             assert_eq!((life.users(), life.tier(), life.doing()), (out.users, Tier::Running, None));
         }
+        if !self.may_run(key) || out.is_released {
+            assert_eq!(life.waiting(), 0, "somebody waits for what may not run");
+        }
+        if out.is_released {
+            let is_used = out.users > 0;
+            assert!(is_used || out.alive.is_none() || life.doing() == Some("ending"), "it is given up");
+        }
+        if out.is_elsewhere {
+            assert!(out.alive.is_none() || life.doing() == Some("ending"), "it runs and is elsewhere");
+        }
         let is_wanted = out.users > 0 || !out.waiting.is_empty();
         assert!(!is_wanted || !life.rests(), "it is said to rest while somebody needs it");
         let is_up = out.alive.is_some() && life.tier() >= Tier::Quiet && life.doing().is_none();
@@ -220,6 +278,7 @@ impl World {
 
     fn perform(&mut self, key: Key, event: Event, effect: Effect) {
         let at = key as usize;
+        self.see_that_it_may(key, &event, &effect);
         match effect {
             Effect::Queue => {
                 assert!(self.outside[at].alive.is_none(), "it waits for its turn while it lives");
@@ -268,6 +327,13 @@ impl World {
                 self.seen.ends += 1;
                 self.finish(key, 400, op, Outcome::Ended);
             }
+            Effect::Kill(op) => {
+                assert!(!self.may_run(key), "no notice for one that may run");
+                self.outside[at].users = 0;
+                self.seen.ends += 1;
+                self.seen.killed_starts += u64::from(event == Event::Alarm);
+                self.finish(key, 50, op, Outcome::Ended);
+            }
             Effect::Quarantine(_) => {
                 assert!(self.outside[at].has_image || self.outside[at].unknown, "there is none");
                 (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
@@ -278,6 +344,23 @@ impl World {
                 self.outside[at].closed = true;
             }
         }
+    }
+
+    /// Nothing begins of what may not run here now.
+    fn see_that_it_may(&self, key: Key, event: &Event, effect: &Effect) {
+        let begins = matches!(
+            effect,
+            Effect::Queue
+                | Effect::Boot(..)
+                | Effect::Restore(..)
+                | Effect::TakeImage(_)
+                | Effect::Rest(..)
+                | Effect::Rouse(..)
+                | Effect::End(_)
+                | Effect::Answer(_, Ok(_))
+        );
+        let is_free = !self.outside[key as usize].is_released || matches!(effect, Effect::End(_));
+        assert!(!begins || (is_free && self.may_run(key)), "{effect:?} by {event:?} of one that may not run");
     }
 
     fn come(&mut self, key: Key, op: Op, run: Run, is_restore: bool) {
@@ -337,6 +420,7 @@ impl World {
                 assert!(left <= BACKOFF_MAX);
                 self.seen.backoffs += 1;
             }
+            Err(Refusal::Fenced | Refusal::Elsewhere) => self.seen.barred += 1,
             Err(_) => {}
         }
     }
@@ -357,8 +441,20 @@ impl World {
                 }
                 self.tell(key, Event::Leave(Run(run)));
             }
+            // It stands still like everything else, or was over just before.
+            Later::Done(op, code) if self.is_fenced && code != ENDED && self.dice.chance(95) => {
+                self.after(Duration::from_millis(200), key, Later::Done(op, code));
+            }
             Later::Done(op, code) => self.finished(key, Op(op), code),
             Later::Crash => self.crash(key),
+            Later::Unfence => {
+                self.is_fenced = false;
+                (0..INSTANCES).for_each(|key| self.tell(key, Event::Unfenced));
+            }
+            Later::Place => {
+                (self.outside[at].is_elsewhere, self.outside[at].is_released) = (false, false);
+                self.tell(key, Event::Placed);
+            }
         }
     }
 
@@ -376,7 +472,8 @@ impl World {
                 Outcome::Ready => out.is_coming = false,
                 Outcome::Failed(blame) => {
                     let was_restored = matches!(self.lives[key as usize].state, State::Restoring(_));
-                    out.must_quarantine = was_restored && blame == Blame::Program;
+                    let is_disturbed = self.lives[key as usize].is_disturbed();
+                    out.must_quarantine = was_restored && blame == Blame::Program && !is_disturbed;
                     (out.is_coming, out.alive) = (false, None);
                 }
                 Outcome::Imaged(is_taken) => out.has_image |= is_taken,
@@ -407,7 +504,10 @@ impl World {
         let key = Key::try_from(self.dice.roll(INSTANCES.into())).unwrap();
         let at = key as usize;
         match self.dice.roll(100) {
-            0..70 => self.ask(key),
+            0..66 => self.ask(key),
+            66..68 if !self.is_fenced => self.fence(),
+            68..70 if !self.outside[at].is_elsewhere => self.move_away(key),
+            70..72 if !self.outside[at].is_elsewhere => self.release(key),
             70..74 => self.crash(key),
             74..80 => (0..INSTANCES).for_each(|key| self.tell(key, Event::Pressure)),
             80..84 => {
@@ -434,6 +534,11 @@ impl World {
             92..94 if !matches!(self.lives[at].state, State::Restoring(_)) => {
                 (self.outside[at].has_image, self.outside[at].unknown) = (false, false);
                 self.tell(key, Event::Lost);
+            }
+            95 if matches!(self.lives[at].state, State::Off | State::Queued | State::Up(_)) => {
+                // From another node.
+                (self.outside[at].has_image, self.outside[at].unknown) = (true, true);
+                self.tell(key, Event::Found);
             }
             94 => {
                 let stale = Op(self.dice.roll(self.lives[at].last_op + 1));
@@ -486,6 +591,7 @@ impl World {
                 assert_eq!(run, life.run());
             }
             let never = life.terms.after[if life.has_image() { 3 } else { 4 }].is_none();
+            assert!(!out.is_elsewhere, "all have come back by now");
             assert!(
                 out.alive.is_none() || never || out.kept,
                 "{:?} after {:?}",
@@ -518,8 +624,21 @@ fn whatever_happens_what_must_never_be_is_not() {
         let mut world = World::new(seed);
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| world.simulate()));
         assert!(result.is_ok(), "seed {seed}");
-        let Seen { served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way } =
-            world.seen;
+        let Seen {
+            served,
+            fallbacks,
+            backoffs,
+            restores,
+            rests,
+            ends,
+            cancelled_starts,
+            from_half_way,
+            fenced,
+            moved_alive,
+            killed_starts,
+            barred,
+            released,
+        } = world.seen;
         total.served += served;
         total.fallbacks += fallbacks;
         total.backoffs += backoffs;
@@ -528,9 +647,18 @@ fn whatever_happens_what_must_never_be_is_not() {
         total.ends += ends;
         total.cancelled_starts += cancelled_starts;
         total.from_half_way += from_half_way;
+        total.fenced += fenced;
+        total.moved_alive += moved_alive;
+        total.killed_starts += killed_starts;
+        total.barred += barred;
+        total.released += released;
     }
-    let Seen { served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way } = total;
+    let Seen { served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way, .. } =
+        total;
     for seen in [served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way] {
+        assert!(seen > 100, "{total:?}");
+    }
+    for seen in [total.fenced, total.moved_alive, total.killed_starts, total.barred, total.released] {
         assert!(seen > 100, "{total:?}");
     }
 }

@@ -1,0 +1,159 @@
+//! Images from other nodes: an archive read to a staging place, from where the last try ended, compared piece by piece, and
+//! made an image only when all of it is right.
+//!
+//! The other end is hostile: what it sends is bounded by what was agreed on before its first byte, and nothing of it is
+//! looked at by anything but digests until they are right. Not here: whether the image is wanted (`instances::transfer`),
+//! what is done with what is beside it (`instances::carried`).
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use rustix::event::PollFlags;
+
+use super::archive::{BESIDE_MAX, Head};
+use super::checkpoint::Work;
+use super::header;
+use super::outgoing::{PIECE_LEN, Pace, wait};
+use super::{Digest, ImageError, at};
+
+/// Bytes of the longest head.
+const HEAD_MAX: u64 = header::LEN_MAX + BESIDE_MAX as u64 + 80;
+
+/// What was agreed on, and where it is staged.
+#[derive(Debug, Clone)]
+pub struct Staged {
+    pub path: PathBuf,
+    /// Of the archive (`Head::digest`).
+    pub digest: Digest,
+    /// Of the archive.
+    pub bytes: u64,
+}
+
+impl Staged {
+    fn open(&self) -> Result<File, ImageError> {
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&self.path);
+        opened.map_err(at("open", &self.path))
+    }
+
+    /// How many bytes are there and right, as far as whole pieces can be compared. What is not right is cut off.
+    pub fn verified(&self) -> Result<u64, ImageError> {
+        let mut file = self.open()?;
+        let io = |error| at("read", &self.path)(error);
+        let len = file.metadata().map_err(io)?.len();
+        let good = match self.head(&mut file).map_err(io)? {
+            Ok(Some((head, begin))) => self.good_files(&mut file, &head, begin as u64, len).map_err(io)?,
+            // Nobody can tell what it is the beginning of.
+            Ok(None) | Err(_) => 0,
+        };
+        file.set_len(good).map_err(at("cut", &self.path))?;
+        Ok(good)
+    }
+
+    /// The head that is staged, if all of it is. The inner error: it is not what was agreed on.
+    fn head(&self, file: &mut File) -> io::Result<Result<Option<(Head, usize)>, String>> {
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(0))?;
+        file.take(HEAD_MAX).read_to_end(&mut bytes)?;
+        Ok(Head::decode(&bytes).and_then(|found| match found {
+            Some((head, _)) if head.digest() != self.digest || head.bytes() != self.bytes => {
+                Err("is not the one that was offered".into())
+            }
+            found => Ok(found),
+        }))
+    }
+
+    fn good_files(&self, file: &mut File, head: &Head, begin: u64, len: u64) -> io::Result<u64> {
+        let mut at = begin;
+        for content in head.header.files.values() {
+            // The last piece is compared when it is whole.
+            let Some(end) = at.checked_add(content.bytes).filter(|end| *end <= len) else { return Ok(len) };
+            file.seek(SeekFrom::Start(at))?;
+            if digest_of(file, content.bytes, &mut io::sink())? != content.digest {
+                return Ok(at);
+            }
+            at = end;
+        }
+        Ok(at)
+    }
+
+    /// Reads what is missing of it, and no byte more. What came is kept if the other end closes before.
+    pub fn read(&self, from: &OwnedFd, pace: &Pace, per_second: u64) -> Result<(), ImageError> {
+        rustix::io::ioctl_fionbio(from, true).map_err(|errno| at("read", "an image")(errno.into()))?;
+        let mut file = self.open()?;
+        let mut have = file.seek(SeekFrom::End(0)).map_err(at("write", &self.path))?;
+        let mut buffer = vec![0; PIECE_LEN];
+        while have < self.bytes {
+            let room = usize::try_from(self.bytes - have).unwrap_or(PIECE_LEN).min(PIECE_LEN);
+            match rustix::io::read(from, &mut buffer[..room]) {
+                Ok(0) => {
+                    let error =
+                        io::Error::new(io::ErrorKind::UnexpectedEof, format!("it ends after {have} bytes"));
+                    return Err(at("read", "an image")(error));
+                }
+                Ok(len) => {
+                    pace.take(len, per_second);
+                    file.write_all(&buffer[..len]).map_err(at("write", &self.path))?;
+                    have += len as u64;
+                }
+                Err(rustix::io::Errno::AGAIN) => wait(from, PollFlags::IN).map_err(at("read", "an image"))?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(at("read", "an image")(errno.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes it apart into `work`, comparing every digest on the way. The error in the result is in words: what is wrong
+    /// with it.
+    pub fn unpack(&self, work: &Work, group: u32) -> Result<Result<Head, String>, ImageError> {
+        let io = |error| at("unpack", &self.path)(error);
+        let mut file = self.open()?;
+        let (head, begin) = match self.head(&mut file).map_err(io)? {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(Err("the archive is cut off".into())),
+            Err(why) => return Ok(Err(format!("the archive {why}"))),
+        };
+        file.seek(SeekFrom::Start(begin as u64)).map_err(io)?;
+        for (name, content) in &head.header.files {
+            if name == header::NAME {
+                return Ok(Err("the archive has a file that no image has".into()));
+            }
+            let path = work.path.join(name);
+            let mut target = create(&path).map_err(at("make", &path))?;
+            let digest = digest_of(&mut file, content.bytes, &mut target).map_err(io)?;
+            if digest != content.digest {
+                return Ok(Err(format!("the content of {name} is not what its header says")));
+            }
+            give(&target, group, 0o640).map_err(at("take over", &path))?;
+        }
+        let dir = File::open(&work.path).map_err(io)?;
+        give(&dir, group, 0o750).map_err(io)?;
+        Ok(Ok(head))
+    }
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
+}
+
+/// CRIU reads it with the rights of this group and no others.
+fn give(file: &File, group: u32, mode: u32) -> io::Result<()> {
+    fchown(file, Some(0), Some(group))?;
+    file.set_permissions(fs::Permissions::from_mode(mode))
+}
+
+/// Of the next bytes, which are copied on the way.
+fn digest_of(from: &mut File, bytes: u64, to: &mut impl Write) -> io::Result<Digest> {
+    let mut left = from.take(bytes);
+    let (digest, len) = Digest::of_copy(&mut left, to)?;
+    if len == bytes { Ok(digest) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+}

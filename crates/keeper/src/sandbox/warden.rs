@@ -1,0 +1,263 @@
+//! The warden's process: it stops what is placed on this node at the moment the node has no authority any more.
+//!
+//! A process of its own, so that a keeper that is busy, stopped or stuck does not hold it up: it waits for nothing but its
+//! clock and what it is told, allocates nothing when the time has come, and runs before everything without a real-time
+//! priority. It begins without authority. It has open what stops each tree of processes, and ends with the keeper, as all
+//! that it guards does. Not here: who is guarded and until when (`authority`).
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::Signal;
+use rustix::time::{
+    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
+    timerfd_create, timerfd_settime,
+};
+
+use super::order::{Freezing, Ward, Warded};
+use super::{channel, kernel};
+
+const NS_PER_S: u64 = 1_000_000_000;
+
+/// One tree of processes.
+struct Guarded {
+    number: u64,
+    version: Freezing,
+    own: OwnedFd,
+    /// The same for all that `own` stops: two runs of one site that overlap.
+    inode: u64,
+    /// It never goes on.
+    is_held: bool,
+    /// Nothing of it is left; it is forgotten when the others go on.
+    is_gone: bool,
+}
+
+struct Warden {
+    keeper: OwnedFd,
+    clock: OwnedFd,
+    until_ns: u64,
+    is_fenced: bool,
+    guarded: Vec<Guarded>,
+    /// Stops all of v1 by one write.
+    all: Option<OwnedFd>,
+}
+
+/// Serves until the keeper has gone.
+pub fn run(fds: Vec<OwnedFd>) -> u8 {
+    let Some(keeper) = fds.into_iter().next() else { return 1 };
+    match set_up(keeper).and_then(|mut warden| warden.serve()) {
+        Ok(()) => 0,
+        Err(error) => {
+            // The keeper sees it end, and ends with all that was guarded.
+            eprintln!("the warden ends: {error}");
+            1
+        }
+    }
+}
+
+fn set_up(keeper: OwnedFd) -> io::Result<Warden> {
+    use std::os::fd::AsRawFd;
+    rustix::thread::set_name(c"nagaya-warden")?;
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    kernel::close_all_but(&mut [0, 1, 2, keeper.as_raw_fd()])?;
+    // The last that is taken for want of memory: without it all that it guards ends, too.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    if let Err(error) = kernel::run_first() {
+        // A kernel with groups of real-time processes gives them no time in most groups.
+        eprintln!("the warden has no real-time priority ({error}), and is only first among equals");
+        let _ = rustix::process::setpriority_process(None, -20);
+    }
+    let clock = timerfd_create(TimerfdClockId::Boottime, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+    Ok(Warden { keeper, clock, until_ns: 0, is_fenced: true, guarded: Vec::new(), all: None })
+}
+
+/// CLOCK_BOOTTIME, which goes on while the machine is suspended.
+fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    let part = |value: i64| u64::try_from(value).unwrap_or(0);
+    part(now.tv_sec) * NS_PER_S + part(now.tv_nsec)
+}
+
+impl Warden {
+    fn serve(&mut self) -> io::Result<()> {
+        loop {
+            let mut watched =
+                [PollFd::new(&self.clock, PollFlags::IN), PollFd::new(&self.keeper, PollFlags::IN)];
+            match poll(&mut watched, None) {
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(errno) => return Err(errno.into()),
+            }
+            let is_told = !watched[1].revents().is_empty();
+            // First, whatever is to be read.
+            self.look()?;
+            if is_told {
+                match channel::receive::<Ward>(&self.keeper)? {
+                    Some((ward, fds)) => self.obey(ward, fds)?,
+                    None => return Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Stops all if their time has passed.
+    fn look(&mut self) -> io::Result<()> {
+        let now = now_ns();
+        if self.is_fenced || now < self.until_ns {
+            return Ok(());
+        }
+        self.is_fenced = true;
+        self.stop_all();
+        let after_ns = now_ns().saturating_sub(self.until_ns);
+        let mut buffer = [0; 8];
+        // It has rung, or its time was moved just now.
+        let _ = rustix::io::read(&self.clock, &mut buffer);
+        let count = u32::try_from(self.guarded.len()).unwrap_or(u32::MAX);
+        self.tell(Warded::Fenced { after_ns, count })
+    }
+
+    fn obey(&mut self, ward: Ward, fds: Vec<OwnedFd>) -> io::Result<()> {
+        match ward {
+            Ward::Until(until_ns) => self.extend(until_ns),
+            Ward::Add { number, version } => self.add(number, version, fds),
+            Ward::Hold { number } => {
+                if let Some(one) = self.guarded.iter_mut().find(|one| one.number == number) {
+                    one.is_held = true;
+                    let failed = one.stop();
+                    self.complain(failed)?;
+                }
+                Ok(())
+            }
+            Ward::Remove { number } => {
+                self.remove(number);
+                Ok(())
+            }
+        }
+    }
+
+    fn extend(&mut self, until_ns: u64) -> io::Result<()> {
+        // It never becomes less, in whatever order it is told.
+        self.until_ns = self.until_ns.max(until_ns);
+        let [seconds, nanos] = [self.until_ns / NS_PER_S, self.until_ns % NS_PER_S];
+        let part = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        let at = Timespec { tv_sec: part(seconds), tv_nsec: part(nanos) };
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: at };
+        timerfd_settime(&self.clock, TimerfdTimerFlags::ABSTIME, &once)?;
+        if self.is_fenced && now_ns() < self.until_ns {
+            self.is_fenced = false;
+            self.release_all();
+            self.tell(Warded::Freed)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, number: u64, version: Freezing, fds: Vec<OwnedFd>) -> io::Result<()> {
+        let mut fds = fds.into_iter();
+        let Some(own) = fds.next() else { return Err(io::ErrorKind::InvalidData.into()) };
+        if let Some(all) = fds.next() {
+            if self.is_fenced {
+                let _ = rustix::io::write(&all, word(Freezing::V1, true));
+            }
+            self.all = Some(all);
+        }
+        let inode = rustix::fs::fstat(&own)?.st_ino;
+        let one = Guarded { number, version, own, inode, is_held: false, is_gone: false };
+        let stopped = if self.is_fenced && version == Freezing::V2 { one.stop() } else { Ok(()) };
+        self.guarded.push(one);
+        match stopped {
+            Ok(()) => self.tell(Warded::Added { number }),
+            Err(failed) => self.complain(Err(failed)),
+        }
+    }
+
+    fn remove(&mut self, number: u64) {
+        let Some(at) = self.guarded.iter().position(|one| one.number == number) else { return };
+        if self.is_fenced {
+            // Its directory may be another one's, too: whoever comes next to it.
+            self.guarded[at].is_gone = true;
+        } else {
+            let one = self.guarded.swap_remove(at);
+            if one.is_held && !self.is_held_by_another(&one) {
+                one.release();
+            }
+        }
+    }
+
+    fn stop_all(&mut self) {
+        if let Some(all) = &self.all {
+            let _ = rustix::io::write(all, word(Freezing::V1, true));
+        }
+        for at in 0..self.guarded.len() {
+            if self.guarded[at].version == Freezing::V2 {
+                let failed = self.guarded[at].stop();
+                // A keeper that is told nothing any more has gone.
+                let _ = self.complain(failed);
+            }
+        }
+    }
+
+    fn release_all(&mut self) {
+        for one in &self.guarded {
+            let is_free = one.is_gone || (one.version == Freezing::V2 && !one.is_held);
+            if is_free && !self.is_held_by_another(one) {
+                one.release();
+            }
+        }
+        if let Some(all) = &self.all {
+            let _ = rustix::io::write(all, word(Freezing::V1, false));
+        }
+        self.guarded.retain(|one| !one.is_gone);
+    }
+
+    fn is_held_by_another(&self, one: &Guarded) -> bool {
+        let same = |other: &&Guarded| other.inode == one.inode && other.number != one.number;
+        self.guarded.iter().filter(same).any(|other| other.is_held && !other.is_gone)
+    }
+
+    fn complain(&self, stopped: Result<(), (u64, Errno)>) -> io::Result<()> {
+        match stopped {
+            Ok(()) => Ok(()),
+            Err((number, errno)) => self.tell(Warded::Failed { number, errno: errno.raw_os_error() }),
+        }
+    }
+
+    /// A keeper that reads nothing is stopped, or busy: it learns the last when it goes on, and the clock must not wait
+    /// for it.
+    fn tell(&self, told: Warded) -> io::Result<()> {
+        let mut writable = [PollFd::new(&self.keeper, PollFlags::OUT)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        match poll(&mut writable, Some(&now)) {
+            Ok(0) => Ok(()),
+            Ok(_) => channel::send(self.keeper.as_fd(), &told, &[]),
+            Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl Guarded {
+    /// The kernel stops each thread before it next runs a line of its program.
+    fn stop(&self) -> Result<(), (u64, Errno)> {
+        match rustix::io::write(&self.own, word(self.version, true)) {
+            // Its directory went with the last of its processes.
+            Ok(_) | Err(Errno::NODEV) => Ok(()),
+            Err(errno) => Err((self.number, errno)),
+        }
+    }
+
+    fn release(&self) {
+        // What cannot go on is found out by whoever asks it something.
+        let _ = rustix::io::write(&self.own, word(self.version, false));
+    }
+}
+
+fn word(version: Freezing, is_stopped: bool) -> &'static [u8] {
+    match (version, is_stopped) {
+        (Freezing::V1, true) => b"FROZEN",
+        (Freezing::V1, false) => b"THAWED",
+        (Freezing::V2, true) => b"1",
+        (Freezing::V2, false) => b"0",
+    }
+}

@@ -1,0 +1,583 @@
+//! What a cluster asks of a keeper: nothing runs that is not placed here, nor without authority, however busy or stopped the
+//! keeper is.
+//!
+//! The test is the supervisor: it says where sites are and until when the node may run them. Programs write down the time
+//! every millisecond; when they were stopped is the last they wrote. Not here: instances of a node that is alone (`rest`).
+
+use std::fs;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use nagaya_cmdb::feed::{Down, Question, Up};
+use nagaya_cmdb::instance::{Act, Tier};
+use nagaya_cmdb::record::{Placement, Why};
+use nagaya_cmdb::{Change, NodeName};
+use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::protocol::Failure;
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+
+use crate::CellFact;
+use crate::rest::{app, pids, run_of, show, until_idle};
+use crate::world::{World, is_alive, refusal, site_name, until_so, wait_dead};
+
+pub const CELLS: &[CellFact] = &[
+    (&[], "an instance runs only where it is placed, and who asks is told where that is", only_where_placed),
+    (&[], "who knows of a later placement than the keeper is waited for, but not for long", later_epoch),
+    (&[], "nothing runs before the first authority", nothing_before_authority),
+    (&[], "what is placed here stops when authority ends, and goes on when it returns", stops_in_time),
+    (&[], "what is placed here stops in time while the keeper itself is stopped", stops_without_the_keeper),
+    (&[], "fifty instances stop within a few milliseconds", fifty_stop),
+    (&[], "what rests stays at rest when authority returns", rests_stay),
+    (&[], "an instance that moves away is killed at once, frozen or fenced or in use", moves_away),
+    (
+        &[],
+        "what has moved away does not go on by an authority that is read after it",
+        authority_behind_a_move,
+    ),
+    (&[], "a start that is fenced is answered, and goes on or is given up", fenced_start),
+    (&[], "an instance that is given up lets its uses end, and does not run again under its epoch", given_up),
+    (&[], "a site that always runs does so only where it is placed", kept_where_placed),
+    (&[], "a keeper whose warden was killed ends, and all instances with it", killed_warden),
+    (&[], "nothing that is fenced outlives a killed keeper", killed_keeper),
+];
+
+/// How late a program may be stopped here. Other tests run at the same time on the same processors; what was measured is
+/// printed, and stands in docs/instances.md.
+const LATE_MAX: Duration = Duration::from_millis(100);
+
+const MS: u64 = 1_000_000;
+
+/// More than a test takes.
+const LONG_NS: u64 = 3600 * 1000 * MS;
+
+/// Writes the time down every millisecond, and answers every connection.
+const CLOCK: &str = r#"
+import os, socket, sys, threading, time
+name = sys.argv[1]
+if os.path.exists(name + '.late'): time.sleep(float(open(name + '.late').read()))
+out = os.open(name + '.clock', os.O_RDWR | os.O_CREAT, 0o644)
+def tick():
+    while True:
+        os.pwrite(out, b'%020d' % time.clock_gettime_ns(time.CLOCK_BOOTTIME), 0)
+        time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ['NAGAYA_SOCKET'])
+server.listen(64)
+run = os.urandom(8).hex().encode()
+while True:
+    peer = server.accept()[0]
+    try:
+        peer.recv(4096)
+        peer.sendall(b'HTTP/1.0 200 OK\r\n\r\n' + run + b' 1')
+    except OSError: pass
+    peer.close()
+"#;
+
+fn boottime_ns() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    u64::try_from(now.tv_sec).unwrap() * 1000 * MS + u64::try_from(now.tv_nsec).unwrap()
+}
+
+/// Node `a` of a cluster, with applications of these names that are placed nowhere. It has no authority.
+fn world(sites: &[&str]) -> World {
+    let mut world = World::new().with(|options| {
+        options.instances.image_bytes_max = 0;
+        options.node = Some("a".into());
+        options.instances.wakes_at_once = 4;
+    });
+    world.script("clock.py", CLOCK);
+    for site in sites {
+        world.site(site, "alice", clock(site, json!({})));
+    }
+    world.start()
+}
+
+fn clock(site: &str, more: Value) -> Value {
+    let mut record = app("", json!({"command": ["python3", "-S", "clock.py", site]}));
+    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    record
+}
+
+fn placement(site: &str, node: &str, epoch: u64) -> Change {
+    Change::PutPlacement(Placement {
+        site: site_name(site),
+        node: NodeName::new(node).unwrap(),
+        epoch,
+        since_ms: 0,
+        why: Why::First,
+        wait_ms: 0,
+    })
+}
+
+fn place(world: &World, site: &str, node: &str, epoch: u64) {
+    world.apply(vec![placement(site, node, epoch)]);
+}
+
+/// For so long from now. Returns until when.
+fn authority(world: &World, for_ms: u64) -> u64 {
+    let until_ns = boottime_ns() + for_ms * MS;
+    world.tell(&Down::Authority { until_ns });
+    until_ns
+}
+
+fn authority_for_long(world: &World) {
+    world.tell(&Down::Authority { until_ns: boottime_ns() + LONG_NS });
+}
+
+fn status(world: &World) -> Value {
+    let status: Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
+    status["cluster"].clone()
+}
+
+async fn until_fenced(world: &World, is_fenced: bool) {
+    until_so(|| status(world)["fenced"] == is_fenced).await;
+}
+
+fn clock_path(world: &World, site: &str) -> PathBuf {
+    world.home("alice").join("www").join(format!("{site}.clock"))
+}
+
+/// When it was last written down that it runs; None: it never was.
+fn last_tick(world: &World, site: &str) -> Option<u64> {
+    fs::read_to_string(clock_path(world, site)).ok()?.trim().parse().ok()
+}
+
+/// Waits until it ticks at a time after this one.
+async fn until_ticks_after(world: &World, site: &str, then: u64) {
+    until_so(|| last_tick(world, site).is_some_and(|tick| tick > then)).await;
+}
+
+/// Waits until it is this time.
+async fn until_time(then: u64) {
+    until_so(|| boottime_ns() >= then).await;
+}
+
+async fn use_once(keeper: &Keeper, site: &str) -> String {
+    run_of(keeper, site).await
+}
+
+async fn refused_elsewhere(keeper: &Keeper, site: &str, epoch: Option<u64>) -> (Option<String>, Option<u64>) {
+    match keeper.use_instance(&site_name(site), epoch).await {
+        Err(ClientError::Elsewhere { node, epoch, message }) => {
+            assert!(message.contains(site), "{message}");
+            (node.map(|node| node.to_string()), epoch)
+        }
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("it runs here"),
+    }
+}
+
+fn only_where_placed() {
+    let world = world(&["app"]);
+    authority_for_long(&world);
+    world.run(async |keeper| {
+        assert_eq!(refused_elsewhere(&keeper, "app", None).await, (None, None), "it is placed nowhere");
+        place(&world, "app", "b", 3);
+        assert_eq!(refused_elsewhere(&keeper, "app", Some(3)).await, (Some("b".into()), Some(3)));
+        for act in [Act::Wake, Act::Image] {
+            let row = world.act("app", act);
+            assert!(row["error"].is_string(), "{row}");
+        }
+        assert!(last_tick(&world, "app").is_none(), "nothing of it ever ran");
+        place(&world, "app", "a", 4);
+        use_once(&keeper, "app").await;
+        world.apply(vec![Change::DropPlacement(site_name("app"))]);
+        assert_eq!(refused_elsewhere(&keeper, "app", None).await, (None, None));
+    });
+}
+
+fn later_epoch() {
+    let world = world(&["app"]);
+    authority_for_long(&world);
+    place(&world, "app", "b", 1);
+    world.run(async |keeper| {
+        let asking = Rc::clone(&keeper);
+        let asking = tokio::task::spawn_local(async move {
+            asking.use_instance(&site_name("app"), Some(2)).await.map(drop)
+        });
+        tokio::task::yield_now().await;
+        place(&world, "app", "a", 2);
+        asking.await.unwrap().unwrap();
+        let began = Instant::now();
+        let known = refused_elsewhere(&keeper, "app", Some(9)).await;
+        assert_eq!(known, (Some("a".into()), Some(2)));
+        assert!(began.elapsed() >= Duration::from_millis(400), "it was waited for");
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    });
+}
+
+fn nothing_before_authority() {
+    let mut world = World::new().with(|options| {
+        options.instances.image_bytes_max = 0;
+        options.node = Some("a".into());
+    });
+    world.script("clock.py", CLOCK);
+    world.site("app", "alice", clock("app", json!({"min": 1})));
+    let world = world.start();
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        let refused = refusal(keeper.use_instance(&site_name("app"), Some(1)).await);
+        assert_eq!(refused, (Failure::Fenced, 361));
+        assert!(last_tick(&world, "app").is_none(), "nothing of it ever ran");
+        // One that has passed already is none.
+        world.tell(&Down::Authority { until_ns: boottime_ns() - MS });
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        authority_for_long(&world);
+        until_so(|| last_tick(&world, "app").is_some()).await;
+    });
+}
+
+/// How long after this time the site was stopped, once it is certain that it is.
+async fn stopped_after(world: &World, site: &str, until_ns: u64) -> Duration {
+    until_time(until_ns + 300 * MS).await;
+    let last = last_tick(world, site).unwrap();
+    until_time(until_ns + 500 * MS).await;
+    assert_eq!(last_tick(world, site), Some(last), "it runs on");
+    Duration::from_nanos(last.saturating_sub(until_ns))
+}
+
+fn stops_in_time() {
+    let world = world(&["app"]);
+    authority_for_a_start(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        let run = use_once(&keeper, "app").await;
+        for _ in 0..3 {
+            let until_ns = fence_soon(&world).await;
+            let late = stopped_after(&world, "app", until_ns).await;
+            println!("stopped {late:?} after its time");
+            assert!(late < LATE_MAX, "{late:?}");
+            until_fenced(&world, true).await;
+            assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+            let now = boottime_ns();
+            authority(&world, 3000);
+            until_ticks_after(&world, "app", now).await;
+            assert_eq!(use_once(&keeper, "app").await, run, "the same run goes on");
+        }
+        assert!(status(&world)["fences"].as_u64().unwrap() >= 3);
+    });
+}
+
+/// Long enough to start in, and over soon.
+fn authority_for_a_start(world: &World) {
+    authority(world, 3000);
+}
+
+/// Waits for the end of the authority there is, and says when that was.
+async fn fence_soon(world: &World) -> u64 {
+    until_fenced(world, true).await;
+    let until_ns = authority(world, 400);
+    until_ticks_after(world, "app", until_ns - 300 * MS).await;
+    until_ns
+}
+
+fn stops_without_the_keeper() {
+    let world = world(&["app"]);
+    authority_for_a_start(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        let run = use_once(&keeper, "app").await;
+        until_fenced(&world, true).await;
+        let until_ns = fence_soon(&world).await;
+        let pid = Pid::from_raw(i32::try_from(world.keeper_pid()).unwrap()).unwrap();
+        kill_process(pid, Signal::STOP).unwrap();
+        let late = stopped_after(&world, "app", until_ns).await;
+        kill_process(pid, Signal::CONT).unwrap();
+        println!("stopped {late:?} after its time, the keeper not running");
+        assert!(late < LATE_MAX, "{late:?}");
+        until_fenced(&world, true).await;
+        authority_for_long(&world);
+        assert_eq!(use_once(&keeper, "app").await, run);
+    });
+}
+
+fn fifty_stop() {
+    let names: Vec<String> = (0..50).map(|number| format!("app-{number}")).collect();
+    let sites: Vec<&str> = names.iter().map(String::as_str).collect();
+    let world = world(&sites);
+    authority(&world, 1);
+    world.apply(sites.iter().map(|site| placement(site, "a", 1)).collect());
+    // Renewed while they start, as a supervisor does.
+    world.run(async |keeper| {
+        let started: Vec<_> = names
+            .iter()
+            .map(|site| {
+                let (keeper, site) = (Rc::clone(&keeper), site_name(site));
+                tokio::task::spawn_local(async move {
+                    while let Err(error) = keeper.use_instance(&site, None).await {
+                        assert!(
+                            matches!(error, ClientError::Refused { failure: Failure::Fenced, .. }),
+                            "{error:?}"
+                        );
+                    }
+                })
+            })
+            .collect();
+        let mut until_ns = 0;
+        for mut one in started {
+            let started = loop {
+                until_ns = authority(&world, 1000);
+                if let Ok(started) = tokio::time::timeout(Duration::from_millis(100), &mut one).await {
+                    break started;
+                }
+            };
+            started.unwrap();
+        }
+        until_time(until_ns + 500 * MS).await;
+        let ticks: Vec<u64> = sites.iter().map(|site| last_tick(&world, site).unwrap()).collect();
+        until_time(until_ns + 700 * MS).await;
+        for (site, last) in sites.iter().zip(&ticks) {
+            assert_eq!(last_tick(&world, site), Some(*last), "{site} runs on");
+        }
+        let late = Duration::from_nanos(ticks.iter().max().unwrap().saturating_sub(until_ns));
+        let cluster = status(&world);
+        println!("fifty stopped {late:?} after their time; {cluster}");
+        assert_eq!(cluster["last_fence"]["instances"], 50);
+        assert!(late < LATE_MAX, "{late:?}");
+    });
+}
+
+fn rests_stay() {
+    let world = world(&["app"]);
+    authority_for_long(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        let run = use_once(&keeper, "app").await;
+        until_idle(&world, "app").await;
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        let last = last_tick(&world, "app");
+        assert!(last.is_some());
+        // It never becomes less: so another keeper's life is needed for a fence. Here the run itself is looked at.
+        world.tell(&Down::Authority { until_ns: 1 });
+        assert_eq!(last_tick(&world, "app"), last);
+        assert_eq!(use_once(&keeper, "app").await, run);
+    });
+    let world = self::world(&["app"]);
+    authority_for_a_start(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        let run = use_once(&keeper, "app").await;
+        until_idle(&world, "app").await;
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        until_fenced(&world, true).await;
+        let last = last_tick(&world, "app");
+        authority_for_long(&world);
+        until_fenced(&world, false).await;
+        assert_eq!(show(&world, "app")["tier"], "frozen");
+        assert_eq!(last_tick(&world, "app"), last, "it was not let go on");
+        assert_eq!(use_once(&keeper, "app").await, run);
+    });
+}
+
+fn moves_away() {
+    let world = world(&["app", "other"]);
+    authority_for_a_start(&world);
+    world.apply(vec![placement("app", "a", 1), placement("other", "a", 1)]);
+    world.run(async |keeper| {
+        // In use.
+        let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
+        let all = pids(&world, "app");
+        place(&world, "app", "b", 2);
+        all.iter().copied().for_each(wait_dead);
+        let lost = keeper.connect_instance(used.guard.id()).await;
+        assert_eq!(refusal(lost).0, Failure::NotFound);
+        assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("b".into()), Some(2)));
+        // Back again, and frozen.
+        place(&world, "app", "a", 3);
+        authority_for_a_start(&world);
+        use_once(&keeper, "app").await;
+        drop(used);
+        until_idle(&world, "app").await;
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        let all = pids(&world, "app");
+        place(&world, "app", "b", 4);
+        all.into_iter().for_each(wait_dead);
+        // Fenced.
+        use_once(&keeper, "other").await;
+        until_fenced(&world, true).await;
+        let all = pids(&world, "other");
+        assert!(all.iter().any(|pid| is_alive(*pid)));
+        place(&world, "other", "b", 2);
+        all.into_iter().for_each(wait_dead);
+        authority_for_long(&world);
+        assert_eq!(refused_elsewhere(&keeper, "other", None).await, (Some("b".into()), Some(2)));
+    });
+}
+
+fn authority_behind_a_move() {
+    let world = world(&["app"]);
+    authority_for_a_start(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        use_once(&keeper, "app").await;
+        until_fenced(&world, true).await;
+        let last = last_tick(&world, "app").unwrap();
+        let all = pids(&world, "app");
+        // The move is read, and holds only with the commit, which does not come yet.
+        world.tell(&Down::Apply(vec![placement("app", "b", 2)]));
+        authority_for_long(&world);
+        until_fenced(&world, false).await;
+        let now = boottime_ns();
+        until_time(now + 100 * MS).await;
+        assert_eq!(last_tick(&world, "app"), Some(last), "it went on");
+        assert!(all.iter().any(|pid| is_alive(*pid)));
+        world.apply(Vec::new());
+        all.into_iter().for_each(wait_dead);
+        place(&world, "app", "a", 3);
+        use_once(&keeper, "app").await;
+        until_ticks_after(&world, "app", now).await;
+    });
+}
+
+fn fenced_start() {
+    let world = world(&["app"]);
+    let late = |seconds: &str| fs::write(world.home("alice").join("www/app.late"), seconds).unwrap();
+    late("1.5");
+    place(&world, "app", "a", 1);
+    authority(&world, 1000);
+    world.run(async |keeper| {
+        // It stands still for a moment and goes on.
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        authority(&world, 1);
+        assert_eq!(show(&world, "app")["state"], "starting");
+        authority(&world, 20_000);
+        use_once(&keeper, "app").await;
+        assert_eq!(show(&world, "app")["failures"], 0);
+    });
+    let world = self::world(&["app"]);
+    fs::write(world.home("alice").join("www/app.late"), "30").unwrap();
+    place(&world, "app", "a", 1);
+    authority(&world, 1500);
+    world.run(async |keeper| {
+        assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
+        // For so long that it is given up.
+        until_so(|| show(&world, "app")["state"] == "idle").await;
+        assert!(pids(&world, "app").is_empty());
+        fs::remove_file(world.home("alice").join("www/app.late")).unwrap();
+        authority_for_long(&world);
+        use_once(&keeper, "app").await;
+        assert_eq!(show(&world, "app")["failures"], 0, "it was not the program's fault");
+    });
+}
+
+fn given_up() {
+    let world = world(&["app", "idle"]);
+    authority_for_long(&world);
+    world.apply(vec![placement("app", "a", 1), placement("idle", "a", 1)]);
+    world.run(async |keeper| {
+        let never_ran = world.act("idle", Act::Release { within_ms: 0 });
+        assert_eq!(never_ran, json!({"ok": true, "epoch": 1, "cut": 0}));
+        // Who uses it may end that.
+        let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
+        let all = pids(&world, "app");
+        let question = Question::Instance { site: "app".into(), act: Act::Release { within_ms: 60_000 } };
+        world.tell(&Down::Ask { tag: 9, question });
+        // Nobody else gets it meanwhile, as soon as the question is there.
+        until_asked(&keeper, "app").await;
+        assert!(all.iter().all(|pid| is_alive(*pid)));
+        crate::rest::get(&used, "/").await;
+        drop(used);
+        until_so(|| !all.iter().any(|pid| is_alive(*pid))).await;
+        match world.hear() {
+            Up::Answer { tag: 9, text } => assert_eq!(text, r#"{"cut":0,"epoch":1,"ok":true}"#),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(refused_elsewhere(&keeper, "app", Some(1)).await, (Some("a".into()), Some(1)));
+        world.apply(Vec::new());
+        assert_eq!(refused_elsewhere(&keeper, "app", Some(1)).await, (Some("a".into()), Some(1)));
+        // Only a new placement brings it back; then who does not end is cut.
+        place(&world, "app", "a", 2);
+        let used = keeper.use_instance(&site_name("app"), Some(2)).await.unwrap();
+        let all = pids(&world, "app");
+        assert_eq!(
+            world.act("app", Act::Release { within_ms: 100 }),
+            json!({"ok": true, "epoch": 2, "cut": 1})
+        );
+        assert!(!all.iter().any(|pid| is_alive(*pid)));
+        drop(used);
+    });
+}
+
+/// Returns once nobody gets it any more.
+async fn until_asked(keeper: &Keeper, site: &str) {
+    while keeper.use_instance(&site_name(site), None).await.is_ok() {
+        tokio::task::yield_now().await;
+    }
+}
+
+fn kept_where_placed() {
+    let mut world = World::new().with(|options| {
+        options.instances.image_bytes_max = 0;
+        options.node = Some("a".into());
+    });
+    world.script("clock.py", CLOCK);
+    for site in ["app", "other"] {
+        world.site(site, "alice", clock(site, json!({"min": 1})));
+    }
+    let world = world.start();
+    authority_for_long(&world);
+    world.apply(vec![placement("app", "a", 1), placement("other", "b", 1)]);
+    world.run(async |_keeper| {
+        until_so(|| last_tick(&world, "app").is_some()).await;
+        assert!(pids(&world, "other").is_empty());
+        let all = pids(&world, "app");
+        world.apply(vec![placement("app", "b", 2), placement("other", "a", 2)]);
+        all.into_iter().for_each(wait_dead);
+        until_so(|| last_tick(&world, "other").is_some()).await;
+        assert!(pids(&world, "app").is_empty(), "nor does it start again");
+    });
+}
+
+/// Children of this keeper's launcher with this name.
+fn warden_of(keeper: u32) -> i32 {
+    let parent_of = |pid: i32| -> Option<i32> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    };
+    let keeper = i32::try_from(keeper).unwrap();
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let is_its = |pid: &i32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        name.trim() == "nagaya-warden" && parent_of(*pid).and_then(parent_of) == Some(keeper)
+    };
+    all.into_iter().find(is_its).expect("a node of a cluster has a warden")
+}
+
+fn killed_warden() {
+    let world = world(&["app"]);
+    authority_for_long(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        use_once(&keeper, "app").await;
+        let all = pids(&world, "app");
+        let warden = Pid::from_raw(warden_of(world.keeper_pid())).unwrap();
+        kill_process(warden, Signal::KILL).unwrap();
+        all.into_iter().for_each(wait_dead);
+    });
+    assert!(!world.drain(), "it says that something is wrong");
+    assert!(world.log().contains("NGY0362"), "{}", world.log());
+}
+
+fn killed_keeper() {
+    let world = world(&["app"]);
+    authority_for_a_start(&world);
+    place(&world, "app", "a", 1);
+    world.run(async |keeper| {
+        use_once(&keeper, "app").await;
+        until_fenced(&world, true).await;
+        let last = last_tick(&world, "app");
+        let all = pids(&world, "app");
+        let warden = warden_of(world.keeper_pid());
+        world.kill();
+        wait_dead(warden);
+        // On v1 what stands still dies when the next keeper has cleared away.
+        world.restart();
+        all.into_iter().for_each(wait_dead);
+        assert_eq!(last_tick(&world, "app"), last, "and did not run on the way");
+    });
+}
