@@ -29,6 +29,7 @@ use tokio::task::JoinHandle;
 use crate::message::{ConnInfo, Head};
 use crate::metrics::Metrics;
 use crate::options::LogFormat;
+use crate::place::{Passed, Relocated};
 use crate::receipt;
 use format::Formatter;
 pub use format::{stages, timestamp};
@@ -108,6 +109,12 @@ pub struct More {
     pub tenant: Option<Arc<Tenant>>,
     /// The wake of its site's instance that it waited for.
     pub woken: Option<Woken>,
+    /// The other node that answered it.
+    pub passed: Option<Passed>,
+    /// The moves of its site that it has asked for.
+    pub relocated: Vec<Relocated>,
+    /// So long it waited for this node's authority.
+    pub held: Duration,
     /// So long its site's instance waited for databases for it, and for no other.
     pub database: Option<Duration>,
 }

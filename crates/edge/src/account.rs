@@ -27,6 +27,8 @@ use crate::instances::Hold;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::peers::fields;
+use crate::place::{Passed, Relocated, Stint};
 use crate::receipt::{self, Disclosure, Figures, Ring};
 use crate::refusal::{Blame, Refusal, Row};
 use crate::route::Route;
@@ -58,6 +60,10 @@ pub struct Account {
     stay: OnceCell<Rc<Stay>>,
     /// Keeps its site's instance awake until the response's body has ended.
     hold: Option<Rc<Hold>>,
+    /// Its right to be served here, where its site is placed.
+    stint: Option<Stint>,
+    /// Another node has sent it here, and is told what became of it.
+    is_carried: bool,
     /// The client is told its receipt.
     disclosed: bool,
     recorder: Rc<Recorder>,
@@ -145,7 +151,9 @@ impl Account {
             .blank()
             .unwrap_or_else(|| Box::new(AccessRecord::without_head(request.head.id, &request.head.conn)));
         record.begin(&request.head, client, recorder.log.is_some());
-        Self::new(recorder, record)
+        let mut account = Self::new(recorder, record);
+        account.is_carried = request.head.conn.carried.is_some();
+        account
     }
 
     /// Of something that was no request.
@@ -167,6 +175,8 @@ impl Account {
             ruling: None,
             stay: OnceCell::new(),
             hold: None,
+            stint: None,
+            is_carried: false,
             recorder,
         })
     }
@@ -276,6 +286,45 @@ impl Account {
         Rc::clone(self.hold.get_or_insert_with(|| Rc::new(hold())))
     }
 
+    /// What it needed the instance for will not happen here.
+    pub fn needs_no_instance(&mut self) {
+        self.hold = None;
+    }
+
+    /// It is to be served here, where its site is placed.
+    pub fn stay_here(&mut self, stint: Stint) {
+        self.stint = Some(stint);
+    }
+
+    pub fn stint(&self) -> Option<Stint> {
+        self.stint.clone()
+    }
+
+    /// It has asked for another place for its site.
+    pub fn relocated(&mut self, relocated: Relocated) {
+        self.more().relocated.push(relocated);
+    }
+
+    /// How often it has.
+    pub fn relocations(&self) -> usize {
+        self.record().more.as_ref().map_or(0, |more| more.relocated.len())
+    }
+
+    /// It waited so long for this node's authority.
+    pub fn was_held(&mut self, time: Duration) {
+        self.more().held += time;
+    }
+
+    pub fn held(&self) -> Duration {
+        self.record().more.as_ref().map_or(Duration::ZERO, |more| more.held)
+    }
+
+    /// Another node has begun to answer it.
+    pub fn passed(&mut self, passed: Passed) {
+        self.more().passed = Some(passed);
+        self.backend_answered();
+    }
+
     /// It waited so long for this wake of its site's instance.
     pub fn woken(&mut self, wake: Arc<Wake>, waited: Duration) {
         let before = self.record().woken().map_or(Duration::ZERO, |woken| woken.waited);
@@ -316,7 +365,18 @@ impl Account {
         if let Some(name) = self.cookie.take() {
             response.headers.append(SET_COOKIE, take_away(&name));
         }
-        if self.disclosed {
+        if self.is_carried {
+            self.tell_sender(&mut response);
+        }
+        if self.disclosed
+            && let Some(more) = &self.record().more
+        {
+            receipt::tell_moves(&mut response, more.relocated.iter());
+        }
+        let was_passed = self.record().more.as_ref().is_some_and(|more| more.passed.is_some());
+        if was_passed {
+            self.tell_hop(&mut response);
+        } else if self.disclosed {
             self.disclose(&mut response);
         } else if !self.record().queued.is_zero() {
             // Whoever was held may know it.
@@ -336,6 +396,22 @@ impl Account {
         let waited = hold.database_time();
         if waited.is_some() || self.record().more.is_some() {
             self.more().database = waited;
+        }
+    }
+
+    /// What the node that sent the request here writes into its log.
+    fn tell_sender(&self, response: &mut Response) {
+        let figures = Figures::of(self.record());
+        fields::serve(&mut response.headers, &self.recorder.node, figures.named());
+    }
+
+    /// The receipt is the other node's, and passes as it is; the client is told of the hop beside it.
+    fn tell_hop(&self, response: &mut Response) {
+        if !self.disclosed {
+            return;
+        }
+        if let Some(passed) = self.record().more.as_ref().and_then(|more| more.passed.as_ref()) {
+            receipt::tell_hop(response, &passed.node, passed.took);
         }
     }
 

@@ -35,6 +35,7 @@ use tokio::time::{sleep, timeout};
 pub use self::events::answer as events;
 pub use self::explain::row;
 pub use self::exposition::text as exposition;
+pub use self::held::BYTES_MAX as BODY_HELD_MAX;
 pub use self::lanes::{Lane, Lanes};
 pub use self::tickets::{Tickets, open, take_away};
 pub use self::turned::Turned;

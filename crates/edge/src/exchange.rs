@@ -17,6 +17,8 @@ use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::pace;
 use crate::path::SitePath;
+use crate::peers::fields;
+use crate::place;
 use crate::programs::{Outcome, Script};
 use crate::refusal::Refusal;
 use crate::route::Route;
@@ -35,7 +37,8 @@ const RENEWALS_MAX: u32 = 1;
 /// Begins what takes long and can go on while the request waits its turn: waking an application that rests.
 pub fn prepare(node: &Node, route: &Route, account: &mut Account) {
     if let Backend::App(_) = &route.site.backend {
-        account.need(|| node.instances.hold(&route.site.name));
+        let epoch = account.stint().map(|stint| stint.epoch());
+        account.need(|| node.instances.hold(&route.site.name, epoch));
     }
 }
 
@@ -136,8 +139,13 @@ async fn from_app(
 ) -> Result<Response, Refusal> {
     let Request { head, mut body } = request;
     let proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
-    let hold = account.need(|| node.instances.hold(&route.site.name));
+    let epoch = account.stint().map(|stint| stint.epoch());
+    let hold = account.need(|| node.instances.hold(&route.site.name, epoch));
     let mut instance = awake(&hold, account).await?;
+    // Where sites are placed: the instance may be awake before it may serve.
+    if let Some(stint) = account.stint() {
+        stint.begin(place::HOLD_MAX).await?;
+    }
     let mut renewals = 0;
     loop {
         let failed = match proxy.exchange(&Address::Instance(instance), &*hold, body).await {
@@ -153,6 +161,16 @@ async fn from_app(
         hold.renew(instance);
         let Ok(renewed) = awake(&hold, account).await else { return Err(failed.refusal) };
         (instance, body) = (renewed, again);
+    }
+}
+
+/// Until the head of the answer: as the site says, and no longer than the node in front waits.
+fn head_patience(head: &Head, backend_ms: u64, timeout_seconds: Option<u32>) -> Duration {
+    let own = timeout_seconds
+        .map_or(Duration::from_millis(backend_ms), |seconds| Duration::from_secs(seconds.into()));
+    match &head.conn.carried {
+        Some(carried) => own.min(carried.deadline.saturating_duration_since(Instant::now())),
+        None => own,
     }
 }
 
@@ -184,9 +202,7 @@ impl<'a> Proxy<'a> {
         let limits = node.limits();
         let bounds = Bounds {
             connect: Duration::from_millis(limits.backend_connect_ms),
-            head: timeout_seconds.map_or(Duration::from_millis(limits.backend_ms), |seconds| {
-                Duration::from_secs(seconds.into())
-            }),
+            head: head_patience(head, limits.backend_ms, timeout_seconds),
             idle: Duration::from_millis(limits.idle_body_ms),
             head_bytes: limits.head_bytes,
         };
@@ -205,6 +221,10 @@ impl<'a> Proxy<'a> {
         let mut response =
             upstream::exchange(&self.node.upstream, address, connector, outgoing, body, self.bounds).await?;
         self.node.forwarding.response(&mut response);
+        // What nodes say to each other is not an application's to say.
+        if self.node.shared.cluster.is_member() {
+            fields::strip(&mut response.headers);
+        }
         Ok(response)
     }
 }

@@ -57,8 +57,8 @@ const OWN_RESETS_MAX: usize = 128;
 
 /// Of a request body, so much may be under way before it is read: one stream, and the connection. The second
 /// bounds the memory of a connection, as long as bodies are not read: 1 MiB.
-const STREAM_WINDOW_BYTES: u32 = 256 << 10;
-const CONNECTION_WINDOW_BYTES: u32 = 1 << 20;
+pub const STREAM_WINDOW_BYTES: u32 = 256 << 10;
+pub const CONNECTION_WINDOW_BYTES: u32 = 1 << 20;
 
 /// The smallest there is, which keeps streams from waiting long for each other (RFC 9113 section 4.2).
 const FRAME_BYTES: u32 = 16 << 10;
@@ -93,11 +93,12 @@ where
     let streams = Streams::new(Duration::from_millis(limits.idle_body_ms));
     let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
     let io = TokioIo::new(Preread { input, io });
-    let mut connection = pin!(builder(&limits, streams.clone()).serve_connection(io, service));
+    let mut connection =
+        pin!(builder(&limits, host.windows(), streams.clone()).serve_connection(io, service));
     let idle = Duration::from_millis(limits.keep_alive_ms);
     tokio::select! {
         ended = connection.as_mut() => return ended,
-        () = drain(&entered) => {}
+        () = drained(&entered) => {}
         () = streams.idle_for(idle) => {}
     }
     // GOAWAY: streams that were begun are still answered, and no new one is taken.
@@ -108,7 +109,7 @@ where
     }
 }
 
-fn builder(limits: &Limits, streams: Streams) -> Builder<Streams> {
+fn builder(limits: &Limits, (stream, connection): (u32, u32), streams: Streams) -> Builder<Streams> {
     let mut builder = Builder::new(streams);
     builder
         .timer(TokioTimer::new())
@@ -116,8 +117,8 @@ fn builder(limits: &Limits, streams: Streams) -> Builder<Streams> {
         .max_header_list_size(u32::try_from(limits.head_bytes).unwrap_or(u32::MAX))
         .max_pending_accept_reset_streams(PENDING_RESETS_MAX)
         .max_local_error_reset_streams(OWN_RESETS_MAX)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .initial_stream_window_size(stream)
+        .initial_connection_window_size(connection)
         .max_frame_size(FRAME_BYTES)
         .max_send_buf_size(SEND_BUFFER_BYTES)
         .header_table_size(HPACK_TABLE_BYTES)
@@ -128,7 +129,7 @@ fn builder(limits: &Limits, streams: Streams) -> Builder<Streams> {
 }
 
 /// Ends when draining begins.
-async fn drain(entered: &Entered) {
+pub(crate) async fn drained(entered: &Entered) {
     poll_fn(|cx| {
         if entered.is_draining() {
             return Poll::Ready(());

@@ -54,6 +54,8 @@ pub struct Instances {
 /// One site's instance, as this thread uses it.
 struct Use {
     site: SiteName,
+    /// In a cluster: the placement's when it was asked for.
+    epoch: Option<u64>,
     phase: watch::Sender<Phase>,
     /// Requests that need it.
     holds: Cell<u32>,
@@ -86,9 +88,10 @@ impl Instances {
         Rc::new(Self { keeper, pool, metrics, needs, uses: RefCell::default() })
     }
 
-    /// A request needs the instance of this site: it is asked for now, unless this thread uses it or has asked already.
-    pub fn hold(self: &Rc<Self>, site: &SiteName) -> Hold {
-        let used = self.used(site);
+    /// A request needs the instance of this site: it is asked for now, unless this thread uses it or has asked already. In a
+    /// cluster: the one under this epoch.
+    pub fn hold(self: &Rc<Self>, site: &SiteName, epoch: Option<u64>) -> Hold {
+        let used = self.used(site, epoch);
         let waits = matches!(*used.phase.borrow(), Phase::Asked);
         used.take();
         Hold {
@@ -99,14 +102,16 @@ impl Instances {
         }
     }
 
-    fn used(self: &Rc<Self>, site: &SiteName) -> Rc<Use> {
+    fn used(self: &Rc<Self>, site: &SiteName, epoch: Option<u64>) -> Rc<Use> {
         if let Some(used) = self.uses.borrow().get(site)
+            && used.epoch >= epoch
             && self.is_kept(used)
         {
             return Rc::clone(used);
         }
         let used = Rc::new(Use {
             site: site.clone(),
+            epoch,
             phase: watch::Sender::new(Phase::Asked),
             holds: Cell::new(0),
             idle_since: Cell::new(Instant::now()),
@@ -138,7 +143,7 @@ impl Instances {
 
     /// Asks for it, and gives it back when nobody needs it any more.
     async fn live(self: Rc<Self>, used: Rc<Use>) {
-        let InstanceUse { socket, guard, tally, wake } = match self.ask(&used.site).await {
+        let InstanceUse { socket, guard, tally, wake } = match self.ask(&used).await {
             Ok(using) => using,
             Err(error) => {
                 self.forget(&used);
@@ -162,15 +167,18 @@ impl Instances {
         used.guard.take();
     }
 
-    /// Nothing has been sent of the requests that wait, so a keeper that went is waited for.
-    async fn ask(&self, site: &SiteName) -> Result<InstanceUse, ClientError> {
+    /// Nothing has been sent of the requests that wait, so a keeper that went is waited for, and one that has not heard yet
+    /// that this node may run what is placed on it.
+    async fn ask(&self, used: &Use) -> Result<InstanceUse, ClientError> {
         for _ in 1..KEEPER_TRIES_MAX {
-            match self.keeper.use_instance(site).await {
-                Err(ClientError::Gone) => sleep(KEEPER_PAUSE).await,
+            match self.keeper.use_instance(&used.site, used.epoch).await {
+                Err(ClientError::Gone | ClientError::Refused { failure: Failure::Fenced, .. }) => {
+                    sleep(KEEPER_PAUSE).await;
+                }
                 asked => return asked,
             }
         }
-        self.keeper.use_instance(site).await
+        self.keeper.use_instance(&used.site, used.epoch).await
     }
 
     /// Takes it off the list, unless another has its place already.
@@ -303,7 +311,7 @@ impl Hold {
             self.instances.forget(&held);
             held.lose();
         }
-        let next = self.instances.used(&held.site);
+        let next = self.instances.used(&held.site, held.epoch);
         next.take();
         self.waits.set(matches!(*next.phase.borrow(), Phase::Asked));
         self.give_back(&std::mem::replace(&mut *held, next));
@@ -359,6 +367,14 @@ fn refuse(error: ClientError) -> Refusal {
         ClientError::Refused { failure: Failure::Busy, message, .. } => {
             tracing::debug!("{message}");
             Refusal::Overloaded("the application restarts")
+        }
+        ClientError::Refused { failure: Failure::Fenced, message, .. } => {
+            tracing::debug!("{message}");
+            Refusal::Fenced
+        }
+        ClientError::Elsewhere { message, .. } => {
+            tracing::debug!("{message}");
+            Refusal::Moved
         }
         ClientError::Refused { message, .. } => Refusal::BackendUnreachable(message),
         ClientError::Gone => Refusal::Overloaded("the keeper restarts"),

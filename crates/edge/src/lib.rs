@@ -11,6 +11,8 @@ pub mod admission;
 pub mod exchange;
 pub mod files;
 pub mod instances;
+pub mod place;
+
 pub mod programs;
 pub mod route;
 pub mod rules;
@@ -18,12 +20,14 @@ pub mod upstream;
 
 pub mod authority;
 pub mod body;
+pub mod cluster;
 pub mod date;
 pub mod drain;
 pub mod forward;
 pub mod http1;
 pub mod http2;
 pub mod path;
+pub mod peers;
 pub mod silence;
 pub mod tls;
 
@@ -44,4 +48,4 @@ pub mod turns;
 mod process;
 
 pub use options::Options;
-pub use process::{Listener, Start, run};
+pub use process::{Listener, PeerSockets, Start, run};

@@ -22,6 +22,8 @@ use crate::http1;
 use crate::http2;
 use crate::message::ConnInfo;
 use crate::node::Node;
+use crate::peers::acceptor::Acceptor;
+use crate::peers::images;
 use crate::rules;
 use crate::shared::Shared;
 use crate::tls::{Alpn, Tls};
@@ -56,6 +58,8 @@ pub struct Orders {
 /// What one thread is given.
 pub struct Thread {
     pub sockets: Vec<Socket>,
+    /// Where other nodes of a cluster pass requests on.
+    pub peers: Option<OwnedFd>,
     pub orders: watch::Receiver<Orders>,
     /// One thread of the process also tends what all share.
     pub tends_shared: bool,
@@ -69,7 +73,10 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         let node = Rc::new(Node::new(Arc::clone(&shared), Rc::clone(&keeper)));
         let tls = Rc::new(Tls::new(Rc::clone(&keeper), Arc::clone(&shared.metrics)));
         // One that is not there yet is looked for by the first request that needs it.
-        tokio::task::spawn_local(async move { keeper.greet().await });
+        tokio::task::spawn_local({
+            let keeper = Rc::clone(&keeper);
+            async move { keeper.greet().await }
+        });
         let mut acceptors = Vec::with_capacity(thread.sockets.len());
         for socket in thread.sockets {
             let listener = std::net::TcpListener::from(socket.fd);
@@ -78,6 +85,13 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
             let tls = socket.tls.then(|| Rc::clone(&tls));
             acceptors.push(tokio::task::spawn_local(accept(listener, tls, Rc::clone(&node))));
         }
+        let passed_on = Acceptor::new(Arc::clone(&shared), Rc::clone(&node), Rc::clone(&keeper));
+        if let Some(fd) = thread.peers {
+            let listener = std::net::TcpListener::from(fd);
+            listener.set_nonblocking(true)?;
+            let accepting = Rc::clone(&passed_on).run(TcpListener::from_std(listener)?);
+            acceptors.push(tokio::task::spawn_local(accepting));
+        }
         let turns = Rc::clone(&node.turns);
         tokio::task::spawn_local(async move { turns.count().await });
         let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
@@ -85,8 +99,9 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         if thread.tends_shared {
             tokio::task::spawn_local(Arc::clone(&shared.php).tend());
             tokio::task::spawn_local(admission::tend(Rc::clone(&node)));
+            tokio::task::spawn_local(images::follow(Rc::clone(&node)));
         }
-        follow(&node, thread.orders).await;
+        follow(&node, &passed_on, thread.orders).await;
         // Draining: no new connections, and those at work end with their answer.
         acceptors.iter().for_each(tokio::task::JoinHandle::abort);
         node.connections.drain();
@@ -107,13 +122,14 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
 }
 
 /// Carries out orders until the one to drain.
-async fn follow(node: &Node, mut orders: watch::Receiver<Orders>) {
+async fn follow(node: &Node, passed_on: &Acceptor<Node>, mut orders: watch::Receiver<Orders>) {
     let mut settings = orders.borrow_and_update().settings;
     loop {
         let now = *orders.borrow_and_update();
         if now.settings != settings {
             settings = now.settings;
             node.refresh();
+            passed_on.refresh();
         }
         if now.drain || orders.changed().await.is_err() {
             return;
@@ -187,7 +203,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, tls: Option<Rc<Tls>>, n
     if let Ok(local) = stream.local_addr() {
         match tls {
             Some(tls) => encrypted(stream, peer, local, &tls, &node).await,
-            None => plain(stream, ConnInfo { peer, local, tls: None }, &node).await,
+            None => plain(stream, ConnInfo { peer, local, tls: None, carried: None }, &node).await,
         }
     }
     open.dec();
@@ -203,7 +219,7 @@ async fn encrypted(stream: TcpStream, peer: SocketAddr, local: SocketAddr, tls: 
         Ok(Err(error)) => return tracing::debug!(%peer, %error, "a TLS handshake failed"),
         Err(_) => return tracing::debug!(%peer, "a TLS handshake took too long"),
     };
-    let conn = Rc::new(ConnInfo { peer, local, tls: Some(info) });
+    let conn = Rc::new(ConnInfo { peer, local, tls: Some(info), carried: None });
     match alpn {
         Alpn::Http2 => second(stream, BytesMut::new(), conn, node).await,
         Alpn::Http1 => http1::connection::serve(stream, BytesMut::new(), conn, Rc::clone(node)).await,

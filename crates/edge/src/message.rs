@@ -17,6 +17,7 @@ use http_body::{Body, Frame, SizeHint};
 use nagaya_base::RequestId;
 
 use crate::pace::Flow;
+use crate::peers::Carried;
 
 /// One request: its head, already checked, and its body, still arriving.
 pub struct Request {
@@ -53,6 +54,9 @@ pub struct ConnInfo {
     pub local: SocketAddr,
     /// Present on TLS connections.
     pub tls: Option<TlsInfo>,
+    /// The client's connection is another node's, which has passed on this one request of it. Of the client are then
+    /// the other fields too.
+    pub carried: Option<Box<Carried>>,
 }
 
 #[derive(Debug)]

@@ -6,10 +6,12 @@
 use std::time::Duration;
 
 use http::{Method, StatusCode, Version};
+use nagaya_cmdb::Why;
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
 use crate::access_log::{AccessRecord, Used};
+use crate::place::Relocated;
 
 const METHODS: Dimension = Dimension {
     label: "method",
@@ -47,6 +49,13 @@ const REASONS: Dimension = Dimension {
         "backend_invalid",
         "backend_timeout",
         "site_broken",
+        "fenced",
+        "nowhere",
+        "not_placed_here",
+        "may_be_done",
+        "moved_too_often",
+        "other_site",
+        "unplaced",
         "loop",
         "rule_broken",
         "ruled",
@@ -90,6 +99,30 @@ const WAKE_BOUNDS_US: &[u64] = &[
     50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
     2_500_000, 5_000_000, 10_000_000, 60_000_000,
 ];
+
+/// `Why::ALL` in their order.
+const WHYS: Dimension = Dimension {
+    label: "why",
+    values: &["first", "silent", "refused", "fenced", "draining", "load", "operator"],
+};
+const _: () = assert!(WHYS.values.len() == Why::ALL.len());
+
+/// Parts of a relocation that a request waited for, before its site is woken: that has stages of its own.
+const RELOCATION_STAGES: Dimension =
+    Dimension { label: "stage", values: &["detect", "decide", "store", "asked"] };
+
+const HOP: Dimension = Dimension { label: "to", values: &["first_byte"] };
+
+/// Images between nodes.
+const DIRECTIONS: Dimension = Dimension { label: "direction", values: &["in", "out"] };
+const TAKEN: Dimension = Dimension { label: "result", values: &["here", "failed"] };
+
+/// Which way an image goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    In,
+    Out,
+}
 
 /// How a TLS handshake ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,6 +186,7 @@ pub struct Metrics {
     upstream_connections: Counters<1>,
     pub upstream_retries: Counter,
     wakes: Wakes,
+    moves: Moves,
     log_lines: Counters<1>,
     pub sites: Gauge,
     pub tenants: Gauge,
@@ -236,6 +270,50 @@ impl Wakes {
     }
 }
 
+/// Of requests whose sites run elsewhere, or did.
+#[derive(Debug)]
+struct Moves {
+    relocations: Counters<1>,
+    stages: Histogram,
+    hops: Histogram,
+    images: Counters<1>,
+    image_bytes: Counters<1>,
+}
+
+impl Moves {
+    fn new(r: &mut Registry) -> Self {
+        Self {
+            relocations: r.counters(
+                "relocations",
+                "Requests that asked for another place for their site",
+                [WHYS],
+            ),
+            stages: r.histogram(
+                "relocation_stage",
+                "Parts of relocations that requests waited for, before the application was woken",
+                RELOCATION_STAGES,
+                WAKE_BOUNDS_US,
+            ),
+            hops: r.histogram(
+                "forwarded_request",
+                "From passing a request on to another node to the head of its answer",
+                HOP,
+                WAKE_BOUNDS_US,
+            ),
+            images: r.counters(
+                "images_taken",
+                "Images of applications that were to come from another node, by whether one came",
+                [TAKEN],
+            ),
+            image_bytes: r.counters(
+                "image_transfer_bytes",
+                "Bytes of images that came from other nodes or went there",
+                [DIRECTIONS],
+            ),
+        }
+    }
+}
+
 impl Default for Metrics {
     fn default() -> Self {
         Self::new()
@@ -294,6 +372,7 @@ impl Metrics {
             ),
             upstream_retries: r.counter("upstream_retries", "Requests sent to a backend a second time"),
             wakes: Wakes::new(&mut r),
+            moves: Moves::new(&mut r),
             log_lines: r.counters(
                 "access_log_lines",
                 "Lines for the access log",
@@ -339,6 +418,31 @@ impl Metrics {
         for (stage, us) in &wake.stages {
             self.wakes.stages.observe(*stage as usize, Duration::from_micros(*us));
         }
+    }
+
+    /// A request has found its site another place.
+    pub fn relocated(&self, relocated: &Relocated) {
+        let why = Why::ALL.iter().position(|why| *why == relocated.why).unwrap_or_default();
+        self.moves.relocations.add([why], 1);
+        let stages = [relocated.detect, relocated.decide, relocated.store, relocated.asked];
+        for (at, took) in stages.into_iter().enumerate() {
+            self.moves.stages.observe(at, took);
+        }
+    }
+
+    /// Another node has begun to answer a request, so long after it was sent there.
+    pub fn forwarded(&self, took: Duration) {
+        self.moves.hops.observe(0, took);
+    }
+
+    /// An image was to come from another node.
+    pub fn image_taken(&self, is_here: bool) {
+        self.moves.images.add([usize::from(!is_here)], 1);
+    }
+
+    /// So much of an image came, or went.
+    pub fn image_bytes(&self, direction: Direction, len: usize) {
+        self.moves.image_bytes.add([direction as usize], len as u64);
     }
 
     pub fn handshake(&self, how: Handshake) {

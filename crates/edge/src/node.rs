@@ -19,6 +19,7 @@ use crate::instances::Instances;
 use crate::message::{ConnInfo, Request, Response};
 use crate::options::Limits;
 use crate::pace::Plans;
+use crate::peers::{Pool as Peers, fields};
 use crate::programs::Programs;
 use crate::refusal::Refusal;
 use crate::request;
@@ -35,6 +36,8 @@ pub struct Node {
     pub programs: Programs,
     pub upstream: Rc<Pool>,
     pub instances: Rc<Instances>,
+    /// Connections to other nodes.
+    pub peers: Peers,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
     pub rules: Rc<Rules>,
@@ -70,6 +73,7 @@ impl Node {
                 Arc::clone(&shared.needs),
             ),
             upstream,
+            peers: Peers::new(Arc::clone(&shared)),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
             rules: Rules::new(&shared, Rc::clone(&keeper), Rc::clone(&turns)),
@@ -123,6 +127,7 @@ impl Node {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         metrics.file_cache_bytes.add(bytes - self.cached_bytes.replace(bytes));
         self.upstream.sweep();
+        self.peers.sweep();
         self.files.drop_idle(std::time::Instant::now());
         if let Some(log) = &self.recorder().log {
             log.flush();
@@ -146,7 +151,9 @@ impl From<RootError> for Refusal {
         match error {
             RootError::Keeper(ClientError::Gone) => Self::Overloaded("the keeper restarts"),
             RootError::Keeper(ClientError::TimedOut) => Self::Overloaded("the keeper is busy"),
-            RootError::Keeper(ClientError::Refused { message, .. }) => Self::SiteBroken(message),
+            RootError::Keeper(
+                ClientError::Refused { message, .. } | ClientError::Elsewhere { message, .. },
+            ) => Self::SiteBroken(message),
             RootError::Io(error) => Self::SiteBroken(error.to_string()),
         }
     }
@@ -167,7 +174,11 @@ impl Host for Node {
         self.ids.next()
     }
 
-    fn serve(&self, request: Request) -> impl Future<Output = Response> {
+    fn serve(&self, mut request: Request) -> impl Future<Output = Response> {
+        // What nodes say to each other was taken in before; what is left of it a client has made up.
+        if self.shared.cluster.is_member() {
+            fields::strip(&mut request.head.headers);
+        }
         request::serve(self, request)
     }
 

@@ -41,6 +41,40 @@ pub struct Options {
     pub php_idle_ms: u64,
     /// Where the keeper listens.
     pub keeper: PathBuf,
+    /// None: this node is alone.
+    pub cluster: Option<ClusterOptions>,
+}
+
+/// This node's place in its cluster, and what it shows other nodes. Who they are stands in their records.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterOptions {
+    /// This node's name, and the id in its record.
+    pub node: String,
+    pub id: String,
+    /// PEM: certificates of the cluster's authority; two while it is exchanged.
+    pub authorities: String,
+    /// PEM: this node's chain, whose DNS name is `NODE.nagaya.internal`, and its key.
+    pub certificate: String,
+    pub key: String,
+    /// Key of the probes' HMAC-SHA256: 64 hexadecimal digits, the same on all nodes.
+    pub probe_key: String,
+    pub probe: ProbeKind,
+    /// Longest that a probe waits for an answer, milliseconds, 5 to 100: what is measured only shortens it.
+    pub probe_ms: u64,
+}
+
+/// How a node that was not heard from is asked whether it is there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProbeKind {
+    /// A signed datagram to the edge, answered by a thread that does nothing else.
+    #[default]
+    Udp,
+    /// A TCP connection to its edge, reset at once (SO_LINGER 0), as paper 001 does it.
+    Connect,
+    /// An ICMP echo to its host (`net.ipv4.ping_group_range` must allow it): says nothing about its edge.
+    Icmp,
 }
 
 /// Bounds against slow and oversized clients and backends.
@@ -157,6 +191,7 @@ impl Default for Options {
             php_requests: 100_000,
             php_idle_ms: 60_000,
             keeper: PathBuf::from("/run/nagaya/keeper.sock"),
+            cluster: None,
         }
     }
 }

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use nagaya_admission::Explained;
-use nagaya_cmdb::feed::{self, Down, Question, Up};
+use nagaya_cmdb::feed::{self, Down, Fetched, Placed, Question, Up};
 use nagaya_cmdb::record::Change;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::access_log::AccessLog;
@@ -19,6 +20,8 @@ use crate::admission::{self, Lane};
 use crate::listen::{self, Orders, Socket, Thread};
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::peers::probe;
+use crate::peers::probe::vouch::Order;
 use crate::receipt;
 use crate::shared::Shared;
 
@@ -38,6 +41,16 @@ pub struct Start {
     pub feed: UnixStream,
     /// Where tickets are kept. None: none are given.
     pub tickets: Option<OwnedFd>,
+    /// Where other nodes of a cluster ask. None: this node can be in none.
+    pub peers: Option<PeerSockets>,
+}
+
+/// What other nodes reach this edge by, bound to one address and port.
+pub struct PeerSockets {
+    /// Listening, TCP, one for each thread.
+    pub streams: Vec<OwnedFd>,
+    /// UDP.
+    pub probes: OwnedFd,
 }
 
 /// Runs until told to drain, or until the supervisor is gone.
@@ -54,6 +67,10 @@ pub fn run(start: Start) -> ExitCode {
 struct Process {
     shared: Arc<Shared>,
     feed: UnixStream,
+    /// Its other direction, which several threads write to.
+    feed_up: Arc<Mutex<UnixStream>>,
+    /// Until the first commit: where other nodes will be served.
+    peers: Option<PeerSockets>,
     /// Until the first commit: what the threads will listen on.
     waiting: Vec<Listener>,
     threads: Vec<JoinHandle<io::Result<()>>>,
@@ -74,20 +91,25 @@ impl Process {
         if let Some(directory) = start.tickets {
             admission::open(&shared, directory);
         }
-        Ok(Self {
+        let feed_up = Arc::new(Mutex::new(start.feed.try_clone()?));
+        let process = Self {
             shared,
             feed: start.feed,
+            feed_up,
+            peers: start.peers,
             waiting: start.listeners,
             threads: Vec::new(),
             orders: watch::Sender::new(Orders::default()),
             pending: Vec::new(),
-        })
+        };
+        process.open_desk()?;
+        Ok(process)
     }
 
     fn follow(mut self) -> io::Result<()> {
         loop {
             match feed::read(&mut self.feed)? {
-                Some(Down::Options(options)) => self.options(serde_json::from_value(options)?),
+                Some(Down::Options(options)) => self.options(serde_json::from_value(options)?)?,
                 // Nobody is served before the first commit, so the first load needs no second copy in memory.
                 Some(Down::Apply(changes)) if self.threads.is_empty() => self.apply(changes)?,
                 Some(Down::Apply(changes)) => self.pending.extend(changes),
@@ -100,6 +122,11 @@ impl Process {
                 Some(Down::Drain) => return self.drain(),
                 // Instances are the keeper's.
                 Some(Down::Exec(_)) => {}
+                Some(Down::Authority { until_ns }) => self.shared.cluster.tenure.extend(until_ns),
+                Some(Down::Placed { tag, placed }) => self.placed(tag, placed),
+                Some(Down::Vouch { round, members }) => self.vouch(Order::Ask { round, members }),
+                Some(Down::VouchAnswer { tag, moved }) => self.vouch(Order::Vouch { tag, moved }),
+                Some(Down::Leaving { site, on }) => self.shared.cluster.set_leaving(site, on),
                 None => {
                     tracing::warn!("the supervisor is gone");
                     return self.drain();
@@ -108,7 +135,29 @@ impl Process {
         }
     }
 
-    fn options(&mut self, options: Options) {
+    /// In a cluster, requests may ask where their sites are to run.
+    fn open_desk(&self) -> io::Result<()> {
+        let cluster = &self.shared.cluster;
+        if !cluster.is_member() || cluster.desk.is_open() {
+            return Ok(());
+        }
+        let feed = Arc::clone(&self.feed_up);
+        cluster.desk.open(move |question| feed::write(&mut *feed.lock(), question))
+    }
+
+    fn vouch(&self, order: Order) {
+        self.shared.cluster.peers.probes.vouch(order);
+    }
+
+    /// The placement is known before anybody who waits for it goes on.
+    fn placed(&self, tag: u64, placed: Placed) {
+        if let Placed::At { placement, .. } = &placed {
+            self.shared.cluster.placed(placement.clone());
+        }
+        self.shared.cluster.desk.answer(tag, &placed);
+    }
+
+    fn options(&mut self, options: Options) -> io::Result<()> {
         let before = self.shared.options();
         let is_other_log = before.log != options.log;
         self.shared.set_options(options);
@@ -116,6 +165,7 @@ impl Process {
             self.open_log();
         }
         self.orders.send_modify(|orders| orders.settings += 1);
+        self.open_desk()
     }
 
     /// Opens the log that the settings name, for all threads. Also anew, after somebody has removed what was in the way.
@@ -141,7 +191,7 @@ impl Process {
         if self.threads.is_empty() {
             self.start_threads()?;
         }
-        feed::write(&mut self.feed, &Up::Ready { revision })
+        feed::write(&mut *self.feed_up.lock(), &Up::Ready { revision })
     }
 
     /// Thread `n` gets the n-th socket of each address.
@@ -156,8 +206,15 @@ impl Process {
                 of_thread[n].push(Socket { fd, tls: listener.tls });
             }
         }
+        let mut peers = Vec::new();
+        if let Some(sockets) = self.peers.take() {
+            peers = sockets.streams;
+            probe::start(Arc::clone(&self.shared), sockets.probes)?;
+        }
+        let mut peers = peers.into_iter();
         for (n, sockets) in of_thread.into_iter().enumerate() {
-            let thread = Thread { sockets, orders: self.orders.subscribe(), tends_shared: n == 0 };
+            let orders = self.orders.subscribe();
+            let thread = Thread { sockets, peers: peers.next(), orders, tends_shared: n == 0 };
             let shared = Arc::clone(&self.shared);
             let named = std::thread::Builder::new().name(format!("edge-{n}"));
             self.threads.push(named.spawn(move || listen::run(shared, thread))?);
@@ -169,21 +226,30 @@ impl Process {
         let text = match question {
             Question::Metrics => {
                 let lanes = admission::exposition(self.shared.lanes.explain());
-                self.shared.metrics.encode() + &lanes
+                self.shared.metrics.encode() + &lanes + &self.shared.cluster.peers.tallies.exposition()
             }
             Question::Status => self.status().to_string(),
             Question::Requests => self.requests().to_string(),
             Question::Explain { id } => receipt::explain(&self.shared, &id),
+            Question::FetchImage { site, from } => {
+                if self.shared.cluster.peers.images.put(tag, site, from) {
+                    return Ok(());
+                }
+                serde_json::to_string(&Fetched::Failed { reason: "too many images are to come".into() })?
+            }
             // The keeper's to answer; this process has none.
             Question::Cells | Question::Instances | Question::Instance { .. } => "null".into(),
         };
-        feed::write(&mut self.feed, &Up::Answer { tag, text })
+        feed::write(&mut *self.feed_up.lock(), &Up::Answer { tag, text })
     }
 
     fn status(&self) -> serde_json::Value {
         let (sites, tenants, revision, bytes) = self.shared.with_table(|table| {
             (table.site_count(), table.tenant_count(), table.revision(), table.heap_bytes())
         });
+        let cluster = &self.shared.cluster;
+        let authority =
+            cluster.is_member().then(|| u64::try_from(cluster.tenure.left().as_millis()).unwrap_or(u64::MAX));
         serde_json::json!({
             "threads": self.threads.len(),
             "sites": sites,
@@ -193,6 +259,8 @@ impl Process {
             "connections": self.shared.metrics.connections_open.get(),
             "php_workers": self.shared.php.workers(),
             "rules": self.shared.rules.status(),
+            "peers": self.shared.cluster.peers.tallies.status(),
+            "authority_ms": authority,
         })
     }
 

@@ -8,7 +8,7 @@ mod figures;
 mod meter;
 mod ring;
 
-pub use disclose::{Disclosure, RECEIPT, gather, tell_queued};
+pub use disclose::{Disclosure, RECEIPT, gather, tell_hop, tell_moves, tell_queued};
 pub use explain::explain;
 pub use figures::Figures;
 pub use meter::{Covers, metered, now, spent, spent_on_answer};

@@ -6,9 +6,12 @@ use bytes::Bytes;
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, StatusCode};
 use nagaya_base::{Code, RequestId};
+use nagaya_cmdb::NodeName;
 
 use crate::admission::Turned;
+use crate::cluster::Unanswered;
 use crate::message::{BodyError, Response, ResponseBody};
+use crate::peers::{Denied, fields};
 
 /// Why a request got no answer from its site.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,6 +66,31 @@ pub enum Refusal {
     RuleBroken(String),
     #[error("this server's rules do not allow it")]
     Ruled(StatusCode),
+    #[error("this node may not run applications now: it has lost touch with its cluster")]
+    Fenced,
+    #[error("the site's application can run nowhere now: {reason}")]
+    Nowhere { reason: String, code: Code },
+    #[error("it is not known where the site's application is to run: {0}")]
+    Unplaced(Unanswered),
+    #[error("the site has moved more often than a request follows it")]
+    MovedTooOften,
+    /// Node `node` was lost, and the request cannot be sent a second time, because of `reason`.
+    #[error(
+        "node '{node}' was lost while it had the request, which may have been carried out; it was not sent again: {reason}"
+    )]
+    MayBeDone { node: NodeName, reason: &'static str },
+    /// To another node: its request is for a site that does not run here.
+    #[error("the site does not run on this node, which knows epoch {epoch}")]
+    NotPlacedHere { epoch: u64 },
+    /// To another node: this one has no authority.
+    #[error("this node may not run applications now, and another one asked it to")]
+    FencedHere,
+    /// To another node: it routes the request to another site.
+    #[error("two nodes know different sites for this request")]
+    OtherSite,
+    /// The site is not placed here any more. Never seen by a client: the request goes on elsewhere.
+    #[error("the site has moved")]
+    Moved,
     #[error("the client left")]
     ClientGone,
 }
@@ -120,6 +148,18 @@ impl Refusal {
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
+            Self::Fenced | Self::FencedHere => row(StatusCode::SERVICE_UNAVAILABLE, 460, "fenced", Node),
+            Self::Nowhere { code, .. } => {
+                let table = row(StatusCode::SERVICE_UNAVAILABLE, 461, "nowhere", Node);
+                Row { code: *code, ..table }
+            }
+            Self::NotPlacedHere { .. } | Self::Moved => {
+                row(StatusCode::SERVICE_UNAVAILABLE, 462, "not_placed_here", Client)
+            }
+            Self::MayBeDone { .. } => row(StatusCode::BAD_GATEWAY, 463, "may_be_done", Node),
+            Self::MovedTooOften => row(StatusCode::SERVICE_UNAVAILABLE, 464, "moved_too_often", Node),
+            Self::Unplaced(_) => row(StatusCode::SERVICE_UNAVAILABLE, 468, "unplaced", Node),
+            Self::OtherSite => row(StatusCode::SERVICE_UNAVAILABLE, 462, "other_site", Node),
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
             Self::RuleBroken(_) => row(StatusCode::SERVICE_UNAVAILABLE, 426, "rule_broken", Node),
             Self::Ruled(status) => row(*status, 428, "ruled", Client),
@@ -146,6 +186,12 @@ impl Refusal {
             Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
             Self::SiteBroken(_) => "the site is not set up correctly".into(),
             Self::RuleBroken(_) => "this server cannot decide about requests now".into(),
+            Self::Fenced | Self::FencedHere | Self::Nowhere { .. } | Self::Unplaced(_) => {
+                "the application cannot be run at this moment".into()
+            }
+            Self::MayBeDone { reason, .. } => format!(
+                "the server that had this request was lost. The request may have been carried out, and it was not sent again because {reason}"
+            ),
             _ => self.to_string(),
         };
         let reason = row.status.canonical_reason().unwrap_or("Error");
@@ -163,9 +209,19 @@ impl Refusal {
             Self::QueueFull { retry_after_seconds } | Self::QueueTimeout { retry_after_seconds } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
-            Self::Overloaded(_) | Self::RuleBroken(_) => {
+            Self::Overloaded(_)
+            | Self::RuleBroken(_)
+            | Self::Fenced
+            | Self::Nowhere { .. }
+            | Self::Unplaced(_)
+            | Self::MovedTooOften => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
             }
+            Self::NotPlacedHere { epoch } => {
+                fields::deny(&mut response.headers, Denied::NotPlacedHere { epoch })
+            }
+            Self::FencedHere => fields::deny(&mut response.headers, Denied::Fenced),
+            Self::OtherSite => fields::deny(&mut response.headers, Denied::OtherSite),
             Self::MethodNotAllowed(allowed) => {
                 response.headers.insert(ALLOW, HeaderValue::from_static(allowed));
             }

@@ -1,8 +1,9 @@
 //! The life of one request, top to bottom. Start reading nagaya here.
 //!
-//!   route -> rules -> admit -> wake -> confine -> exchange -> release
+//!   route -> place -> rules -> admit -> wake -> confine -> exchange -> release
 //!
-//! `route` finds the site, `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
+//! `route` finds the site, `place` the node of the cluster that runs its application (if that is another one, the request goes
+//! there, and the rest of its life with it), `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
 //! `exchange` (in `exchange.rs`, by kind of backend; `instances.rs` for applications) bring up what answers, put it into
 //! its cell and let it answer; a wake begins before `admit`, so that both waits are one. `release` happens by itself: every
 //! guard taken on the way goes with the response, in its account or its body, and is dropped when the *body* has been
@@ -20,6 +21,7 @@ use crate::exchange;
 use crate::files::ErrorDocument;
 use crate::message::{Request, Response};
 use crate::node::Node;
+use crate::place::{self, Arrival};
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::rules;
@@ -57,6 +59,12 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     }
     account.count_body(&mut request);
 
+    // Which node runs it? Rules, lines and receipts are of that node: what is not for this one ends here, answered by the other.
+    let mut request = match place::arrive(node, &route, request, account).await? {
+        Arrival::Here(request) => request,
+        Arrival::Answered(response) => return Ok(response),
+    };
+
     // The waiting page's own stream stands in no line.
     if let Some(answer) = admission::events(node, &route, &request)? {
         return Ok(answer);
@@ -81,8 +89,8 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     }
     rules::confine(node, &route, account).await;
 
-    // Bring up what answers this site, and let it answer.
-    exchange::run(node, &route, request, account).await
+    // Bring up what answers this site, and let it answer. If the site moves meanwhile, the request follows it.
+    place::answer(node, &route, request, account).await
 }
 
 /// What some backend of this node may answer to.

@@ -12,6 +12,7 @@ use parking_lot::RwLock;
 
 use crate::access_log::AccessLog;
 use crate::admission::{Lanes, Tickets};
+use crate::cluster::{Cluster, Touched};
 use crate::instances::Needs;
 use crate::metrics::Metrics;
 use crate::options::Options;
@@ -43,6 +44,8 @@ pub struct Shared {
     /// Named cells, as rules see them.
     pub named: NamedCells,
     pub load: Load,
+    /// The other nodes, and what this one may run.
+    pub cluster: Cluster,
     /// What was said about rules already.
     pub told: Told,
 }
@@ -56,6 +59,7 @@ impl Shared {
             rules: RuleSet::new(options.rules.clone(), options.rule_limits),
             named: NamedCells::default(),
             load: Load::new(),
+            cluster: Cluster::new(&options),
             told: Told::default(),
             lanes: Lanes::new(&options, metrics.waiting.clone()),
             tickets: RwLock::default(),
@@ -76,7 +80,11 @@ impl Shared {
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) -> Result<(), TableError> {
         let mut table = self.table.write();
         let (lanes, options) = (&self.lanes, self.options());
+        let mut touched = Vec::new();
         let result = changes.into_iter().try_for_each(|change| {
+            if self.cluster.is_member() {
+                touched.extend(Touched::by(&change));
+            }
             match &change {
                 Change::PutSite(site) => lanes.site_changed(site, &options),
                 Change::PutTenant(tenant) => lanes.tenant_changed(tenant, &options),
@@ -89,6 +97,7 @@ impl Shared {
         self.metrics.tenants.set(i64::try_from(table.tenant_count()).unwrap_or(i64::MAX));
         drop(table);
         self.generation.fetch_add(1, Ordering::Release);
+        self.cluster.caught_up(touched.iter());
         result
     }
 
@@ -113,6 +122,8 @@ impl Shared {
         self.php.set_options(&options);
         self.set_rules(&options);
         self.lanes.set_options(&options);
+        self.cluster.set_options(&options);
+        self.with_table(|table| self.cluster.arrive_all(table));
         *self.options.write() = Arc::new(options);
         self.generation.fetch_add(1, Ordering::Release);
     }

@@ -15,6 +15,7 @@ use nagaya_cmdb::instance::Wake;
 
 use super::{AccessRecord, Used};
 use crate::options::LogFormat;
+use crate::place::told;
 use crate::receipt::Figures;
 
 /// Writes lines; remembers the date of the current second, as text.
@@ -149,7 +150,29 @@ impl Formatter {
             word("cell", cell, out);
         }
         Self::wake(record, out);
+        if let Some(more) = &record.more {
+            out.extend_from_slice(told::words(more).as_bytes());
+        }
         out.extend_from_slice(&self.node);
+    }
+
+    /// What it waited for before its backend, where there was any of it.
+    fn json_waits(record: &AccessRecord, out: &mut Vec<u8>) {
+        if let Some(woken) = record.woken() {
+            key("woken", out);
+            out.extend_from_slice(b"{\"from\":\"");
+            out.extend_from_slice(woken.wake.from.as_str().as_bytes());
+            out.push(b'"');
+            for (stage, us) in stages(&woken.wake, Figures::of(record).backend_us) {
+                key(&format!("{stage}_us"), out);
+                number(us, out);
+            }
+            out.push(b'}');
+        }
+        if let Some(place) = record.more.as_deref().and_then(told::json) {
+            key("place", out);
+            out.extend_from_slice(place.to_string().as_bytes());
+        }
     }
 
     fn json(&self, record: &AccessRecord, ms: u32, out: &mut Vec<u8>) {
@@ -192,17 +215,7 @@ impl Formatter {
         if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
             text("cell", cell.as_bytes(), out);
         }
-        if let Some(woken) = record.woken() {
-            key("woken", out);
-            out.extend_from_slice(b"{\"from\":\"");
-            out.extend_from_slice(woken.wake.from.as_str().as_bytes());
-            out.push(b'"');
-            for (stage, us) in stages(&woken.wake, Figures::of(record).backend_us) {
-                key(&format!("{stage}_us"), out);
-                number(us, out);
-            }
-            out.push(b'}');
-        }
+        Self::json_waits(record, out);
         out.extend_from_slice(&self.node);
         if let Some(site) = &record.site {
             text("site", site.name.as_str().as_bytes(), out);

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -34,6 +34,10 @@ const LENT: u32 = 16;
 
 /// Tickets whose pages are told by a stream when it is their turn. Others come back by themselves at the time they were told.
 const LISTENED_MAX: usize = 20_000;
+
+/// Of the connections and of the descriptors this process may have, one in so many may be such a stream: however many wait outside,
+/// there is room for those whose turn it is.
+const LISTENED_PART: usize = 4;
 
 /// Pages of one ticket that are told. Browsers open six connections to a site over HTTP/1.1, for all tabs together: with each held
 /// by a stream, no tab could load anything.
@@ -80,6 +84,8 @@ pub struct Lanes {
     clock: Clock,
     /// Threads that serve.
     threads: usize,
+    /// Tickets whose pages are told, at most.
+    listened_max: AtomicUsize,
     /// The machine may want another tick than the one it was promised.
     pub(super) stirred: Notify,
     me: Weak<Self>,
@@ -155,7 +161,14 @@ impl Lanes {
             };
             let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
             let threads = if options.threads == 0 { cores() } else { options.threads };
-            Self { state: Mutex::new(state), clock, threads, stirred: Notify::new(), me: Weak::clone(me) }
+            Self {
+                state: Mutex::new(state),
+                clock,
+                threads,
+                listened_max: AtomicUsize::new(listened_max(options, threads)),
+                stirred: Notify::new(),
+                me: Weak::clone(me),
+            }
         })
     }
 
@@ -191,6 +204,7 @@ impl Lanes {
 
     /// Sets what holds for the whole node.
     pub fn set_options(&self, options: &Options) {
+        self.listened_max.store(listened_max(options, self.threads), Ordering::Relaxed);
         let mut state = self.state.lock();
         let (now, root) = (self.now(), state.machine.root());
         state.machine.set(now, root, node_bounds(options));
@@ -326,7 +340,9 @@ impl Lanes {
             }
             turned => {
                 let told = self.effects(&mut state, now);
-                let records = std::mem::take(&mut state.records);
+                // Only who is promised something waits for the store; what is left is taken there in passing.
+                let is_new = matches!(&turned, Offer::Next(promise) if promise.is_new);
+                let records = if is_new { std::mem::take(&mut state.records) } else { Vec::new() };
                 drop(state);
                 tell(told);
                 return Entered::Turned(turned, records);
@@ -383,9 +399,10 @@ impl Lanes {
     /// If enough are told already: pages of this ticket, or pages at all.
     pub fn listen(&self, nonce: Nonce) -> Result<oneshot::Receiver<Moment>, Untold> {
         let mut state = self.state.lock();
-        if state.listening.len() >= LISTENED_MAX {
+        let most = self.listened_max.load(Ordering::Relaxed);
+        if state.listening.len() >= most {
             state.listening.retain(|_, pages| pages.iter().any(|page| !page.is_closed()));
-            if state.listening.len() >= LISTENED_MAX {
+            if state.listening.len() >= most {
                 return Err(Untold::TooMany);
             }
         }
@@ -525,7 +542,10 @@ impl Lanes {
                             let _ = page.send(until);
                         }
                     }
-                    Effect::Store(record) if state.records.len() < RECORDS_MAX => state.records.push(record),
+                    Effect::Store(record) if state.records.len() < RECORDS_MAX => {
+                        state.records.push(record);
+                        self.stirred.notify_one();
+                    }
                     // The next start will not know that this ticket was used. Its promise is not touched.
                     Effect::Store(_) => {}
                 }
@@ -624,6 +644,14 @@ fn unbounded(weight: u32) -> Bounds {
         next: None,
         weight,
     }
+}
+
+/// Each page holds a connection, and with it a descriptor. Of one ticket there may be two.
+fn listened_max(options: &Options, threads: usize) -> usize {
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let files = files.and_then(|files| usize::try_from(files).ok()).unwrap_or(usize::MAX);
+    let connections = options.limits.connections.saturating_mul(threads);
+    (connections.min(files) / LISTENED_PART).clamp(1, LISTENED_MAX)
 }
 
 fn node_bounds(options: &Options) -> Bounds {

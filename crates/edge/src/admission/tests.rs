@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use nagaya_admission::{Ask, Class, ClientKey, Offer, Pass, Refused, Used};
+use nagaya_admission::{Ask, Class, ClientKey, Nonce, Offer, Pass, Record, Refused, Used};
 use nagaya_cmdb::{Site, SiteName, Tenant};
 use nagaya_telemetry::Gauge;
 use tokio::sync::oneshot;
 
-use super::lanes::{Entered, Told};
+use super::lanes::{Entered, Told, Untold};
 use super::{Kind, Lane, Lanes, Permit, Place};
 use crate::options::Options;
 
@@ -239,4 +239,45 @@ fn what_ran_on_a_pass_is_learned_from() {
     let row = lanes.explain().into_iter().find(|(other, _)| other.id == lane.id).unwrap().1;
     let p50 = row.service_p50.unwrap().as_secs_f64();
     assert!((0.017..0.023).contains(&p50), "{p50}");
+}
+
+#[test]
+fn pages_that_listen_leave_connections_for_who_comes() {
+    let mut options = Options { threads: 1, ..options(1) };
+    options.limits.connections = 8;
+    let lanes = Lanes::new(&options, Gauge::default());
+    let first = lanes.listen(Nonce(1)).unwrap();
+    let _second = lanes.listen(Nonce(2)).unwrap();
+    assert_eq!(lanes.listen(Nonce(3)).unwrap_err(), Untold::TooMany);
+    drop(first);
+    let _third = lanes.listen(Nonce(3)).unwrap();
+    options.limits.connections = 12;
+    lanes.set_options(&options);
+    lanes.listen(Nonce(4)).unwrap();
+}
+
+#[test]
+fn who_is_promised_nothing_new_takes_no_records_along() {
+    let options = Options { wait_ms: 0, ..options(1) };
+    let lanes = Lanes::new(&options, Gauge::default());
+    let lane = lanes.of_site(&site(Some(1)), &tenant(None), &options);
+    let used = Used { service: Duration::from_secs(1), is_whole: true };
+    let Entered::Runs(first) = lanes.enter(&lane, ASK) else { panic!("there is room") };
+    lanes.release(first, used);
+    let Entered::Runs(running) = lanes.enter(&lane, ASK) else { panic!("there is room") };
+    let asks = |nonce| Ask { nonce: Some(Nonce(nonce)), client: ClientKey(2), ..ASK };
+    let Entered::Turned(Offer::Next(promise), records) = lanes.enter(&lane, asks(2)) else {
+        panic!("nobody waits here")
+    };
+    assert!(promise.is_new && matches!(records[..], [Record::Promised { .. }]), "{records:?}");
+    // Its page is called when the permit frees, which is to be stored in passing; then somebody else has that permit.
+    let mut called = lanes.listen(Nonce(2)).unwrap();
+    lanes.release(running, used);
+    assert!(called.try_recv().is_ok());
+    let Entered::Runs(_) = lanes.enter(&lane, ASK) else { panic!("there is room") };
+    let Entered::Turned(Offer::Next(again), records) = lanes.enter(&lane, asks(3)) else {
+        panic!("nobody waits here")
+    };
+    assert!(!again.is_new && records.is_empty(), "{records:?}");
+    assert_eq!(lanes.take_records(), [Record::Called { nonce: Nonce(2) }]);
 }

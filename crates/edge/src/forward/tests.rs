@@ -39,6 +39,7 @@ fn head(peer: &str, is_tls: bool, fields: &[(&'static str, &str)]) -> Head {
             peer: std::net::SocketAddr::new(peer.parse().unwrap(), 5000),
             local: "192.0.2.1:80".parse().unwrap(),
             tls,
+            carried: None,
         }),
     }
 }

@@ -21,6 +21,7 @@ use crate::http1::head::{self, HeadLimits, RequestHead};
 use crate::http1::tunnel;
 use crate::http1::wire::{Incoming, Stream, Wire};
 use crate::http1::write::{self, Asked, Sent};
+use crate::http2;
 use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
 use crate::receipt::{Covers, metered};
@@ -44,6 +45,10 @@ pub trait Host: 'static {
     fn enter(&self) -> Entered;
     /// Whether the thread's own time on each request is wanted.
     fn measures(&self) -> bool;
+    /// Over HTTP/2: how much of request bodies may be under way before it is read, on one stream and on all together.
+    fn windows(&self) -> (u32, u32) {
+        (http2::STREAM_WINDOW_BYTES, http2::CONNECTION_WINDOW_BYTES)
+    }
 }
 
 /// Serves the connection to its end. `input` is what was already read of it.

@@ -121,6 +121,7 @@ mod tests {
             peer: "192.0.2.7:5000".parse().unwrap(),
             local: "192.0.2.1:443".parse().unwrap(),
             tls: None,
+            carried: None,
         });
         let (parts, ()) = request.body(()).unwrap().into_parts();
         read(parts, conn, &Limits::default(), RequestId(1))

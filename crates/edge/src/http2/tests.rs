@@ -92,6 +92,7 @@ fn listen(world: &Rc<World>) -> (DuplexStream, JoinHandle<Result<(), hyper::Erro
         peer: "192.0.2.7:5000".parse().unwrap(),
         local: "192.0.2.1:443".parse().unwrap(),
         tls: None,
+        carried: None,
     });
     (near, spawn_local(serve(far, BytesMut::new(), conn, Rc::clone(world))))
 }
@@ -532,6 +533,7 @@ fn what_was_read_before_is_part_of_the_connection() {
             peer: "192.0.2.7:5000".parse().unwrap(),
             local: "192.0.2.1:80".parse().unwrap(),
             tls: None,
+            carried: None,
         });
         let all = [preface(), frame(HEADERS, END_STREAM | END_HEADERS, 1, GET_A)].concat();
         let (before, after) = all.split_at(14);

@@ -144,14 +144,14 @@ fn wake() -> Wake {
 #[test]
 fn requests_that_come_together_ask_once_and_the_first_gets_the_connection() {
     run(|mut peer, instances| async move {
-        let holds = [(); 3].map(|()| instances.hold(&site()));
+        let holds = [(); 3].map(|()| instances.hold(&site(), None));
         let question = peer.use_asked().await;
         let _app = question.using(7, Some(wake()));
         for hold in &holds {
             let awake = hold.awake().await.unwrap();
             assert_eq!((awake.instance, awake.wake.as_deref()), (InstanceId(7), Some(&wake())));
         }
-        let late = instances.hold(&site());
+        let late = instances.hold(&site(), None);
         assert!(late.awake().await.unwrap().wake.is_none(), "it came to one that ran");
         let address = Address::Instance(InstanceId(7));
         assert!(holds[0].connect(&address).await.is_ok());
@@ -167,16 +167,16 @@ fn requests_that_come_together_ask_once_and_the_first_gets_the_connection() {
 #[test]
 fn it_is_given_back_once_no_request_has_needed_it_for_a_while() {
     run(|mut peer, instances| async move {
-        let hold = instances.hold(&site());
+        let hold = instances.hold(&site(), None);
         let _app = peer.use_asked().await.using(1, None);
         hold.awake().await.unwrap();
         drop(hold);
-        let again = instances.hold(&site());
+        let again = instances.hold(&site(), None);
         assert_eq!(again.awake().await.unwrap().instance, InstanceId(1), "it is still used");
         drop(again);
         assert_eq!(peer.next().await.0.verb, Verb::LeaveInstance { instance: InstanceId(1) });
         assert!(instances.uses.borrow().is_empty());
-        let hold = instances.hold(&site());
+        let hold = instances.hold(&site(), None);
         let _app = peer.use_asked().await.using(2, None);
         assert_eq!(hold.awake().await.unwrap().instance, InstanceId(2));
     });
@@ -185,7 +185,7 @@ fn it_is_given_back_once_no_request_has_needed_it_for_a_while() {
 #[test]
 fn what_nobody_waits_for_any_more_is_forgotten_and_given_back_when_it_comes() {
     run(|mut peer, instances| async move {
-        let (first, second) = (instances.hold(&site()), instances.hold(&site()));
+        let (first, second) = (instances.hold(&site(), None), instances.hold(&site(), None));
         let question = peer.use_asked().await;
         drop(first);
         assert!(!instances.uses.borrow().is_empty(), "another waits");
@@ -201,7 +201,7 @@ fn what_nobody_waits_for_any_more_is_forgotten_and_given_back_when_it_comes() {
 #[test]
 fn one_that_ended_is_asked_for_anew_by_all_together() {
     run(|mut peer, instances| async move {
-        let (first, second) = (instances.hold(&site()), instances.hold(&site()));
+        let (first, second) = (instances.hold(&site(), None), instances.hold(&site(), None));
         let _app = peer.use_asked().await.using(1, None);
         let ended = first.awake().await.unwrap().instance;
         assert_eq!(second.awake().await.unwrap().instance, ended);
@@ -235,13 +235,13 @@ fn one_that_ended_is_asked_for_anew_by_all_together() {
 #[test]
 fn a_failure_is_told_to_all_that_wait_and_the_next_request_asks_anew() {
     run(|mut peer, instances| async move {
-        let holds = [(); 2].map(|()| instances.hold(&site()));
+        let holds = [(); 2].map(|()| instances.hold(&site(), None));
         let failed = |failure| Reply::Failed { failure, code: 310, message: "it ended".into() };
         peer.use_asked().await.answer(failed(Failure::Broken), None);
         for hold in &holds {
             assert!(matches!(hold.awake().await, Err(Refusal::BackendUnreachable(_))));
         }
-        let next = instances.hold(&site());
+        let next = instances.hold(&site(), None);
         peer.use_asked().await.answer(failed(Failure::Busy), None);
         assert!(matches!(next.awake().await, Err(Refusal::Overloaded(_))));
     });
@@ -250,7 +250,7 @@ fn a_failure_is_told_to_all_that_wait_and_the_next_request_asks_anew() {
 #[test]
 fn a_keeper_that_was_started_anew_is_asked_again_whatever_was_awake() {
     run(|mut peer, instances| async move {
-        let hold = instances.hold(&site());
+        let hold = instances.hold(&site(), None);
         let question = peer.use_asked().await;
         let _app = question.using(1, None);
         hold.awake().await.unwrap();
@@ -259,7 +259,7 @@ fn a_keeper_that_was_started_anew_is_asked_again_whatever_was_awake() {
         while instances.is_kept(&instances.uses.borrow()[&site()]) {
             sleep(Duration::from_millis(1)).await;
         }
-        let next = instances.hold(&site());
+        let next = instances.hold(&site(), None);
         let question = peer.use_asked().await;
         let _app = question.using(1, None);
         assert_eq!(next.awake().await.unwrap().instance, InstanceId(1));
@@ -272,7 +272,7 @@ fn a_keeper_that_was_started_anew_is_asked_again_whatever_was_awake() {
 #[test]
 fn a_keeper_that_is_not_there_yet_is_waited_for() {
     run(|mut peer, instances| async move {
-        let hold = instances.hold(&site());
+        let hold = instances.hold(&site(), None);
         peer.use_asked().await.close();
         let _app = peer.use_asked().await.using(3, Some(wake()));
         assert_eq!(hold.awake().await.unwrap().instance, InstanceId(3));

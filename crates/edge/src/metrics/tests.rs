@@ -128,6 +128,13 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::RuleBroken(String::new()),
         Refusal::Ruled(StatusCode::FORBIDDEN),
         Refusal::ClientGone,
+        Refusal::Fenced,
+        Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461) },
+        Refusal::Unplaced(crate::cluster::Unanswered::Late),
+        Refusal::MovedTooOften,
+        Refusal::MayBeDone { node: nagaya_cmdb::NodeName::new("b").unwrap(), reason: "" },
+        Refusal::NotPlacedHere { epoch: 1 },
+        Refusal::OtherSite,
     ];
     for refusal in &refusals {
         let reason = refusal.row().reason;
@@ -135,6 +142,31 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
     }
     // `broken_off` and `other` are of no refusal.
     assert_eq!(refusals.len() + 2, REASONS.values.len(), "a reason nobody gives");
+}
+
+#[test]
+fn relocations_are_counted_under_their_own_words() {
+    assert_eq!(WHYS.values, Why::ALL.map(Why::as_str));
+    let metrics = Metrics::new();
+    metrics.relocated(&Relocated {
+        why: Why::Silent,
+        from: None,
+        to: nagaya_cmdb::NodeName::new("c").unwrap(),
+        epoch: 2,
+        detect: Duration::from_millis(100),
+        decide: Duration::from_micros(50),
+        store: Duration::from_millis(3),
+        asked: Duration::from_millis(4),
+    });
+    let text = metrics.encode();
+    for line in [
+        r#"nagaya_relocations_total{why="silent"} 1"#,
+        r#"nagaya_relocation_stage_seconds_bucket{le="0.1",stage="detect"} 1"#,
+        r#"nagaya_relocation_stage_seconds_bucket{le="0.05",stage="detect"} 0"#,
+        r#"nagaya_relocation_stage_seconds_bucket{le="0.0025",stage="store"} 0"#,
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+    }
 }
 
 #[test]

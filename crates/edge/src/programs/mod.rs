@@ -316,7 +316,10 @@ fn not_started(what: &str, error: ClientError) -> Refusal {
         KeeperFailure::Forbidden => Refusal::Forbidden("the program may not be run"),
         KeeperFailure::Busy => Refusal::Overloaded("too many programs run"),
         KeeperFailure::Invalid => Refusal::SiteBroken(format!("{what}: {error}")),
-        KeeperFailure::Broken => Refusal::BackendUnreachable(format!("{what}: {error}")),
+        // The last two are of instances.
+        KeeperFailure::Broken | KeeperFailure::Fenced | KeeperFailure::Elsewhere => {
+            Refusal::BackendUnreachable(format!("{what}: {error}"))
+        }
     };
     tracing::warn!("{what} is not started: {error}");
     refusal

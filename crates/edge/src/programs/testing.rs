@@ -250,7 +250,7 @@ pub(crate) fn request(method: Method, body: RequestBody) -> Request {
         version: Version::HTTP_11,
         headers,
         upgrade: None,
-        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None }),
+        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None, carried: None }),
     };
     Request { head: Box::new(head), body }
 }

@@ -18,12 +18,14 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty};
 use nagaya_base::RequestId;
+use nagaya_cmdb::NodeName;
 use nagaya_cmdb::instance::Wake;
 use tokio::time::timeout_at;
 
 use super::Figures;
 use crate::access_log::{More, stages};
 use crate::message::{BodyError, Response, ResponseBody};
+use crate::place::Relocated;
 use crate::stay::Stay;
 
 /// Of the node alone: a site's own field of this name is dropped.
@@ -62,6 +64,31 @@ pub fn tell_queued(response: &mut Response, queued: Duration, predicted: Option<
     }
     let value = HeaderValue::try_from(value).expect("digits and plain characters");
     response.headers.append(SERVER_TIMING, value);
+}
+
+/// Tells a client that another node answered, and how long its answer took from here.
+pub fn tell_hop(response: &mut Response, node: &NodeName, took: Duration) {
+    let value = format!("peer;desc=\"{node}\";dur={:.3}", took.as_secs_f64() * 1000.0);
+    // A node's name is plain.
+    if let Ok(value) = HeaderValue::try_from(value) {
+        response.headers.append(SERVER_TIMING, value);
+    }
+}
+
+/// Tells a client that its request had the site moved, and what each step took.
+pub fn tell_moves<'a>(response: &mut Response, moves: impl Iterator<Item = &'a Relocated>) {
+    let ms = |span: Duration| span.as_secs_f64() * 1000.0;
+    for moved in moves {
+        let value = format!(
+            "relocate-detect;desc=\"{}\";dur={:.3}, relocate-decide;dur={:.3}, relocate-store;dur={:.3}",
+            moved.why.as_str(),
+            ms(moved.detect),
+            ms(moved.decide),
+            ms(moved.store)
+        );
+        let value = HeaderValue::try_from(value).expect("digits and plain words");
+        response.headers.append(SERVER_TIMING, value);
+    }
 }
 
 impl Disclosure {

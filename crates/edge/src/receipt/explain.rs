@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use super::Figures;
 use crate::access_log::{AccessRecord, More, Used, Woken, stages, timestamp};
 use crate::pace::Ledger;
+use crate::place::told;
 use crate::shared::Shared;
 
 /// The receipt of the request with this id as JSON, or `null` if it is not kept (any more).
@@ -71,6 +72,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
             let told: Vec<_> = told.map(|(stage, us)| json!({ "stage": stage, "us": us })).collect();
             json!({ "from": woken.wake.from, "stages": told })
         }),
+        "place": told::json(more),
         "refusal": record.refusal.map(|reason| {
             json!({ "reason": reason, "code": record.code.map(|code| code.to_string()) })
         }),
@@ -189,23 +191,32 @@ fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
     let ran = more.used != Used::Nothing;
     // Processes that run at once are throttled at once: their sum can be more than the time that passed.
     let throttled = figures.throttled_us.min(figures.backend_us);
+    // What went before, and what another node took, are stretches of their own.
+    let placing: u64 = told::spans(more).iter().map(|(_, us, _)| us).sum();
+    let backend = figures.backend_us.saturating_sub(placing);
     let answering = match kind {
         "cgi" | "php" if ran => "program",
         "http" | "app" => "application",
         _ => "answer",
     };
-    let known = figures.queue_us + figures.rules_us + figures.wake_us + figures.backend_us + figures.paced_us;
+    let known = figures.queue_us
+        + figures.rules_us
+        + figures.wake_us
+        + figures.backend_us.max(placing)
+        + figures.paced_us;
     let spans = [
         ("in line", figures.queue_us, Some(queued(more))),
         ("rules", figures.rules_us, None),
         ("waking", figures.wake_us, more.woken.as_ref().map(waking)),
         ("throttled", throttled, Some(throttling(more))),
-        (answering, figures.backend_us - throttled, ran.then(|| running(figures))),
+        (answering, backend.saturating_sub(throttled), ran.then(|| running(figures))),
         ("held back", figures.paced_us, Some(pacing(record, more, ran))),
         ("sending", figures.took_us.saturating_sub(known), None),
     ];
     let told = spans.into_iter().filter(|(_, us, _)| *us > 0);
-    told.map(|(name, us, why)| json!({ "name": name, "us": us, "why": why })).collect()
+    let placing = told::spans(more).into_iter().map(|(name, us, why)| (name, us, Some(why)));
+    let all = placing.chain(told);
+    all.map(|(name, us, why)| json!({ "name": name, "us": us, "why": why })).collect()
 }
 
 fn queued(more: &More) -> String {

@@ -72,6 +72,7 @@ impl World {
             peer: "192.0.2.7:5511".parse().unwrap(),
             local: "192.0.2.1:80".parse().unwrap(),
             tls: None,
+            carried: None,
         };
         let head = Head {
             id: RequestId(0xabc),

@@ -4,12 +4,14 @@
 //! |---|---|---|
 //! | `meta` | `format` | number |
 //! | `promised` | nonce | lane, begin and end of the slot (microseconds), epoch, client |
+//! | `called` | nonce of a promised one | nothing |
 //! | `spent` | nonce | lane, until when to remember it |
 //! | `over` | from when on it is not needed, nonce | nothing |
 //! | `keys` | id | its 32 bytes in two halves, when it was made, until when it is needed (0: it signs) |
 //!
-//! A format is never changed in place: a new one gets a new number and a migration when it is opened. Not here: when what
-//! is written, and what is done about errors (`store`).
+//! A format is never changed in place: a new one gets a new number and a migration when it is opened. A file without `called` is of
+//! the same one, and so is one of whose calls a program knows nothing: they only bring somebody in before his slot. Not here: when
+//! what is written, and what is done about errors (`store`).
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -19,8 +21,8 @@ use std::time::Duration;
 
 use nagaya_admission::{ClientKey, Keys, LaneName, Moment, Nonce, Record, Ticket};
 use redb::{
-    Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table, TableDefinition,
-    WriteTransaction,
+    Builder, Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, Table,
+    TableDefinition, TableError, WriteTransaction,
 };
 use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use rustix::io::Errno;
@@ -58,6 +60,7 @@ type Key = (u128, u128, u64, u64);
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const PROMISED: TableDefinition<'_, u128, Promised> = TableDefinition::new("promised");
+const CALLED: TableDefinition<'_, u128, ()> = TableDefinition::new("called");
 const SPENT: TableDefinition<'_, u128, Spent> = TableDefinition::new("spent");
 const OVER: TableDefinition<'_, (u64, u128), ()> = TableDefinition::new("over");
 const KEYS: TableDefinition<'_, u32, Key> = TableDefinition::new("keys");
@@ -226,8 +229,12 @@ impl TicketFile {
             }
             stored.sort_unstable_by_key(|(_, record)| match record {
                 Record::Promised { ticket, .. } => (ticket.begins, ticket.nonce),
-                Record::Spent { nonce, .. } | Record::Forgotten { nonce } => (Moment(0), *nonce),
+                Record::Called { nonce } | Record::Spent { nonce, .. } | Record::Forgotten { nonce } => {
+                    (Moment(0), *nonce)
+                }
             });
+            stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
+            let called = load_called(&read, &stored)?;
             for row in read.open_table(SPENT)?.iter()? {
                 let (nonce, spent) = row?;
                 let (lane, until) = spent.value();
@@ -235,6 +242,7 @@ impl TicketFile {
                 stored.push((LaneName(lane.to_be_bytes()), record));
             }
             stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
+            stored.extend(called);
             Ok(stored)
         };
         read().map_err(|error: redb::Error| error.into())
@@ -362,9 +370,27 @@ fn promised_record(nonce: u128, (lane, begins, ends, epoch, client): Promised) -
     (lane, Record::Promised { ticket, client: ClientKey(client) })
 }
 
+/// Of those promised, who was called.
+fn load_called(read: &ReadTransaction, promised: &Stored) -> Fallible<Stored> {
+    let called = match read.open_table(CALLED) {
+        Ok(table) => table,
+        Err(TableError::TableDoesNotExist(_)) => return Ok(Stored::new()),
+        Err(error) => return Err(error.into()),
+    };
+    let mut found = Stored::new();
+    for (lane, record) in promised {
+        let Record::Promised { ticket, .. } = record else { continue };
+        if called.get(ticket.nonce.0)?.is_some() {
+            found.push((*lane, Record::Called { nonce: ticket.nonce }));
+        }
+    }
+    Ok(found)
+}
+
 /// All tables of one write transaction.
 struct Tables<'txn> {
     promised: Table<'txn, u128, Promised>,
+    called: Table<'txn, u128, ()>,
     spent: Table<'txn, u128, Spent>,
     over: Table<'txn, (u64, u128), ()>,
     keys: Table<'txn, u32, Key>,
@@ -374,6 +400,7 @@ impl<'txn> Tables<'txn> {
     fn open(write: &'txn WriteTransaction) -> Fallible<Self> {
         Ok(Self {
             promised: write.open_table(PROMISED)?,
+            called: write.open_table(CALLED)?,
             spent: write.open_table(SPENT)?,
             over: write.open_table(OVER)?,
             keys: write.open_table(KEYS)?,
@@ -389,6 +416,11 @@ impl<'txn> Tables<'txn> {
                 self.remember(record, nonce)?;
             }
             // Whose ticket is not known has none that could be shown after a restart.
+            Record::Called { nonce } => {
+                if self.promised.get(nonce.0)?.is_some() {
+                    self.called.insert(nonce.0, ())?;
+                }
+            }
             Record::Spent { nonce, until } => {
                 if let Some(lane) = self.forget(nonce)? {
                     self.spent.insert(nonce.0, (lane, until.0))?;
@@ -410,6 +442,7 @@ impl<'txn> Tables<'txn> {
     /// Takes a promise out. Its lane.
     fn forget(&mut self, nonce: Nonce) -> Fallible<Option<u128>> {
         let Some(row) = self.promised.remove(nonce.0)?.map(|row| row.value()) else { return Ok(None) };
+        self.called.remove(nonce.0)?;
         if let Some(over) = promised_record(nonce.0, row).1.over_at() {
             self.over.remove((over.0, nonce.0))?;
         }
@@ -423,6 +456,7 @@ impl<'txn> Tables<'txn> {
             let Some((over, nonce)) = first.filter(|(over, _)| *over <= now.0) else { return Ok(removed) };
             self.over.remove((over, nonce))?;
             self.promised.remove(nonce)?;
+            self.called.remove(nonce)?;
             self.spent.remove(nonce)?;
         }
         Ok(count_max)

@@ -29,6 +29,7 @@ fn head(headers: &[(&'static str, &[u8])]) -> Head {
             peer: "[::ffff:192.0.2.7]:5511".parse().unwrap(),
             local: "[2001:db8::1]:8443".parse().unwrap(),
             tls: None,
+            carried: None,
         }),
     }
 }

@@ -94,6 +94,38 @@ fn a_used_ticket_is_used_and_a_forgotten_one_gone() {
 }
 
 #[test]
+fn who_was_called_is_known_until_the_ticket_is_used() {
+    let place = Place::new();
+    let called = |nonce| Record::Called { nonce: Nonce(nonce) };
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store((1..=3).map(|nonce| promised(nonce, at(60))), NOW).unwrap();
+    file.store([called(1), called(2), called(9)], NOW).unwrap();
+    drop(file);
+    let expected = [promised(1, at(60)), promised(2, at(60)), promised(3, at(60)), called(1), called(2)];
+    assert_eq!(place.stored(), expected);
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store([spent(1, at(2_000)), Record::Forgotten { nonce: Nonce(2) }], NOW).unwrap();
+    let read = file.database.begin_read().unwrap();
+    assert_eq!(read.open_table(CALLED).unwrap().len().unwrap(), 0);
+}
+
+#[test]
+fn a_file_from_before_calls_were_stored_is_as_good() {
+    let place = Place::new();
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store([promised(1, at(60))], NOW).unwrap();
+    let write = file.database.begin_write().unwrap();
+    assert!(write.delete_table(CALLED).unwrap());
+    write.commit().unwrap();
+    drop(file);
+    assert_eq!(place.stored(), [promised(1, at(60))]);
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store([Record::Called { nonce: Nonce(1) }], NOW).unwrap();
+    drop(file);
+    assert_eq!(place.stored(), [promised(1, at(60)), Record::Called { nonce: Nonce(1) }]);
+}
+
+#[test]
 fn what_is_over_goes_in_passing_and_is_not_told() {
     let place = Place::new();
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();

@@ -1,0 +1,380 @@
+//! One request on its way to another node and its answer on the way back, streaming both ways.
+//!
+//! Not here: connections (`pool`), whether the node is there (`probe`), what becomes of a request that got no answer
+//! (`place`).
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
+
+use bytes::{Buf, Bytes};
+use h2::client::ResponseFuture;
+use h2::{Reason, RecvStream, SendStream};
+use http::header::{
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, TE, TRANSFER_ENCODING, UPGRADE,
+};
+use http::{HeaderMap, Method, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Sleep, sleep};
+
+use super::fields::{self, Carried, Denied, Served};
+use super::pool::Seat;
+use super::upload::Upload;
+use crate::message::{BodyError, Head, RequestBody, Response, ResponseBody};
+use crate::refusal::Refusal;
+
+/// Of one connection alone, and never passed on.
+const HOP_BY_HOP: [HeaderName; 7] = [
+    CONNECTION,
+    EXPECT,
+    HOST,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    TRANSFER_ENCODING,
+    UPGRADE,
+];
+
+/// What another node made of a request.
+pub enum Answer {
+    Response {
+        response: Response,
+        /// Where its time went there.
+        served: Option<Served>,
+    },
+    /// Nothing was done.
+    Denied(Denied),
+}
+
+/// A request that got no answer.
+#[derive(Debug)]
+pub struct Broken {
+    pub why: Refusal,
+    /// It was the client's doing: there is nobody to try again for.
+    pub by_client: bool,
+}
+
+/// Sends the request on and waits for the head of the answer. The body follows with whoever reads the answer's.
+///
+/// `handed` becomes true when some of it may have reached the other node.
+pub async fn send(
+    seat: Seat,
+    head: &Head,
+    carried: &Carried,
+    body: RequestBody,
+    idle: Duration,
+    handed: &Cell<bool>,
+) -> Result<Answer, Broken> {
+    let unsent = |error: h2::Error| Broken { why: unreachable(&error), by_client: false };
+    let mut sender = match seat.sender().ready().await {
+        Ok(sender) => sender,
+        Err(error) => {
+            seat.spoil();
+            return Err(unsent(error));
+        }
+    };
+    let wants_tunnel = head.upgrade.is_some() && body.is_empty();
+    let ends = body.is_empty() && !wants_tunnel;
+    let request = request(head, carried, &body, wants_tunnel);
+    let (answer, stream) = match sender.send_request(request, ends) {
+        Ok(sent) => sent,
+        Err(error) => {
+            seat.spoil();
+            return Err(unsent(error));
+        }
+    };
+    drop(sender);
+    handed.set(true);
+    let mut outgoing = match (ends, wants_tunnel) {
+        (true, _) => Outgoing::Nothing,
+        (false, true) => Outgoing::Open(stream),
+        (false, false) => Outgoing::Body(Upload::new(stream, body)),
+    };
+    let answer = wait(answer, &mut outgoing, &seat, handed).await?;
+    Ok(respond(answer, outgoing, seat, head, idle))
+}
+
+/// The request as it goes on this connection.
+fn request(head: &Head, carried: &Carried, body: &RequestBody, wants_tunnel: bool) -> http::Request<()> {
+    let mut headers = head.headers.clone();
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+    headers.remove(CONTENT_LENGTH);
+    headers.insert(TE, HeaderValue::from_static("trailers"));
+    if let (false, Some(len)) = (wants_tunnel || body.is_empty(), body.len()) {
+        headers.insert(CONTENT_LENGTH, HeaderValue::from(len));
+    }
+    fields::write(&mut headers, head, carried, Instant::now());
+    let uri = fields::target(head, &mut headers);
+    let mut request = http::Request::new(());
+    *request.method_mut() = head.method.clone();
+    *request.uri_mut() = uri;
+    *request.headers_mut() = headers;
+    request
+}
+
+/// What of the request is still to be sent.
+enum Outgoing {
+    Nothing,
+    Body(Upload),
+    /// Kept open for an upgraded connection.
+    Open(SendStream<Bytes>),
+}
+
+impl Outgoing {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Result<(), BodyError> {
+        if let Self::Body(upload) = self
+            && let Poll::Ready(done) = upload.poll(cx)
+        {
+            *self = Self::Nothing;
+            return done;
+        }
+        Ok(())
+    }
+}
+
+async fn wait(
+    mut answer: ResponseFuture,
+    outgoing: &mut Outgoing,
+    seat: &Seat,
+    handed: &Cell<bool>,
+) -> Result<http::Response<RecvStream>, Broken> {
+    poll_fn(|cx| {
+        if let Err(error) = outgoing.poll(cx) {
+            return Poll::Ready(Err(Broken { why: error.into(), by_client: true }));
+        }
+        Pin::new(&mut answer).poll(cx).map_err(|error| {
+            // A stream that was reset says nothing of the others.
+            if !error.is_reset() {
+                seat.spoil();
+            }
+            if is_untouched(&error) {
+                handed.set(false);
+            }
+            Broken { why: unreachable(&error), by_client: false }
+        })
+    })
+    .await
+}
+
+/// RFC 9113 section 8.7: the other side says that it has not looked at the request.
+fn is_untouched(error: &h2::Error) -> bool {
+    let reason = error.reason();
+    error.is_remote()
+        && (reason == Some(Reason::REFUSED_STREAM) || error.is_go_away() && reason == Some(Reason::NO_ERROR))
+}
+
+fn unreachable(error: &h2::Error) -> Refusal {
+    Refusal::BackendUnreachable(format!("the node that runs the application: {error}"))
+}
+
+fn respond(
+    answer: http::Response<RecvStream>,
+    outgoing: Outgoing,
+    seat: Seat,
+    head: &Head,
+    idle: Duration,
+) -> Answer {
+    let (parts, recv) = answer.into_parts();
+    let mut headers = parts.headers;
+    if let Some(denied) = fields::denied(&headers) {
+        return Answer::Denied(denied);
+    }
+    let (served, switched) = (fields::served(&headers), fields::switched(&headers));
+    fields::strip(&mut headers);
+    let response = match (switched, outgoing) {
+        (Some(protocol), Outgoing::Open(send)) => {
+            headers.remove(CONTENT_LENGTH);
+            headers.insert(UPGRADE, protocol);
+            let mut response = Response::new(StatusCode::SWITCHING_PROTOCOLS);
+            response.headers = headers.into();
+            response.with_body(ResponseBody::Tunnel(Box::new(Channel {
+                recv,
+                send,
+                read: Bytes::new(),
+                _seat: seat,
+            })))
+        }
+        (_, outgoing) => {
+            let outgoing = match outgoing {
+                // The application did not want to switch: there is no more to come.
+                Outgoing::Open(mut send) => {
+                    let _ = send.send_data(Bytes::new(), true);
+                    Outgoing::Nothing
+                }
+                other => other,
+            };
+            // What HEAD and 304 say of the body they do not have is passed on; the length of one that is there is the wire's.
+            let is_told = head.method == Method::HEAD || parts.status == StatusCode::NOT_MODIFIED;
+            let length = if is_told { None } else { take_length(&mut headers) };
+            let bodiless = is_told || recv.is_end_stream();
+            let mut response = Response::new(parts.status);
+            response.headers = headers.into();
+            if bodiless {
+                response
+            } else {
+                let body = Incoming {
+                    recv,
+                    outgoing,
+                    left: length,
+                    idle,
+                    silence: None,
+                    is_over: false,
+                    _seat: seat,
+                };
+                response.with_body(ResponseBody::stream(body))
+            }
+        }
+    };
+    Answer::Response { response, served }
+}
+
+fn take_length(headers: &mut HeaderMap) -> Option<u64> {
+    headers.remove(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+/// The body of an answer, while the rest of the request may still go out. Dropped early, the other node is told.
+struct Incoming {
+    recv: RecvStream,
+    outgoing: Outgoing,
+    left: Option<u64>,
+    /// Longest silence.
+    idle: Duration,
+    silence: Option<Pin<Box<Sleep>>>,
+    is_over: bool,
+    _seat: Seat,
+}
+
+impl Incoming {
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let silence = self.silence.get_or_insert_with(|| Box::pin(sleep(self.idle)));
+        ready!(silence.as_mut().poll(cx));
+        self.is_over = true;
+        Poll::Ready(Some(Err(BodyError::Backend("another node sends nothing more of its answer".into()))))
+    }
+}
+
+impl Body for Incoming {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        if this.is_over {
+            return Poll::Ready(None);
+        }
+        if let Err(error) = this.outgoing.poll(cx) {
+            this.is_over = true;
+            return Poll::Ready(Some(Err(error)));
+        }
+        let broken = |error: h2::Error| Some(Err(BodyError::Backend(error.to_string())));
+        match this.recv.poll_data(cx) {
+            Poll::Pending => return this.poll_silence(cx),
+            Poll::Ready(Some(Ok(data))) => {
+                this.silence = None;
+                let _ = this.recv.flow_control().release_capacity(data.len());
+                this.left = this.left.map(|left| left.saturating_sub(data.len() as u64));
+                return Poll::Ready(Some(Ok(Frame::data(data))));
+            }
+            Poll::Ready(Some(Err(error))) => {
+                this.is_over = true;
+                return Poll::Ready(broken(error));
+            }
+            Poll::Ready(None) => {}
+        }
+        match this.recv.poll_trailers(cx) {
+            Poll::Pending => this.poll_silence(cx),
+            Poll::Ready(trailers) => {
+                this.is_over = true;
+                Poll::Ready(match trailers {
+                    Ok(trailers) => trailers.map(|trailers| Ok(Frame::trailers(trailers))),
+                    Err(error) => broken(error),
+                })
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over || self.recv.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.left.map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}
+
+/// The two directions of an upgraded connection that goes on at another node.
+struct Channel {
+    recv: RecvStream,
+    send: SendStream<Bytes>,
+    /// Received and not yet read.
+    read: Bytes,
+    _seat: Seat,
+}
+
+/// Written at once; what is longer goes in pieces.
+const PIECE: usize = 16 << 10;
+
+fn broke(error: h2::Error) -> io::Error {
+    if error.is_io() {
+        error.into_io().unwrap_or_else(|| io::ErrorKind::BrokenPipe.into())
+    } else {
+        io::Error::new(io::ErrorKind::BrokenPipe, error)
+    }
+}
+
+impl AsyncRead for Channel {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        while self.read.is_empty() {
+            match ready!(self.recv.poll_data(cx)) {
+                None => return Poll::Ready(Ok(())),
+                Some(data) => self.read = data.map_err(broke)?,
+            }
+        }
+        let len = self.read.len().min(into.remaining());
+        into.put_slice(&self.read[..len]);
+        self.read.advance(len);
+        let _ = self.recv.flow_control().release_capacity(len);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Channel {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+        if from.is_empty() {
+            return Poll::Ready(Ok(0));
+        }
+        self.send.reserve_capacity(from.len().min(PIECE));
+        while self.send.capacity() == 0 {
+            match ready!(self.send.poll_capacity(cx)) {
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Poll::Ready(Err(broke(error))),
+                None => return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+            }
+        }
+        let len = from.len().min(PIECE).min(self.send.capacity());
+        self.send.send_data(Bytes::copy_from_slice(&from[..len]), false).map_err(broke)?;
+        Poll::Ready(Ok(len))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // The other direction may go on.
+        let _ = self.send.send_data(Bytes::new(), true);
+        Poll::Ready(Ok(()))
+    }
+}

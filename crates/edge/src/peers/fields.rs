@@ -1,0 +1,424 @@
+//! What two nodes tell each other about a request, in header fields that nobody outside of them may send or see.
+//!
+//! A request keeps its method, target and header fields; what this connection cannot say of it, since it is not the
+//! client's, stands here: who the client is, how it came, which site it is for, under which epoch, and how long is left. An
+//! answer says which node served it and where its time went, or that it was not served and why.
+//!
+//! Not here: the connection (`pool`, `acceptor`), fields between proxies (`forward`).
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Uri, Version};
+use nagaya_base::RequestId;
+use nagaya_cmdb::{NodeName, SiteName};
+use rustls::crypto::ring;
+
+use crate::message::{ConnInfo, Head, TlsInfo};
+
+/// Every private field begins so.
+const PRIVATE: &str = "nagaya-peer-";
+
+const CLIENT: HeaderName = HeaderName::from_static("nagaya-peer-client");
+const LOCAL: HeaderName = HeaderName::from_static("nagaya-peer-local");
+const TLS: HeaderName = HeaderName::from_static("nagaya-peer-tls");
+const PROTOCOL: HeaderName = HeaderName::from_static("nagaya-peer-version");
+const ID: HeaderName = HeaderName::from_static("nagaya-peer-id");
+const SITE: HeaderName = HeaderName::from_static("nagaya-peer-site");
+const EPOCH: HeaderName = HeaderName::from_static("nagaya-peer-epoch");
+const DEADLINE: HeaderName = HeaderName::from_static("nagaya-peer-deadline-ms");
+const RETRIES: HeaderName = HeaderName::from_static("nagaya-peer-retries");
+const HOSTLESS: HeaderName = HeaderName::from_static("nagaya-peer-hostless");
+const TARGET: HeaderName = HeaderName::from_static("nagaya-peer-target");
+const UPGRADE: HeaderName = HeaderName::from_static("nagaya-peer-upgrade");
+
+const SWITCHED: HeaderName = HeaderName::from_static("nagaya-peer-switched");
+const REFUSED: HeaderName = HeaderName::from_static("nagaya-peer-refused");
+const SERVED: HeaderName = HeaderName::from_static("nagaya-peer-served");
+const STAGES: HeaderName = HeaderName::from_static("nagaya-peer-stages");
+
+/// In place of a host where an HTTP/1.0 client named none.
+const NOBODY: &str = "nobody.nagaya.internal";
+
+/// Stages of another node that are taken over. There are fewer.
+const STAGES_MAX: usize = 24;
+
+/// What a forwarded request has beside itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Carried {
+    /// The node that passed it on.
+    pub from: NodeName,
+    pub site: SiteName,
+    /// Of the placement it was sent for.
+    pub epoch: u64,
+    /// When the sender gives it up.
+    pub deadline: Instant,
+    /// How often it may still be sent anew.
+    pub retries: u32,
+}
+
+/// Why another node did not serve a request: nothing of it was carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Denied {
+    /// The site runs elsewhere, as far as it knows: it knows this epoch.
+    NotPlacedHere { epoch: u64 },
+    /// It has no authority now.
+    Fenced,
+    /// To it, the request is another site's.
+    OtherSite,
+}
+
+/// Where another node's time went.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Served {
+    pub node: NodeName,
+    /// Names are those of `Figures`, times microseconds.
+    pub stages: Vec<(Box<str>, u64)>,
+}
+
+/// Takes out what only nodes may say.
+pub fn strip(headers: &mut HeaderMap) {
+    // Nobody honest sends any: nothing is allocated for them.
+    while let Some(name) = headers.keys().find(|name| name.as_str().starts_with(PRIVATE)).cloned() {
+        headers.remove(name);
+    }
+}
+
+// === Request ===
+
+/// Writes what the receiver needs to take the request as if the client had come to it. `from` goes by the certificate.
+pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Instant) {
+    strip(headers);
+    let conn = &head.conn;
+    put(headers, CLIENT, conn.peer);
+    put(headers, LOCAL, conn.local);
+    if let Some(tls) = &conn.tls {
+        put(
+            headers,
+            TLS,
+            format!("{} {} {}", tls.protocol, tls.cipher, tls.server_name.as_deref().unwrap_or("-")),
+        );
+    }
+    put(
+        headers,
+        PROTOCOL,
+        match head.version {
+            Version::HTTP_10 => "1.0",
+            Version::HTTP_2 => "2",
+            _ => "1.1",
+        },
+    );
+    put(headers, ID, head.id);
+    put(headers, SITE, &carried.site);
+    put(headers, EPOCH, carried.epoch);
+    put(headers, DEADLINE, carried.deadline.saturating_duration_since(now).as_millis());
+    put(headers, RETRIES, carried.retries);
+    if head.host.is_empty() {
+        put(headers, HOSTLESS, "");
+    }
+    if let Some(protocol) = &head.upgrade {
+        headers.insert(UPGRADE, protocol.clone());
+    }
+}
+
+/// The address of the request for this connection. What it cannot say of a target that HTTP/1 could goes into a field.
+pub fn target(head: &Head, headers: &mut HeaderMap) -> Uri {
+    let query = head.query.as_deref();
+    let target = match query {
+        Some(query) => format!("{}?{query}", head.path),
+        None => head.path.to_string(),
+    };
+    let authority = match (&*head.host, head.port) {
+        ("", _) => NOBODY.to_owned(),
+        (host, Some(port)) => format!("{host}:{port}"),
+        (host, None) => host.to_owned(),
+    };
+    let uri = |path: &str| {
+        Uri::builder().scheme(head.conn.scheme()).authority(authority.as_str()).path_and_query(path).build()
+    };
+    // What was read and what is sent must be the same byte for byte: a rule or an application may look at each.
+    let same = |uri: &Uri| {
+        uri.path() == &*head.path
+            && uri.query() == query
+            && uri.authority().is_some_and(|a| a.as_str() == authority)
+    };
+    if let Some(uri) = uri(&target).ok().filter(same) {
+        return uri;
+    }
+    if let Ok(target) = HeaderValue::from_bytes(target.as_bytes()) {
+        headers.insert(TARGET, target);
+    }
+    uri("/").unwrap_or_default()
+}
+
+fn put(headers: &mut HeaderMap, name: HeaderName, value: impl ToString) {
+    // All that is written is printable, but for a server name no handshake was made with.
+    if let Ok(value) = HeaderValue::try_from(value.to_string()) {
+        headers.insert(name, value);
+    }
+}
+
+/// What came from `from` becomes the request that the client made. The reason if it cannot be one.
+pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'static str> {
+    const WRONG: &str = "another node did not say what it has to say of a request";
+    let headers = &head.headers;
+    let carried = Carried {
+        from: from.clone(),
+        site: SiteName::new(text(headers, &SITE).ok_or(WRONG)?).map_err(|_| WRONG)?,
+        epoch: number(headers, &EPOCH).ok_or(WRONG)?,
+        deadline: now + Duration::from_millis(number(headers, &DEADLINE).ok_or(WRONG)?.min(DEADLINE_MS_MAX)),
+        retries: number(headers, &RETRIES).and_then(|n| u32::try_from(n).ok()).ok_or(WRONG)?,
+    };
+    if let Some(target) = headers.get(TARGET) {
+        let target = std::str::from_utf8(target.as_bytes()).map_err(|_| WRONG)?;
+        let (path, query) =
+            target.split_once('?').map_or((target, None), |(path, query)| (path, Some(query)));
+        (head.path, head.query) = (path.into(), query.map(Into::into));
+    }
+    if headers.contains_key(HOSTLESS) {
+        (head.host, head.port) = ("".into(), None);
+    }
+    let peer: SocketAddr = text(headers, &CLIENT).and_then(|text| text.parse().ok()).ok_or(WRONG)?;
+    let local: SocketAddr = text(headers, &LOCAL).and_then(|text| text.parse().ok()).ok_or(WRONG)?;
+    let tls = match text(headers, &TLS) {
+        Some(text) => Some(read_tls(text, &head.host).ok_or(WRONG)?),
+        None => None,
+    };
+    let version = match text(headers, &PROTOCOL) {
+        Some("1.0") => Version::HTTP_10,
+        Some("2") => Version::HTTP_2,
+        Some("1.1") => Version::HTTP_11,
+        _ => return Err(WRONG),
+    };
+    let id = text(headers, &ID).filter(|id| id.len() == 32);
+    let id = id.and_then(|id| u128::from_str_radix(id, 16).ok()).ok_or(WRONG)?;
+    let upgrade = headers.get(UPGRADE).cloned();
+    if upgrade.is_some() && head.method != Method::GET {
+        return Err(WRONG);
+    }
+    (head.id, head.version, head.upgrade) = (RequestId(id), version, upgrade);
+    head.conn = Rc::new(ConnInfo { peer, local, tls, carried: Some(Box::new(carried)) });
+    strip(&mut head.headers);
+    Ok(())
+}
+
+/// Longest deadline that is believed: a day.
+const DEADLINE_MS_MAX: u64 = 86_400_000;
+
+/// The node that took the request from the client has seen that its certificate is for the host.
+fn read_tls(text: &str, host: &str) -> Option<TlsInfo> {
+    let mut words = text.split(' ');
+    let (protocol, cipher, name) = (words.next()?, words.next()?, words.next()?);
+    let known = ring::ALL_CIPHER_SUITES.iter().filter_map(|suite| suite.suite().as_str());
+    Some(TlsInfo {
+        server_name: (name != "-").then(|| name.into()),
+        protocol: if protocol == "TLSv1.3" { "TLSv1.3" } else { "TLSv1.2" },
+        cipher: known.into_iter().find(|known| *known == cipher).unwrap_or("unknown"),
+        certificate_names: Rc::from([host.into()]),
+    })
+}
+
+fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok()
+}
+
+fn number(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
+    text(headers, name)?.parse().ok()
+}
+
+// === Response ===
+
+/// Says that nothing was done, and why.
+pub fn deny(headers: &mut HeaderMap, denied: Denied) {
+    match denied {
+        Denied::NotPlacedHere { epoch } => put(headers, REFUSED, format!("not-placed-here {epoch}")),
+        Denied::Fenced => put(headers, REFUSED, "fenced"),
+        Denied::OtherSite => put(headers, REFUSED, "other-site"),
+    }
+}
+
+pub fn denied(headers: &HeaderMap) -> Option<Denied> {
+    match text(headers, &REFUSED)? {
+        "fenced" => Some(Denied::Fenced),
+        "other-site" => Some(Denied::OtherSite),
+        other => {
+            let epoch = other.strip_prefix("not-placed-here ")?.parse().ok()?;
+            Some(Denied::NotPlacedHere { epoch })
+        }
+    }
+}
+
+/// Says who served it, and where the time went until now.
+pub fn serve(headers: &mut HeaderMap, node: &str, stages: impl Iterator<Item = (&'static str, u64)>) {
+    put(headers, SERVED, node);
+    let stages: Vec<_> = stages.filter(|(_, us)| *us > 0).map(|(name, us)| format!("{name}={us}")).collect();
+    put(headers, STAGES, stages.join(","));
+}
+
+pub fn served(headers: &HeaderMap) -> Option<Served> {
+    let node = NodeName::new(text(headers, &SERVED)?).ok()?;
+    let stages = text(headers, &STAGES).unwrap_or_default().split(',');
+    let stages = stages.filter_map(|stage| {
+        let (name, us) = stage.split_once('=')?;
+        Some((name.into(), us.parse().ok()?))
+    });
+    Some(Served { node, stages: stages.take(STAGES_MAX).collect() })
+}
+
+/// From here on the two bodies are the two directions of an upgraded connection.
+pub fn switch(headers: &mut HeaderMap, protocol: &HeaderValue) {
+    headers.insert(SWITCHED, protocol.clone());
+}
+
+pub fn switched(headers: &HeaderMap) -> Option<HeaderValue> {
+    headers.get(SWITCHED).cloned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(tls: bool) -> Head {
+        let tls = tls.then(|| TlsInfo {
+            server_name: Some("wiki.example".into()),
+            protocol: "TLSv1.3",
+            cipher: "TLS13_AES_128_GCM_SHA256",
+            certificate_names: Rc::from(["wiki.example".into()]),
+        });
+        Head {
+            id: RequestId(0x1234),
+            method: Method::GET,
+            path: "/a".into(),
+            query: None,
+            host: "wiki.example".into(),
+            port: None,
+            version: Version::HTTP_10,
+            headers: HeaderMap::new(),
+            upgrade: Some(HeaderValue::from_static("websocket")),
+            conn: Rc::new(ConnInfo {
+                peer: "[2001:db8::7]:5000".parse().unwrap(),
+                local: "192.0.2.1:443".parse().unwrap(),
+                tls,
+                carried: None,
+            }),
+        }
+    }
+
+    fn carried(now: Instant) -> Carried {
+        Carried {
+            from: NodeName::new("a").unwrap(),
+            site: SiteName::new("wiki").unwrap(),
+            epoch: 7,
+            deadline: now + Duration::from_millis(1500),
+            retries: 2,
+        }
+    }
+
+    /// As it comes out of the other node's HTTP/2.
+    fn arrived(mut headers: HeaderMap) -> Head {
+        headers.insert("accept", HeaderValue::from_static("*/*"));
+        let conn = ConnInfo {
+            peer: "10.0.0.1:9".parse().unwrap(),
+            local: "10.0.0.2:9".parse().unwrap(),
+            tls: None,
+            carried: None,
+        };
+        Head {
+            headers,
+            upgrade: None,
+            version: Version::HTTP_2,
+            id: RequestId(9),
+            conn: Rc::new(conn),
+            ..head(false)
+        }
+    }
+
+    #[test]
+    fn the_receiver_sees_the_clients_request_and_nothing_of_the_way() {
+        let now = Instant::now();
+        for with_tls in [false, true] {
+            let sent = head(with_tls);
+            let mut headers = HeaderMap::new();
+            write(&mut headers, &sent, &carried(now), now);
+            let mut got = arrived(headers);
+            read(&mut got, &NodeName::new("a").unwrap(), now).unwrap();
+            assert_eq!((got.id, got.version, &got.upgrade), (sent.id, sent.version, &sent.upgrade));
+            assert_eq!((got.conn.peer, got.conn.local), (sent.conn.peer, sent.conn.local));
+            assert_eq!(got.conn.scheme(), sent.conn.scheme());
+            if let (Some(got), Some(sent)) = (&got.conn.tls, &sent.conn.tls) {
+                assert_eq!((got.protocol, got.cipher), (sent.protocol, sent.cipher));
+                assert_eq!(got.server_name, sent.server_name);
+            }
+            assert_eq!(got.conn.carried.as_deref(), Some(&carried(now)));
+            assert_eq!(got.headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["accept"]);
+        }
+    }
+
+    #[test]
+    fn any_target_and_host_that_http1_takes_arrives_as_it_was() {
+        let now = Instant::now();
+        for (path, query, host) in [
+            ("/a%20b/~x", Some("q=1&r=%C3%A4"), "wiki.example"),
+            ("/a<b>`c", Some("x=<y>"), "wiki.example"),
+            ("/\u{e4}", None, "wiki.example"),
+            ("/a", Some(""), ""),
+            ("//x/../y", None, "[2001:db8::1]"),
+        ] {
+            let sent =
+                Head { path: path.into(), query: query.map(Into::into), host: host.into(), ..head(false) };
+            let mut headers = HeaderMap::new();
+            write(&mut headers, &sent, &carried(now), now);
+            let uri = target(&sent, &mut headers);
+            let mut got = arrived(headers);
+            (got.path, got.query) = (uri.path().into(), uri.query().map(Into::into));
+            got.host = uri.host().unwrap().into();
+            read(&mut got, &NodeName::new("a").unwrap(), now).unwrap();
+            assert_eq!((&*got.path, got.query.as_deref(), &*got.host), (path, query, host));
+        }
+    }
+
+    #[test]
+    fn what_a_client_says_in_the_nodes_name_is_taken_out() {
+        let mut headers = HeaderMap::new();
+        for name in ["nagaya-peer-epoch", "nagaya-peer-client", "nagaya-peer-anything", "x-kept"] {
+            headers.append(HeaderName::from_static(name), HeaderValue::from_static("9"));
+            headers.append(HeaderName::from_static(name), HeaderValue::from_static("10"));
+        }
+        strip(&mut headers);
+        assert_eq!(headers.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["x-kept"]);
+        let now = Instant::now();
+        let mut forged = HeaderMap::new();
+        forged.insert(REFUSED, HeaderValue::from_static("fenced"));
+        write(&mut forged, &head(false), &carried(now), now);
+        assert_eq!(denied(&forged), None);
+    }
+
+    #[test]
+    fn a_request_that_lacks_a_field_is_not_taken() {
+        let now = Instant::now();
+        let mut whole = HeaderMap::new();
+        write(&mut whole, &head(false), &carried(now), now);
+        for missing in [CLIENT, LOCAL, PROTOCOL, ID, SITE, EPOCH, DEADLINE, RETRIES] {
+            let mut headers = whole.clone();
+            headers.remove(&missing);
+            assert!(read(&mut arrived(headers), &NodeName::new("a").unwrap(), now).is_err(), "{missing}");
+        }
+    }
+
+    #[test]
+    fn what_an_answer_says_comes_back_as_it_was() {
+        let mut headers = HeaderMap::new();
+        for said in [Denied::NotPlacedHere { epoch: 12 }, Denied::Fenced, Denied::OtherSite] {
+            deny(&mut headers, said);
+            assert_eq!(denied(&headers), Some(said));
+        }
+        serve(&mut headers, "b", [("wake_us", 5), ("queue_us", 0), ("backend_us", 9)].into_iter());
+        let served = served(&headers).unwrap();
+        assert_eq!(served.node.as_str(), "b");
+        assert_eq!(served.stages, [("wake_us".into(), 5), ("backend_us".into(), 9)]);
+        strip(&mut headers);
+        assert!(headers.is_empty());
+    }
+}

@@ -1,0 +1,356 @@
+//! One thread's connections to other nodes: HTTP/2 over mutually authenticated TLS, shared by as many requests as they have
+//! streams, a few more made when those are used up, closed when they have been idle.
+//!
+//! Not here: one request on its way (`carry`), the certificates (`credentials`), whether a node is there (`probe`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::client::{Builder, SendRequest};
+use nagaya_cmdb::{NodeName, NodeRecord};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::task::{AbortHandle, spawn_local};
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
+
+use super::credentials::{ALPN, server_name};
+use crate::cluster::Member;
+use crate::shared::Shared;
+
+/// Requests at once on one connection. With `CONNECTION_WINDOW_BYTES` no body that is not taken holds up another.
+pub const STREAMS_MAX: usize = 128;
+
+/// Connections of one thread to one node: 1,024 requests at once. Beyond that, requests wait for a stream.
+const CONNECTIONS_MAX: usize = 8;
+
+/// Of an answer's body, so much may be under way before it is read: one stream, and all of a connection at once.
+pub const STREAM_WINDOW_BYTES: u32 = 256 << 10;
+pub const CONNECTION_WINDOW_BYTES: u32 = STREAM_WINDOW_BYTES * STREAMS_MAX as u32;
+
+/// Header fields of an answer, decoded: more than an application's may have.
+const HEAD_BYTES: u32 = 256 << 10;
+
+/// Of a request's body, so much waits for the other node, per stream.
+const SEND_BUFFER_BYTES: usize = 64 << 10;
+
+/// Longest for a connection with its handshake. The node that does not take one at all is found silent long before.
+const CONNECT_MAX: Duration = Duration::from_secs(3);
+
+/// A connection without a request for so long is closed: below `acceptor::IDLE`, so that the asking side closes first.
+pub const IDLE_MAX: Duration = Duration::from_secs(60);
+
+/// A connection on which requests wait and nothing was heard for so long is asked whether it lives, and so long it may take
+/// to say so. Whether the node lives is the probe's question, and answered sooner: this ends connections, not waits.
+const PING_EVERY: Duration = Duration::from_secs(15);
+const PING_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why there is no connection to a node.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum NoPeer {
+    #[error("this node is not in a cluster any more")]
+    Alone,
+    #[error("its address '{0}' is none")]
+    Address(String),
+    #[error("it refuses connections: {0}")]
+    Refused(String),
+    #[error("it cannot be connected to: {0}")]
+    Network(String),
+    #[error("the connection is not trusted: {0}")]
+    Tls(String),
+    #[error("its HTTP/2 is broken: {0}")]
+    Protocol(String),
+    #[error("no connection within {} s", CONNECT_MAX.as_secs())]
+    Late,
+}
+
+/// One thread's.
+pub struct Pool {
+    shared: Arc<Shared>,
+    nodes: RefCell<HashMap<NodeName, Rc<Node>>>,
+    /// The member whose credentials the connections were made with.
+    member: RefCell<Option<Arc<Member>>>,
+}
+
+/// Connections to one node as its record describes it.
+struct Node {
+    shared: Arc<Shared>,
+    record: Arc<NodeRecord>,
+    links: RefCell<Vec<Rc<Link>>>,
+    /// One is being made.
+    connecting: Cell<bool>,
+    failed: RefCell<Option<NoPeer>>,
+    /// A stream has become free, a connection was made, or making one has failed.
+    changed: Notify,
+}
+
+/// One connection.
+struct Link {
+    send: SendRequest<Bytes>,
+    streams: Cell<usize>,
+    idle_since: Cell<Instant>,
+    is_over: Cell<bool>,
+    task: RefCell<Option<AbortHandle>>,
+    _counted: Counted,
+}
+
+/// A connection, in the count of all threads.
+struct Counted {
+    shared: Arc<Shared>,
+    node: NodeName,
+}
+
+impl Counted {
+    fn new(shared: &Arc<Shared>, node: &NodeName) -> Self {
+        shared.cluster.peers.tallies.connected(node, 1);
+        Self { shared: Arc::clone(shared), node: node.clone() }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.shared.cluster.peers.tallies.connected(&self.node, -1);
+    }
+}
+
+/// A place for one request on a connection, given back when it is dropped.
+pub struct Seat {
+    node: Rc<Node>,
+    link: Rc<Link>,
+}
+
+impl Pool {
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, nodes: RefCell::default(), member: RefCell::default() }
+    }
+
+    /// A place on a connection to this node, and how long making the connection took if one had to be made.
+    pub async fn seat(&self, record: &Arc<NodeRecord>) -> Result<(Seat, Option<Duration>), NoPeer> {
+        let member = self.shared.cluster.member().ok_or(NoPeer::Alone)?;
+        self.renew(&member);
+        let begun = Instant::now();
+        let mut waited = false;
+        loop {
+            let node = self.node(record);
+            if let Some(seat) = Node::take(&node) {
+                return Ok((seat, waited.then(|| begun.elapsed())));
+            }
+            waited = true;
+            let changed = node.changed.notified();
+            let may_grow = node.links.borrow().len() < CONNECTIONS_MAX;
+            if may_grow && !node.connecting.replace(true) {
+                node.failed.take();
+                spawn_local(Rc::clone(&node).connect(Arc::clone(&member)));
+            }
+            changed.await;
+            // Whoever waited for a connection that could not be made is told; whoever waits for a stream waits on.
+            if let (Some(error), true) = (&*node.failed.borrow(), node.links.borrow().is_empty()) {
+                return Err(error.clone());
+            }
+        }
+    }
+
+    /// After a change of credentials the connections made with those before take no new requests.
+    fn renew(&self, member: &Arc<Member>) {
+        let mut known = self.member.borrow_mut();
+        if known.as_ref().is_some_and(|known| Arc::ptr_eq(known, member)) {
+            return;
+        }
+        *known = Some(Arc::clone(member));
+        for (_, node) in self.nodes.borrow_mut().drain() {
+            node.retire();
+        }
+    }
+
+    fn node(&self, record: &Arc<NodeRecord>) -> Rc<Node> {
+        let mut nodes = self.nodes.borrow_mut();
+        if let Some(node) = nodes.get(&record.name) {
+            if node.record.peer == record.peer && node.record.id == record.id {
+                return Rc::clone(node);
+            }
+            node.retire();
+        }
+        let node = Rc::new(Node {
+            shared: Arc::clone(&self.shared),
+            record: Arc::clone(record),
+            links: RefCell::default(),
+            connecting: Cell::new(false),
+            failed: RefCell::default(),
+            changed: Notify::new(),
+        });
+        nodes.insert(record.name.clone(), Rc::clone(&node));
+        node
+    }
+
+    /// The node was found silent: what it has of connections is not used again, and no request waits for one.
+    pub fn forget(&self, name: &NodeName) {
+        if let Some(node) = self.nodes.borrow_mut().remove(name) {
+            node.retire();
+        }
+    }
+
+    /// Closes what has been idle too long. To be called now and then.
+    pub fn sweep(&self) {
+        self.nodes.borrow_mut().retain(|_, node| {
+            node.links.borrow_mut().retain(|link| {
+                let is_idle = link.streams.get() == 0 && link.idle_since.get().elapsed() >= IDLE_MAX;
+                if is_idle {
+                    link.close();
+                }
+                !is_idle && !link.is_over.get()
+            });
+            node.connecting.get() || !node.links.borrow().is_empty()
+        });
+    }
+}
+
+impl Node {
+    /// A place on the connection with the fewest requests.
+    fn take(node: &Rc<Self>) -> Option<Seat> {
+        let mut links = node.links.borrow_mut();
+        links.retain(|link| !link.is_over.get());
+        let link = links.iter().min_by_key(|link| link.streams.get())?;
+        // The other node may have fewer.
+        let max = STREAMS_MAX.min(link.send.current_max_send_streams());
+        if link.streams.get() >= max {
+            return None;
+        }
+        link.streams.set(link.streams.get() + 1);
+        Some(Seat { node: Rc::clone(node), link: Rc::clone(link) })
+    }
+
+    async fn connect(self: Rc<Self>, member: Arc<Member>) {
+        let made = timeout(CONNECT_MAX, open(&self.record, &member)).await.unwrap_or(Err(NoPeer::Late));
+        self.connecting.set(false);
+        match made {
+            Ok((send, connection)) => {
+                let link = Rc::new(Link {
+                    send,
+                    streams: Cell::new(0),
+                    idle_since: Cell::new(Instant::now()),
+                    is_over: Cell::new(false),
+                    task: RefCell::default(),
+                    _counted: Counted::new(&self.shared, &self.record.name),
+                });
+                let task = spawn_local(Rc::clone(&link).run(connection, Rc::clone(&self)));
+                *link.task.borrow_mut() = Some(task.abort_handle());
+                self.links.borrow_mut().push(link);
+            }
+            Err(error) => *self.failed.borrow_mut() = Some(error),
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Requests on its way go on; new ones do not come.
+    fn retire(&self) {
+        for link in self.links.borrow_mut().drain(..) {
+            link.is_over.set(true);
+            if link.streams.get() == 0 {
+                link.close();
+            }
+        }
+        self.changed.notify_waiters();
+    }
+}
+
+impl Link {
+    /// Moves the bytes of the connection until it ends.
+    async fn run(self: Rc<Self>, mut connection: Connection, node: Rc<Node>) {
+        let pings = connection.ping_pong();
+        let alive = async {
+            match pings {
+                Some(pings) => self.until_dead(pings).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            ended = &mut connection => {
+                if let Err(error) = ended {
+                    tracing::debug!(node = %node.record.name, %error, "a connection to another node broke");
+                }
+            }
+            () = alive => {
+                tracing::debug!(node = %node.record.name, "a connection to another node was given up: it does not answer pings");
+            }
+        }
+        self.is_over.set(true);
+        node.links.borrow_mut().retain(|link| !Rc::ptr_eq(link, &self));
+        node.changed.notify_waiters();
+    }
+
+    /// Ends when requests wait and the other side does not answer a ping.
+    async fn until_dead(&self, mut pings: h2::PingPong) {
+        loop {
+            tokio::time::sleep(PING_EVERY).await;
+            if self.streams.get() == 0 {
+                continue;
+            }
+            if !matches!(timeout(PING_PATIENCE, pings.ping(h2::Ping::opaque())).await, Ok(Ok(_))) {
+                return;
+            }
+        }
+    }
+
+    fn close(&self) {
+        self.is_over.set(true);
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+impl Seat {
+    pub fn sender(&self) -> SendRequest<Bytes> {
+        self.link.send.clone()
+    }
+
+    /// The other side takes no more requests on this connection.
+    pub fn spoil(&self) {
+        self.link.is_over.set(true);
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.link.streams.set(self.link.streams.get() - 1);
+        self.link.idle_since.set(Instant::now());
+        if self.link.is_over.get() && self.link.streams.get() == 0 {
+            self.link.close();
+        }
+        self.node.changed.notify_one();
+    }
+}
+
+type Connection = h2::client::Connection<tokio_rustls::client::TlsStream<TcpStream>, Bytes>;
+
+async fn open(record: &NodeRecord, member: &Member) -> Result<(SendRequest<Bytes>, Connection), NoPeer> {
+    let address: SocketAddr = record.peer.parse().map_err(|_| NoPeer::Address(record.peer.clone()))?;
+    let name =
+        server_name(&record.name).ok_or_else(|| NoPeer::Tls("its name can be in no certificate".into()))?;
+    let stream = TcpStream::connect(address).await.map_err(|error| match error.kind() {
+        io::ErrorKind::ConnectionRefused => NoPeer::Refused(error.to_string()),
+        _ => NoPeer::Network(error.to_string()),
+    })?;
+    let _ = stream.set_nodelay(true);
+    let connector = TlsConnector::from(Arc::clone(&member.credentials.client));
+    let stream = connector.connect(name, stream).await.map_err(|error| NoPeer::Tls(error.to_string()))?;
+    if stream.get_ref().1.alpn_protocol() != Some(ALPN) {
+        return Err(NoPeer::Tls("it does not speak h2".into()));
+    }
+    Builder::new()
+        .enable_push(false)
+        .initial_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_header_list_size(HEAD_BYTES)
+        .max_send_buffer_size(SEND_BUFFER_BYTES)
+        .initial_max_send_streams(STREAMS_MAX)
+        .handshake(stream)
+        .await
+        .map_err(|error| NoPeer::Protocol(error.to_string()))
+}

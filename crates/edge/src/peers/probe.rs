@@ -1,0 +1,345 @@
+//! Whether other nodes are there: the one thread of the process that asks them and answers them, and nothing else, so that
+//! no busy edge thread makes this node look dead.
+//!
+//! A request that is on its way to a node has the node asked beside it, unless something was heard from it just now. All
+//! requests share one question. What the answers, refusals and silences mean is decided by `nagaya_placement::liveness`.
+//! The members' vouches for each other go over the same socket (`vouch`).
+//! Not here: datagrams (`datagram`), one node's sockets (`line`), what follows from silence (`place`).
+
+mod datagram;
+mod line;
+pub mod vouch;
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use nagaya_cmdb::{NodeName, NodeRecord};
+use nagaya_placement::Moment;
+use nagaya_placement::liveness::{self, Verdict};
+use parking_lot::{Mutex, RwLock};
+use tokio::net::UdpSocket;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::LocalSet;
+use tokio::time::sleep;
+
+use crate::cluster::{Member, boottime};
+use crate::shared::Shared;
+use datagram::{Datagram, Kind, LEN_MAX, State};
+use line::{Event, Line};
+use vouch::{Order, Vouching};
+
+/// While a request waits for its answer, its node is asked again so often: a node that dies then is found out, too.
+const REASK: Duration = Duration::from_millis(100);
+
+/// Questions of other nodes that are looked at in a window; what comes beyond them is dropped. A hundred nodes that each ask
+/// three times for a probe every twentieth of a second are 6,000 in a second.
+const WINDOW: Duration = Duration::from_millis(100);
+const ANSWERS_PER_WINDOW: u32 = 2_000;
+
+/// Requests that the thread has not looked at yet, and datagrams: of what is more, requests ask again and nodes answer again.
+const ASKS_MAX: usize = 16_384;
+const EVENTS_MAX: usize = 4096;
+
+/// Orders of the supervisor about vouching that the thread has not looked at: one round, and an answer for each member.
+const ORDERS_MAX: usize = 2048;
+
+/// What keeps a node from being probed is said so often.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
+
+/// Nodes that are looked after at once.
+const LINES_MAX: usize = 1024;
+
+/// Requests' end of it: shared by all threads.
+#[derive(Debug, Default)]
+pub struct Probes {
+    /// When each node was last heard from by a request, CLOCK_BOOTTIME.
+    heard: RwLock<HashMap<NodeName, Arc<AtomicU64>>>,
+    asks: Mutex<Option<mpsc::Sender<Asked>>>,
+    orders: Mutex<Option<mpsc::Sender<Order>>>,
+}
+
+/// A request wants to know.
+struct Asked {
+    record: Arc<NodeRecord>,
+    found: oneshot::Sender<Verdict>,
+}
+
+impl Probes {
+    /// Something of an answer has come from there.
+    pub fn heard(&self, node: &NodeName) {
+        let now = boottime().0;
+        if let Some(heard) = self.heard.read().get(node) {
+            heard.store(now, Ordering::Relaxed);
+            return;
+        }
+        let mut all = self.heard.write();
+        if all.len() >= LINES_MAX {
+            all.clear();
+        }
+        all.entry(node.clone()).or_default().store(now, Ordering::Relaxed);
+    }
+
+    fn last_heard(&self, node: &NodeName) -> Option<Moment> {
+        self.heard.read().get(node).map(|heard| Moment(heard.load(Ordering::Relaxed)))
+    }
+
+    /// The supervisor wants other members asked, or answered. What finds no room is as good as lost on the way.
+    pub fn vouch(&self, order: Order) {
+        if let Some(orders) = &*self.orders.lock() {
+            let _ = orders.try_send(order);
+        }
+    }
+
+    /// Ends when something is held against the node: it refuses, or it is silent. As long as it answers, or nobody can be
+    /// asked, this does not end.
+    pub async fn against(&self, record: &Arc<NodeRecord>) -> Verdict {
+        loop {
+            let is_fresh =
+                self.last_heard(&record.name).is_some_and(|heard| boottime().since(heard) < liveness::FRESH);
+            if !is_fresh {
+                let (found, verdict) = oneshot::channel();
+                let asked = Asked { record: Arc::clone(record), found };
+                // Nobody to ask: nothing is held against the node. A crowd that is not taken in asks again in a moment.
+                let sent = self.asks.lock().as_ref().map(|asks| asks.try_send(asked));
+                if matches!(sent, None | Some(Err(TrySendError::Closed(_)))) {
+                    return std::future::pending().await;
+                }
+                if let Ok(against @ (Verdict::Refuses | Verdict::Silent)) = verdict.await {
+                    return against;
+                }
+            }
+            sleep(REASK).await;
+        }
+    }
+}
+
+/// Starts the thread. It lives as long as the process.
+pub fn start(shared: Arc<Shared>, socket: OwnedFd) -> io::Result<()> {
+    let (sender, asks) = mpsc::channel(ASKS_MAX);
+    let socket = std::net::UdpSocket::from(socket);
+    socket.set_nonblocking(true)?;
+    *shared.cluster.peers.probes.asks.lock() = Some(sender);
+    let (sender, orders) = mpsc::channel(ORDERS_MAX);
+    *shared.cluster.peers.probes.orders.lock() = Some(sender);
+    std::thread::Builder::new().name("probes".into()).spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let result = runtime.and_then(|runtime| {
+            LocalSet::new().block_on(&runtime, async {
+                let socket = UdpSocket::from_std(socket)?;
+                Prober::new(shared).run(socket, asks, orders).await;
+                Ok(())
+            })
+        });
+        if let Err(error) = result {
+            tracing::error!(code = "NGY0467", %error, "other nodes are not asked whether they are there, and not answered");
+        }
+    })?;
+    Ok(())
+}
+
+/// The thread.
+struct Prober {
+    shared: Arc<Shared>,
+    lines: HashMap<NodeName, Line>,
+    events: (mpsc::Sender<Event>, mpsc::Receiver<Event>),
+    window: (Instant, u32),
+    vouching: Vouching,
+    /// When it last said that a node cannot be probed.
+    complained: Option<Instant>,
+}
+
+impl Prober {
+    fn new(shared: Arc<Shared>) -> Self {
+        let (lines, events) = (HashMap::new(), mpsc::channel(EVENTS_MAX));
+        let window = (Instant::now(), 0);
+        Self { shared, lines, events, window, vouching: Vouching::default(), complained: None }
+    }
+
+    async fn run(
+        mut self,
+        socket: UdpSocket,
+        mut asks: mpsc::Receiver<Asked>,
+        mut orders: mpsc::Receiver<Order>,
+    ) {
+        // One byte more than the longest, so that a longer one shows.
+        let mut buffer = [0; LEN_MAX + 1];
+        loop {
+            let due = self.lines.values().filter_map(Line::due).min().map(|due| due.since(boottime()));
+            let resend = self.vouching.due().map(|due| due.saturating_duration_since(Instant::now()));
+            let alarm = async {
+                match due.into_iter().chain(resend).min() {
+                    Some(left) => sleep(left).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                asked = asks.recv() => match asked {
+                    Some(asked) => self.asked(asked),
+                    None => return,
+                },
+                Some(event) = self.events.1.recv() => self.event(event),
+                Some(order) = orders.recv() => self.order(&socket, order),
+                received = socket.recv_from(&mut buffer) => {
+                    // An error is one of a datagram that was sent before: there is nothing to do about it.
+                    if let Ok((len, from)) = received {
+                        self.question(&socket, &buffer[..len], from);
+                    }
+                }
+                () = alarm => {
+                    self.alarm();
+                    self.ask_for_vouches(&socket);
+                }
+            }
+        }
+    }
+
+    fn asked(&mut self, asked: Asked) {
+        let Some(member) = self.shared.cluster.member() else {
+            // Whoever is alone holds nothing against anybody.
+            let _ = asked.found.send(Verdict::Answers);
+            return;
+        };
+        let Asked { record, found } = asked;
+        let is_same = |line: &Line| line.is_of(&record, &member);
+        if !self.lines.get(&record.name).is_some_and(is_same) {
+            if self.lines.len() >= LINES_MAX {
+                self.lines.clear();
+            }
+            match Line::open(&record, &member, self.events.0.clone()) {
+                Ok(line) => {
+                    self.lines.insert(record.name.clone(), line);
+                }
+                Err(error) => {
+                    if self.complained.is_none_or(|last| last.elapsed() >= COMPLAIN_EVERY) {
+                        self.complained = Some(Instant::now());
+                        tracing::warn!(code = "NGY0467", node = %record.name, %error, "another node cannot be probed");
+                    }
+                    return;
+                }
+            }
+        }
+        let heard = self.shared.cluster.peers.probes.last_heard(&record.name);
+        if let Some(line) = self.lines.get_mut(&record.name) {
+            line.ask(heard, found);
+        }
+        self.tell(&record.name);
+    }
+
+    fn event(&mut self, event: Event) {
+        let node = event.node.clone();
+        if let Some(line) = self.lines.get_mut(&node) {
+            line.take(event);
+        }
+        self.tell(&node);
+    }
+
+    /// Time has come for some: datagrams that lie in sockets are taken in first.
+    fn alarm(&mut self) {
+        while let Ok(event) = self.events.1.try_recv() {
+            self.event(event);
+        }
+        let nodes: Vec<_> = self.lines.keys().cloned().collect();
+        for node in nodes {
+            let heard = self.shared.cluster.peers.probes.last_heard(&node);
+            if let Some(line) = self.lines.get_mut(&node)
+                && line.due().is_some_and(|due| due <= boottime())
+            {
+                line.alarm(heard);
+                self.tell(&node);
+            }
+        }
+    }
+
+    fn tell(&mut self, node: &NodeName) {
+        let tallies = &self.shared.cluster.peers.tallies;
+        if let Some(line) = self.lines.get_mut(node) {
+            for found in line.take_findings() {
+                tallies.probed(node, found);
+            }
+            let (round_trip, bound, false_alarms) = line.figures();
+            let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+            tallies.measured(node, us(round_trip), us(bound), false_alarms);
+        }
+    }
+
+    /// Another node wants to know whether this one is there.
+    fn question(&mut self, socket: &UdpSocket, bytes: &[u8], from: SocketAddr) {
+        let (begun, count) = &mut self.window;
+        if begun.elapsed() >= WINDOW {
+            (*begun, *count) = (Instant::now(), 0);
+        }
+        *count += 1;
+        if *count > ANSWERS_PER_WINDOW {
+            return;
+        }
+        let Some(member) = self.shared.cluster.member() else { return };
+        if vouch::is_one(bytes) {
+            if let Some(news) = self.vouching.take(Instant::now(), bytes, from, &member) {
+                self.shared.cluster.desk.tell(news);
+            }
+            return;
+        }
+        let key = &member.credentials.probe_key;
+        let Some(question) = Datagram::read(bytes, key).filter(|said| said.kind == Kind::Question) else {
+            return;
+        };
+        let state = self.state(&member);
+        let answer = Datagram { kind: Kind::Answer, state, nonce: question.nonce, ..own(&member) };
+        if let Some(answer) = answer.write(key) {
+            // One that cannot be sent now is as good as lost on the way.
+            let _ = socket.try_send_to(&answer, from);
+        }
+    }
+
+    /// The supervisor's part in vouching.
+    fn order(&mut self, socket: &UdpSocket, order: Order) {
+        match order {
+            Order::Ask { round, members } => {
+                self.vouching.begin(Instant::now(), round, &members);
+                self.ask_for_vouches(socket);
+            }
+            Order::Vouch { tag, moved } => {
+                let Some(member) = self.shared.cluster.member() else { return };
+                if let Some((answer, to)) = self.vouching.vouch(tag, moved, &member) {
+                    let _ = socket.try_send_to(&answer, to);
+                }
+            }
+        }
+    }
+
+    fn ask_for_vouches(&mut self, socket: &UdpSocket) {
+        let Some(member) = self.shared.cluster.member() else {
+            self.vouching = Vouching::default();
+            return;
+        };
+        for (question, to) in self.vouching.questions(Instant::now(), &member) {
+            // One that cannot be sent now is sent again.
+            let _ = socket.try_send_to(&question, to);
+        }
+    }
+
+    fn state(&self, member: &Member) -> State {
+        if !self.shared.cluster.tenure.holds() {
+            return State::Fenced;
+        }
+        let record = self.shared.with_table(|table| table.node(member.node.as_str()));
+        if record.is_some_and(|record| record.draining) { State::Draining } else { State::Serves }
+    }
+}
+
+/// What this node says of itself.
+fn own(member: &Member) -> Datagram {
+    Datagram {
+        kind: Kind::Question,
+        state: State::Serves,
+        nonce: [0; 16],
+        node: member.node.as_str().to_owned(),
+        id: member.options.id.clone(),
+    }
+}

@@ -1,0 +1,374 @@
+//! Which node runs the site's application, and the request's way there.
+//!
+//! Only sites with an application are placed, and only in a cluster: every other request passes with one look. What is placed
+//! here goes on here, for as long as this node may run it. What is placed elsewhere is sent there, one hop, and its answer
+//! comes back. Where that node is silent, refuses, is fenced or has left, the supervisor is asked for another one,
+//! and the same request goes there. It is sent a second time only if that can do no harm (`repeat`).
+//!
+//! Not here: connections to other nodes (`peers`), whether they are there (`peers::probe`), choosing one (the supervisor).
+
+mod hop;
+mod keep;
+mod repeat;
+mod stint;
+pub mod told;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nagaya_base::Code;
+use nagaya_cmdb::feed::Placed;
+use nagaya_cmdb::{Backend, NodeRecord, Placement, Site, SiteName, Why};
+use tokio::time::timeout;
+
+use crate::account::Account;
+use crate::cluster::Cluster;
+use crate::exchange;
+use crate::message::{Head, Request, Response};
+use crate::node::Node;
+use crate::peers::Carried;
+use crate::refusal::Refusal;
+use crate::route::Route;
+use hop::{Hop, Lost};
+use keep::Keep;
+use repeat::{Repeat, may_repeat};
+pub use stint::Stint;
+pub use told::{Passed, Relocated};
+
+/// How often one request may find its site a new node.
+pub const RELOCATIONS_MAX: usize = 3;
+
+/// How often a request is sent to the same node again, after a connection broke.
+const RESENDS_MAX: u32 = 1;
+
+/// So long a request waits for this node's authority to come back, or for its site to be placed elsewhere.
+pub const HOLD_MAX: Duration = Duration::from_secs(5);
+
+/// So long a request waits while its site moves away: what runs there may take that long to end.
+pub const LEAVE_MAX: Duration = Duration::from_secs(30);
+
+/// The same as `HOLD_MAX` of a request that another node has sent here: it can find the site another place, so it is not held long.
+const HOLD_FORWARDED_MAX: Duration = Duration::from_millis(250);
+
+/// So long the records may take to say what another node knows already.
+pub const CATCH_UP_MAX: Duration = Duration::from_millis(500);
+
+/// Where a request goes on.
+pub enum Arrival {
+    Here(Request),
+    Answered(Response),
+}
+
+/// Finds the node for the request. It goes on here, or has been answered elsewhere.
+pub async fn arrive(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Arrival, Refusal> {
+    if !node.shared.cluster.is_member() || !is_placed(&route.site) {
+        if request.head.conn.carried.is_some() {
+            return Err(Refusal::OtherSite);
+        }
+        return Ok(Arrival::Here(request));
+    }
+    // Boxed, or its state would be part of every request's.
+    match request.head.conn.carried.as_deref().cloned() {
+        Some(carried) => {
+            Box::pin(receive(node, route, &carried, account)).await.map(|()| Arrival::Here(request))
+        }
+        None => Box::pin(find(node, route, request, account)).await,
+    }
+}
+
+fn is_placed(site: &Site) -> bool {
+    matches!(site.backend, Backend::App(_))
+}
+
+/// Lets the application here answer. If its site has moved before it has, what it says is nobody's answer, and the request
+/// goes where the site is now.
+pub async fn answer(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Response, Refusal> {
+    if account.stint().is_none() {
+        return exchange::run(node, route, request, account).await;
+    }
+    Box::pin(watched(node, route, request, account)).await
+}
+
+// === Where ===
+
+/// Where a site is to be served, as far as is known here.
+#[derive(Debug)]
+enum Where {
+    Here {
+        epoch: u64,
+    },
+    There {
+        record: Arc<NodeRecord>,
+        epoch: u64,
+    },
+    /// Its place does not do, or it has none.
+    Ask {
+        seen: Option<Placement>,
+        why: Why,
+    },
+}
+
+fn look(node: &Node, site: &str) -> Where {
+    let cluster = &node.shared.cluster;
+    let me = cluster.member().map(|member| member.node.clone());
+    node.shared.with_table(|table| {
+        let Some(placement) = cluster.placement(table, site) else {
+            return Where::Ask { seen: None, why: Why::First };
+        };
+        let Some(record) = table.node(placement.node.as_str()) else {
+            return Where::Ask { seen: Some(placement), why: Why::Draining };
+        };
+        let epoch = placement.epoch;
+        if me.as_ref() == Some(&placement.node) {
+            Where::Here { epoch }
+        } else {
+            Where::There { record, epoch }
+        }
+    })
+}
+
+// === Sent here by another node ===
+
+/// Whether this request, which another node has sent here, may be served here. It goes nowhere else.
+async fn receive(
+    node: &Node,
+    route: &Route,
+    carried: &Carried,
+    account: &mut Account,
+) -> Result<(), Refusal> {
+    let cluster = &node.shared.cluster;
+    if carried.site != route.site.name {
+        return Err(Refusal::OtherSite);
+    }
+    let known = || node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
+    let epoch_of = |placement: &Option<Placement>| placement.as_ref().map_or(0, |placement| placement.epoch);
+    let mut moves = cluster.follow_moves();
+    let caught_up = async {
+        while epoch_of(&known()) < carried.epoch {
+            if moves.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    let left = carried.deadline.saturating_duration_since(Instant::now());
+    // Whether they have caught up is looked at below.
+    let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
+    let placement = known();
+    let me = cluster.member().map(|member| member.node.clone());
+    let epoch = epoch_of(&placement);
+    if epoch < carried.epoch || placement.map(|placement| placement.node) != me.clone() {
+        return Err(Refusal::NotPlacedHere { epoch });
+    }
+    if cluster.is_leaving(&route.site.name) {
+        leaves(cluster, &route.site.name, account).await?;
+        // Mostly it has moved now, and whoever sent this finds out where.
+        let placement = known();
+        if placement.as_ref().map(|placement| &placement.node) != me.as_ref() {
+            return Err(Refusal::NotPlacedHere { epoch: epoch_of(&placement) });
+        }
+    }
+    let left = carried.deadline.saturating_duration_since(Instant::now());
+    if !cluster.tenure.regained(HOLD_FORWARDED_MAX.min(left)).await {
+        return Err(Refusal::FencedHere);
+    }
+    account.stay_here(Stint::new(&node.shared, &route.site.name, epoch));
+    Ok(())
+}
+
+// === From a client ===
+
+async fn find(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Arrival, Refusal> {
+    let Request { head, body } = request;
+    let mut keep = Keep::new(body);
+    let step = seek(node, route, &head, &mut keep, account).await?;
+    Ok(match step {
+        Some(response) => Arrival::Answered(response),
+        None => Arrival::Here(Request { head, body: keep.into_body() }),
+    })
+}
+
+/// Goes after the site until it is here (none) or the request was answered elsewhere.
+async fn seek(
+    node: &Node,
+    route: &Route,
+    head: &Head,
+    keep: &mut Keep,
+    account: &mut Account,
+) -> Result<Option<Response>, Refusal> {
+    let site = &route.site.name;
+    let cluster = &node.shared.cluster;
+    let hop = Hop::new(node, route, head);
+    let (mut resends, mut strays) = (0, 0);
+    loop {
+        match look(node, site.as_str()) {
+            Where::Here { .. } if cluster.is_leaving(site) => leaves(cluster, site, account).await?,
+            Where::Here { epoch } => {
+                if cluster.tenure.holds() || held(cluster, account).await? {
+                    account.stay_here(Stint::new(&node.shared, site, epoch));
+                    return Ok(None);
+                }
+            }
+            Where::There { record, epoch } => {
+                let began = Instant::now();
+                let lost = match hop.send(&record, epoch, keep, account).await {
+                    Ok(response) => return Ok(Some(response)),
+                    Err(lost) => lost,
+                };
+                let Lost { why, handed, refusal } = lost;
+                let Some(why) = why else { return Err(refusal) };
+                match may_repeat(&head.method, handed, keep.is_whole()) {
+                    Repeat::Yes => {}
+                    Repeat::No(reason) => {
+                        return Err(Refusal::MayBeDone { node: record.name.clone(), reason });
+                    }
+                }
+                if matches!(why, hop::Why::Broken) && resends < RESENDS_MAX {
+                    resends += 1;
+                    continue;
+                }
+                let seen = node.shared.with_table(|table| cluster.placement(table, site.as_str()));
+                if seen.as_ref().is_some_and(|seen| seen.epoch != epoch) && strays < RELOCATIONS_MAX {
+                    // It has moved while this was found out.
+                    strays += 1;
+                    continue;
+                }
+                relocate(node, route, seen, why.as_record(), began.elapsed(), account).await?;
+            }
+            Where::Ask { seen, why } => {
+                relocate(node, route, seen, why, Duration::ZERO, account).await?;
+            }
+        }
+    }
+}
+
+/// The site is about to move away: waits until it has, or stays after all.
+async fn leaves(cluster: &Cluster, site: &SiteName, account: &mut Account) -> Result<(), Refusal> {
+    let began = Instant::now();
+    let mut moves = cluster.follow_moves();
+    let left = async { while cluster.is_leaving(site) && moves.changed().await.is_ok() {} };
+    let is_over = timeout(LEAVE_MAX, left).await.is_ok();
+    account.was_held(began.elapsed());
+    if is_over { Ok(()) } else { Err(Refusal::Fenced) }
+}
+
+/// Placed here, without authority: waits until it is back (true) or the site has moved (false).
+async fn held(cluster: &Cluster, account: &mut Account) -> Result<bool, Refusal> {
+    let began = Instant::now();
+    let mut moves = cluster.follow_moves();
+    let regained = tokio::select! {
+        regained = cluster.tenure.regained(HOLD_MAX.saturating_sub(account.held())) => Some(regained),
+        _ = moves.changed() => None,
+    };
+    account.was_held(began.elapsed());
+    match regained {
+        Some(false) => Err(Refusal::Fenced),
+        Some(true) => Ok(true),
+        None => Ok(cluster.tenure.holds()),
+    }
+}
+
+/// Has the supervisor find the site another node than it has.
+async fn relocate(
+    node: &Node,
+    route: &Route,
+    seen: Option<Placement>,
+    why: Why,
+    detect: Duration,
+    account: &mut Account,
+) -> Result<(), Refusal> {
+    if account.relocations() >= RELOCATIONS_MAX {
+        return Err(Refusal::MovedTooOften);
+    }
+    let cluster = &node.shared.cluster;
+    let began = Instant::now();
+    let epoch = seen.as_ref().map(|seen| seen.epoch);
+    let (placed, _) = cluster.desk.ask(&route.site.name, epoch, why).await.map_err(Refusal::Unplaced)?;
+    match placed {
+        Placed::At { placement, decide_us, store_us } => {
+            if epoch.is_some_and(|epoch| placement.epoch <= epoch) {
+                return Err(Refusal::Nowhere { reason: "no other node was found".into(), code: Code(461) });
+            }
+            let relocated = Relocated {
+                why,
+                from: seen.map(|seen| seen.node),
+                to: placement.node.clone(),
+                epoch: placement.epoch,
+                detect,
+                decide: Duration::from_micros(decide_us),
+                store: Duration::from_micros(store_us),
+                asked: began.elapsed(),
+            };
+            node.shared.metrics.relocated(&relocated);
+            account.relocated(relocated);
+            cluster.placed(placement);
+            Ok(())
+        }
+        Placed::Nowhere { reason, code } => {
+            let number = code.strip_prefix("NGY").and_then(|code| code.parse().ok());
+            Err(Refusal::Nowhere { reason, code: number.map_or(Code(461), Code) })
+        }
+    }
+}
+
+// === Served here ===
+
+async fn watched(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Response, Refusal> {
+    let Request { head, body } = request;
+    let is_carried = head.conn.carried.is_some();
+    let mut keep = Keep::new(body);
+    for _ in 0..=RELOCATIONS_MAX {
+        let Some(stint) = account.stint() else {
+            return Err(Refusal::Fenced);
+        };
+        let request = Request { head: head.clone(), body: keep.body() };
+        let answered = tokio::select! {
+            biased;
+            answered = exchange::run(node, route, request, account) => Some(answered),
+            () = stint.ended() => None,
+        };
+        let is_ours = match &answered {
+            Some(Ok(_)) => stint.confirmed(HOLD_MAX).await?,
+            Some(Err(Refusal::Moved)) | None => false,
+            Some(Err(_)) => stint.is_current(),
+        };
+        if let (true, Some(answered)) = (is_ours, answered) {
+            return answered;
+        }
+        // What it said is dropped here, and with it what it held.
+        account.needs_no_instance();
+        if is_carried {
+            // The node in front finds out where it is now, if it may be sent again.
+            return Err(match may_repeat(&head.method, stint.was_handed(), true) {
+                Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest() },
+                Repeat::No(reason) => Refusal::MayBeDone { node: stint.node(), reason },
+            });
+        }
+        if let Repeat::No(reason) = may_repeat(&head.method, stint.was_handed(), keep.is_whole()) {
+            return Err(Refusal::MayBeDone { node: stint.node(), reason });
+        }
+        if let Some(response) = seek(node, route, &head, &mut keep, account).await? {
+            return Ok(response);
+        }
+    }
+    Err(Refusal::MovedTooOften)
+}

@@ -1,0 +1,172 @@
+//! A request's body that can be read again from its beginning, as long as little of it was read.
+//!
+//! Not here: whether the request may be sent again (`repeat`).
+
+use std::cell::RefCell;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+
+use crate::admission::BODY_HELD_MAX;
+use crate::message::{BodyError, RequestBody};
+
+/// The body, and what was read of it.
+pub struct Keep(Rc<RefCell<Kept>>);
+
+struct Kept {
+    /// None once it was too much.
+    read: Option<Vec<Piece>>,
+    bytes: usize,
+    /// Of all of it, if that was announced.
+    len: Option<u64>,
+    rest: RequestBody,
+}
+
+#[derive(Clone)]
+enum Piece {
+    Data(Bytes),
+    Trailers(HeaderMap),
+}
+
+impl Keep {
+    pub fn new(body: RequestBody) -> Self {
+        let len = body.len();
+        Self(Rc::new(RefCell::new(Kept { read: Some(Vec::new()), bytes: 0, len, rest: body })))
+    }
+
+    /// All that was read of it is kept, so it can be read from its beginning.
+    pub fn is_whole(&self) -> bool {
+        self.0.borrow().read.is_some()
+    }
+
+    /// The body from its beginning. One that was given out before is not to be read on.
+    pub fn body(&self) -> RequestBody {
+        let kept = self.0.borrow();
+        if kept.read.as_ref().is_none_or(Vec::is_empty) && kept.rest.is_empty() {
+            return RequestBody::empty();
+        }
+        drop(kept);
+        RequestBody::new(Reading { kept: Rc::clone(&self.0), at: 0, given: 0 })
+    }
+
+    /// The body from its beginning, for the last time.
+    pub fn into_body(self) -> RequestBody {
+        match Rc::try_unwrap(self.0) {
+            Ok(kept) if kept.borrow().bytes == 0 => kept.into_inner().rest,
+            Ok(kept) => Self(Rc::new(kept)).body(),
+            Err(kept) => Self(kept).body(),
+        }
+    }
+}
+
+struct Reading {
+    kept: Rc<RefCell<Kept>>,
+    /// The next piece of what was read before.
+    at: usize,
+    /// Bytes given out.
+    given: u64,
+}
+
+impl Body for Reading {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        let mut kept = this.kept.borrow_mut();
+        if let Some(piece) = kept.read.as_ref().and_then(|read| read.get(this.at)) {
+            this.at += 1;
+            this.given += piece.len();
+            return Poll::Ready(Some(Ok(match piece.clone() {
+                Piece::Data(data) => Frame::data(data),
+                Piece::Trailers(trailers) => Frame::trailers(trailers),
+            })));
+        }
+        let frame = std::task::ready!(Pin::new(&mut kept.rest).poll_frame(cx));
+        if let Some(Ok(frame)) = &frame {
+            kept.note(frame);
+            this.at += 1;
+            this.given += frame.data_ref().map_or(0, |data| data.len() as u64);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let kept = self.kept.borrow();
+        kept.read.as_ref().is_none_or(|read| self.at >= read.len()) && kept.rest.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let len = self.kept.borrow().len;
+        len.map_or_else(SizeHint::default, |len| SizeHint::with_exact(len.saturating_sub(self.given)))
+    }
+}
+
+impl Kept {
+    fn note(&mut self, frame: &Frame<Bytes>) {
+        let Some(read) = &mut self.read else { return };
+        self.bytes += frame.data_ref().map_or(0, Bytes::len);
+        if self.bytes > BODY_HELD_MAX {
+            self.read = None;
+            return;
+        }
+        read.extend(frame.data_ref().cloned().map(Piece::Data));
+        read.extend(frame.trailers_ref().cloned().map(Piece::Trailers));
+    }
+}
+
+impl Piece {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Data(data) => data.len() as u64,
+            Self::Trailers(_) => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::{BodyExt, Full};
+
+    use super::*;
+
+    fn body(len: usize) -> RequestBody {
+        RequestBody::new(Full::new(Bytes::from(vec![b'x'; len])).map_err(|never| match never {}))
+    }
+
+    async fn read(body: RequestBody) -> usize {
+        body.collect().await.unwrap().to_bytes().len()
+    }
+
+    #[tokio::test]
+    async fn what_was_read_is_read_again_and_has_the_same_length() {
+        let keep = Keep::new(body(1000));
+        assert_eq!(keep.body().len(), Some(1000));
+        assert_eq!(read(keep.body()).await, 1000);
+        assert!(keep.is_whole());
+        let again = keep.body();
+        assert_eq!(again.len(), Some(1000));
+        assert_eq!(read(again).await, 1000);
+        assert_eq!(read(keep.into_body()).await, 1000);
+    }
+
+    #[tokio::test]
+    async fn a_long_body_is_not_kept() {
+        let keep = Keep::new(body(BODY_HELD_MAX + 1));
+        assert_eq!(read(keep.body()).await, BODY_HELD_MAX + 1);
+        assert!(!keep.is_whole());
+    }
+
+    #[tokio::test]
+    async fn a_request_without_a_body_stays_so() {
+        let keep = Keep::new(RequestBody::empty());
+        assert!(keep.body().is_empty() && keep.is_whole() && keep.into_body().is_empty());
+    }
+}
