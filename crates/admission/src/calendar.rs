@@ -7,7 +7,7 @@
 //! | somebody is turned away | [`Calendar::reserve`] | his slot; `None`: no room within the horizon |
 //! | a ticket is shown | [`Calendar::show`] | whether its holder may come now |
 //! | its request gets in line, or runs at once | [`Calendar::come`] | |
-//! | it gets its permit | [`Calendar::ran`] | the record to store; the ticket is used up |
+//! | it gets its permit | [`Calendar::ran`] | the record to store when it ends; the ticket is used up |
 //! | it leaves the line without one | [`Calendar::left`] | the ticket is good again |
 //! | its holder listens for a call | [`Calendar::listen`] | |
 //! | capacity frees early | [`Calendar::call`] | who may come now; his place is kept for [`CALL_FOR`] |
@@ -35,7 +35,7 @@ mod restart;
 mod room;
 mod slots;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
 
 use self::room::{Backlog, Shows, slot_len};
@@ -87,8 +87,9 @@ pub struct Calendar {
     called_lately: (f64, Moment),
     spent: HashMap<Nonce, Moment>,
     spent_by_end: BTreeSet<(Moment, Nonce)>,
-    /// Restored, and not put into slots yet.
+    /// Restored, and not put into slots yet. Some of them were called.
     restored: Vec<Nonce>,
+    restored_calls: HashSet<Nonce>,
     /// How many holders there have been.
     number: u64,
     shows: Shows,
@@ -178,6 +179,7 @@ impl Calendar {
             spent: HashMap::new(),
             spent_by_end: BTreeSet::new(),
             restored: Vec::new(),
+            restored_calls: HashSet::new(),
             number: 0,
             shows: Shows::default(),
             backlog: Backlog::default(),
@@ -318,14 +320,26 @@ impl Calendar {
         let ((begins, number), nonce) =
             self.listening.range((now, u64::MAX)..).next().map(|(place, nonce)| (*place, *nonce))?;
         let slot = self.holders.get(&nonce)?.slot;
+        let until = self.keep_place(nonce, (begins, number), slot)?;
+        self.tally.called_early += 1;
+        Some((nonce, until))
+    }
+
+    /// One who was called has his place from now on. Until when.
+    fn keep_place(
+        &mut self,
+        nonce: Nonce,
+        (begins, number): Place,
+        slot: Option<SlotNumber>,
+    ) -> Option<Moment> {
+        let now = self.now;
         self.call_no_more(begins, number, slot);
         self.called_lately = (self.expected_called(now) + self.shows.rate(), now);
         let until = after(now, CALL_FOR);
         let holder = self.holders.get_mut(&nonce)?;
         holder.state = State::Called(until);
-        self.calls.insert((until, holder.number), nonce);
-        self.tally.called_early += 1;
-        Some((nonce, until))
+        self.calls.insert((until, number), nonce);
+        Some(until)
     }
 
     // === Holders ===
@@ -376,7 +390,8 @@ impl Calendar {
         true
     }
 
-    /// The holder who came has his permit: the ticket is used up. What is to be stored; `None`: he had not come.
+    /// The holder who came has his permit: the ticket is used up. What is to be stored once his request has ended; `None`: he had
+    /// not come.
     pub fn ran(&mut self, now: Moment, nonce: Nonce) -> Option<Record> {
         self.settle(now);
         self.holders.get(&nonce).filter(|holder| holder.state == State::InLine)?;
@@ -612,12 +627,12 @@ impl Calendar {
 }
 
 impl Record {
-    /// From when on it need not be kept: nothing would be done differently for it. `None`: it only takes back another one.
+    /// From when on it need not be kept: nothing would be done differently for it. `None`: it only says something of another one.
     pub fn over_at(&self) -> Option<Moment> {
         match self {
             Self::Promised { ticket, .. } => Some(after(ticket.ends, LATE_FOR)),
             Self::Spent { until, .. } => Some(*until),
-            Self::Forgotten { .. } => None,
+            Self::Called { .. } | Self::Forgotten { .. } => None,
         }
     }
 }

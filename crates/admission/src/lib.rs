@@ -201,9 +201,22 @@ pub enum Effect {
 /// What outlives the process.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum Record {
-    Promised { ticket: Ticket, client: ClientKey },
-    Spent { nonce: Nonce, until: Moment },
-    Forgotten { nonce: Nonce },
+    Promised {
+        ticket: Ticket,
+        client: ClientKey,
+    },
+    /// The holder was called before his slot: he may come although it has not begun.
+    Called {
+        nonce: Nonce,
+    },
+    /// Stored when the request that ran on the ticket has ended: one that a crash cut off may be sent again.
+    Spent {
+        nonce: Nonce,
+        until: Moment,
+    },
+    Forgotten {
+        nonce: Nonce,
+    },
 }
 
 /// How hard it is for what runs in a lane, as measured outside since the last time.

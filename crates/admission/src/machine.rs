@@ -331,7 +331,7 @@ impl Admission {
             lane.learned.record.add(Outcome { reckoned, told, actual }, is_current);
         }
         if let Some(holding) = &waiting.holding {
-            self.spend(now, holding);
+            self.spend(now, pass, holding);
         }
         self.requests.insert(pass, Request { lane: index, state: State::Runs(seat) });
         self.effects.push(Effect::Run(pass));
@@ -377,6 +377,7 @@ impl Admission {
                 }
                 lane.learned.ends(slot, since);
                 lane.own.remove(seat);
+                self.has_spent(pass);
                 self.vacate(index, 1);
                 self.dispatch(now);
             }

@@ -31,6 +31,8 @@ pub struct Inherited {
     pub keeper: Option<RawFd>,
     /// The edge's directory for tickets.
     pub tickets: Option<RawFd>,
+    /// Where other nodes reach the edge.
+    pub peers: Option<InheritedPeers>,
     /// Whose rights to take, uid and gid. None: stay as started.
     pub identity: Option<(u32, u32)>,
     pub log_level: String,
@@ -43,6 +45,13 @@ pub struct InheritedListener {
     pub tls: bool,
     /// One per edge thread.
     pub sockets: Vec<RawFd>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InheritedPeers {
+    /// One per edge thread.
+    pub streams: Vec<RawFd>,
+    pub probes: RawFd,
 }
 
 #[derive(Debug, thiserror::Error)]

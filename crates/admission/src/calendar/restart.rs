@@ -23,6 +23,7 @@ impl Calendar {
                     self.remember_spent(nonce, until);
                 }
             }
+            Record::Called { nonce } => drop(self.restored_calls.insert(nonce)),
             Record::Forgotten { nonce } => drop(self.remove(nonce)),
         }
     }
@@ -52,13 +53,16 @@ impl Calendar {
     /// Restored promises come into their slots in the order of these, whatever order they came in.
     pub(super) fn put_restored(&mut self) {
         let mut nonces = std::mem::take(&mut self.restored);
+        let calls = std::mem::take(&mut self.restored_calls);
         nonces.sort_unstable_by_key(|nonce| {
             self.holders.get(nonce).map(|holder| (holder.ticket.begins, *nonce))
         });
         for nonce in nonces {
             // Used up or forgotten by what was restored after it, or put already as it was told twice.
             let holder = self.holders.get(&nonce).filter(|holder| holder.slot.is_none() && !holder.has_ended);
-            let Some(ticket) = holder.map(|holder| holder.ticket) else { continue };
+            let Some((ticket, number)) = holder.map(|holder| (holder.ticket, holder.number)) else {
+                continue;
+            };
             if ticket.ends <= self.now {
                 // It was over before anybody was here again.
                 self.end(nonce, Moment(0));
@@ -66,6 +70,10 @@ impl Calendar {
                 self.put(nonce, slot);
                 let now = self.now;
                 self.slots.change(slot, |slot| slot.is_whole &= slot.begins > now);
+                // Whoever was called was on his way, or in line, when the process ended: he is awaited once more.
+                if ticket.begins > now && calls.contains(&nonce) {
+                    self.keep_place(nonce, (ticket.begins, number), Some(slot));
+                }
             }
         }
     }

@@ -604,6 +604,29 @@ fn what_ended_while_nobody_was_here_is_still_good_and_counts_as_broken() {
 }
 
 #[test]
+fn who_was_called_before_a_restart_may_come_after_it() {
+    let mut calendar = calendar(NEXT);
+    let ticket = reserve(&mut calendar, START, at(600), 1.0, 1).expect("there is room").ticket;
+    let other = reserve(&mut calendar, START, at(600), 1.0, 2).expect("there is room").ticket;
+    assert_eq!(calendar.call(START).map(|(nonce, _)| nonce), Some(Nonce(1)));
+    let promised = |ticket: Ticket, client| Record::Promised { ticket, client: ClientKey(client) };
+    let records = [promised(ticket, 1), Record::Called { nonce: Nonce(1) }, promised(other, 2)];
+    for turn in 0..records.len() {
+        let mut restored = Calendar::new(LANE, Some(NEXT));
+        (0..records.len()).for_each(|at_| restored.restore(at(30), records[(at_ + turn) % records.len()]));
+        assert_eq!(restored.show(at(30), &ticket), Shown::Open { until: after(at(30), CALL_FOR) });
+        assert!(matches!(restored.show(at(30), &other), Shown::Early(_)));
+        assert_eq!(restored.called(), 1, "his place is kept");
+        check(&restored);
+        // He does not come, and his slot is what it was.
+        restored.tick(after(at(30), CALL_FOR));
+        assert!(matches!(restored.show(at(60), &ticket), Shown::Early(_)));
+        assert_eq!(restored.show(ticket.begins, &ticket), Shown::Open { until: ticket.ends });
+        check(&restored);
+    }
+}
+
+#[test]
 fn what_was_free_before_the_first_restored_slot_is_free_again() {
     let mut restored = Calendar::new(LANE, Some(NEXT));
     let ticket = Ticket { lane: LANE, begins: at(630), ends: at(690), epoch: 0, nonce: Nonce(1) };

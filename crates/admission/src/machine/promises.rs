@@ -10,7 +10,9 @@ use super::waits::{Wait, micros};
 use super::{Admission, later, order_of};
 use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX};
 use crate::predict::Slot;
-use crate::{Ask, Counts, Effect, LaneId, Moment, Nonce, Offer, Promise, Record, Refused, Standing, Ticket};
+use crate::{
+    Ask, Counts, Effect, LaneId, Moment, Nonce, Offer, Pass, Promise, Record, Refused, Standing, Ticket,
+};
 
 /// Part of what drains in a window below which the line is short enough to call somebody who was to come later.
 const CALL_BELOW: f64 = 0.5;
@@ -28,6 +30,8 @@ pub(super) struct Promised {
     /// Where a ticket is from, and how long anybody may ask.
     lanes: HashMap<Nonce, u32>,
     lanes_until: BTreeSet<(Moment, Nonce)>,
+    /// Requests that run on a ticket, with what is to be stored when they end: until then a crash leaves the ticket good.
+    running: HashMap<Pass, Record>,
 }
 
 /// A request came on this ticket.
@@ -68,7 +72,7 @@ impl Admission {
         match record {
             Record::Promised { ticket, .. } => self.promised.remember(index, &ticket),
             Record::Spent { nonce, until } => self.promised.remember_until(index, nonce, until),
-            Record::Forgotten { .. } => {}
+            Record::Called { .. } | Record::Forgotten { .. } => {}
         }
         self.promised.arrange(now, index);
     }
@@ -155,7 +159,7 @@ impl Admission {
         if has_room {
             self.come(now, &holding);
             let pass = self.run_at_once(now, index, slot);
-            self.spend(now, &holding);
+            self.spend(now, pass, &holding);
             return Some(Offer::Run(pass));
         }
         self.recall(self.path(index).as_slice());
@@ -243,10 +247,17 @@ impl Admission {
         });
     }
 
-    /// The holder has his permit: the ticket is used up.
-    pub(super) fn spend(&mut self, now: Moment, holding: &Holding) {
+    /// The holder has his permit: the ticket is used up, unless the process ends before his request does.
+    pub(super) fn spend(&mut self, now: Moment, pass: Pass, holding: &Holding) {
         let record = self.with_calendar(now, holding, |calendar| calendar.ran(now, holding.nonce)).flatten();
-        self.effects.extend(record.map(Effect::Store));
+        self.promised.running.extend(record.map(|record| (pass, record)));
+    }
+
+    /// A request that ran has ended, whoever it was of.
+    pub(super) fn has_spent(&mut self, pass: Pass) {
+        if !self.promised.running.is_empty() {
+            self.effects.extend(self.promised.running.remove(&pass).map(Effect::Store));
+        }
     }
 
     /// The holder left the line before his turn, and may come again.
@@ -285,6 +296,7 @@ impl Admission {
         let mut has_called = false;
         while f64::from(waiting + calendar.called()) < ahead {
             let Some((nonce, until)) = calendar.call(now) else { break };
+            self.effects.push(Effect::Store(Record::Called { nonce }));
             self.effects.push(Effect::Call { nonce, until });
             has_called = true;
         }

@@ -308,3 +308,44 @@ fn who_stands_in_line_goes_before_a_slot_as_far_as_there_is_time() {
     let begins_in = Duration::from_millis(50);
     assert_eq!(admission.standing(soon, Nonce(7)), Standing::Later { begins_in, ahead: 1 });
 }
+
+#[test]
+fn a_ticket_is_spent_for_good_when_its_request_has_ended() {
+    let next = crate::Next {
+        window: Duration::from_secs(10),
+        horizon: Duration::from_secs(600),
+        tickets: 10,
+        share: 1.0,
+    };
+    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let mut admission = Admission::new(START, bounds(10));
+    let lane = admission.lane(START, admission.root(), name(1), promising.clone());
+    let first = runs(&mut admission, at(0), lane);
+    admission.release(at(1_000), first, used(1_000));
+    let first = runs(&mut admission, at(1_000), lane);
+    effects(&mut admission);
+    let Offer::Next(promise) =
+        admission.offer(at(1_000), lane, Ask { nonce: Some(Nonce(7)), client: ClientKey(7), ..ask() })
+    else {
+        panic!("a second is more than 50 ms")
+    };
+    let stored = effects(&mut admission);
+    let ticket = promise.ticket;
+    let shows = Ask { ticket: Some(ticket), client: ClientKey(7), ..ask() };
+    admission.release(at(2_000), first, used(1_000));
+    let Offer::Run(pass) = admission.offer(ticket.begins, lane, shows) else { panic!("its slot has begun") };
+    assert_eq!(admission.offer(ticket.begins, lane, shows), Offer::Refused(Refused::Replayed));
+    assert_eq!(effects(&mut admission), [], "nothing says yet that it was used");
+    // The process is killed: with what it has stored, the ticket is as good as it was.
+    let mut restarted = Admission::new(ticket.begins, bounds(10));
+    let again = restarted.lane(ticket.begins, restarted.root(), name(1), promising);
+    for effect in stored {
+        let Effect::Store(record) = effect else { continue };
+        restarted.restore(ticket.begins, again, record);
+    }
+    assert!(matches!(restarted.offer(ticket.begins, again, shows), Offer::Run(_)));
+    // It is not: the request ends, and that is stored.
+    admission.release(ticket.ends, pass, used(1_000));
+    let spent = effects(&mut admission);
+    assert!(matches!(spent[..], [Effect::Store(crate::Record::Spent { nonce: Nonce(7), .. })]), "{spent:?}");
+}

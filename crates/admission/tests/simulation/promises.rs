@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-use nagaya_admission::{Moment, Nonce, Offer, Pass, Refused, Standing, Ticket};
+use nagaya_admission::{Moment, Nonce, Offer, Pass, Record, Refused, Standing, Ticket};
 
 use crate::chance::Chance;
 use crate::model::{Model, altered, ask, bounds, promising, used};
@@ -36,6 +36,8 @@ struct Client {
     /// He shows it in his window, or when called.
     is_reliable: bool,
     came_in_time: bool,
+    /// He was in line or being served when the process ended: he comes back to what he had.
+    was_cut: bool,
 }
 
 struct Crowd {
@@ -51,6 +53,8 @@ struct Crowd {
     holders: HashMap<Nonce, u64>,
     /// Who waits: his client, if he came on a ticket.
     waiting: HashMap<Pass, Option<u64>>,
+    /// Who runs on a ticket.
+    served: HashMap<Pass, (u64, Client)>,
     /// Ran within their slots, or when called; came in time and ran later.
     kept: u64,
     broken: u64,
@@ -82,6 +86,7 @@ impl Crowd {
             clients: HashMap::new(),
             holders: HashMap::new(),
             waiting: HashMap::new(),
+            served: HashMap::new(),
             kept: 0,
             broken: 0,
             late_us: Vec::new(),
@@ -125,6 +130,7 @@ impl Crowd {
             Event::Show(client) => self.show(client),
             Event::End(pass, service) => {
                 self.running -= 1;
+                self.served.remove(&pass);
                 self.model.release(now, pass, used(service));
             }
             Event::Leave(pass) => {
@@ -164,7 +170,8 @@ impl Crowd {
     }
 
     fn start(&mut self, pass: Pass, client: Option<u64>) {
-        if let Some(holder) = client.and_then(|client| self.clients.remove(&client)) {
+        if let Some((client, holder)) = client.and_then(|client| self.clients.remove_entry(&client)) {
+            self.served.insert(pass, (client, holder));
             self.holders.remove(&holder.ticket.nonce);
             self.eager -= u64::from(holder.is_reliable);
             let late = self.now.saturating_sub(holder.ticket.ends.0);
@@ -211,7 +218,7 @@ impl Crowd {
     fn hold(&mut self, client: u64, ticket: Ticket) {
         self.promised += 1;
         let is_reliable = self.chance.percent(70);
-        self.clients.insert(client, Client { ticket, is_reliable, came_in_time: false });
+        self.clients.insert(client, Client { ticket, is_reliable, came_in_time: false, was_cut: false });
         self.holders.insert(ticket.nonce, client);
         self.eager += u64::from(is_reliable);
         let window = ticket.ends.0 - ticket.begins.0;
@@ -262,6 +269,7 @@ impl Crowd {
             Offer::Early(promise) => {
                 assert_eq!(promise.ticket, holder.ticket);
                 assert!(holder.ticket.begins.0 > self.now && matches!(standing, Standing::Later { .. }));
+                assert!(!holder.was_cut, "who was called, and cut off by a crash, is not sent away");
             }
             other => panic!("a holder gets no such answer: {other:?}, {standing:?}"),
         }
@@ -270,6 +278,7 @@ impl Crowd {
     fn come(&mut self, client: u64, is_in_time: bool) {
         let holder = self.clients.get_mut(&client).expect("he holds a ticket");
         holder.came_in_time |= is_in_time;
+        holder.was_cut = false;
     }
 
     /// kill -9, and a start three seconds later.
@@ -296,10 +305,18 @@ impl Crowd {
             let event = self.happenings.remove(&number).expect("it was to happen");
             self.plan(self.now + 1_000 + self.number % 50, event);
         }
-        // Who waited in line lost his connection, and comes again.
-        let mut waiting: Vec<u64> = self.waiting.drain().filter_map(|(_, client)| client).collect();
-        waiting.sort_unstable();
-        for client in waiting {
+        // Who was being served, and who waited in line, lost his connection, and comes again.
+        let mut cut: Vec<u64> = self.waiting.drain().filter_map(|(_, client)| client).collect();
+        for (_, (client, holder)) in self.served.drain() {
+            // Whether he was served in time has been counted.
+            self.clients.insert(client, Client { came_in_time: false, ..holder });
+            self.holders.insert(holder.ticket.nonce, client);
+            self.eager += u64::from(holder.is_reliable);
+            cut.push(client);
+        }
+        cut.sort_unstable();
+        for client in cut {
+            self.clients.get_mut(&client).expect("he holds a ticket").was_cut = true;
             self.plan(self.now + 100_000, Event::Show(client));
         }
         self.running = 0;
@@ -384,7 +401,8 @@ fn an_altered_ticket_makes_nobody_a_holder() {
     // The same client asks again: the same ticket.
     let Offer::Next(again) = model.offer(later, lane, with_nonce(2)) else { panic!("it is still full") };
     assert_eq!((again.ticket, again.is_new), (promise.ticket, false));
-    assert_eq!(model.stored.len(), 1);
+    let promised = model.stored.iter().filter(|record| matches!(record, Record::Promised { .. }));
+    assert_eq!(promised.count(), 1);
     // What could not be stored was not promised.
     model.admission.forget(later, promise.ticket.nonce);
     assert_eq!(model.admission.standing(later, promise.ticket.nonce), Standing::Unknown);

@@ -51,6 +51,13 @@ impl Summary {
                 Change::DropSite(_) => &mut summary.sites_removed,
                 Change::PutSetting(_) => &mut summary.settings_put,
                 Change::DropSetting(_) => &mut summary.settings_removed,
+                // Of the cluster's own, not of whoever changed records.
+                Change::PutNode(_)
+                | Change::DropNode(_)
+                | Change::PutPlacement(_)
+                | Change::DropPlacement(_) => {
+                    continue;
+                }
             } += 1;
         }
         summary
@@ -241,7 +248,7 @@ impl Api {
 
     fn hand_on(&self, committed: Committed) -> Summary {
         let summary = Summary::of(&committed);
-        if !committed.changes.is_empty() {
+        if !committed.changes.is_empty() && !self.store.tells_changes() {
             (self.on_change)(committed.changes, committed.revision);
         }
         summary
@@ -341,7 +348,7 @@ impl<'a> Query<'a> {
         }
     }
 
-    fn limit(&self) -> Result<usize, Box<Problem>> {
+    pub(super) fn limit(&self) -> Result<usize, Box<Problem>> {
         let Some(text) = self.get("limit") else { return Ok(0) };
         let number = text.parse().ok().filter(|limit| *limit > 0);
         number.ok_or_else(|| {

@@ -13,6 +13,7 @@
 //! | `GET /v1/instances/SITE`, `/v1/instances/SITE/logs` | one instance, its last lines |
 //! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/stop` | what is done to it |
 //! | `POST /v1/instances/SITE/exec` | a command in it; the connection becomes the command's (`exec`) |
+//! | `/v1/cluster...`, `/v1/nodes...`, `/v1/placements...` | several nodes as one (`cluster`) |
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
 //! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
@@ -23,6 +24,7 @@
 
 mod api;
 mod client;
+mod cluster;
 mod exec;
 mod instances;
 mod problem;
@@ -41,6 +43,7 @@ use nagaya_cmdb::{Change, Store};
 
 pub use api::{Api, Summary};
 pub use client::{Client, ClientError};
+pub use cluster::{Ask, Found, Join, list};
 pub use problem::Problem;
 pub use server::serve;
 
@@ -76,6 +79,8 @@ pub trait Node: Send + Sync {
     fn exec(&self, exec: Exec, connection: OwnedFd) -> bool;
     /// Of whom the edge has requests that run or wait, as JSON. None: it did not answer.
     fn requests(&self) -> BoxFuture<'_, Option<String>>;
+    /// What is asked of the cluster, or done to it. The answer is JSON; it comes when it is done.
+    fn cluster(&self, ask: Ask) -> BoxFuture<'_, Result<serde_json::Value, Box<Problem>>>;
     /// What the edge says of the request with this id, as JSON. None: it did not answer.
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>>;
 }

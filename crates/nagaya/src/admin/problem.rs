@@ -86,6 +86,11 @@ impl Problem {
         Self::new(status, code, "The instance is as it was", detail)
     }
 
+    /// What a cluster would not or could not do.
+    pub fn cluster(status: StatusCode, code: Code, detail: impl fmt::Display) -> Box<Self> {
+        Self::new(status, code, "The cluster is as it was", detail)
+    }
+
     pub fn status(&self) -> StatusCode {
         StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
     }

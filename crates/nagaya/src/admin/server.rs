@@ -23,7 +23,7 @@ use tokio::time::{sleep, timeout};
 
 use super::api::{self, Api};
 use super::stream::{self, PassError};
-use super::{Node, Parts, Problem, exec, instances};
+use super::{Node, Parts, Problem, cluster, exec, instances};
 
 /// Most connections at once; more wait in the socket's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -118,6 +118,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
             let query = request.uri().query().unwrap_or_default();
             whole(instances::answer(&*shared.node, method, rest, query).await)
         }
+        (_, path) if cluster::is_asked(path) => whole(cluster::answer(&*shared.node, request).await),
         (&Method::GET, path) if let Some(id) = path.strip_prefix(REQUESTS) => explain(&shared, id).await,
         (&Method::GET, "/v1/export") => export(shared),
         (&Method::POST, "/v1/import") => whole(import(shared, request).await),

@@ -43,6 +43,10 @@ impl Node for TestNode {
         Box::pin(async { Some(r#"{"instances":[{"site":"wiki"}]}"#.into()) })
     }
 
+    fn cluster(&self, _: Ask) -> BoxFuture<'_, Result<Value, Box<Problem>>> {
+        Box::pin(async { Ok(json!({"nodes": []})) })
+    }
+
     /// Runs nothing: says which command it would.
     fn exec(&self, exec: Exec, connection: OwnedFd) -> bool {
         use std::io::Write as _;

@@ -4,6 +4,7 @@
 //! a node (`supervisor`).
 
 mod cells;
+mod cluster;
 mod config;
 mod doctor;
 mod error;
@@ -114,6 +115,17 @@ enum Command {
     /// What rules look up by key
     #[command(subcommand, after_help = SETTING_EXAMPLES)]
     Setting(setting::Command),
+    /// Several nodes as one
+    #[command(subcommand, after_help = CLUSTER_EXAMPLES)]
+    Cluster(cluster::Command),
+    /// The cluster's nodes, and how much each has left
+    #[command(
+        after_help = "Examples:\n  nagaya nodes\n  nagaya nodes --json | jq '.[] | select(.state != \"up\")'"
+    )]
+    Nodes(Format),
+    /// Which node runs which application
+    #[command(after_help = "Examples:\n  nagaya placements --node a\n  nagaya placements --json")]
+    Placements(cluster::Placements),
     /// Print the version
     Version(Format),
     #[command(hide = true)]
@@ -137,6 +149,12 @@ Examples:
   nagaya site add docs --tenant demo --host docs.example.org --backend static --root docs
   nagaya site list --tenant demo
   nagaya site export --json > sites.jsonl";
+
+const CLUSTER_EXAMPLES: &str = "\
+Examples:
+  nagaya cluster init --etcd http://10.0.0.9:2379
+  nagaya cluster join --etcd http://10.0.0.9:2379 --token-file token
+  nagaya cluster drain a";
 
 const CELLS_EXAMPLES: &str = "\
 Examples:
@@ -187,6 +205,11 @@ pub fn run() -> ExitCode {
         Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
         Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
         Command::Setting(command) => place(config.as_deref()).and_then(|place| setting::run(command, &place)),
+        Command::Cluster(command) => place(config.as_deref()).and_then(|place| cluster::run(command, &place)),
+        Command::Nodes(format) => place(config.as_deref()).and_then(|place| cluster::nodes(format, &place)),
+        Command::Placements(command) => {
+            place(config.as_deref()).and_then(|place| cluster::placements(&command, &place))
+        }
         Command::Version(format) => version(format),
     };
     // A reader of the output that has had enough is no error.
@@ -225,7 +248,12 @@ fn version(format: Format) -> Result<ExitCode, CliError> {
 /// Where the node and its store are, from the configuration.
 fn place(config: Option<&Path>) -> Result<Place, CliError> {
     let settings = settings(config)?;
-    Ok(Place { admin_socket: settings.admin_socket(), store: settings.store(), uid_base: settings.uid_base })
+    Ok(Place {
+        admin_socket: settings.admin_socket(),
+        store: settings.store(),
+        member: settings.member_file(),
+        uid_base: settings.uid_base,
+    })
 }
 
 fn settings(config: Option<&Path>) -> Result<crate::config::Settings, CliError> {
@@ -258,6 +286,7 @@ mod tests {
             SERVE_EXAMPLES,
             SITE_EXAMPLES,
             CELLS_EXAMPLES,
+            CLUSTER_EXAMPLES,
             INSTANCE_EXAMPLES,
             TOP_EXAMPLES,
             SETTING_EXAMPLES,

@@ -33,6 +33,8 @@ const COLUMN_WIDTH_MAX: usize = 48;
 pub struct Place {
     pub admin_socket: PathBuf,
     pub store: PathBuf,
+    /// There, the node is a member of a cluster: its store is a copy then.
+    pub member: PathBuf,
     /// Uids of tenants added without one begin here, where no node runs.
     pub uid_base: u32,
 }
@@ -54,6 +56,10 @@ pub enum CliError {
     LockedWithoutNode { store: PathBuf, socket: PathBuf },
     #[error("there is no store at {} and no node at {}: start one with `nagaya serve`, or add a tenant", store.display(), socket.display())]
     NoStore { store: PathBuf, socket: PathBuf },
+    #[error(
+        "this node is a member of a cluster and does not run: start it, or make the change on another node"
+    )]
+    StoppedMember,
     #[error("{0}: as root, or as a member of the socket's group?")]
     Client(ClientError),
     #[error("{}: {error}", path.display())]
@@ -80,6 +86,7 @@ impl CliError {
             Self::Store(error) => Some(error.code().to_string()),
             Self::LockedWithoutNode { .. } => Some(Code(202).to_string()),
             Self::NoStore { .. } | Self::Client(_) => Some(Code(221).to_string()),
+            Self::StoppedMember => Some(Code(245).to_string()),
             Self::Exec { code, .. } => Some(code.clone()),
             Self::NotRun(error) => error.code(),
             Self::Home { .. } => Some(Code(222).to_string()),
@@ -164,6 +171,9 @@ impl Access {
         let exists = store.try_exists().map_err(|error| CliError::Io { path: store.clone(), error })?;
         if !exists && intent == Intent::Look {
             return Err(CliError::NoStore { store, socket });
+        }
+        if intent == Intent::Change && place.member.exists() {
+            return Err(CliError::StoppedMember);
         }
         match RedbStore::open(&store) {
             // Where no node runs nobody needs to hear of changes: a node reads the store when it starts.
@@ -274,6 +284,16 @@ pub fn ask_node(place: &Place, path: &str) -> Result<Value, CliError> {
 /// Tells a node that must run to do something.
 pub fn tell_node(place: &Place, path: &str) -> Result<Value, CliError> {
     running(place)?.post(path).map(|reply| reply.0)
+}
+
+/// Sends a node that must run what it needs to do something.
+pub fn send_node(place: &Place, path: &str, body: &Value) -> Result<Value, CliError> {
+    running(place)?.call(Method::POST, path, None, Some(body)).map(|reply| reply.0)
+}
+
+/// Has a node that must run take something away.
+pub fn remove_at_node(place: &Place, path: &str) -> Result<Value, CliError> {
+    running(place)?.remove(path).map(|reply| reply.0)
 }
 
 /// Asks a node that must run for a command in an instance; what comes of it is said over the connection that this gives.

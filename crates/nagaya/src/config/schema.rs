@@ -203,6 +203,12 @@ pub static SECTIONS: &[Section] = &[
         keys: ADMISSION,
     },
     Section {
+        path: "cluster",
+        doc: "How this node takes part in a cluster: see [cluster.md](cluster.md). `nagaya cluster init` or `join` makes it a member; \
+              without `listen` it stays alone.",
+        keys: CLUSTER,
+    },
+    Section {
         path: "receipts",
         doc: "Who is told with the response what a request used and waited for.",
         keys: RECEIPTS,
@@ -450,6 +456,13 @@ const INSTANCES: &[Key<Settings>] = &[
         "An image that was not used for this long is removed."
     ),
     key!(
+        "image_bandwidth",
+        "0.1",
+        size(0, TIB),
+        keeper.instances.image_bandwidth,
+        "In a cluster: bytes a second that images going to other nodes, or coming from them, may take together. `0B`: no limit."
+    ),
+    key!(
         "wakes_at_once",
         "0.1",
         count(0, 1_024),
@@ -553,6 +566,49 @@ const ADMISSION: &[Key<Settings>] = &[
         size(0, 64 * GIB),
         edge.admission.body_bytes,
         "Bytes of request bodies held in memory for those who wait in one lane, at most 64 KiB of each."
+    ),
+];
+
+const CLUSTER: &[Key<Settings>] = &[
+    key!(
+        "listen",
+        "0.1",
+        Kind::Address,
+        cluster.listen,
+        "IP address and port at which other nodes reach this one's edge: TCP for requests, UDP for probes. Only holders of a certificate of \
+         the cluster are answered.",
+        unset: "this node is in no cluster"
+    ),
+    key!(
+        "advertise",
+        "0.1",
+        Kind::Address,
+        cluster.advertise,
+        "The same as other nodes must write it, where that is not `listen`: behind address translation, or if `listen` is `0.0.0.0`.",
+        unset: "`listen`"
+    ),
+    key!(
+        "fence",
+        "0.1",
+        time(100, 10 * SECOND),
+        cluster.fence_ms,
+        "Without word from the store for so long, this node serves no application that is placed on it, and freezes them. A site that is \
+         moved away from a silent node answers on the new one after this long. Must be the same on all nodes."
+    ),
+    key!(
+        "probe",
+        "0.1",
+        Kind::Choice(&["udp", "connect", "icmp"]),
+        cluster.probe,
+        "How a node that was not heard from is asked whether it is there: a signed datagram, a TCP connection that is reset at once, or an \
+         ICMP echo to its host."
+    ),
+    key!(
+        "probe_max",
+        "0.1",
+        time(5, 100),
+        cluster.probe_ms,
+        "Longest that a probe waits for an answer. What is measured only shortens it."
     ),
 ];
 

@@ -6,7 +6,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use nagaya_edge::options::Options as EdgeOptions;
+use nagaya_edge::options::{Options as EdgeOptions, ProbeKind};
 use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
 
 /// Where `nagaya.toml` is looked for when `--config` does not say.
@@ -34,6 +34,7 @@ pub struct Settings {
     /// Where images of instances are kept. None: in `state_dir`.
     pub images: Option<PathBuf>,
     pub identity: EdgeIdentity,
+    pub cluster: Cluster,
     /// The edge's own settings; its `node` and `keeper` are filled in by [`Settings::edge_options`].
     pub edge: EdgeOptions,
     /// The keeper's own settings; its directories and the edge's uid are filled in by [`Settings::keeper_options`].
@@ -73,6 +74,24 @@ pub struct Admin {
     pub group: Option<String>,
 }
 
+/// How this node takes part in a cluster, if it is a member of one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cluster {
+    /// Checked to be an address and port. None: it can be in no cluster.
+    pub listen: Option<String>,
+    /// Likewise. None: `listen`.
+    pub advertise: Option<String>,
+    pub fence_ms: u64,
+    pub probe: ProbeKind,
+    pub probe_ms: u64,
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self { listen: None, advertise: None, fence_ms: 300, probe: ProbeKind::default(), probe_ms: 100 }
+    }
+}
+
 /// Whose rights the edge has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EdgeIdentity {
@@ -95,6 +114,7 @@ impl Default for Settings {
             uid_base: 200_000,
             images: None,
             identity: EdgeIdentity::default(),
+            cluster: Cluster::default(),
             edge: EdgeOptions::default(),
             keeper: KeeperOptions::default(),
         }
@@ -131,6 +151,16 @@ impl Settings {
     /// Where the keeper keeps images of instances.
     pub fn images_dir(&self) -> PathBuf {
         self.images.clone().unwrap_or_else(|| self.state_dir.join("images"))
+    }
+
+    /// Where this node keeps what makes it a member of its cluster.
+    pub fn cluster_dir(&self) -> PathBuf {
+        self.state_dir.join("cluster")
+    }
+
+    /// What is in it.
+    pub fn member_file(&self) -> PathBuf {
+        self.cluster_dir().join("member.json")
     }
 
     /// Held locked while a node runs from this runtime directory.

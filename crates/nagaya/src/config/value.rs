@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nagaya_base::units;
-use nagaya_edge::options::LogFormat as AccessFormat;
+use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
 use nagaya_keeper::BackEnd;
 use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
@@ -414,6 +414,7 @@ word_field!(
     Fixups = "fixups",
     LogTransaction = "log_transaction"
 );
+word_field!(ProbeKind: Udp = "udp", Connect = "connect", Icmp = "icmp");
 word_field!(OnError: Pass = "pass", Refuse = "refuse");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use nagaya_base::Code;
 use nagaya_cmdb::store::StoreError;
 
+use super::cluster::{MemberError, NOT_JOINED};
 use crate::config::Mistake;
 
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +24,8 @@ pub enum ServeError {
     Running { path: PathBuf },
     #[error(transparent)]
     Store(#[from] StoreError),
+    #[error(transparent)]
+    Member(#[from] MemberError),
     #[error("the {process} process cannot be started: {error}")]
     Spawn { process: &'static str, error: io::Error },
     #[error(
@@ -44,6 +47,7 @@ impl ServeError {
             Self::Directory { .. } => Code(502),
             Self::Running { .. } => Code(503),
             Self::Store(error) => error.code(),
+            Self::Member(_) => NOT_JOINED,
             Self::Spawn { .. } | Self::Runtime(_) => Code(504),
             Self::NeverReady { .. } => Code(505),
             Self::Log { .. } => Code(506),

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nagaya_cmdb::Change;
 use nagaya_cmdb::feed::{self, BATCH_MAX, Down, Question, Up};
 use nagaya_cmdb::store::{Store, snapshot_frames};
+use nagaya_cmdb::{Change, SiteName, Why};
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -105,6 +105,12 @@ impl Queue {
 pub enum News {
     /// The process serves, and knows everything up to this revision.
     Ready { revision: u64 },
+    /// The edge asks where a site's application is to run.
+    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why },
+    /// The edge: a member asks this node to vouch for it.
+    VouchAsked { tag: u64, id: String },
+    /// The edge: a member vouches for this node.
+    Vouched { round: u64, id: String, moved: u64 },
     /// Nothing more is fed: the process must be started anew. Also said when it has ended by itself.
     Over { reason: String },
 }
@@ -286,6 +292,9 @@ impl Shared {
                         let _ = answer.send(text);
                     }
                 }
+                Up::Place { tag, site, seen, why } => (self.news)(News::Place { tag, site, seen, why }),
+                Up::VouchAsked { tag, id } => (self.news)(News::VouchAsked { tag, id }),
+                Up::Vouched { round, id, moved } => (self.news)(News::Vouched { round, id, moved }),
             }
         }
         Ok(())

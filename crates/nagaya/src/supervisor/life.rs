@@ -19,14 +19,15 @@ use tokio::sync::mpsc;
 use super::Serve;
 use super::backoff::{Backoff, FAST_RESTARTS};
 use super::child::{self, Child, Role};
+use super::cluster::{Order, Place};
 use super::error::ServeError;
 use super::feed::{Feed, News};
 use super::identity::Identity;
 use super::node::Node;
-use super::sockets::Listening;
+use super::sockets::{Listening, Peers};
 use super::{notify, place, reload};
 use crate::config::{self, Settings};
-use crate::inherit::{Inherited, InheritedListener, number};
+use crate::inherit::{Inherited, InheritedListener, InheritedPeers, number};
 use crate::logging::{self, Sink};
 
 /// Events that wait to be acted on. Each source has at most a few at once.
@@ -54,6 +55,8 @@ pub struct Parts {
     pub edge_identity: Option<Identity>,
     /// Where the edge keeps what it promised. None: it promises nothing.
     pub tickets: Option<OwnedFd>,
+    /// Where other nodes of a cluster reach the edge. None: it can be in none.
+    pub peers: Option<Peers>,
     pub node: Arc<Node>,
 }
 
@@ -71,6 +74,8 @@ enum Event {
         run: u64,
         news: News,
     },
+    /// The node's place in its cluster has changed.
+    Credentials,
     /// The wait before a restart is over.
     Start(Role),
     /// A process had its time to end.
@@ -133,6 +138,7 @@ impl Life {
                 }
             });
         }
+        follow_credentials(&parts.node, tell.clone());
         let now = SystemClock.now();
         let slot =
             |role: Role| (role.name(), Slot { child: None, run: 0, since: now, backoff: Backoff::default() });
@@ -159,6 +165,7 @@ impl Life {
             Event::Told(Told::End) => return self.end(),
             Event::Told(Told::Reload) => self.reload(),
             Event::Told(Told::ReopenLogs) => self.reopen_logs(),
+            Event::Credentials => self.tell_options(),
             Event::News { role, run, news } if run == self.slot(role).run => self.news(role, news),
             Event::Ended { role, run, reason } if run == self.slot(role).run => {
                 return self.ended(role, reason);
@@ -235,9 +242,13 @@ impl Life {
         let settings = &self.parts.settings;
         let edge_uid =
             self.parts.edge_identity.map_or_else(|| nix::unistd::geteuid().as_raw(), |edge| edge.uid);
+        let cluster = self.parts.node.credentials.borrow().as_deref().cloned();
         match role {
-            Role::Edge => serde_json::to_value(settings.edge_options()),
-            Role::Keeper => serde_json::to_value(settings.keeper_options(edge_uid)),
+            Role::Edge => serde_json::to_value(nagaya_edge::Options { cluster, ..settings.edge_options() }),
+            Role::Keeper => serde_json::to_value(nagaya_keeper::Options {
+                node: cluster.map(|cluster| cluster.node),
+                ..settings.keeper_options(edge_uid)
+            }),
         }
         .expect("options hold numbers, texts and paths that came from a text")
     }
@@ -252,6 +263,21 @@ impl Life {
                     notify::notify("READY=1");
                     let ms = SystemClock.now().duration_since(self.parts.node.started).as_millis();
                     tracing::info!(revision, "the node serves after {ms} ms");
+                }
+            }
+            News::Place { tag, site, seen, why } => {
+                if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
+                    cluster.place(Place { tag, site, seen, why, edge });
+                }
+            }
+            News::VouchAsked { tag, id } => {
+                if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
+                    cluster.tell(Order::Vouch { tag, id, edge });
+                }
+            }
+            News::Vouched { round, id, moved } => {
+                if let Some(cluster) = &self.parts.node.cluster {
+                    cluster.tell(Order::Vouched { round, id, moved });
                 }
             }
             News::Over { reason } => {
@@ -326,6 +352,7 @@ impl Life {
         }
         // Otherwise new connections would be taken by the kernel and never answered.
         self.parts.listening.clear();
+        self.parts.peers = None;
         self.later(drain + DRAIN_MARGIN, Event::Overdue { role: Role::Edge, run });
         ControlFlow::Continue(())
     }
@@ -359,11 +386,7 @@ impl Life {
                     logging::set_level(&self.parts.settings.log.level);
                 }
                 place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
-                for role in Role::ALL {
-                    if let Some(feed) = self.parts.node.feed(role) {
-                        feed.send(Down::Options(self.options(role)));
-                    }
-                }
+                self.tell_options();
                 self.parts.node.reloaded(held);
                 tracing::info!("the configuration was read again");
             }
@@ -383,6 +406,14 @@ impl Life {
         }
     }
 
+    fn tell_options(&self) {
+        for role in Role::ALL {
+            if let Some(feed) = self.parts.node.feed(role) {
+                feed.send(Down::Options(self.options(role)));
+            }
+        }
+    }
+
     fn reopen_logs(&self) {
         if let Err(error) = self.parts.sink.reopen() {
             tracing::error!(code = "NGY0506", "the log goes on to the old file: {error}");
@@ -393,6 +424,18 @@ impl Life {
     }
 }
 
+/// Wakes the loop when the node becomes a member of a cluster, or its certificate changes.
+fn follow_credentials(node: &Node, tell: mpsc::Sender<Event>) {
+    let mut credentials = node.credentials.subscribe();
+    tokio::task::spawn_local(async move {
+        while credentials.changed().await.is_ok() {
+            if tell.send(Event::Credentials).await.is_err() {
+                return;
+            }
+        }
+    });
+}
+
 /// What a process of this role inherits, described and borrowed.
 fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherited, Vec<BorrowedFd<'a>>) {
     let mut inherited = Inherited {
@@ -401,6 +444,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         listeners: Vec::new(),
         keeper: None,
         tickets: None,
+        peers: None,
         identity: None,
         log_level: parts.serve.log.clone().unwrap_or_else(|| parts.settings.log.level.clone()),
         log_json: logging::is_json(&parts.settings.log),
@@ -417,6 +461,12 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
                 descriptors.push(tickets.as_fd());
             }
             inherited.identity = parts.edge_identity.map(|identity| (identity.uid, identity.gid));
+            if let Some(peers) = &parts.peers {
+                let streams = peers.streams.iter().map(number).collect();
+                inherited.peers = Some(InheritedPeers { streams, probes: number(&peers.probes) });
+                descriptors.extend(peers.streams.iter().map(|socket| socket.as_fd()));
+                descriptors.push(peers.probes.as_fd());
+            }
             for at in &parts.listening {
                 inherited.listeners.push(InheritedListener {
                     address: at.address.to_string(),

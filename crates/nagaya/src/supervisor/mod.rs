@@ -6,6 +6,7 @@
 
 mod backoff;
 mod child;
+mod cluster;
 mod error;
 mod exposition;
 mod feed;
@@ -25,16 +26,18 @@ use nagaya_cmdb::store::{RedbStore, Store};
 use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
+pub use cluster::Etcd;
 pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;
 pub use rights::{run_edge, run_keeper};
 
+use self::cluster::Records;
 use self::feed::Changes;
 use self::identity::{Facts, Identity};
 use self::life::{Life, Parts};
 use self::node::ListenView;
-use self::sockets::Listening;
+use self::sockets::{Listening, Peers};
 use crate::config::{self, Loaded, Settings};
 use crate::logging::{self, Sink};
 use crate::{admin, doctor};
@@ -68,11 +71,12 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
 
     // Held to the end of this function: the sockets and directories go when nobody uses them any more.
     let place = place::Place::claim(&settings)?;
-    let store: Arc<dyn Store> = Arc::new(RedbStore::open(&settings.store())?);
+    let records = Arc::new(Records::new(RedbStore::open(&settings.store())?));
     let edge_identity = identity::of_edge(&settings);
     let protections = identity::protections(facts());
     log_protections(&protections, edge_identity);
     let listening = sockets::listen(&settings.listen, settings.edge_threads())?;
+    let peers = peers(&settings)?;
     let owner = edge_identity.map(|identity| (identity.uid, identity.gid));
     let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
     let admin_group = admin_group(&settings);
@@ -83,8 +87,18 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         .iter()
         .map(|at| ListenView { address: at.address.to_string(), tls: at.wanted.tls })
         .collect();
-    let node = Arc::new(Node::new(settings.node_name(), Arc::clone(&store), listen, protections));
+    let (handle, orders) = cluster::channel();
+    let node = Arc::new(Node::new(
+        settings.node_name(),
+        Arc::clone(&records) as Arc<dyn Store>,
+        listen,
+        protections,
+        peers.is_some().then_some(handle),
+    ));
     log_listening(&listening);
+    if let Some(peers) = &peers {
+        begin_cluster(&settings, peers, &node, records, orders)?;
+    }
     let parts = Parts {
         serve,
         settings: settings.clone(),
@@ -93,6 +107,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         keeper_socket,
         edge_identity,
         tickets: place::prepare_tickets(&settings, edge_identity),
+        peers,
         node: Arc::clone(&node),
     };
     let result = run(parts, admin_socket, admin_parts(&settings, node));
@@ -101,6 +116,45 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         tracing::info!("nagaya has ended");
     }
     result
+}
+
+/// The sockets for other nodes, if this one can be in a cluster.
+fn peers(settings: &Settings) -> Result<Option<Peers>, ServeError> {
+    let Some(listen) = &settings.cluster.listen else { return Ok(None) };
+    let address = listen.parse().expect("the check of the configuration has parsed it");
+    let peers = sockets::listen_peers(address, settings.edge_threads())?;
+    tracing::info!(address = %peers.address, "listening for other nodes");
+    Ok(Some(peers))
+}
+
+/// Starts the thread that makes this node one of several, or waits to be told to.
+fn begin_cluster(
+    settings: &Settings,
+    peers: &Peers,
+    node: &Arc<Node>,
+    records: Arc<Records>,
+    orders: tokio::sync::mpsc::Receiver<cluster::Order>,
+) -> Result<(), ServeError> {
+    let dir = settings.cluster_dir();
+    let member = cluster::Member::load(&dir)?;
+    let configured = &settings.cluster;
+    if let Some(member) = &member {
+        // Before the processes start: they are to run nothing that is not placed here.
+        let credentials = cluster::credentials(member, configured);
+        node.credentials.send_replace(Some(credentials));
+    }
+    let advertise = configured
+        .advertise
+        .as_deref()
+        .map(|address| address.parse().expect("the check of the configuration has parsed it"));
+    let context = cluster::Context {
+        node: Arc::clone(node),
+        records,
+        dir,
+        peer: advertise.unwrap_or(peers.address),
+        configured: configured.clone(),
+    };
+    cluster::start(context, member, orders).map_err(ServeError::Runtime)
 }
 
 /// Runs the node's life and the admin interface side by side, on this thread.

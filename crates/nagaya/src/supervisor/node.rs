@@ -11,14 +11,17 @@ use nagaya_base::{Clock, SystemClock};
 use nagaya_cmdb::feed::{Down, Question};
 use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::store::{Store, StoreError};
+use nagaya_edge::options::ClusterOptions;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
 use super::child::{Role, rss_bytes};
+use super::cluster;
 use super::exposition::{Page, merge};
 use super::feed::{Changes, Feed};
 use super::identity::Protection;
-use crate::admin::{self, BoxFuture, Health};
+use crate::admin::{self, Ask, BoxFuture, Health, Problem};
 
 /// How long something done to an instance may take: more than the longest start, and less than the command waits.
 const ACT_TIMEOUT: Duration = Duration::from_secs(330);
@@ -32,6 +35,10 @@ pub struct Node {
     pub started_unix: u64,
     pub listen: Vec<ListenView>,
     pub protections: Vec<Protection>,
+    /// None on a node that can be in no cluster.
+    pub cluster: Option<cluster::Handle>,
+    /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
+    pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
     state: Mutex<State>,
 }
 
@@ -70,6 +77,7 @@ impl Node {
         store: Arc<dyn Store>,
         listen: Vec<ListenView>,
         protections: Vec<Protection>,
+        cluster: Option<cluster::Handle>,
     ) -> Self {
         let wall = SystemClock.wall().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         Self {
@@ -79,6 +87,8 @@ impl Node {
             started_unix: wall.as_secs(),
             listen,
             protections,
+            cluster,
+            credentials: watch::Sender::new(None),
             state: Mutex::default(),
         }
     }
@@ -271,6 +281,13 @@ impl admin::Node for Node {
         let Some(feed) = self.feed(Role::Keeper) else { return false };
         feed.pass(Down::Exec(exec), connection);
         true
+    }
+
+    fn cluster(&self, ask: Ask) -> BoxFuture<'_, Result<Value, Box<Problem>>> {
+        match &self.cluster {
+            Some(cluster) => Box::pin(cluster.ask(ask)),
+            None => Box::pin(std::future::ready(Err(cluster::not_configured()))),
+        }
     }
 
     fn requests(&self) -> BoxFuture<'_, Option<String>> {

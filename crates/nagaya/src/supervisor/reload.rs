@@ -3,6 +3,7 @@
 //! Not here: reading the file (`config`), telling the processes (`life`).
 
 use crate::config::Settings;
+use crate::config::settings::Cluster;
 
 /// The settings that hold now: the new ones, except for those that are bound to what was made at start.
 /// Also the names of the keys that were changed in vain. Pure.
@@ -27,10 +28,18 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("edge.threads", running.edge.threads == new.edge.threads);
     keep("cells.back_end", running.keeper.back_end == new.keeper.back_end);
     keep("instances.images", running.images == new.images);
+    keep("cluster.listen", running.cluster.listen == new.cluster.listen);
+    keep("cluster.advertise", running.cluster.advertise == new.cluster.advertise);
+    keep("cluster.fence", running.cluster.fence_ms == new.cluster.fence_ms);
     let mut merged = Settings {
         log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
         keeper: new.keeper,
+        cluster: Cluster {
+            probe: new.cluster.probe,
+            probe_ms: new.cluster.probe_ms,
+            ..running.cluster.clone()
+        },
         ..running.clone()
     };
     merged.edge.threads = running.edge.threads;

@@ -11,7 +11,7 @@ use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::child::Role;
-use crate::inherit::{InheritError, Inherited, Taker, described};
+use crate::inherit::{InheritError, Inherited, InheritedPeers, Taker, described};
 use crate::logging::{self, Sink};
 
 #[derive(Debug, thiserror::Error)]
@@ -128,7 +128,16 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
         });
     }
     let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
-    Ok(nagaya_edge::Start { listeners, feed, tickets })
+    let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, &mut taker)).transpose()?;
+    Ok(nagaya_edge::Start { listeners, feed, tickets, peers })
+}
+
+fn peer_sockets(
+    inherited: &InheritedPeers,
+    taker: &mut Taker,
+) -> Result<nagaya_edge::PeerSockets, RightsError> {
+    let streams = inherited.streams.iter().map(|fd| taker.take(*fd)).collect::<Result<_, _>>()?;
+    Ok(nagaya_edge::PeerSockets { streams, probes: taker.take(inherited.probes)? })
 }
 
 fn keeper_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_keeper::Start, RightsError> {

@@ -106,6 +106,40 @@ fn hint(error: &io::Error, listen: &Listen) -> String {
     }
 }
 
+/// Where other nodes reach the edge: one port, TCP and UDP.
+#[derive(Debug)]
+pub struct Peers {
+    /// A configured port 0 becomes the one the kernel chose.
+    pub address: SocketAddr,
+    /// One per edge thread.
+    pub streams: Vec<OwnedFd>,
+    pub probes: OwnedFd,
+}
+
+/// How often a port that the kernel chose for TCP may turn out to be taken for UDP.
+const PORT_TRIES_MAX: u32 = 16;
+
+pub fn listen_peers(address: SocketAddr, threads: usize) -> Result<Peers, ServeError> {
+    let wanted = Listen { address, tls: true, by_default: false };
+    let mut tries = 0;
+    let made = loop {
+        tries += 1;
+        let made = listen_at(&wanted, threads).and_then(|listening| {
+            let probes = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
+            if address.is_ipv6() {
+                probes.set_only_v6(true)?;
+            }
+            probes.set_nonblocking(true)?;
+            probes.bind(&listening.address.into())?;
+            Ok(Peers { address: listening.address, streams: listening.sockets, probes: probes.into() })
+        });
+        if made.is_ok() || address.port() != 0 || tries == PORT_TRIES_MAX {
+            break made;
+        }
+    };
+    made.map_err(|error| ServeError::Listen { address, hint: hint(&error, &wanted), error })
+}
+
 /// The keeper's seqpacket socket. Only `owner` (the edge's uid) and root may connect.
 pub fn listen_keeper(path: &Path, owner: Option<(u32, u32)>) -> Result<OwnedFd, ServeError> {
     let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
@@ -183,6 +217,15 @@ mod tests {
         let again = Listen { address: first[0].address, ..anywhere() };
         let error = listen(&[again], 2).unwrap_err();
         assert!(error.to_string().contains("ss -ltnp"), "{error}");
+    }
+
+    #[test]
+    fn other_nodes_ask_at_one_port() {
+        let peers = listen_peers(([127, 0, 0, 1], 0).into(), 2).unwrap();
+        assert_eq!(peers.streams.len(), 2);
+        let address = rustix::net::getsockname(&peers.probes).unwrap();
+        assert_eq!(SocketAddr::try_from(address).unwrap(), peers.address);
+        assert!(listen_peers(peers.address, 1).is_err(), "a second node does not share it");
     }
 
     #[test]

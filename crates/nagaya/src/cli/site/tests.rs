@@ -29,6 +29,7 @@ fn world() -> World {
     let place = Place {
         admin_socket: directory.path().join("admin.sock"),
         store: directory.path().join("store.redb"),
+        member: directory.path().join("cluster/member.json"),
         uid_base: 7000,
     };
     World { place, _directory: directory }

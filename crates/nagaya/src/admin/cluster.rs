@@ -1,0 +1,182 @@
+//! The cluster over the admin interface: what is asked of it or done to it, by method and path.
+//!
+//! | method and path | what |
+//! |---|---|
+//! | `GET /v1/cluster` | this node as a member, and how old what it knows is |
+//! | `POST /v1/cluster` | makes a cluster of this node: [`Found`] |
+//! | `POST /v1/cluster/join` | makes this node a member: [`Join`] |
+//! | `GET /v1/cluster/token` | what another machine needs to join |
+//! | `POST /v1/cluster/authority?finish=true\|false` | exchanges the authority of certificates, in two steps |
+//! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true` | its nodes |
+//! | `GET /v1/placements` | where applications run: `after=SITE`, `limit=N`, `node=NAME` |
+//! | `POST /v1/placements/SITE/move?to=NODE` | moves one |
+//!
+//! Not here: doing it (`supervisor::cluster`), the commands (`cli::cluster`).
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use hyper::body::Incoming;
+use percent_encoding::percent_decode_str;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::api::{self, Query};
+use super::server::short_body;
+use super::{Node, Problem};
+use crate::supervisor::Etcd;
+
+/// Most placements in one answer.
+pub const PLACEMENTS_MAX: usize = 1_000;
+
+/// What is asked of a cluster.
+pub enum Ask {
+    Found(Found),
+    Join(Join),
+    Status,
+    Token,
+    /// Exchanges the authority; with `finish`, stops believing the one before.
+    Authority {
+        finish: bool,
+    },
+    Nodes,
+    Drain {
+        node: String,
+        on: bool,
+    },
+    Remove {
+        node: String,
+        force: bool,
+    },
+    Placements {
+        after: Option<String>,
+        limit: usize,
+        node: Option<String>,
+    },
+    Move {
+        site: String,
+        to: Option<String>,
+    },
+}
+
+/// A cluster that begins with this node and its records.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Found {
+    pub cluster: String,
+    pub etcd: Etcd,
+}
+
+/// This node becomes a member of a cluster, and takes over its records.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Join {
+    pub cluster: String,
+    pub etcd: Etcd,
+    pub token: String,
+    /// Records of its own are dropped; else a node that has any is not taken.
+    #[serde(default)]
+    pub discard: bool,
+}
+
+/// Whether a path is answered here.
+pub fn is_asked(path: &str) -> bool {
+    let first = path.strip_prefix("/v1/").and_then(|rest| rest.split('/').next());
+    matches!(first, Some("cluster" | "nodes" | "placements"))
+}
+
+pub async fn answer(node: &dyn Node, request: Request<Incoming>) -> Response<Bytes> {
+    let (head, body) = request.into_parts();
+    let asked = async {
+        let body = short_body(body).await?;
+        let ask = read(&head.method, head.uri.path(), head.uri.query().unwrap_or_default(), &body)?;
+        node.cluster(ask).await
+    };
+    match asked.await {
+        Ok(value) => {
+            let mut response = Response::new(Bytes::from(value.to_string()));
+            let json = HeaderValue::from_static("application/json");
+            response.headers_mut().insert(header::CONTENT_TYPE, json);
+            response
+        }
+        Err(problem) => api::refuse(&problem),
+    }
+}
+
+fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Box<Problem>> {
+    let query = Query::read(query);
+    let segments: Vec<_> = path.trim_start_matches("/v1/").split('/').collect();
+    let name = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+    let allowed: &[&str] = match segments[..] {
+        ["cluster", "authority"] => &["finish"],
+        ["nodes", _] => &["force"],
+        ["placements"] => &["after", "limit", "node"],
+        ["placements", _, "move"] => &["to"],
+        _ => &[],
+    };
+    query.allow(allowed)?;
+    let flag = |key| query.get(key).is_some_and(|value| value == "true");
+    let (needed, ask) = match (&segments[..], method) {
+        (["cluster"], &Method::POST) => return Ok(Ask::Found(parse(body)?)),
+        (["cluster"], _) => (Method::GET, Ask::Status),
+        (["cluster", "join"], &Method::POST) => return Ok(Ask::Join(parse(body)?)),
+        (["cluster", "join"], _) => return Err(api::wrong_method(method, "POST")),
+        (["cluster", "token"], _) => (Method::GET, Ask::Token),
+        (["cluster", "authority"], _) => (Method::POST, Ask::Authority { finish: flag("finish") }),
+        (["nodes"], _) => (Method::GET, Ask::Nodes),
+        (["nodes", node], _) => (Method::DELETE, Ask::Remove { node: name(node), force: flag("force") }),
+        (["nodes", node, word @ ("drain" | "undrain")], _) => {
+            (Method::POST, Ask::Drain { node: name(node), on: *word == "drain" })
+        }
+        (["placements"], _) => {
+            let (after, node) = (query.get("after"), query.get("node"));
+            let limit = query.limit()?.clamp(1, PLACEMENTS_MAX);
+            let own = |text: Option<std::borrow::Cow<'_, str>>| text.map(std::borrow::Cow::into_owned);
+            (Method::GET, Ask::Placements { after: own(after), limit, node: own(node) })
+        }
+        (["placements", site, "move"], _) => {
+            (Method::POST, Ask::Move { site: name(site), to: query.get("to").map(|to| to.into_owned()) })
+        }
+        _ => return Err(api::unknown_path(path)),
+    };
+    if *method == needed { Ok(ask) } else { Err(api::wrong_method(method, needed.as_str())) }
+}
+
+fn parse<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, Box<Problem>> {
+    serde_json::from_slice(body).map_err(|error| {
+        Problem::request(StatusCode::BAD_REQUEST, format!("the body is not what this path takes: {error}"))
+    })
+}
+
+/// What a list of the interface is told as.
+pub fn list(key: &str, rows: Vec<Value>) -> Value {
+    Value::Object([(key.to_owned(), Value::Array(rows))].into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(method: Method, path: &str, query: &str) -> Result<(), u16> {
+        read(&method, path, query, b"{}").map(drop).map_err(|problem| problem.status)
+    }
+
+    #[test]
+    fn each_path_has_its_methods_and_its_words() {
+        assert_eq!(status(Method::GET, "/v1/cluster", ""), Ok(()));
+        assert_eq!(status(Method::POST, "/v1/cluster", ""), Err(400), "the body is not a cluster");
+        assert_eq!(status(Method::DELETE, "/v1/nodes/a", "force=true"), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/nodes/a", ""), Err(405));
+        assert_eq!(status(Method::POST, "/v1/nodes/a/drain", ""), Ok(()));
+        assert_eq!(status(Method::POST, "/v1/nodes/a/dance", ""), Err(404));
+        assert_eq!(status(Method::GET, "/v1/placements", "after=b&limit=3"), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/placements", "colour=red"), Err(400));
+        assert_eq!(status(Method::POST, "/v1/placements/wiki/move", "to=b"), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/cluster/join", ""), Err(405));
+    }
+
+    #[test]
+    fn a_drain_names_its_node_as_it_was_written() {
+        let ask = read(&Method::POST, "/v1/nodes/n%2D1/undrain", "", b"").ok();
+        assert!(matches!(ask, Some(Ask::Drain { node, on: false }) if node == "n-1"));
+    }
+}

@@ -1,0 +1,143 @@
+//! Tests of which images this node wants, and when it asks for each.
+//!
+//! Not here: fetching them (`nagaya_edge`, `tests/e2e/cluster`).
+
+use nagaya_cmdb::{NodeRecord, Site, Why};
+
+use super::super::load::Load;
+use super::*;
+
+fn site(name: &str) -> SiteName {
+    SiteName::new(name).unwrap()
+}
+
+fn node(name: &str) -> NodeName {
+    NodeName::new(name).unwrap()
+}
+
+fn placement(name: &str, at: &str, epoch: u64) -> Placement {
+    Placement { site: site(name), node: node(at), epoch, since_ms: 0, why: Why::First, wait_ms: 0 }
+}
+
+fn here(bytes: u64) -> Fetched {
+    Fetched::Here { digest: "d".into(), bytes }
+}
+
+#[test]
+fn a_site_without_an_image_is_asked_for_less_and_less_often() {
+    let (mut images, start) = (Images::default(), Instant::now());
+    images.want(placement("wiki", "b", 1), start);
+    let (mut now, mut waits) = (start, Vec::new());
+    for _ in 0..14 {
+        assert_eq!(images.next(now), Some((site("wiki"), node("b"), 1)));
+        images.told(&site("wiki"), 1, Some(&Fetched::None), now);
+        let due = images.wanted[&site("wiki")].due;
+        assert_eq!(images.next(due - Duration::from_millis(1)), None);
+        waits.push((due - now).as_secs());
+        now = due;
+    }
+    assert_eq!(waits[..4], [2, 4, 8, 16]);
+    assert_eq!(waits.last(), Some(&RETRY_MAX.as_secs()));
+    assert_eq!(images.due.len(), 1, "it stands there once");
+}
+
+#[test]
+fn an_image_that_is_here_is_asked_for_again_when_something_has_changed() {
+    let (mut images, now) = (Images::default(), Instant::now());
+    images.want(placement("wiki", "b", 1), now);
+    images.next(now).unwrap();
+    images.told(&site("wiki"), 1, Some(&here(9)), now);
+    assert!(images.has(&site("wiki")));
+    assert_eq!((images.counts(), images.next(now + RETRY_FIRST)), ((1, 1), None));
+    images.want(placement("wiki", "c", 2), now);
+    assert!(images.has(&site("wiki")), "nothing else is known yet");
+    assert_eq!(images.next(now), Some((site("wiki"), node("c"), 2)));
+    images.told(&site("wiki"), 2, None, now);
+    assert!(!images.has(&site("wiki")));
+    images.forget(&site("wiki"));
+    assert_eq!((images.counts(), images.due.len()), ((0, 0), 0));
+}
+
+#[test]
+fn what_is_found_again_keeps_its_time_and_what_is_not_is_forgotten() {
+    let (mut images, now) = (Images::default(), Instant::now());
+    images.replace(vec![placement("wiki", "b", 1), placement("blog", "b", 1)], now);
+    while let Some((site, _, epoch)) = images.next(now) {
+        images.told(&site, epoch, Some(&here(9)), now);
+    }
+    images.replace(vec![placement("wiki", "b", 1), placement("shop", "c", 1)], now);
+    assert_eq!(images.next(now), Some((site("shop"), node("c"), 1)));
+    assert_eq!(images.next(now), None);
+    assert!(images.has(&site("wiki")) && !images.has(&site("blog")));
+}
+
+#[test]
+fn too_many_changes_are_one() {
+    let touched = Touched::default();
+    touched.by(&[Change::PutPlacement(placement("wiki", "b", 1)), Change::DropSite(site("blog"))]);
+    let changed = touched.take();
+    assert_eq!((changed.sites.len(), changed.is_all), (2, false));
+    let many = (0..=TOUCHED_MAX).map(|n| Change::DropSite(site(&format!("s{n}"))));
+    touched.by(&many.collect::<Vec<_>>());
+    let changed = touched.take();
+    assert_eq!((changed.sites.len(), changed.is_all), (0, true));
+    assert!(!touched.take().is_all);
+}
+
+#[test]
+fn each_application_is_wanted_by_one_other_node() {
+    use nagaya_cmdb::store::RedbStore;
+    let dir = tempfile::tempdir().unwrap();
+    let store = RedbStore::open(&dir.path().join("records.redb")).unwrap();
+    let known: Vec<_> = ["a", "b", "c"].into_iter().map(known).collect();
+    let tenant = r#"{"name":"t","uid":2000,"gid":2000,"home":"/srv/t"}"#;
+    let mut changes = vec![Change::PutTenant(serde_json::from_str(tenant).unwrap())];
+    changes.extend(known.iter().map(|known| Change::PutNode(Box::new(known.record.clone()))));
+    for n in 0..60 {
+        changes.push(Change::PutSite(serde_json::from_value(app(n)).unwrap()));
+        changes.push(Change::PutPlacement(placement(&format!("s{n}"), ["a", "b"][n % 2], 1)));
+    }
+    let replicated = store.replicate(changes, store.reached().unwrap(), false).unwrap();
+    assert!(replicated.left_out.is_empty());
+    let mut wanted: Vec<_> = Vec::new();
+    for known_node in &known {
+        let found = search(&store, &known_node.record.name, &known).unwrap();
+        assert!(!found.is_empty(), "{} has its share", known_node.record.name);
+        assert!(found.iter().all(|placement| placement.node != known_node.record.name));
+        wanted.extend(found.into_iter().map(|placement| placement.site));
+    }
+    wanted.sort();
+    wanted.dedup();
+    assert_eq!(wanted.len(), 60, "each of them, by one node");
+}
+
+fn app(n: usize) -> serde_json::Value {
+    let name = format!("s{n}");
+    serde_json::json!({
+        "name": name, "tenant": "t", "hosts": [name],
+        "backend": { "kind": "app", "command": ["serve"], "directory": "app" },
+    })
+}
+
+fn known(name: &str) -> Known {
+    let record = NodeRecord {
+        name: node(name),
+        id: "0".repeat(32),
+        peer: "127.0.0.1:9".into(),
+        draining: false,
+        cpus: 2,
+        memory_bytes: 4 << 30,
+        version: "test".into(),
+        knows: 0,
+    };
+    Known { record, load: Some(Load::default()), placements: 0 }
+}
+
+#[test]
+fn memory_that_a_site_may_use_is_what_its_limits_say() {
+    let mut value = app(1);
+    let of = |value: &serde_json::Value| memory_of(&serde_json::from_value::<Site>(value.clone()).unwrap());
+    assert_eq!(of(&value), 0);
+    value["limits"] = serde_json::json!({ "memory": "64MiB" });
+    assert_eq!(of(&value), 64 << 20);
+}

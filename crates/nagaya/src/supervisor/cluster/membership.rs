@@ -1,0 +1,374 @@
+//! The cluster while this node is in it: what is known, what goes on beside, and what operators ask of it.
+//!
+//! Not here: the right to serve (`authority`), choosing nodes (`placing`), moving sites without an error (`moves`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use http::StatusCode;
+use nagaya_cmdb::feed::Placed;
+use nagaya_cmdb::store::etcd::ClusterError;
+use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
+use nagaya_cmdb::{NodeName, NodeRecord, SiteName};
+use nagaya_placement::liveness::Verdict;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+use super::asks::{AUTHORITY, to_bytes};
+use super::images::{Images, Touched};
+use super::load::{self, Load, Meter};
+use super::member::Member;
+use super::pki::{Secret, Stored};
+use super::trust::Trust;
+use super::{Context, NO_AUTHORITY, NOWHERE, authority, credentials};
+use crate::admin::{Problem, list};
+
+/// A node that did not answer gets no further sites for so long.
+pub const SUSPECT_FOR: Duration = Duration::from_secs(5);
+
+/// How often a node tells the others how busy it is, and after how long without that it counts as gone.
+const PRESENT_EVERY: Duration = Duration::from_secs(1);
+const PRESENT_FOR: Duration = Duration::from_secs(5);
+
+/// How often the authority's certificates are looked at.
+const AUTHORITY_EVERY: Duration = Duration::from_secs(5);
+
+/// How often placements are counted, if there were changes.
+const COUNT_EVERY: Duration = Duration::from_secs(2);
+
+/// How long a node that joins waits for the cluster's records.
+const IN_STEP_WAIT: Duration = Duration::from_secs(60);
+
+pub struct Membership {
+    pub context: Rc<Context>,
+    pub node: NodeName,
+    /// As in its record.
+    pub id: String,
+    pub store: Arc<ClusterStore>,
+    member: RefCell<Member>,
+    /// Sites that are looked for a place for; who comes later waits for the same end.
+    pub placing: RefCell<HashMap<SiteName, watch::Receiver<Option<Placed>>>>,
+    pub suspects: RefCell<HashMap<NodeName, (Instant, Verdict)>>,
+    /// Placements of each node, a little while ago.
+    pub counted: RefCell<HashMap<NodeName, u32>>,
+    /// Until when this node may serve what is placed on it, CLOCK_BOOTTIME in nanoseconds.
+    pub authority_until: Cell<u64>,
+    /// What it is owed and owes.
+    pub trust: RefCell<Trust>,
+    /// It is saying in its record that it knows all members.
+    pub introducing: Cell<bool>,
+    /// Sites that would move here, with what is known of their images.
+    pub images: RefCell<Images>,
+    pub touched: Arc<Touched>,
+    tasks: RefCell<Vec<AbortHandle>>,
+}
+
+impl Membership {
+    /// Starts all that goes on while this node is a member.
+    pub fn begin(
+        context: Rc<Context>,
+        member: Member,
+        record: NodeRecord,
+        store: Arc<ClusterStore>,
+        touched: Arc<Touched>,
+    ) -> Rc<Self> {
+        let trust = Trust::new(authority::now(), member.node.clone(), context.fence());
+        let membership = Rc::new(Self {
+            context,
+            node: member.node.clone(),
+            id: member.id.clone(),
+            store,
+            member: RefCell::new(member),
+            placing: RefCell::default(),
+            suspects: RefCell::default(),
+            counted: RefCell::default(),
+            authority_until: Cell::new(0),
+            trust: RefCell::new(trust),
+            introducing: Cell::new(false),
+            images: RefCell::default(),
+            touched,
+            tasks: RefCell::default(),
+        });
+        let tasks = [
+            tokio::task::spawn_local(Rc::clone(&membership).keep_authority()),
+            tokio::task::spawn_local(Rc::clone(&membership).be_present(record)),
+            tokio::task::spawn_local(Rc::clone(&membership).follow_authority_of_certificates()),
+            tokio::task::spawn_local(Rc::clone(&membership).count()),
+            tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
+            tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
+        ];
+        membership.tasks.borrow_mut().extend(tasks.iter().map(tokio::task::JoinHandle::abort_handle));
+        membership
+    }
+
+    pub fn member(&self) -> Member {
+        self.member.borrow().clone()
+    }
+
+    pub fn records(&self) -> &dyn Store {
+        &*self.context.records
+    }
+
+    pub async fn in_step(&self) -> Result<(), ClusterError> {
+        self.store.in_step(IN_STEP_WAIT).await
+    }
+
+    // === What goes on beside ===
+
+    /// Tells the others how busy this node is; they know by it that it is there. Its record follows what it is started with.
+    async fn be_present(self: Rc<Self>, mut record: NodeRecord) {
+        let mut meter = Meter::default();
+        let mut is_listed = false;
+        loop {
+            if !is_listed {
+                // Its address or size may be others than before. Whoever drains it meanwhile is not overwritten.
+                if let Ok(Some(known)) = self.records().node(self.node.as_str()) {
+                    record.draining = known.draining;
+                }
+                match self.store.join(record.clone()).await {
+                    Ok(()) => is_listed = true,
+                    Err(error @ ClusterError::NameTaken { .. }) => {
+                        tracing::error!(code = %error.code(), "{error}; this node serves no application");
+                    }
+                    Err(error) => tracing::warn!(code = %error.code(), "{error}"),
+                }
+            }
+            let load = self.load(&mut meter);
+            if let Err(error) = self.store.present(&self.node, json!(load).to_string(), PRESENT_FOR) {
+                tracing::warn!(code = %error.code(), "{error}");
+            }
+            tokio::time::sleep(PRESENT_EVERY).await;
+        }
+    }
+
+    fn load(&self, meter: &mut Meter) -> Load {
+        let (memory_bytes, memory_available) = load::memory();
+        Load {
+            cpu_used: meter.cpu_used(),
+            memory_bytes,
+            memory_available,
+            authority: self.member.borrow().credentials.serial,
+            serves: self.has_authority(),
+        }
+    }
+
+    /// Takes over an authority that was exchanged, and has this node's certificate made anew in time.
+    async fn follow_authority_of_certificates(self: Rc<Self>) {
+        loop {
+            if let Err(problem) = self.renew_credentials().await {
+                tracing::warn!(code = problem.code, "certificates of the cluster: {}", problem.detail);
+            }
+            tokio::time::sleep(AUTHORITY_EVERY).await;
+        }
+    }
+
+    async fn renew_credentials(&self) -> Result<(), Box<Problem>> {
+        let Some((stored, _)) = self.stored_authority().await? else { return Ok(()) };
+        let mut member = self.member();
+        let is_due = member.credentials.is_due(stored.serial);
+        if !is_due && member.authorities == stored.authorities {
+            return Ok(());
+        }
+        if is_due {
+            let keys = stored.open(&member.cluster, &Secret::from_token(&member.token)?)?;
+            member.credentials = stored.issue(&member.cluster, &keys, &member.node)?;
+        }
+        member.authorities = stored.authorities;
+        member.save(&self.context.dir)?;
+        let told = credentials(&member, &self.context.configured);
+        *self.member.borrow_mut() = member;
+        self.context.node.credentials.send_replace(Some(told));
+        tracing::info!(
+            serial = stored.serial,
+            "this node has a new certificate, or believes other authorities"
+        );
+        Ok(())
+    }
+
+    async fn stored_authority(&self) -> Result<Option<(Stored, u64)>, Box<Problem>> {
+        let Some(found) = self.store.get(AUTHORITY).await? else { return Ok(None) };
+        let stored = serde_json::from_slice(&found.value).map_err(super::pki::PkiError::from)?;
+        Ok(Some((stored, found.revision)))
+    }
+
+    /// Counts placements, on a thread that may block.
+    async fn count(self: Rc<Self>) {
+        let mut counted = None;
+        loop {
+            let records = Arc::clone(&self.context.records);
+            let revision = records.revision().ok();
+            if revision != counted {
+                let counts = tokio::task::spawn_blocking(move || count_placements(&*records)).await;
+                if let Ok(Ok(counts)) = counts {
+                    *self.counted.borrow_mut() = counts;
+                    counted = revision;
+                }
+            }
+            tokio::time::sleep(COUNT_EVERY).await;
+        }
+    }
+
+    // === What operators ask ===
+
+    pub fn status(&self) -> Value {
+        let member = self.member.borrow();
+        let counts = self.records().counts().unwrap_or_default();
+        let (images_here, images_wanted) = self.images.borrow().counts();
+        json!({
+            "cluster": member.cluster,
+            "node": member.node,
+            "id": member.id,
+            "peer": self.context.peer.to_string(),
+            "etcd": member.etcd.endpoints,
+            "in_step": self.store.age().is_some_and(|age| age < PRESENT_FOR),
+            "age_seconds": self.store.age().map(|age| age.as_secs_f64()),
+            "authority": self.trust.borrow().by(authority::now()).as_str(),
+            "vouches": self.trust.borrow().can_vouch(),
+            "fence_ms": self.context.configured.fence_ms,
+            "certificate_authority": member.credentials.serial,
+            "certificate_renewed_at": member.credentials.renew_at,
+            "sites": counts.sites,
+            "images_here": images_here,
+            "images_wanted": images_wanted,
+            "placements": self.counted.borrow().values().sum::<u32>(),
+            "placements_here": self.counted.borrow().get(&self.node).copied().unwrap_or(0),
+        })
+    }
+
+    pub fn nodes(&self) -> Result<Value, Box<Problem>> {
+        let known = self
+            .known_nodes()
+            .map_err(|error| Problem::cluster(StatusCode::INTERNAL_SERVER_ERROR, NOWHERE, error))?;
+        let row = |node: &super::placing::Known| {
+            let load = node.load.clone().unwrap_or_default();
+            let state = match (&node.load, node.record.draining) {
+                (None, _) => "gone",
+                (Some(_), true) if node.placements > 0 => "draining",
+                (Some(_), true) => "drained",
+                (Some(load), false) if !load.serves => "fenced",
+                (Some(_), false) => "up",
+            };
+            json!({
+                "name": node.record.name,
+                "state": state,
+                "peer": node.record.peer,
+                "placements": node.placements,
+                "cpus": node.record.cpus,
+                "cpu_used": node.load.as_ref().map(|load| load.cpu_used),
+                "memory_bytes": node.record.memory_bytes,
+                "memory_free": node.load.as_ref().map(|load| load.memory_available as f64 / load.memory_bytes.max(1) as f64),
+                "authority": load.authority,
+                "version": node.record.version,
+            })
+        };
+        Ok(list("nodes", known.iter().map(row).collect()))
+    }
+
+    pub fn placements(
+        &self,
+        after: Option<&str>,
+        limit: usize,
+        node: Option<&str>,
+    ) -> Result<Value, Box<Problem>> {
+        let mut rows = Vec::new();
+        let mut after = after.map(ToOwned::to_owned);
+        loop {
+            let page = self.records().placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX)?;
+            let Some(last) = page.last() else { break };
+            after = Some(last.site.to_string());
+            let fits =
+                page.iter().filter(|placement| node.is_none_or(|node| placement.node.as_str() == node));
+            rows.extend(fits.take(limit - rows.len()).cloned());
+            if rows.len() == limit {
+                break;
+            }
+        }
+        let row = |(placement, (fallback, image_here)): (&nagaya_cmdb::Placement, _)| {
+            let mut row = json!(placement);
+            (row["fallback"], row["image_here"]) = (json!(fallback), json!(image_here));
+            row
+        };
+        let fallbacks: Vec<(Option<String>, bool)> = self.fallbacks(&rows);
+        Ok(list("placements", rows.iter().zip(fallbacks).map(row).collect()))
+    }
+
+    pub async fn set_draining(&self, node: &str, on: bool) -> Result<Value, Box<Problem>> {
+        let name = self.named(node)?;
+        self.store.set_draining(&name, on).await?;
+        let placements = self.counted.borrow().get(&name).copied().unwrap_or(0);
+        Ok(json!({ "node": name, "draining": on, "placements": placements }))
+    }
+
+    pub async fn remove(&self, node: &str, force: bool) -> Result<Value, Box<Problem>> {
+        let name = self.named(node)?;
+        self.store.remove(&name, force).await?;
+        Ok(json!({ "node": name }))
+    }
+
+    pub async fn exchange_authority(&self, finish: bool) -> Result<Value, Box<Problem>> {
+        let member = self.member();
+        let stored = self.stored_authority().await?;
+        let (stored, revision) =
+            stored.ok_or_else(|| ClusterError::NotInitialised { cluster: member.cluster.clone() })?;
+        let next = if finish {
+            let known = self.known_nodes().unwrap_or_default();
+            let old = known.iter().filter_map(|node| {
+                let load = node.load.as_ref()?;
+                (load.authority != stored.serial).then(|| node.record.name.to_string())
+            });
+            let old: Vec<_> = old.collect();
+            if !old.is_empty() {
+                let detail = format!("{} still show certificates of the authority before", old.join(", "));
+                return Err(Problem::cluster(StatusCode::CONFLICT, super::NOT_JOINED, detail));
+            }
+            stored.forget_old()
+        } else {
+            stored.exchange(&member.cluster, &Secret::from_token(&member.token)?)?
+        };
+        let serial = next.serial;
+        if !self.store.put_if(AUTHORITY, to_bytes(&next), Some(revision)).await? {
+            let detail = "somebody else exchanged it meanwhile: look at `nagaya nodes` and try again";
+            return Err(Problem::cluster(StatusCode::CONFLICT, super::NOT_JOINED, detail));
+        }
+        self.renew_credentials().await?;
+        Ok(json!({ "serial": serial }))
+    }
+
+    pub fn named(&self, node: &str) -> Result<NodeName, Box<Problem>> {
+        let known = self.records().node(node)?;
+        known.map(|record| record.name).ok_or_else(|| ClusterError::NoNode { name: node.into() }.into())
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.tasks.borrow().iter().for_each(AbortHandle::abort);
+    }
+}
+
+fn count_placements(records: &dyn Store) -> Result<HashMap<NodeName, u32>, StoreError> {
+    let mut counts: HashMap<NodeName, u32> = HashMap::new();
+    let mut after: Option<String> = None;
+    loop {
+        let page = records.placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX)?;
+        let Some(last) = page.last() else { return Ok(counts) };
+        after = Some(last.site.to_string());
+        for placement in page {
+            *counts.entry(placement.node).or_default() += 1;
+        }
+    }
+}
+
+/// Unix time, milliseconds.
+pub fn unix_ms() -> u64 {
+    u64::try_from(SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Said where a node finds that it may serve nothing.
+pub fn log_no_authority(why: &str) {
+    tracing::warn!(code = %NO_AUTHORITY, "applications placed on this node are frozen, and their requests wait: {why}");
+}

@@ -1,0 +1,157 @@
+//! Moving sites that nothing has failed: their node lets running requests end, ends the application, and only then gives the site
+//! away, so that nobody waits for a fence and nobody sees an error. New requests wait meanwhile, at the edge.
+//!
+//! Not here: sites whose node does not answer (`placing`).
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::StatusCode;
+use nagaya_cmdb::feed::Down;
+use nagaya_cmdb::instance::Act;
+use nagaya_cmdb::store::etcd::{Claim, ClusterError};
+use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use super::membership::Membership;
+use super::{super::child::Role, NOWHERE};
+use crate::admin::{Node as _, Problem};
+
+/// How long requests that run may take to end before the site moves without them.
+const RELEASE_WITHIN: Duration = Duration::from_secs(20);
+
+/// How often a site that was given up is written to its new place: each time the store has some seconds to answer.
+const PLACE_TRIES_MAX: u32 = 60;
+
+/// Sites that leave a node at once.
+const LEAVE_AT_ONCE: usize = 4;
+
+/// How often a node looks whether it is to be emptied, and between attempts for sites that could not be given away.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+impl Membership {
+    /// Gives all sites away for as long as this node's record says that it is drained.
+    pub(super) async fn empty_when_draining(self: Rc<Self>) {
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            let record = self.records().node(self.node.as_str());
+            let is_draining = record.is_ok_and(|record| record.is_some_and(|record| record.draining));
+            if is_draining {
+                self.give_all_away().await;
+            }
+        }
+    }
+
+    async fn give_all_away(self: &Rc<Self>) {
+        let mut after: Option<String> = None;
+        loop {
+            let page = self.records().placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX);
+            let Ok(page) = page else { return };
+            let Some(last) = page.last() else { return };
+            after = Some(last.site.to_string());
+            let mut leaving = JoinSet::new();
+            for placement in page.into_iter().filter(|placement| placement.node == self.node) {
+                while leaving.len() >= LEAVE_AT_ONCE {
+                    leaving.join_next().await;
+                }
+                let membership = Rc::clone(self);
+                leaving.spawn_local(async move {
+                    let site = placement.site.clone();
+                    if let Err(reason) = membership.give_away(placement, None, Why::Draining).await {
+                        tracing::warn!(code = %NOWHERE, %site, "it stays on this node for now: {reason}");
+                    }
+                });
+            }
+            while leaving.join_next().await.is_some() {}
+        }
+    }
+
+    /// Moves a site that runs here.
+    async fn give_away(
+        self: &Rc<Self>,
+        placement: Placement,
+        to: Option<NodeName>,
+        why: Why,
+    ) -> Result<Placement, String> {
+        let site = placement.site.clone();
+        // Before anything is held up: is there anywhere it could go?
+        let to = match to {
+            Some(to) => to,
+            None => self.choose(&site, Some(&placement.node), why)?,
+        };
+        self.leaving(&site, true);
+        let moved = self.release_and_place(&placement, to, why).await;
+        if moved.is_err() {
+            // Else those who wait go on when the edge learns of the new placement.
+            self.leaving(&site, false);
+        }
+        moved
+    }
+
+    async fn release_and_place(
+        &self,
+        placement: &Placement,
+        to: NodeName,
+        why: Why,
+    ) -> Result<Placement, String> {
+        let within_ms = u64::try_from(RELEASE_WITHIN.as_millis()).unwrap_or(u64::MAX);
+        let released =
+            self.context.node.instance(placement.site.to_string(), Act::Release { within_ms }).await;
+        let released: Value =
+            released.and_then(|text| serde_json::from_str(&text).ok()).ok_or("the keeper did not answer")?;
+        if let Some(error) = released.get("error") {
+            return Err(error.as_str().unwrap_or("the keeper did not say why").into());
+        }
+        let next = self.next(&placement.site, to, Some(placement.epoch), false, why);
+        match self.place_released(&next, placement).await {
+            Ok(Claim::Won) => {
+                tracing::info!(site = %next.site, node = %next.node, epoch = next.epoch, why = why.as_str(), "a site was given away");
+                Ok(next)
+            }
+            // An attempt of which nothing was heard may have done it.
+            Ok(Claim::Lost(Some(stored))) if stored == next => Ok(next),
+            Ok(Claim::Lost(_) | Claim::Void) => Err("it was placed elsewhere or removed meanwhile".into()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// A site that was given up does not run here again under its epoch, so a store that does not answer is asked again.
+    async fn place_released(&self, next: &Placement, from: &Placement) -> Result<Claim, ClusterError> {
+        for _ in 1..PLACE_TRIES_MAX {
+            match self.store.place(next.clone(), Some(from.epoch), Some(&from.node)).await {
+                Ok(claim) => return Ok(claim),
+                Err(error) => {
+                    tracing::warn!(code = %error.code(), site = %next.site, "{error}; it is tried again")
+                }
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        self.store.place(next.clone(), Some(from.epoch), Some(&from.node)).await
+    }
+
+    fn leaving(&self, site: &SiteName, on: bool) {
+        if let Some(edge) = self.context.node.feed(Role::Edge) {
+            edge.send(Down::Leaving { site: site.clone(), on });
+        }
+    }
+
+    /// An operator moves a site.
+    pub async fn relocate(self: &Rc<Self>, site: &str, to: Option<&str>) -> Result<Value, Box<Problem>> {
+        let unfit = |detail: String| Problem::cluster(StatusCode::CONFLICT, NOWHERE, detail);
+        let to = to.map(|to| self.named(to)).transpose()?;
+        let name = SiteName::new(site).map_err(|error| unfit(error.to_string()))?;
+        let placement = self.records().placement(site)?;
+        let placement =
+            placement.ok_or_else(|| unfit(format!("'{name}' runs nowhere: nobody has asked for it yet")))?;
+        if placement.node != self.node {
+            let detail = format!("'{name}' runs on '{}': say it there", placement.node);
+            return Err(unfit(detail));
+        }
+        if to.as_ref() == Some(&placement.node) {
+            return Ok(json!({ "site": name, "node": placement.node, "epoch": placement.epoch }));
+        }
+        let moved = self.give_away(placement, to, Why::Operator).await.map_err(unfit)?;
+        Ok(json!({ "site": name, "node": moved.node, "epoch": moved.epoch }))
+    }
+}

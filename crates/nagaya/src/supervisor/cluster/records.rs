@@ -1,0 +1,113 @@
+//! The store as the rest of the node sees it: this node's own file, and in a cluster the same file as a copy of what the
+//! cluster's store holds. Reading is the same either way; changes go where the truth is.
+//!
+//! Not here: either store (`nagaya_cmdb`).
+
+use std::sync::Arc;
+
+use nagaya_cmdb::store::{
+    ClusterStore, Committed, Counts, Mode, RedbStore, Select, Store, StoreError, TransactionError, Visitor,
+};
+use nagaya_cmdb::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use parking_lot::RwLock;
+
+pub struct Records {
+    file: Arc<RedbStore>,
+    cluster: RwLock<Option<Arc<ClusterStore>>>,
+}
+
+impl Records {
+    pub fn new(file: RedbStore) -> Self {
+        Self { file: Arc::new(file), cluster: RwLock::default() }
+    }
+
+    /// This node's file, which a cluster's store keeps in step.
+    pub fn file(&self) -> &Arc<RedbStore> {
+        &self.file
+    }
+
+    /// From now on changes go to the cluster's store.
+    pub fn follow(&self, cluster: Arc<ClusterStore>) {
+        *self.cluster.write() = Some(cluster);
+    }
+
+    fn cluster(&self) -> Option<Arc<ClusterStore>> {
+        self.cluster.read().clone()
+    }
+}
+
+impl Store for Records {
+    fn revision(&self) -> Result<u64, StoreError> {
+        self.file.revision()
+    }
+
+    fn counts(&self) -> Result<Counts, StoreError> {
+        self.file.counts()
+    }
+
+    fn tenant(&self, name: &str) -> Result<Option<Tenant>, StoreError> {
+        self.file.tenant(name)
+    }
+
+    fn site(&self, name: &str) -> Result<Option<Site>, StoreError> {
+        self.file.site(name)
+    }
+
+    fn tenants(&self, after: Option<&str>, limit: usize) -> Result<Vec<Tenant>, StoreError> {
+        self.file.tenants(after, limit)
+    }
+
+    fn sites(&self, select: &Select) -> Result<Vec<Site>, StoreError> {
+        self.file.sites(select)
+    }
+
+    fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError> {
+        self.file.setting(key)
+    }
+
+    fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
+        self.file.settings(after, limit)
+    }
+
+    fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError> {
+        self.file.nodes()
+    }
+
+    fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError> {
+        self.file.node(name)
+    }
+
+    fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError> {
+        self.file.placement(site)
+    }
+
+    fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError> {
+        self.file.placements(after, limit)
+    }
+
+    fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
+        self.file.walk(visit)
+    }
+
+    fn transaction(&self, changes: Vec<Change>, mode: Mode) -> Result<Committed, TransactionError> {
+        match self.cluster() {
+            Some(cluster) => cluster.transaction(changes, mode),
+            None => self.file.transaction(changes, mode),
+        }
+    }
+
+    fn allocate_uid(&self, base: u32) -> Result<u32, StoreError> {
+        match self.cluster() {
+            Some(cluster) => cluster.allocate_uid(base),
+            None => self.file.allocate_uid(base),
+        }
+    }
+
+    fn next_uid(&self) -> Result<u32, StoreError> {
+        self.file.next_uid()
+    }
+
+    fn tells_changes(&self) -> bool {
+        self.cluster().is_some()
+    }
+}
