@@ -49,6 +49,7 @@ fn versions() -> Value {
         "gunicorn": first_line("gunicorn", &["--version"]),
         "puma": first_line("puma", &["--version"]),
         "mariadb": first_line("mariadbd", &["--version"]),
+        "etcd": first_line("etcd", &["--version"]),
         "crun": first_line("crun", &["--version"]),
         "runc": first_line("runc", &["--version"]),
         "wrk": first_line("wrk", &["-v"]),

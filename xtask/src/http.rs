@@ -27,6 +27,8 @@ pub fn get(address: SocketAddr, host: &str, path: &str) -> Result<(u16, Vec<u8>)
 #[derive(Debug, Clone)]
 pub struct Visit {
     pub status: u16,
+    /// Status line and fields.
+    pub head: String,
     /// As it is on the wire.
     pub body: Vec<u8>,
     /// From before connecting to the first byte of the answer.
@@ -51,7 +53,20 @@ pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<Visit> {
     let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     let status = head.split(' ').nth(1).and_then(|s| s.parse().ok()).context("an answer without a status")?;
-    Ok(Visit { status, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
+    Ok(Visit { status, head, body: answer.split_off(end + 4), first_byte_ms, whole_ms })
+}
+
+/// What a head says that something took, in milliseconds: `Server-Timing: METRIC;dur=1.5`.
+pub fn server_timing(head: &str, metric: &str) -> Option<f64> {
+    let fields = head.lines().skip(1).filter_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        found.eq_ignore_ascii_case("server-timing").then_some(value)
+    });
+    fields.flat_map(|field| field.split(',')).find_map(|entry| {
+        let mut parts = entry.split(';').map(str::trim);
+        (parts.next()? == metric).then_some(())?;
+        parts.find_map(|part| part.strip_prefix("dur=")?.parse().ok())
+    })
 }
 
 /// Like `get`, but anything other than 200 is an error that says what came.
@@ -93,4 +108,17 @@ pub fn drain(address: SocketAddr, host: &str, path: &str) -> Result<u64> {
 pub fn free_address() -> Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("looking for a free port")?;
     listener.local_addr().context("asking for the port")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::server_timing;
+
+    #[test]
+    fn a_time_is_found_in_any_of_the_fields() {
+        let head = "HTTP/1.1 200 OK\r\nServer-Timing: total;dur=2.5, wake;dur=1\r\nserver-timing: peer;desc=\"n2\";dur=7";
+        assert_eq!(server_timing(head, "wake"), Some(1.0));
+        assert_eq!(server_timing(head, "peer"), Some(7.0));
+        assert_eq!(server_timing(head, "wak"), None);
+    }
 }

@@ -1,4 +1,4 @@
-//! What `./dev` calls: tests, lints, the demo and the experiments. `./dev` installs packages and builds this.
+//! What `./dev` calls: tests, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
 //!
 //! Not here: anything that ships; nothing depends on this program.
 
@@ -10,6 +10,7 @@ mod facts;
 mod guest;
 mod http;
 mod interrupt;
+mod lab;
 mod lint;
 mod load;
 mod plot;
@@ -46,6 +47,7 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
         "lint" => lint::run(rest),
         "docs" => lint::write_generated_pages().map(|()| ExitCode::SUCCESS),
         "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),
+        "cluster" => lab::run(rest),
         "experiment" => experiment::run(rest).map(|()| ExitCode::SUCCESS),
         other => bail!("unknown verb '{other}': see ./dev"),
     }

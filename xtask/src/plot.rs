@@ -18,6 +18,21 @@ pub struct Panel {
     pub bars: Vec<Bar>,
 }
 
+/// Many values one after the other, each curve with axes of its own.
+#[derive(Debug, Clone)]
+pub struct Curves {
+    pub title: String,
+    pub subtitle: String,
+    pub curves: Vec<Curve>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Curve {
+    pub title: String,
+    pub unit: String,
+    pub values: Vec<f64>,
+}
+
 /// A median with the least and greatest of its rounds.
 #[derive(Debug, Clone)]
 pub struct Bar {
@@ -36,6 +51,8 @@ const PLOT_TOP: f64 = 128.0;
 const LABEL_HEIGHT: f64 = 92.0;
 const MARGIN: f64 = 28.0;
 const PANELS_PER_ROW: usize = 3;
+const CURVE_WIDTH: f64 = 420.0;
+const CURVES_PER_ROW: usize = 2;
 
 /// nagaya in the strong colour, everybody else in quiet ones, so that one glance finds it.
 const OWN_COLOUR: &str = "#c2410c";
@@ -50,13 +67,7 @@ impl Chart {
         let width = rows.iter().map(|row| row_width(row)).fold(text_width, f64::max) + 2.0 * MARGIN;
         let row_height = PLOT_HEIGHT + LABEL_HEIGHT + 64.0;
         let height = PLOT_TOP - 44.0 + units(rows.len()) * row_height;
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" \
-             height=\"{height:.0}\" font-family=\"'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif\">\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
-        );
-        svg.push_str(&text(MARGIN, 38.0, 19.0, "start", "#0f172a", "bold", &self.title));
-        svg.push_str(&text(MARGIN, 60.0, 12.5, "start", "#475569", "normal", &self.subtitle));
+        let mut svg = begin(width, height, &self.title, &self.subtitle);
         for (index, row) in rows.iter().enumerate() {
             let mut x = MARGIN;
             for panel in *row {
@@ -69,6 +80,71 @@ impl Chart {
     }
 }
 
+impl Curves {
+    pub fn svg(&self) -> String {
+        let rows = self.curves.len().div_ceil(CURVES_PER_ROW);
+        let (cell, row_height) = (AXIS_WIDTH + CURVE_WIDTH + PANEL_GAP, PLOT_HEIGHT + 84.0);
+        let width = 2.0 * MARGIN + units(CURVES_PER_ROW) * cell;
+        let mut svg = begin(width, PLOT_TOP + units(rows) * row_height, &self.title, &self.subtitle);
+        for (index, curve) in self.curves.iter().enumerate() {
+            let (row, column) = (index / CURVES_PER_ROW, index % CURVES_PER_ROW);
+            curve.draw(&mut svg, MARGIN + units(column) * cell, PLOT_TOP + units(row) * row_height);
+        }
+        svg.push_str("</svg>\n");
+        svg
+    }
+}
+
+impl Curve {
+    fn draw(&self, svg: &mut String, x: f64, top: f64) {
+        let bottom = top + PLOT_HEIGHT;
+        let left = x + AXIS_WIDTH;
+        let most = self.values.iter().copied().fold(0.0, f64::max);
+        let scale = axis(svg, (left, left + CURVE_WIDTH), bottom, most);
+        svg.push_str(&text(x, top - 26.0, 14.0, "start", "#0f172a", "bold", &self.title));
+        svg.push_str(&text(x, top - 10.0, 11.0, "start", "#64748b", "normal", &self.unit));
+        let step = CURVE_WIDTH / units(self.values.len().max(1));
+        // A line upwards for each: a single high one among thousands is not lost.
+        let points = self.values.iter().enumerate().map(|(index, value)| {
+            format!("M{:.2} {bottom:.1}V{:.1}", left + units(index) * step, bottom - value * scale)
+        });
+        let points: String = points.collect();
+        svg.push_str(&format!(
+            "<path d=\"{points}\" stroke=\"{OWN_COLOUR}\" stroke-width=\"0.7\" fill=\"none\"/>\n"
+        ));
+        let count = self.values.len().to_string();
+        svg.push_str(&text(left + CURVE_WIDTH, bottom + 16.0, 11.0, "end", "#64748b", "normal", &count));
+    }
+}
+
+/// Lines and numbers up to a round value above `most`. Returns the height of one unit.
+fn axis(svg: &mut String, (left, right): (f64, f64), bottom: f64, most: f64) -> f64 {
+    let step = tick_step(most);
+    let ticks = (most / step).ceil().max(1.0);
+    let scale = PLOT_HEIGHT / (ticks * step);
+    let mut value = 0.0;
+    while value <= ticks * step + step / 2.0 {
+        let y = bottom - value * scale;
+        let colour = if value == 0.0 { "#334155" } else { "#e2e8f0" };
+        svg.push_str(&line(left, y, right, y, colour, 1.0));
+        svg.push_str(&text(left - 8.0, y + 4.0, 11.0, "end", "#64748b", "normal", &short(value)));
+        value += step;
+    }
+    scale
+}
+
+/// The head of a picture and its titles.
+fn begin(width: f64, height: f64, title: &str, subtitle: &str) -> String {
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" \
+         height=\"{height:.0}\" font-family=\"'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
+    );
+    svg.push_str(&text(MARGIN, 38.0, 19.0, "start", "#0f172a", "bold", title));
+    svg.push_str(&text(MARGIN, 60.0, 12.5, "start", "#475569", "normal", subtitle));
+    svg
+}
+
 impl Panel {
     fn width(&self) -> f64 {
         let bars = AXIS_WIDTH + BAR_GAP + units(self.bars.len()) * (BAR_WIDTH + BAR_GAP);
@@ -77,23 +153,13 @@ impl Panel {
 
     fn draw(&self, svg: &mut String, x: f64, top: f64) {
         let bottom = top + PLOT_HEIGHT;
-        let step = tick_step(self.bars.iter().map(|bar| bar.max).fold(0.0, f64::max));
         let most = self.bars.iter().map(|bar| bar.max).fold(0.0, f64::max);
-        let ticks = (most / step).ceil().max(1.0);
-        let scale = PLOT_HEIGHT / (ticks * step);
         svg.push_str(&text(x, top - 26.0, 14.0, "start", "#0f172a", "bold", &self.title));
         svg.push_str(&text(x, top - 10.0, 11.0, "start", "#64748b", "normal", &self.unit));
 
         let left = x + AXIS_WIDTH;
         let right = left + BAR_GAP + units(self.bars.len()) * (BAR_WIDTH + BAR_GAP);
-        let mut value = 0.0;
-        while value <= ticks * step + step / 2.0 {
-            let y = bottom - value * scale;
-            let colour = if value == 0.0 { "#334155" } else { "#e2e8f0" };
-            svg.push_str(&line(left, y, right, y, colour, 1.0));
-            svg.push_str(&text(left - 8.0, y + 4.0, 11.0, "end", "#64748b", "normal", &short(value)));
-            value += step;
-        }
+        let scale = axis(svg, (left, right), bottom, most);
         let mut peers = PEER_COLOURS.iter().cycle();
         for (index, bar) in self.bars.iter().enumerate() {
             let own = bar.label.starts_with("nagaya");
@@ -202,5 +268,12 @@ mod tests {
         let svg = Chart { title: "t".into(), subtitle: "s".into(), panels: vec![panel] }.svg();
         assert_eq!(svg.matches("rotate(-35)").count(), 3);
         assert!(svg.contains("a &lt; b") && svg.ends_with("</svg>\n"));
+    }
+
+    #[test]
+    fn a_curve_has_every_value() {
+        let curve = Curve { title: "t".into(), unit: "ms".into(), values: vec![1.0, 250.0, 3.0] };
+        let svg = Curves { title: "t".into(), subtitle: "s".into(), curves: vec![curve; 3] }.svg();
+        assert_eq!(svg.matches('M').count(), 9);
     }
 }

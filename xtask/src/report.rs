@@ -123,6 +123,19 @@ impl Report {
             .with_context(|| format!("{}: no {metric} of {variant} and {peer} doing {case}", self.name))
     }
 
+    /// The median of the differences within each round.
+    pub fn difference(&self, case: &str, variant: &str, peer: &str, metric: &str) -> Result<f64> {
+        let peers: BTreeMap<usize, f64> = self.values(case, peer, metric).into_iter().collect();
+        let pairs = self.values(case, variant, metric);
+        median(pairs.into_iter().filter_map(|(round, value)| Some(value - peers.get(&round)?)).collect())
+            .with_context(|| format!("{}: no {metric} of {variant} and {peer} doing {case}", self.name))
+    }
+
+    /// Over all rounds.
+    pub fn sum(&self, case: &str, variant: &str, metric: &str) -> f64 {
+        self.values(case, variant, metric).into_iter().map(|(_, value)| value).sum()
+    }
+
     /// Of `variants`, the one with the highest median.
     pub fn best<'v>(&self, case: &str, variants: &[&'v str], metric: &str) -> Result<&'v str> {
         let mut best: Option<(f64, &str)> = None;
@@ -259,6 +272,8 @@ mod tests {
             report.sample(round, "hello", "b", "rps", b);
         }
         assert_eq!(report.ratio("hello", "a", "b", "rps").unwrap(), 2.0);
+        assert_eq!(report.difference("hello", "a", "b", "rps").unwrap(), 100.0);
+        assert_eq!(report.sum("hello", "b", "rps"), 200.0);
         assert_eq!(report.median("hello", "b", "rps").unwrap(), 50.0);
         assert_eq!(report.best("hello", &["b", "a"], "rps").unwrap(), "a");
         assert!(report.median("hello", "c", "rps").is_err());

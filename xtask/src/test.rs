@@ -61,8 +61,14 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum) -> Result<bool> {
     if !built.success() {
         bail!("the tests do not build: {built}");
     }
-    let mut child =
-        workspace::cargo().args(arguments).stdout(Stdio::piped()).spawn().context("running cargo test")?;
+    // Tests of clusters on one machine call this program.
+    let own = std::env::current_exe().context("asking which program this is")?;
+    let mut child = workspace::cargo()
+        .args(arguments)
+        .env("NAGAYA_XTASK", own)
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("running cargo test")?;
     let output = child.stdout.take().context("the output of cargo test")?;
     for line in BufReader::new(output).lines() {
         let line = line.context("reading the output of cargo test")?;

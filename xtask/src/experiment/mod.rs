@@ -4,6 +4,7 @@
 
 mod admission;
 mod cell_cost;
+mod cluster;
 mod instances;
 mod isolation;
 mod php;
@@ -41,7 +42,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 22] = [
+const EXPERIMENTS: [(&str, Experiment); 27] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -64,6 +65,11 @@ const EXPERIMENTS: [(&str, Experiment); 22] = [
     ("admission-promise", admission::promise::run),
     ("admission-fair", admission::fair::run),
     ("admission-cost", admission::cost::run),
+    ("relocation", cluster::relocation::run),
+    ("relocation-storm", cluster::storm::run),
+    ("false-alarm", cluster::false_alarm::run),
+    ("forward-cost", cluster::forward_cost::run),
+    ("drain", cluster::drain::run),
 ];
 
 /// What was asked for on the command line, and a directory that lives as long as the experiment.
@@ -77,12 +83,13 @@ pub struct Setting {
 /// Runs the experiment with this name.
 pub fn run(arguments: &[String]) -> Result<()> {
     let mut name = None;
-    let (mut quick, mut out) = (false, None);
+    let (mut quick, mut out, mut program) = (false, None, None);
     let mut words = arguments.iter();
     while let Some(word) = words.next() {
         match word.as_str() {
             "--quick" => quick = true,
             "--out" => out = Some(PathBuf::from(words.next().context("--out needs a directory")?)),
+            "--program" => program = Some(words.next().context("--program needs a file")?),
             other if name.is_none() && !other.starts_with('-') => name = Some(other),
             other => bail!("unknown argument '{other}'"),
         }
@@ -98,7 +105,10 @@ pub fn run(arguments: &[String]) -> Result<()> {
         tempfile::Builder::new().prefix("nagaya-experiment-").tempdir().context("making a directory")?;
     // Servers pass it under uids of their own.
     chmod(dir.path(), Mode::from_raw_mode(0o755)).context("opening the directory to the servers")?;
-    let program = workspace::build_nagaya()?;
+    let program = match program {
+        Some(program) => std::path::absolute(program).context("the program")?,
+        None => workspace::build_nagaya()?,
+    };
     experiment(&Setting { quick, out, dir, program })
 }
 

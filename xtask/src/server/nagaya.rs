@@ -87,7 +87,12 @@ impl Node {
     /// A node with this configuration, which makes it listen on `address`.
     pub fn with_config(program: &Path, dir: &Path, address: SocketAddr, config: &str) -> Result<Self> {
         write(&dir.join("nagaya.toml"), config)?;
-        Ok(Self { program: program.into(), dir: dir.into(), address })
+        Ok(Self::at(program, dir, address))
+    }
+
+    /// A node whose configuration was written before.
+    pub fn at(program: &Path, dir: &Path, address: SocketAddr) -> Self {
+        Self { program: program.into(), dir: dir.into(), address }
     }
 
     /// `nagaya --config ... ARGUMENTS`.

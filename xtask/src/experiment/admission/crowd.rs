@@ -14,7 +14,7 @@ use tokio::net::TcpSocket;
 use tokio::task::LocalSet;
 use tokio::time::{sleep, sleep_until, timeout};
 
-use crate::interrupt;
+use crate::{http, interrupt};
 
 /// Longest time a request may take; beyond it the client gives up, which counts as a failure.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -51,6 +51,8 @@ pub struct Seen {
     pub predicted_ms: Option<f64>,
     pub retry_after: Option<f64>,
     pub ticket: Option<String>,
+    /// The error that the answer names: `NGY0451`.
+    pub code: Option<String>,
     /// Why there was no answer.
     pub why: Option<String>,
 }
@@ -101,13 +103,13 @@ impl Crowd {
         let answer = timeout(PATIENCE, exchange(post, number, from, ticket)).await;
         let took_ms = begun.elapsed().as_secs_f64() * 1e3;
         let seen = match answer {
-            Ok(Ok(head)) => {
+            Ok(Ok((head, body))) => {
                 if let Some(name) =
                     head.split("nagaya-ticket-").nth(1).and_then(|rest| rest.split('=').next())
                 {
                     *self.stream.borrow_mut() = Some(name.to_owned());
                 }
-                Seen { number, took_ms, ..read(&head) }
+                Seen { number, took_ms, code: code(&body), ..read(&head) }
             }
             Ok(Err(error)) => Seen { number, took_ms, why: Some(format!("{error:#}")), ..Seen::default() },
             Err(_) => Seen { number, took_ms, why: Some("it took too long".into()), ..Seen::default() },
@@ -118,6 +120,7 @@ impl Crowd {
 
     /// Listens as a waiting page does, no longer than `until`; true if it was called.
     pub async fn listen(&self, post: &Post, from: Ipv4Addr, ticket: &str, until: Duration) -> bool {
+        const OK: &[u8] = b"HTTP/1.1 200";
         let listening = async {
             let short = self.stream.borrow().clone()?;
             let socket = TcpSocket::new_v4().ok()?;
@@ -136,7 +139,9 @@ impl Crowd {
                 if told.windows(11).any(|window| window == b"event: come") {
                     return Some(());
                 }
-                if count == 0 || told.len() > ANSWER_MAX {
+                // Too many listen: it comes when its slot begins, and holds no connection until then.
+                let is_refused = told.len() >= OK.len() && !told.starts_with(OK);
+                if count == 0 || is_refused || told.len() > ANSWER_MAX {
                     return None;
                 }
             }
@@ -197,7 +202,13 @@ pub fn open(arrivals: Vec<(Duration, Post)>) -> Result<Vec<Seen>> {
     })
 }
 
-async fn exchange(post: &Post, number: u64, from: Option<Ipv4Addr>, ticket: Option<&str>) -> Result<String> {
+/// The answer's head, and its body if it is an error's.
+async fn exchange(
+    post: &Post,
+    number: u64,
+    from: Option<Ipv4Addr>,
+    ticket: Option<&str>,
+) -> Result<(String, String)> {
     let socket = TcpSocket::new_v4().context("a socket")?;
     if let Some(from) = from {
         socket.bind(SocketAddr::new(IpAddr::V4(from), 0)).context("binding")?;
@@ -226,7 +237,15 @@ async fn exchange(post: &Post, number: u64, from: Option<Ipv4Addr>, ticket: Opti
     let end = answer.windows(4).position(|w| w == b"\r\n\r\n").context("an answer without a head")?;
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     ensure!(head.starts_with("HTTP/1.1 "), "an answer that is none");
-    Ok(head)
+    let body = if head.starts_with("HTTP/1.1 2") { &[] } else { &answer[end..] };
+    Ok((head, String::from_utf8_lossy(body).into_owned()))
+}
+
+/// The first error code in a text.
+fn code(text: &str) -> Option<String> {
+    let (_, rest) = text.split_once("NGY")?;
+    let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    (!digits.is_empty()).then(|| format!("NGY{digits}"))
 }
 
 fn read(head: &str) -> Seen {
@@ -238,14 +257,7 @@ fn read(head: &str) -> Seen {
             found.eq_ignore_ascii_case(&name).then(|| value.trim().to_owned())
         })
     };
-    let timing = |metric: &str| {
-        fields("server-timing").find_map(|field| {
-            field.split(',').find_map(|entry| {
-                let (name, rest) = entry.trim().split_once(';')?;
-                (name == metric).then(|| rest.strip_prefix("dur=")?.parse().ok()).flatten()
-            })
-        })
-    };
+    let timing = |metric: &str| http::server_timing(head, metric);
     Seen {
         status,
         queued_ms: timing("queue"),

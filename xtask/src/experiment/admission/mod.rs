@@ -5,7 +5,7 @@
 pub mod bound;
 pub mod correlation;
 pub mod cost;
-mod crowd;
+pub mod crowd;
 pub mod fair;
 pub mod overflow;
 pub mod prediction;

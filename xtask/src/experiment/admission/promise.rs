@@ -4,6 +4,7 @@
 //! Not here: the other experiments.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::Ipv4Addr;
 use std::os::unix::net::UnixStream;
@@ -55,14 +56,27 @@ const GOALS: [Goal; 2] = [
 ];
 
 /// What became of one ticket, from its client's side.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 enum Fate {
     NeverCame,
     Called,
     InTime,
     /// It came in time and ran after its slot's end, by so many milliseconds.
     Late(f64),
-    Failed,
+    Failed(Failure),
+}
+
+/// How one that came when it might was answered with something else than what it was promised.
+#[derive(Debug, Clone, PartialEq)]
+struct Failure {
+    status: u16,
+    /// The error that the answer names, or why there was none.
+    code: String,
+    was_called: bool,
+    /// So often its connection was cut before it got this answer.
+    cut: u32,
+    /// Seconds since the crowd began at which it came.
+    came: f64,
 }
 
 pub fn run(setting: &Setting) -> Result<()> {
@@ -86,7 +100,7 @@ pub fn run(setting: &Setting) -> Result<()> {
 
     let stop = Arc::new(AtomicBool::new(false));
     let watching = watch(&node, Arc::clone(&stop));
-    let (fates, refused) = flash(&node, &post, capacity * TIMES, crowd_for)?;
+    let (fates, refused, killed) = flash(&node, &post, capacity * TIMES, crowd_for)?;
     stop.store(true, Ordering::Relaxed);
     let idle = watching.join().map_err(|_| anyhow::anyhow!("the watch panicked"))?;
 
@@ -94,13 +108,15 @@ pub fn run(setting: &Setting) -> Result<()> {
     let kept = count(|fate| matches!(fate, Fate::InTime | Fate::Called));
     let late: Vec<f64> =
         fates.iter().filter_map(|fate| if let Fate::Late(by) = fate { Some(*by) } else { None }).collect();
-    let broken = to_float(late.len()) + count(|fate| *fate == Fate::Failed);
+    let failed = count(|fate| matches!(fate, Fate::Failed(_)));
+    let broken = to_float(late.len()) + failed;
+    report.note("failed, by answer; seconds after the kill", failures(&fates, killed));
     report.set("promises_made", to_float(fates.len()));
     report.set("never_came", count(|fate| *fate == Fate::NeverCame));
     report.set("promises_kept_pct", kept / (kept + broken) * 100.0);
     report.set("late", to_float(late.len()));
     report.set("late_p99_ms", if late.is_empty() { 0.0 } else { percentile(late, 0.99) });
-    report.set("failed", count(|fate| *fate == Fate::Failed));
+    report.set("failed", failed);
     report.set("early_called_pct", count(|fate| *fate == Fate::Called) / kept * 100.0);
     report.set("without_ticket", to_float(refused));
     report.set("idle_capacity_pct", percentile(vec![mean(&idle)], 0.5));
@@ -123,11 +139,32 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
-/// Runs the crowd to the end of its last slot. Says what became of each ticket, and how many got none.
-fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Result<(Vec<Fate>, usize)> {
+/// What those got who did not get what they were promised, how many of each, and when.
+fn failures(fates: &[Fate], killed: f64) -> Value {
+    let mut kinds: BTreeMap<String, (usize, f64, f64)> = BTreeMap::new();
+    for fate in fates {
+        let Fate::Failed(failure) = fate else { continue };
+        let kind = format!(
+            "{} {}, {}{}",
+            failure.status,
+            failure.code,
+            if failure.was_called { "called" } else { "in its slot" },
+            if failure.cut > 0 { ", was cut before" } else { "" },
+        );
+        let after = failure.came - killed;
+        let (count, first, last) = kinds.entry(kind).or_insert((0, after, after));
+        (*count, *first, *last) = (*count + 1, first.min(after), last.max(after));
+    }
+    let row = |(count, first, last): (usize, f64, f64)| json!({"count": count, "first": first, "last": last});
+    kinds.into_iter().map(|(kind, row_of)| (kind, row(row_of))).collect::<serde_json::Map<_, _>>().into()
+}
+
+/// Runs the crowd to the end of its last slot. Says what became of each ticket, how many got none, and when, in seconds, the edge was
+/// killed.
+fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Result<(Vec<Fate>, usize, f64)> {
     let fates = Rc::new(std::cell::RefCell::new(Vec::new()));
     let refused = Rc::new(Cell::new(0));
-    let killed = Rc::new(Cell::new(Ok(())));
+    let killed = Rc::new(Cell::new(Ok(0.0)));
     let (to, none, post, kill) = (Rc::clone(&fates), Rc::clone(&refused), post.clone(), node.clone());
     let result = Rc::clone(&killed);
     Crowd::run(move |crowd| async move {
@@ -136,7 +173,8 @@ fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Resu
         while crowd.elapsed() < crowd_for {
             if !is_killed && crowd.elapsed() > crowd_for / 2 {
                 is_killed = true;
-                result.set(kill_edge(&kill));
+                let at = crowd.elapsed().as_secs_f64();
+                result.set(kill_edge(&kill).map(|()| at));
             }
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a count of clients")]
             let due = (crowd.elapsed().as_secs_f64() * per_second) as u64;
@@ -158,14 +196,14 @@ fn flash(node: &Node, post: &Post, per_second: f64, crowd_for: Duration) -> Resu
             let _ = client.await;
         }
     })?;
-    killed.replace(Ok(()))?;
-    Ok((fates.take(), refused.get()))
+    let killed = killed.replace(Ok(0.0))?;
+    Ok((fates.take(), refused.get(), killed))
 }
 
 /// One person. `None`: was served at once, or got no ticket.
 async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
     let from = address(number);
-    let first = ask(crowd, post, from, None).await;
+    let (first, _) = ask(crowd, post, from, None).await;
     let (Some(ticket), Some(after)) = (first.ticket, first.retry_after) else {
         return None;
     };
@@ -185,9 +223,17 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
         let within = SLOT.mul_f64(0.6 * to_float(usize::try_from(kind / 10 % 1000).unwrap_or(0)) / 1000.0);
         tokio::time::sleep_until(began + begins + within).await;
     }
-    let came = ask(crowd, post, from, Some(&ticket)).await;
+    let at = crowd.elapsed().as_secs_f64();
+    let (came, cut) = ask(crowd, post, from, Some(&ticket)).await;
     if came.status != 200 {
-        return Some(Fate::Failed);
+        let code = came.code.or(came.why).unwrap_or_default();
+        return Some(Fate::Failed(Failure {
+            status: came.status,
+            code,
+            was_called: is_called,
+            cut,
+            came: at,
+        }));
     }
     let ended = began.elapsed();
     let run = came.took_ms - came.queued_ms.unwrap_or(0.0);
@@ -200,17 +246,17 @@ async fn client(crowd: &Crowd, post: &Post, number: u64) -> Option<Fate> {
     })
 }
 
-/// Asks, and asks again if the connection was cut.
-async fn ask(crowd: &Crowd, post: &Post, from: Ipv4Addr, ticket: Option<&str>) -> Seen {
-    let mut seen = crowd.ask(post, Some(from), ticket).await;
-    for _ in 0..RETRIES_MAX {
-        if seen.status != 0 {
-            break;
+/// Asks, and asks again if the connection was cut; says how often it was.
+async fn ask(crowd: &Crowd, post: &Post, from: Ipv4Addr, ticket: Option<&str>) -> (Seen, u32) {
+    let mut cut = 0;
+    loop {
+        let seen = crowd.ask(post, Some(from), ticket).await;
+        if seen.status != 0 || cut == RETRIES_MAX {
+            return (seen, cut);
         }
+        cut += 1;
         sleep(Duration::from_millis(500)).await;
-        seen = crowd.ask(post, Some(from), ticket).await;
     }
-    seen
 }
 
 /// An address of its own for each client: the whole of 127.0.0.0/8 is the loopback.

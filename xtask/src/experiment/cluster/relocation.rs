@@ -1,0 +1,337 @@
+//! `relocation`: one client asks for a page 3,000 times; midway the packets of the node that runs the application are dropped
+//! without a word. The request that finds out has it moved, and is answered by another node. Paper 001's figures 3 to 5.
+//!
+//! WordPress' database is reached by its Unix socket, which all nodes see as they are one machine; in a cluster of many it
+//! would be a place of the network. Not here: many sites at once (`storm`).
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use serde_json::json;
+
+use super::{host, import, is_on, lab, place_on, setting_note, until};
+use crate::clients::to_float;
+use crate::content::mariadb::MariaDb;
+use crate::content::{App, django, redmine, wordpress};
+use crate::experiment::{Setting, UID_BASE};
+use crate::http::{self, Visit};
+use crate::interrupt;
+use crate::lab::{Fault, Lab};
+use crate::plot::{Chart, Curve, Curves};
+use crate::report::{Bound, Goal, Report, median};
+use crate::server::instance::Status;
+
+const NODES: usize = 3;
+
+/// Uid of the database: no tenant's.
+const MARIADB_UID: u32 = UID_BASE - 1;
+
+/// Requests of one run; the packets are dropped during the middle one.
+const REQUESTS: usize = 3_000;
+const REQUESTS_QUICK: usize = 300;
+
+const ROUNDS: usize = 3;
+
+/// With images at each node, and without any.
+const VARIANTS: [(&str, &str); 2] = [(IMAGE, ""), (COLD, "[instances]\nimage_bytes = \"0B\"\n")];
+const IMAGE: &str = "image";
+const COLD: &str = "cold";
+
+/// What an answer says of the way it took: `Server-Timing`, and under which key it is in the result.
+const STAGES: [(&str, &str); 6] = [
+    ("relocate-detect", "detect_ms"),
+    ("relocate-decide", "decide_ms"),
+    ("relocate-store", "store_ms"),
+    ("wake-fence", "fence_ms"),
+    ("wake-restore", "restore_ms"),
+    ("wake-boot", "boot_ms"),
+];
+
+const GOALS: [Goal; 4] = [
+    Goal { key: "wordpress_peak_ms_image", bound: Bound::AtMost(250.0), aim: 150.0 },
+    Goal { key: "redmine_peak_ms_image", bound: Bound::AtMost(250.0), aim: 150.0 },
+    Goal { key: "django_peak_ms_image", bound: Bound::AtMost(250.0), aim: 150.0 },
+    Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
+];
+
+struct Hosted {
+    name: &'static str,
+    uid: u32,
+    app: App,
+}
+
+/// All of one run, in order.
+struct Series {
+    app: &'static str,
+    variant: &'static str,
+    round: usize,
+    asked: Vec<Asked>,
+    /// When the packets were dropped, milliseconds from the first request.
+    cut_ms: f64,
+}
+
+struct Asked {
+    at_ms: f64,
+    took_ms: f64,
+    is_right: bool,
+    head: String,
+}
+
+pub fn run(setting: &Setting) -> Result<()> {
+    let mut report = Report::new("relocation");
+    let rounds = if setting.quick { 1 } else { ROUNDS };
+    let requests = if setting.quick { REQUESTS_QUICK } else { REQUESTS };
+    report.note("rounds", json!(rounds));
+    report.note("requests", json!(requests));
+    report.note(
+        "client",
+        json!("one, closed loop, a connection for each request, at a node that does not run the site"),
+    );
+    let mut all = Vec::new();
+    for (variant, tables) in VARIANTS {
+        let lab = lab(setting, &format!("move-{variant}"), NODES, tables)?;
+        report.note(&format!("lab {variant}"), setting_note(&lab)?);
+        let mariadb = MariaDb::start(&lab.shared().join("mariadb"), MARIADB_UID)?;
+        let apps = apps(&lab, &mariadb)?;
+        import(&lab, &records(&apps))?;
+        for round in 0..rounds {
+            for hosted in &apps {
+                let home = format!("n{}", round % NODES + 1);
+                if variant == IMAGE {
+                    let how = spread_images(&lab, hosted, &home)?;
+                    report.note(&format!("images of {}", hosted.name), json!(how));
+                }
+                place_on(&lab, hosted.name, &home)?;
+                let series = one_run(&lab, hosted, variant, round, &home, requests)?;
+                sample(&mut report, &series);
+                all.push(series);
+                rejoin(&lab, hosted, &home)?;
+            }
+            eprintln!("{variant}: round {} of {rounds} done", round + 1);
+        }
+    }
+    summarise(&mut report, &all)?;
+    write_series(setting, &all)?;
+    let chart = chart(&report);
+    report.write(&setting.out, &chart, &GOALS)
+}
+
+fn apps(lab: &Lab, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
+    eprintln!("preparing Django, WordPress and Redmine");
+    let dir = |name: &str| lab.shared().join(name);
+    let account = mariadb.database("wordpress")?;
+    let hosted = |name, uid, app| Hosted { name, uid, app };
+    Ok(vec![
+        hosted("django", UID_BASE, django::create(&dir("django"), UID_BASE)?),
+        hosted("wordpress", UID_BASE + 1, wordpress::create(&dir("wordpress"), UID_BASE + 1, &account)?),
+        hosted("redmine", UID_BASE + 2, redmine::create(&dir("redmine"), UID_BASE + 2)?),
+    ])
+}
+
+fn records(apps: &[Hosted]) -> Vec<serde_json::Value> {
+    apps.iter()
+        .flat_map(|hosted| {
+            let tenant = json!({"tenant": {"name": hosted.name, "uid": hosted.uid, "gid": hosted.uid}});
+            let mut records = vec![tenant];
+            // Without the files that a static site would serve: the page alone is asked for.
+            let app = App { files: None, ..hosted.app.clone() };
+            records.extend(app.records(hosted.name, hosted.name, &host(hosted.name)));
+            records
+        })
+        .collect()
+}
+
+/// Waits until every node has the site's image. Where they do not come by themselves, each node takes one while it runs there.
+fn spread_images(lab: &Lab, hosted: &Hosted, home: &str) -> Result<&'static str> {
+    /// From node to node, in the background.
+    const COME_MAX: Duration = Duration::from_secs(20);
+    place_on(lab, hosted.name, home)?;
+    ensure!(visit(lab, hosted, home)?.1, "{} does not answer before anything happens", hosted.name);
+    let lacks = |name: &String| -> Result<bool> {
+        Ok(Status::of_all(&lab.node(name)?)?
+            .get(hosted.name)
+            .is_none_or(|status| status.image_bytes.is_none()))
+    };
+    let begun = Instant::now();
+    while begun.elapsed() < COME_MAX {
+        interrupt::check()?;
+        let lacking: Vec<bool> = lab.node_names().iter().map(lacks).collect::<Result<_>>()?;
+        if !lacking.contains(&true) {
+            return Ok("came from the node that took the first");
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    for name in lab.node_names() {
+        if lacks(&name)? {
+            place_on(lab, hosted.name, &name)?;
+            ensure!(visit(lab, hosted, &name)?.1, "{} does not answer on {name}", hosted.name);
+            until(&format!("{name} has an image of {}", hosted.name), || Ok(!lacks(&name)?))?;
+        }
+    }
+    Ok("taken at each node")
+}
+
+fn visit(lab: &Lab, hosted: &Hosted, edge: &str) -> Result<(Visit, bool)> {
+    let address = lab.address(edge)?;
+    let page = hosted.app.page;
+    let visit = lab.as_client(|| http::visit(address, &host(hosted.name), page.path))??;
+    let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(page.text);
+    Ok((visit, is_right))
+}
+
+/// All requests of one client, one after the other, at an edge that goes on living.
+fn one_run(
+    lab: &Lab,
+    hosted: &Hosted,
+    variant: &'static str,
+    round: usize,
+    home: &str,
+    requests: usize,
+) -> Result<Series> {
+    ensure!(is_on(lab, hosted.name, home)?, "{} is not on {home}", hosted.name);
+    let edge = lab.node_names().into_iter().find(|name| name != home).context("a lab of one node")?;
+    // Awake, with a connection between the nodes, as it is when people come all the time.
+    for _ in 0..10 {
+        ensure!(visit(lab, hosted, &edge)?.1, "{} does not answer by way of {edge}", hosted.name);
+    }
+    let (address, page, name) = (lab.address(&edge)?, hosted.app.page, host(hosted.name));
+    let (tell, told) = std::sync::mpsc::channel();
+    let begun = Instant::now();
+    let since = || begun.elapsed().as_secs_f64() * 1e3;
+    std::thread::scope(|scope| {
+        let cutter = scope.spawn(move || -> Result<f64> {
+            told.recv().context("no request was in the middle")?;
+            lab.cut(home, Fault::Silent)?;
+            Ok(since())
+        });
+        let asked = lab.as_client(|| -> Result<Vec<Asked>> {
+            let mut all = Vec::with_capacity(requests);
+            for number in 0..requests {
+                interrupt::check()?;
+                if number == requests / 2 {
+                    tell.send(()).context("telling that it is time")?;
+                }
+                let at_ms = since();
+                let answer = http::visit(address, &name, page.path);
+                all.push(judge(at_ms, since() - at_ms, answer, page.text));
+            }
+            Ok(all)
+        })??;
+        let cut_ms = cutter.join().map_err(|_| anyhow!("cutting a wire panicked"))??;
+        Ok(Series { app: hosted.name, variant, round, asked, cut_ms })
+    })
+}
+
+fn judge(at_ms: f64, took_ms: f64, answer: Result<Visit>, text: &str) -> Asked {
+    match answer {
+        Ok(visit) => {
+            let is_right = visit.status == 200 && String::from_utf8_lossy(&visit.body).contains(text);
+            if !is_right {
+                let said: String = String::from_utf8_lossy(&visit.body).chars().take(300).collect();
+                eprintln!("after {took_ms:.0} ms: {} {said}", visit.status);
+            }
+            Asked { at_ms, took_ms, is_right, head: visit.head }
+        }
+        Err(error) => {
+            eprintln!("after {took_ms:.0} ms: {error:#}");
+            Asked { at_ms, took_ms, is_right: false, head: String::new() }
+        }
+    }
+}
+
+/// The node is heard again, has given up what it had, and serves others' sites as any node does.
+fn rejoin(lab: &Lab, hosted: &Hosted, home: &str) -> Result<()> {
+    lab.heal(home)?;
+    until(&format!("{home} answers again"), || {
+        Ok(visit(lab, hosted, home).is_ok_and(|(_, is_right)| is_right))
+    })
+}
+
+impl Series {
+    /// The request that took the longest from the cut on.
+    fn peak(&self) -> Option<&Asked> {
+        let after = self.asked.iter().filter(|asked| asked.at_ms + asked.took_ms >= self.cut_ms);
+        after.max_by(|one, other| one.took_ms.total_cmp(&other.took_ms))
+    }
+}
+
+fn sample(report: &mut Report, series: &Series) {
+    let (app, variant, round) = (series.app, series.variant, series.round);
+    for asked in &series.asked {
+        report.sample(round, app, variant, "request_ms", asked.took_ms);
+    }
+    let before = series.asked.iter().filter(|asked| asked.at_ms + asked.took_ms < series.cut_ms);
+    if let Some(steady) = median(before.map(|asked| asked.took_ms).collect()) {
+        report.sample(round, app, variant, "steady_ms", steady);
+    }
+    let errors = series.asked.iter().filter(|asked| !asked.is_right).count();
+    report.sample(round, app, variant, "errors", to_float(errors));
+    let Some(peak) = series.peak() else { return };
+    report.sample(round, app, variant, "peak_ms", peak.took_ms);
+    for (metric, key) in STAGES {
+        if let Some(ms) = http::server_timing(&peak.head, metric) {
+            report.sample(round, app, variant, key, ms);
+        }
+    }
+}
+
+fn summarise(report: &mut Report, all: &[Series]) -> Result<()> {
+    for app in ["wordpress", "redmine", "django"] {
+        for (variant, _) in VARIANTS {
+            let peak = report.median(app, variant, "peak_ms")?;
+            report.set(format!("{app}_peak_ms_{variant}"), peak);
+        }
+        report.set(format!("{app}_steady_ms"), report.median(app, IMAGE, "steady_ms")?);
+        for (_, key) in STAGES {
+            // Not every wake has every stage.
+            if let Ok(ms) = report.median(app, IMAGE, key) {
+                report.set(format!("{app}_{key}"), ms);
+            }
+        }
+    }
+    let wrong = all.iter().flat_map(|series| &series.asked).filter(|asked| !asked.is_right).count();
+    report.set("errors", to_float(wrong));
+    Ok(())
+}
+
+/// Every request of every run, as numbers and as curves.
+fn write_series(setting: &Setting, all: &[Series]) -> Result<()> {
+    fs::create_dir_all(&setting.out).with_context(|| format!("creating {}", setting.out.display()))?;
+    let mut text = String::from("app,variant,round,number,at_ms,took_ms,right,cut_ms\n");
+    for one in all {
+        for (number, asked) in one.asked.iter().enumerate() {
+            text.push_str(&format!(
+                "{},{},{},{number},{:.3},{:.3},{},{:.3}\n",
+                one.app, one.variant, one.round, asked.at_ms, asked.took_ms, asked.is_right, one.cut_ms
+            ));
+        }
+    }
+    let first = all.iter().filter(|one| one.round == 0);
+    let curves = first.map(|one| Curve {
+        title: format!("{}, {}", one.app, one.variant),
+        unit: "milliseconds, by number of request".into(),
+        values: one.asked.iter().map(|asked| asked.took_ms).collect(),
+    });
+    let svg = Curves {
+        title: "A node falls silent".into(),
+        subtitle: "each request of one client in the first round; packets are dropped midway".into(),
+        curves: curves.collect(),
+    }
+    .svg();
+    for (name, text) in [("relocation-series.csv", text), ("relocation-series.svg", svg)] {
+        let path = setting.out.join(name);
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn chart(report: &Report) -> Chart {
+    let variants = VARIANTS.map(|(variant, _)| variant);
+    let panel = |app: &&str| report.panel(app, "milliseconds, longest request", app, "peak_ms", &variants);
+    Chart {
+        title: "A node falls silent: the request that finds out".into(),
+        subtitle: "median of rounds, whiskers: least and greatest".into(),
+        panels: ["wordpress", "redmine", "django"].iter().map(panel).collect(),
+    }
+}

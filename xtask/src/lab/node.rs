@@ -1,0 +1,119 @@
+//! The lab's nodes: their configuration, their start, and how they become a cluster.
+//!
+//! Not here: a node alone (`server::nagaya`), whose commands are used here.
+
+use std::fs;
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt as _;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use super::{Lab, NET, NET_BITS};
+use crate::interrupt;
+use crate::server::nagaya::Node;
+
+/// Where clients ask, and where other nodes do.
+pub const PORT: u16 = 80;
+const PEER_PORT: u16 = 7443;
+
+/// Name of the cluster in etcd.
+const CLUSTER: &str = "lab";
+
+/// Longest wait until a node listens, and until all know each other.
+const START_MAX: Duration = Duration::from_secs(60);
+const JOIN_MAX: Duration = Duration::from_secs(30);
+
+impl Lab {
+    /// The node as its operator has it: its commands and its files.
+    pub fn node(&self, name: &str) -> Result<Node> {
+        let known = self.node_names();
+        ensure!(known.iter().any(|one| one == name), "no node '{name}': there are {}", known.join(", "));
+        Ok(Node::at(&self.program, &self.dir.join(name), self.address(name)?))
+    }
+
+    pub(super) fn configure(&self, name: &str, tables: &str) -> Result<()> {
+        let dir = self.dir.join(name);
+        let (place, address) = (dir.display(), self.ip(name)?);
+        let [a, b, c] = NET;
+        let config = format!(
+            "node = \"{name}\"\nruntime_dir = \"{place}/run\"\nstate_dir = \"{place}/state\"\n\n\
+             [[listen]]\naddress = \"{address}:{PORT}\"\n\n\
+             [cluster]\nlisten = \"{address}:{PEER_PORT}\"\nfence = \"{}ms\"\n\n\
+             # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}",
+            self.fence_ms
+        );
+        Node::with_config(&self.program, &dir, self.address(name)?, &config).map(drop)
+    }
+
+    /// Until it answers clients and its operator.
+    pub(super) fn start_node(&self, name: &str) -> Result<()> {
+        let (node, machine) = (self.node(name)?, self.machine(name)?);
+        machine.start(&node.command(&["serve"]))?;
+        // Asked from its own network: its wire may be cut.
+        let answers = || {
+            let connected = self.network.within(name, || TcpStream::connect(node.address).is_ok());
+            connected.unwrap_or(false) && std::os::unix::net::UnixStream::connect(node.admin_socket()).is_ok()
+        };
+        machine.wait_until(START_MAX, answers).with_context(|| format!("starting {name}"))
+    }
+
+    /// The first node makes the cluster, the others join it.
+    pub(super) fn join_all(&self) -> Result<()> {
+        let etcd = self.endpoints()?.join(",");
+        let names = self.node_names();
+        let first = self.node(&names[0])?;
+        first.run(&["cluster", "init", "--name", CLUSTER, "--etcd", &etcd])?;
+        let token = self.dir.join("token");
+        fs::write(&token, "")
+            .and_then(|()| fs::set_permissions(&token, fs::Permissions::from_mode(0o600)))?;
+        fs::write(&token, first.run(&["cluster", "token"])?).context("keeping the cluster's token")?;
+        for name in &names[1..] {
+            interrupt::check()?;
+            let join = [
+                "cluster",
+                "join",
+                "--name",
+                CLUSTER,
+                "--etcd",
+                &etcd,
+                "--token-file",
+                &token.to_string_lossy(),
+            ];
+            self.node(name)?.run(&join).with_context(|| format!("{name} joins"))?;
+        }
+        for name in &names {
+            self.wait_until_known(name, names.len())?;
+        }
+        Ok(())
+    }
+
+    /// Each node hears of the others by its watch.
+    fn wait_until_known(&self, name: &str, count: usize) -> Result<()> {
+        let (node, begun) = (self.node(name)?, Instant::now());
+        loop {
+            let known: Value =
+                serde_json::from_str(&node.run(&["nodes", "--json"])?).context("reading the nodes")?;
+            let known = known.as_array().map_or(0, Vec::len);
+            if known == count {
+                return Ok(());
+            }
+            ensure!(begun.elapsed() < JOIN_MAX, "{name} knows {known} of {count} nodes");
+            interrupt::check()?;
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Which node runs a site, and under which epoch, as `by` knows it; None while nobody ever asked for it.
+    pub fn placement(&self, by: &str, site: &str) -> Result<Option<(String, u64)>> {
+        let placed = self.placements(by)?;
+        let one = placed.iter().find(|one| one["site"] == site);
+        Ok(one.and_then(|one| Some((one["node"].as_str()?.to_owned(), one["epoch"].as_u64()?))))
+    }
+
+    pub fn placements(&self, by: &str) -> Result<Vec<Value>> {
+        let listed = self.node(by)?.run(&["placements", "--json"])?;
+        serde_json::from_str(&listed).context("reading the placements")
+    }
+}
