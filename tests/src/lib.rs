@@ -6,6 +6,8 @@
 
 pub mod backend;
 pub mod client;
+pub mod cluster;
+pub mod lab;
 pub mod machine;
 pub mod suite;
 pub mod wait;

@@ -8,10 +8,12 @@ mod app;
 mod browser;
 mod cells;
 mod cgi;
+mod cluster;
 mod failures;
 mod http1;
 mod http2;
 mod instances;
+mod lab;
 mod limits;
 mod php;
 mod programs;
@@ -49,6 +51,8 @@ fn main() -> ExitCode {
         rules::SUITE,
         cells::SUITE,
         receipts::SUITE,
+        cluster::SUITE,
         failures::SUITE,
+        lab::SUITE,
     ])
 }

@@ -1,0 +1,424 @@
+//! Several nodes as one: a node becomes a cluster, others join, every node answers for every site, and a site whose node does
+//! not answer moves within the request that found out.
+//!
+//! Not here: networks that lose packets, long storms (`./dev cluster`, experiments), the store alone (`nagaya_cmdb`).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use nagaya_tests::client::{self, Response};
+use nagaya_tests::cluster::{self, Cluster, Etcd, Frozen};
+use nagaya_tests::suite::{Suite, Tests, skip};
+use nagaya_tests::world::{Builder, World};
+use nagaya_tests::{machine, wait};
+use serde_json::{Value, json};
+
+use crate::programs;
+
+pub const SUITE: Suite = Suite {
+    name: "cluster",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_node_becomes_a_cluster_while_it_serves,
+        a_second_node_takes_over_the_records_and_both_change_them,
+        who_may_not_join_changes_nothing,
+        every_node_answers_for_an_application_that_runs_on_one,
+        a_silent_nodes_application_moves_within_the_request,
+        an_image_is_where_its_application_would_move_to_before_it_does,
+        a_killed_nodes_application_moves_and_the_node_comes_back_empty_handed,
+        a_drained_node_gives_its_applications_away_without_an_error,
+        a_post_to_a_silent_node_is_not_done_twice,
+        without_its_store_a_cluster_serves_what_it_knows,
+        without_its_store_and_one_of_its_nodes_a_cluster_serves_no_application,
+        a_node_name_belongs_to_one_machine,
+    ]),
+};
+
+fn with_alice(builder: Builder) -> Builder {
+    builder.tenant("alice").site_of("alice", "plain", json!({ "kind": "static", "root": "plain" }))
+}
+
+fn same(builder: Builder) -> Builder {
+    // One that is not where the node looks for it by itself.
+    match std::env::var("NAGAYA_CRIU") {
+        Ok(criu) => builder.set("instances", &format!("criu = {criu:?}")),
+        Err(_) => builder,
+    }
+}
+
+/// Without images, so that each start is another run.
+fn imageless(builder: Builder) -> Builder {
+    same(builder).set("instances", "image_bytes = \"0B\"")
+}
+
+/// A cluster whose first node has an application at `app.test`, and files at `plain.test`.
+fn cluster_of(count: usize) -> Cluster {
+    cluster_with(count, same)
+}
+
+fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster {
+    let cluster = Cluster::start(count, with_alice, each);
+    let first = &cluster.nodes[0];
+    first.write("alice", "plain/index.html", "plain words");
+    first.write_program("alice", "app/app.py", programs::INSTANCE);
+    add(first, "app");
+    for node in &cluster.nodes {
+        wait::until("every node knows the application", || sites(node).contains(&"app".to_owned()));
+    }
+    cluster
+}
+
+fn add(world: &World, name: &str) {
+    let backend = json!({
+        "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
+        "env": { "NAME": name },
+    });
+    world.import(&[
+        json!({ "name": name, "tenant": "alice", "hosts": [format!("{name}.test")], "backend": backend }),
+    ]);
+}
+
+fn sites(world: &World) -> Vec<String> {
+    let text = world.cli(&["site", "list", "--json"]);
+    let sites: Value = serde_json::from_str(&text).expect("sites are JSON");
+    let names = sites.as_array().expect("a list").iter().filter_map(|site| site["name"].as_str());
+    names.map(ToOwned::to_owned).collect()
+}
+
+fn cluster_status(world: &World) -> Value {
+    serde_json::from_str(&world.cli(&["cluster", "status", "--json"])).expect("a status is JSON")
+}
+
+#[track_caller]
+fn run_of(world: &World, site: &str) -> Response {
+    world.get(&format!("{site}.test"), "/run").expect(200)
+}
+
+fn a_node_becomes_a_cluster_while_it_serves() {
+    let etcd = Etcd::start();
+    let world = with_alice(cluster::node(0)).start();
+    world.write("alice", "plain/index.html", "plain words");
+    let (done, failed) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let visitor = {
+        let (done, failed, address) = (Arc::clone(&done), Arc::clone(&failed), world.http());
+        std::thread::spawn(move || {
+            let mut visits = 0;
+            while !done.load(Ordering::Relaxed) {
+                let answer = client::get(address, "plain.test", "/");
+                failed.fetch_add(u32::from(answer.status != 200), Ordering::Relaxed);
+                visits += 1;
+            }
+            visits
+        })
+    };
+    let before = (world.pid_of("edge"), world.pid_of("keeper"));
+    let made = world.cli(&["cluster", "init", "--etcd", &etcd.url(), "--json"]);
+    let made: Value = serde_json::from_str(&made).expect("it is JSON");
+    assert_eq!((made["node"].as_str(), made["sites"].as_u64()), (Some("a"), Some(1)));
+    wait::until("it is in step and may serve", || {
+        let status = cluster_status(&world);
+        status["in_step"] == true && status["authority"] == "store"
+    });
+    done.store(true, Ordering::Relaxed);
+    assert!(visitor.join().expect("it does not panic") > 0);
+    assert_eq!(failed.load(Ordering::Relaxed), 0);
+    assert_eq!((world.pid_of("edge"), world.pid_of("keeper")), before, "no process was started anew");
+    assert_eq!(sites(&world), ["plain"]);
+    let again = world.try_cli(&["cluster", "init", "--etcd", &etcd.url()]);
+    assert!(String::from_utf8_lossy(&again.stderr).contains("NGY0242"), "{again:?}");
+    world.stop();
+}
+
+fn a_second_node_takes_over_the_records_and_both_change_them() {
+    let cluster = Cluster::start(2, with_alice, same);
+    let [a, b] = &cluster.nodes[..] else { unreachable!("two were asked for") };
+    a.write("alice", "plain/index.html", "plain words");
+    assert_eq!(
+        b.get("plain.test", "/").expect(200).text(),
+        "plain words",
+        "it was known when join had returned"
+    );
+    let more = |name: &str| {
+        json!({ "name": name, "tenant": "alice", "hosts": [format!("{name}.test")],
+                "backend": { "kind": "static", "root": "plain" } })
+    };
+    b.import(&[more("from-b")]);
+    assert_eq!(b.get("from-b.test", "/").expect(200).text(), "plain words");
+    wait::until("the other node serves it too", || a.get("from-b.test", "/").status == 200);
+    a.cli(&["site", "remove", "from-b"]);
+    wait::until("the other node serves it no more", || b.get("from-b.test", "/").status == 404);
+    let nodes: Value = serde_json::from_str(&a.cli(&["nodes", "--json"])).expect("it is JSON");
+    let names: Vec<_> =
+        nodes.as_array().expect("a list").iter().filter_map(|node| node["name"].as_str()).collect();
+    assert_eq!(names, ["a", "b"]);
+    cluster.stop();
+}
+
+fn who_may_not_join_changes_nothing() {
+    let cluster = Cluster::start(1, with_alice, same);
+    let stranger = cluster::node(1).tenant("carol").start();
+    let try_join = |token: &str, more: &[&str]| {
+        machine::write(&stranger.path("token"), token);
+        let url = cluster.etcd.url();
+        let path = stranger.path("token");
+        let mut words = vec!["cluster", "join", "--etcd", &url, "--token-file"];
+        let path = path.to_string_lossy();
+        words.push(&path);
+        words.extend(more);
+        let output = stranger.try_cli(&words);
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let right = cluster.nodes[0].cli(&["cluster", "token"]);
+    let wrong = format!("nagaya-{}", "0".repeat(64));
+    let (joined, said) = try_join(&wrong, &["--discard"]);
+    assert!(!joined && said.contains("NGY0243") && said.contains("token"), "{said}");
+    let (joined, said) = try_join("rubbish", &["--discard"]);
+    assert!(!joined && said.contains("nagaya-"), "{said}");
+    let (joined, said) = try_join(&right, &[]);
+    assert!(!joined && said.contains("--discard") && said.contains("1 tenants"), "{said}");
+    assert!(stranger.cli(&["tenant", "list"]).contains("carol"), "its records are as they were");
+    let (joined, said) = try_join(&right, &["--discard"]);
+    assert!(joined, "{said}");
+    let tenants = stranger.cli(&["tenant", "list"]);
+    assert!(tenants.contains("alice") && !tenants.contains("carol"), "{tenants}");
+    stranger.stop();
+    cluster.stop();
+}
+
+fn every_node_answers_for_an_application_that_runs_on_one() {
+    let cluster = cluster_of(3);
+    let runs: Vec<_> = cluster.nodes.iter().map(|node| run_of(node, "app").text()).collect();
+    assert!(runs.iter().all(|run| *run == runs[0]), "one instance answers all: {runs:?}");
+    let placement = cluster.placement(0, "app").expect("it was asked for");
+    assert_eq!((placement["epoch"].as_u64(), placement["why"].as_str()), (Some(1), Some("first")));
+    let at = cluster.node_of("app");
+    let other = &cluster.nodes[(at + 1) % 3];
+    let answer = run_of(other, "app");
+    let id = answer.header("x-request-id").map(ToOwned::to_owned);
+    // The node that runs it sees the visitor, not the node that passed it on.
+    let id = id.unwrap_or_default();
+    if !id.is_empty() {
+        assert_eq!(cluster.nodes[at].logged(&id)["client"], "127.0.0.1");
+    }
+    let status = other.status();
+    assert_eq!(status["healthy"], true);
+    cluster.stop();
+}
+
+fn a_silent_nodes_application_moves_within_the_request() {
+    let cluster = cluster_with(2, imageless);
+    let first = run_of(&cluster.nodes[0], "app").text();
+    let at = cluster.node_of("app");
+    let other = &cluster.nodes[1 - at];
+    assert_eq!(run_of(other, "app").text(), first);
+    let frozen = Frozen::stop(&cluster.nodes[at]);
+    let second = run_of(other, "app").text();
+    assert_ne!(second, first, "it was started anew on the other node");
+    let moved: Value = serde_json::from_str(&other.cli(&["placements", "--json"])).expect("it is JSON");
+    assert_eq!((moved[0]["epoch"].as_u64(), moved[0]["why"].as_str()), (Some(2), Some("silent")));
+    drop(frozen);
+    // The node that comes back passes requests on, and its own instance is gone.
+    wait::until("the old node passes it on", || {
+        let answer = cluster.nodes[at].get("app.test", "/run");
+        answer.status == 200 && answer.text() == second
+    });
+    wait::until("the old instance is gone", || {
+        let list = cluster.nodes[at].cli(&["instance", "list", "--json"]);
+        let list: Value = serde_json::from_str(&list).expect("it is JSON");
+        list.as_array()
+            .is_some_and(|list| list.iter().all(|one| one["tier"] == "cold" || one["tier"] == "image"))
+    });
+    cluster.stop();
+}
+
+fn an_image_is_where_its_application_would_move_to_before_it_does() {
+    let cluster = cluster_of(2);
+    let checks: Value =
+        serde_json::from_str(&cluster.nodes[0].cli(&["doctor", "--json"])).expect("checks are JSON");
+    let has_criu = |row: &Value| row["name"] == "criu" && row["state"] == "ok";
+    if !checks.as_array().expect("a list").iter().any(has_criu) {
+        cluster.stop();
+        skip("there is no CRIU here that works");
+    }
+    let run = run_of(&cluster.nodes[0], "app").text();
+    let at = cluster.node_of("app");
+    let other = &cluster.nodes[1 - at];
+    wait::until("its image is on the other node", || {
+        let placement = cluster.placement(1 - at, "app").expect("it is placed");
+        placement["fallback"] == cluster::name_of(1 - at) && placement["image_here"] == true
+    });
+    let status = cluster_status(other);
+    assert_eq!((status["images_here"].as_u64(), status["images_wanted"].as_u64()), (Some(1), Some(1)));
+    let placement = cluster.placement(at, "app").expect("it is placed");
+    assert_eq!(placement["image_here"], false, "the node that runs it is not its own fallback");
+    assert!(other.metric("nagaya_image_transfer_bytes_total", "direction=\"in\"") > 0.0);
+    let frozen = Frozen::stop(&cluster.nodes[at]);
+    let answer = run_of(other, "app");
+    assert_eq!(answer.text(), run, "the same run goes on, from its image");
+    let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
+    assert!(receipt.contains(";restore=") && !receipt.contains(";boot="), "{receipt}");
+    let moved = cluster.placement(1 - at, "app").expect("it is placed");
+    assert_eq!(
+        (moved["node"].as_str(), moved["why"].as_str()),
+        (Some(&*cluster::name_of(1 - at)), Some("silent"))
+    );
+    drop(frozen);
+    cluster.stop();
+}
+
+fn a_killed_nodes_application_moves_and_the_node_comes_back_empty_handed() {
+    let cluster = cluster_of(2);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let (dead, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    machine::signal(dead.pid(), "KILL");
+    dead.wait_for_end();
+    let second = run_of(other, "app").text();
+    dead.spawn();
+    wait::until("the node is back", || dead.try_status().is_some_and(|status| status["healthy"] == true));
+    wait::until("it passes requests on", || {
+        let answer = dead.get("app.test", "/run");
+        answer.status == 200 && answer.text() == second
+    });
+    cluster.stop();
+}
+
+fn a_drained_node_gives_its_applications_away_without_an_error() {
+    let cluster = cluster_of(2);
+    let names: Vec<String> = (0..4).map(|n| format!("app{n}")).collect();
+    for name in &names {
+        add(&cluster.nodes[0], name);
+    }
+    for name in &names {
+        wait::until("both nodes know it", || sites(&cluster.nodes[1]).contains(name));
+        run_of(&cluster.nodes[0], name);
+    }
+    let done = Arc::new(AtomicBool::new(false));
+    let visitors: Vec<_> = names
+        .iter()
+        .map(|name| {
+            let (done, address, host) = (Arc::clone(&done), cluster.nodes[0].http(), format!("{name}.test"));
+            std::thread::spawn(move || {
+                let mut statuses = Vec::new();
+                while !done.load(Ordering::Relaxed) {
+                    statuses.push(client::get(address, &host, "/run").status);
+                }
+                statuses
+            })
+        })
+        .collect();
+    let at = cluster.node_of("app0");
+    let (name, other) = (cluster::name_of(at), &cluster.nodes[1 - at]);
+    other.cli(&["cluster", "drain", &name]);
+    wait::until("it has none left", || {
+        let placements = other.cli(&["placements", "--node", &name, "--json"]);
+        serde_json::from_str::<Value>(&placements)
+            .is_ok_and(|rows| rows.as_array().is_some_and(Vec::is_empty))
+    });
+    done.store(true, Ordering::Relaxed);
+    for visitor in visitors {
+        let statuses = visitor.join().expect("it does not panic");
+        assert!(!statuses.is_empty() && statuses.iter().all(|status| *status == 200), "{statuses:?}");
+    }
+    let why = |name: &String| cluster.placement(0, name).expect("it is placed")["why"].clone();
+    assert!(
+        names.iter().any(|name| why(name) == "draining"),
+        "{:?}",
+        names.iter().map(why).collect::<Vec<_>>()
+    );
+    cluster.stop();
+}
+
+fn a_post_to_a_silent_node_is_not_done_twice() {
+    let cluster = cluster_of(2);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let other = &cluster.nodes[1 - at];
+    let frozen = Frozen::stop(&cluster.nodes[at]);
+    // It is done on the new node, which ends the program; or nobody knows whether it was done, and it is not tried again.
+    let answer = client::post(other.http(), "app.test", "/note-and-exit", "x");
+    assert_eq!(answer.status, 502, "{answer:?}");
+    drop(frozen);
+    wait::until("the site is served", || other.get("app.test", "/run").status == 200);
+    let notes = cluster.nodes[0].home("alice").join("app/app.notes");
+    let noted = std::fs::read_to_string(notes).unwrap_or_default();
+    assert!(noted.lines().count() <= 1, "{noted}");
+    cluster.stop();
+}
+
+fn without_its_store_a_cluster_serves_what_it_knows() {
+    let mut cluster = cluster_of(2);
+    let run = run_of(&cluster.nodes[0], "app").text();
+    for node in &cluster.nodes {
+        wait::until("it could vouch for the other", || cluster_status(node)["vouches"] == true);
+    }
+    cluster.etcd.kill();
+    for node in &cluster.nodes {
+        wait::until("the other one vouches for it", || cluster_status(node)["authority"] == "members");
+    }
+    for node in &cluster.nodes {
+        wait::until("the same instance answers while the store is down", || {
+            let answer = node.get("app.test", "/run");
+            answer.status == 200 && answer.text() == run
+        });
+    }
+    for node in &cluster.nodes {
+        wait::until("it says that it is not in step", || cluster_status(node)["in_step"] == false);
+        // Longer than a promise lasts: it was given again.
+        assert_eq!(cluster_status(node)["authority"], "members");
+        assert_eq!(run_of(node, "app").text(), run);
+        assert_eq!(node.get("plain.test", "/").expect(200).text(), "plain words");
+        let change = node.try_cli(&["site", "remove", "plain"]);
+        assert!(String::from_utf8_lossy(&change.stderr).contains("NGY023"), "{change:?}");
+    }
+    cluster.etcd.begin();
+    for node in &cluster.nodes {
+        wait::until("the same instance answers again", || {
+            let answer = node.get("app.test", "/run");
+            answer.status == 200 && answer.text() == run
+        });
+        wait::until("the store confirms again", || cluster_status(node)["authority"] == "store");
+    }
+    let placement = cluster.placement(0, "app").expect("it is placed");
+    assert_eq!(placement["epoch"], 1, "nothing moved");
+    cluster.stop();
+}
+
+fn without_its_store_and_one_of_its_nodes_a_cluster_serves_no_application() {
+    let mut cluster = cluster_of(2);
+    run_of(&cluster.nodes[0], "app");
+    for node in &cluster.nodes {
+        wait::until("it could vouch for the other", || cluster_status(node)["vouches"] == true);
+    }
+    let at = cluster.node_of("app");
+    cluster.etcd.kill();
+    wait::until("the other one vouches for it", || {
+        cluster_status(&cluster.nodes[at])["authority"] == "members"
+    });
+    let frozen = Frozen::stop(&cluster.nodes[1 - at]);
+    let node = &cluster.nodes[at];
+    wait::until("nobody vouches for it", || cluster_status(node)["authority"] == "none");
+    assert_eq!(node.get("app.test", "/run").status, 503);
+    assert_eq!(node.get("plain.test", "/").expect(200).text(), "plain words");
+    drop(frozen);
+    wait::until("the other one vouches for it again", || cluster_status(node)["authority"] == "members");
+    wait::until("it serves the application", || node.get("app.test", "/run").status == 200);
+    assert_eq!(cluster.placement(at, "app").expect("it is placed")["epoch"], 1, "nothing moved");
+    cluster.etcd.begin();
+    cluster.stop();
+}
+
+fn a_node_name_belongs_to_one_machine() {
+    let cluster = Cluster::start(1, with_alice, same);
+    let twin = cluster::node(0).start();
+    machine::write(&twin.path("token"), cluster.nodes[0].cli(&["cluster", "token"]));
+    let path = twin.path("token");
+    let (url, path) = (cluster.etcd.url(), path.to_string_lossy());
+    let refused = twin.try_cli(&["cluster", "join", "--etcd", &url, "--token-file", &path]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("NGY0235"), "{said}");
+    let status = twin.try_cli(&["cluster", "status"]);
+    assert!(String::from_utf8_lossy(&status.stderr).contains("NGY0241"), "it is in no cluster");
+    twin.stop();
+    cluster.stop();
+}

@@ -1,0 +1,209 @@
+//! The lab itself: that a wire fails as it was told to, that a machine stops as one, and that nothing of it is left.
+//!
+//! Nodes stand alone here, and etcd is not asked for anything: what a cluster does with such failures is told elsewhere (`cluster`).
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use nagaya_tests::lab::Lab;
+use nagaya_tests::machine;
+use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::wait;
+
+pub const SUITE: Suite = Suite {
+    name: "lab",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_silent_node_answers_nobody_until_it_is_healed,
+        a_slow_wire_is_slow_each_way_and_loses_nothing,
+        a_paused_node_stands_still_as_a_whole,
+        a_killed_node_refuses_and_starts_again,
+        a_member_of_etcd_stops_and_comes_back_to_the_others,
+        two_labs_have_the_same_addresses_and_do_not_meet,
+        nothing_is_left_after_down,
+        nothing_is_left_when_the_owner_is_killed,
+    ]),
+};
+
+/// Nodes that are in no cluster.
+fn alone(nodes: &str) -> Lab {
+    Lab::up(&[nodes, "--etcd", "0", "--no-join"])
+}
+
+/// No site has this name, so that an answer says only that the edge is there.
+const NOBODY: &str = "nobody.test";
+
+/// Seconds an answer may take on a machine that has much else to do.
+const ANSWER_MAX: u32 = 15;
+
+fn answers(lab: &Lab, node: &str) -> bool {
+    lab.get(node, NOBODY, ANSWER_MAX).as_deref() == Some("404")
+}
+
+fn a_silent_node_answers_nobody_until_it_is_healed() {
+    let lab = alone("2");
+    for words in [
+        &["cut", "n1"][..],
+        &["cut", "n1", "--one-way", "in"],
+        &["cut", "n1", "--one-way", "out"],
+        &["cut", "n1", "--loss", "100"],
+    ] {
+        wait::until("the node answers", || answers(&lab, "n1"));
+        lab.run(words);
+        assert_eq!(lab.get("n1", NOBODY, 1), None, "{words:?}");
+        assert!(answers(&lab, "n2"), "{words:?} concerns another node");
+        lab.run(&["heal", "n1"]);
+        assert!(answers(&lab, "n1"), "healed after {words:?}");
+    }
+    assert!(!lab.output(&["cut", "n9"]).status.success());
+}
+
+fn a_slow_wire_is_slow_each_way_and_loses_nothing() {
+    /// Milliseconds each way.
+    const SLOW_MS: f64 = 40.0;
+    let lab = alone("1");
+    wait::until("the node answers", || answers(&lab, "n1"));
+    let connect_ms = || {
+        let url = "http://10.99.0.1/";
+        let words = ["in", "clients", "--", "curl", "-s", "-o", "/dev/null", "-w", "%{time_connect}", url];
+        lab.run(&words).trim().parse::<f64>().expect("seconds") * 1e3
+    };
+    lab.run(&["cut", "n1", "--slow", "40"]);
+    let slow = connect_ms();
+    assert!(slow >= 2.0 * SLOW_MS, "a round trip of {slow} ms");
+    // Segments of the size that offloading makes, with checksums nobody has finished.
+    let words = [
+        "in",
+        "n1",
+        "--",
+        "sh",
+        "-c",
+        "head -c 1000000 /dev/urandom > $0 && exec /usr/bin/python3 -m http.server -d $1 8080",
+    ];
+    let file = lab.dir().join("shared/large");
+    let dir = lab.dir().join("shared");
+    let mut server = Command::new("nsenter")
+        .arg(format!("--net={}", lab.dir().join("net/n1").display()))
+        .args(&words[3..])
+        .args([&file, &dir])
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .expect("nsenter");
+    let copy = lab.dir().join("copy");
+    let fetch = [
+        "in",
+        "clients",
+        "--",
+        "curl",
+        "-sf",
+        "-m",
+        "30",
+        "-o",
+        &copy.to_string_lossy(),
+        "http://10.99.0.1:8080/large",
+    ];
+    wait::until("the file is there", || lab.output(&fetch).status.success());
+    let _ = server.kill();
+    let _ = server.wait();
+    assert!(fs::read(&file).expect("a file") == fs::read(&copy).expect("a copy"), "the copy differs");
+    lab.run(&["heal", "n1"]);
+    assert!(answers(&lab, "n1"));
+}
+
+fn a_paused_node_stands_still_as_a_whole() {
+    let lab = alone("1");
+    wait::until("the node answers", || answers(&lab, "n1"));
+    lab.run(&["pause", "n1"]);
+    assert_eq!(lab.machine("n1")["paused"], true);
+    assert_eq!(lab.get("n1", NOBODY, 1), None);
+    lab.run(&["resume", "n1"]);
+    assert!(answers(&lab, "n1"));
+    let said = lab.run(&["pause", "n1", "--ms", "100"]);
+    assert!(said.contains("stood still for 1"), "{said}");
+    assert_eq!(lab.machine("n1")["paused"], false);
+}
+
+fn a_killed_node_refuses_and_starts_again() {
+    let lab = alone("1");
+    wait::until("the node answers", || answers(&lab, "n1"));
+    lab.run(&["kill", "n1"]);
+    assert_eq!(lab.machine("n1")["processes"], 0);
+    let refused = lab.output(&["in", "clients", "--", "curl", "-s", "-m", "5", "http://10.99.0.1/"]);
+    assert_eq!(refused.status.code(), Some(7), "curl was not refused");
+    // Dead processes that were stopped are dead as well.
+    lab.run(&["start", "n1"]);
+    wait::until("the node answers again", || answers(&lab, "n1"));
+    lab.run(&["pause", "n1"]);
+    lab.run(&["kill", "n1"]);
+    assert_eq!(lab.machine("n1")["processes"], 0);
+}
+
+fn a_member_of_etcd_stops_and_comes_back_to_the_others() {
+    let lab = Lab::up(&["1", "--etcd", "3", "--no-join"]);
+    let put = |value: &str| {
+        let body = format!(r#"{{"key":"YQ==","value":"{value}"}}"#);
+        let url = "http://10.99.0.202:2379/v3/kv/put";
+        lab.output(&["in", "clients", "--", "curl", "-sf", "-m", "2", "-d", &body, url]).status.success()
+    };
+    wait::until("three members take a value", || put("MQ=="));
+    lab.run(&["etcd", "stop", "1"]);
+    wait::until("two members take a value", || put("Mg=="));
+    lab.run(&["etcd", "stop", "3"]);
+    assert!(!put("Mw=="), "one member of three took a value");
+    // Both at once: one alone waits for the other.
+    let third = std::thread::scope(|scope| {
+        let third = scope.spawn(|| lab.output(&["etcd", "start", "3"]));
+        lab.run(&["etcd", "start", "1"]);
+        third.join().expect("a thread")
+    });
+    assert!(third.status.success());
+    wait::until("all take a value", || put("NA=="));
+}
+
+fn two_labs_have_the_same_addresses_and_do_not_meet() {
+    let (one, other) = (alone("1"), alone("1"));
+    wait::until("both answer", || answers(&one, "n1") && answers(&other, "n1"));
+    assert_eq!(one.machine("n1")["address"], other.machine("n1")["address"]);
+    one.run(&["cut", "n1"]);
+    assert!(answers(&other, "n1"));
+    drop(one);
+    assert!(answers(&other, "n1"));
+}
+
+fn nothing_is_left_after_down() {
+    let lab = Lab::up(&["2", "--etcd", "1", "--no-join"]);
+    let (name, dir) = (lab.name().to_owned(), lab.dir().to_owned());
+    // In the middle of everything.
+    lab.run(&["cut", "n1", "--slow", "5"]);
+    lab.run(&["pause", "n2"]);
+    assert!(!left_of(&name, &dir).is_empty(), "a running lab is seen");
+    lab.run(&["down"]);
+    let is_guard = |left: &String| ["cluster guard", "cluster up"].iter().any(|word| left.contains(word));
+    let left: Vec<String> = left_of(&name, &dir).into_iter().filter(|left| !is_guard(left)).collect();
+    assert_eq!(left, Vec::<String>::new());
+    wait::until("its guard and its owner have ended", || left_of(&name, &dir).is_empty());
+}
+
+fn nothing_is_left_when_the_owner_is_killed() {
+    let mut lab = alone("1");
+    let (name, dir) = (lab.name().to_owned(), lab.dir().to_owned());
+    lab.owner().kill().expect("our own child");
+    wait::until("its guard has taken the lab down", || left_of(&name, &dir).is_empty());
+}
+
+/// Processes, mounts, cgroups and files of a lab.
+fn left_of(name: &str, dir: &std::path::Path) -> Vec<String> {
+    let mut left = Vec::new();
+    let text = dir.to_string_lossy();
+    left.extend(machine::processes_with(&text).into_iter().map(machine::command_line));
+    let mounts = fs::read_to_string("/proc/self/mountinfo").expect("proc");
+    left.extend(mounts.lines().filter(|line| line.contains(&*text)).map(Into::into));
+    let hierarchies = fs::read_dir("/sys/fs/cgroup").expect("cgroups").flatten().map(|entry| entry.path());
+    let groups = hierarchies
+        .chain([PathBuf::from("/sys/fs/cgroup")])
+        .map(|place| place.join(format!("nagaya-lab-{name}")));
+    left.extend(groups.filter(|group| group.exists()).map(|group| group.display().to_string()));
+    left.extend(dir.exists().then(|| text.into_owned()));
+    left
+}
