@@ -205,6 +205,7 @@ fn only_the_epoch_that_was_seen_decides_whether_a_site_moves() {
     assert_eq!(place(&tenth, Some(10)), Claim::Lost(Some(hundredth)));
     // With the site goes its placement, in one step; a new site of its name begins anew.
     node.until("the placement", |store| store.placement("one").unwrap().is_some_and(|it| it.epoch == 100));
+    node.is_fed();
     let batches = node.fed.lock().batches.len();
     node.store.transaction(vec![Change::DropSite(SiteName::new("one").unwrap())], Mode::Merge).unwrap();
     assert_eq!(node.store.placement("one").unwrap(), None);
