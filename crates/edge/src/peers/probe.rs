@@ -169,6 +169,8 @@ impl Prober {
     ) {
         // One byte more than the longest, so that a longer one shows.
         let mut buffer = [0; LEN_MAX + 1];
+        // A socket that the runtime has heard nothing of yet takes nothing either.
+        let _ = socket.writable().await;
         loop {
             let due = self.lines.values().filter_map(Line::due).min().map(|due| due.since(boottime()));
             let resend = self.vouching.due().map(|due| due.saturating_duration_since(Instant::now()));

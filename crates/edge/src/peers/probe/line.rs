@@ -12,6 +12,7 @@ use std::time::Duration;
 use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::Moment;
 use nagaya_placement::liveness::{Ask, Peer, Probe, Verdict};
+use rustix::net::{RecvFlags, SendFlags};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpSocket, UdpSocket};
 use tokio::sync::{mpsc, oneshot};
@@ -220,12 +221,12 @@ impl Line {
         self.sent.push(Sent { nonce, probe, at: boottime() });
         let result = match &self.wire {
             Wire::Datagrams { socket, is_icmp: true, is_ipv6, .. } => {
-                socket.try_send(&echo(&nonce, *is_ipv6))
+                send(socket, &echo(&nonce, *is_ipv6))
             }
             Wire::Datagrams { socket, .. } => {
                 let question = Datagram { kind: Kind::Question, nonce, ..own(&self.member) };
                 let bytes = question.write(&self.member.credentials.probe_key).unwrap_or_default();
-                socket.try_send(&bytes)
+                send(socket, &bytes)
             }
             Wire::Connections { address, events } => {
                 connect(*address, nonce, self.record.name.clone(), events.clone());
@@ -243,7 +244,7 @@ impl Line {
         let Wire::Datagrams { socket, .. } = &self.wire else { return };
         let socket = Rc::clone(socket);
         let mut buffer = [0; LEN_MAX + 1];
-        while let Ok(len) = socket.try_recv(&mut buffer) {
+        while let Ok((len, _)) = rustix::net::recv(&*socket, &mut buffer, RecvFlags::DONTWAIT) {
             self.bytes(&buffer[..len]);
         }
     }
@@ -288,6 +289,12 @@ impl Wire {
         let reader = spawn_local(read(Rc::clone(&socket), node.clone(), events)).abort_handle();
         Self::Datagrams { socket, reader, is_icmp, is_ipv6: address.is_ipv6() }
     }
+}
+
+/// Past the runtime, which lets nothing be sent before it has heard of a new socket: the first question would be lost, and its
+/// node taken for silent.
+fn send(socket: &UdpSocket, bytes: &[u8]) -> io::Result<usize> {
+    Ok(rustix::net::send(socket, bytes, SendFlags::DONTWAIT)?)
 }
 
 async fn read(socket: Rc<UdpSocket>, node: NodeName, events: mpsc::Sender<Event>) {
