@@ -1,5 +1,6 @@
-//! Redmine, relocated: Debian's package looks for its instances beneath `/usr/share/redmine`, which links to `/var` and
-//! `/etc`; a site needs it in one tree that its tenant owns. Rails with puma, and SQLite.
+//! Redmine, relocated: Debian's package, which `./dev setup apps` unpacks, looks for its instances beneath
+//! `/usr/share/redmine`, which links to `/var` and `/etc`; a site needs it in one tree that its tenant owns. Rails with puma,
+//! and SQLite.
 //!
 //! Not here: which server runs it.
 
@@ -13,6 +14,8 @@ use serde_json::json;
 use super::{App, LOGIN, Page, copy_entries, give, need, random_word, run, secret};
 use crate::workspace;
 
+/// Where its files are, and where they believe to be.
+const UNPACKED: &str = "/usr/local/lib/nagaya/redmine/usr/share/redmine";
 const PACKAGE: &str = "/usr/share/redmine";
 
 /// What of the package leads out of it: to the instances of the system's own Redmine.
@@ -27,8 +30,8 @@ const BUNDLE: &str = "/usr/bin/bundle";
 /// A Redmine of its own in `tree`, which then belongs to `uid`. Takes about half a minute: its tables are made by more
 /// than two hundred migrations.
 pub fn create(tree: &Path, uid: u32) -> Result<App> {
-    need(&[PACKAGE, PUMA, BUNDLE])?;
-    copy_entries(Path::new(PACKAGE), tree, &LINKS)?;
+    need(&[UNPACKED, PUMA, BUNDLE])?;
+    copy_entries(Path::new(UNPACKED), tree, &LINKS)?;
     let instance = tree.join("instances/default");
     configure(tree, &instance)?;
     let bundle = |arguments: &[&str]| {
@@ -44,7 +47,8 @@ pub fn create(tree: &Path, uid: u32) -> Result<App> {
             .env("REDMINE_LANG", "en")
             .env("ADMIN_PASSWORD", LOGIN.password))
     };
-    bundle(&["install", "--local", "--quiet"])?;
+    // Nothing is to be installed; and `bundle install` of Ruby 3.1.7 does not see those of Debian's gems that have no directory.
+    bundle(&["lock", "--local"])?;
     bundle(&["exec", "rake", "db:migrate"])?;
     bundle(&["exec", "rake", "redmine:load_default_data"])?;
     let first = workspace::root().join("demo/redmine/first.rb");
