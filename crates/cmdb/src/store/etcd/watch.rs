@@ -440,7 +440,8 @@ impl Watching<'_> {
         let progress = !answer.created && answer.events.is_empty();
         if !answer.events.is_empty() {
             let known = self.from.revision;
-            let is_new = |event: &Event| event.kv.as_ref().is_some_and(|kv| unsigned(kv.mod_revision) > known);
+            let is_new =
+                |event: &Event| event.kv.as_ref().is_some_and(|kv| unsigned(kv.mod_revision) > known);
             self.pending.extend(answer.events.into_iter().filter(is_new));
             self.partial = answer.fragment;
         }

@@ -220,9 +220,7 @@ impl Line {
         }
         self.sent.push(Sent { nonce, probe, at: boottime() });
         let result = match &self.wire {
-            Wire::Datagrams { socket, is_icmp: true, is_ipv6, .. } => {
-                send(socket, &echo(&nonce, *is_ipv6))
-            }
+            Wire::Datagrams { socket, is_icmp: true, is_ipv6, .. } => send(socket, &echo(&nonce, *is_ipv6)),
             Wire::Datagrams { socket, .. } => {
                 let question = Datagram { kind: Kind::Question, nonce, ..own(&self.member) };
                 let bytes = question.write(&self.member.credentials.probe_key).unwrap_or_default();
