@@ -31,7 +31,8 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         }
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
         [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum)?,
-        _ => bail!("unknown arguments '{}': use --unit or --e2e", arguments.join(" ")),
+        [only] if only == "--guest" => succeeded &= guest::suite(&mut sum)?,
+        _ => bail!("unknown arguments '{}': use --unit, --e2e or --guest", arguments.join(" ")),
     }
     Ok(sum.tell(succeeded))
 }

@@ -113,6 +113,7 @@ pub fn clean(trees: &[PathBuf]) -> u64 {
     loop {
         dead.retain(|dir| {
             end_all(dir, DEPTH_MAX);
+            thaw_all(dir, DEPTH_MAX);
             !remove_all(dir, DEPTH_MAX, &mut removed)
         });
         if dead.is_empty() {
@@ -136,11 +137,18 @@ fn end_all(dir: &Path, depth: usize) {
     if files::write(&dir.join("cgroup.kill"), "1").is_ok() {
         return;
     }
-    // What is frozen on v1 does not die. Elsewhere there is no such file.
-    let _ = files::write(&dir.join("freezer.state"), "THAWED");
     let _ = end_listed(dir);
     if depth > 0 {
         subdirectories(dir).iter().for_each(|child| end_all(child, depth - 1));
+    }
+}
+
+/// What is frozen on v1 does not die. It is let go only when everything in the tree has its signal: it may be fenced, and then
+/// must not get on by a single step. Elsewhere there is no such file.
+fn thaw_all(dir: &Path, depth: usize) {
+    let _ = files::write(&dir.join("freezer.state"), "THAWED");
+    if depth > 0 {
+        subdirectories(dir).iter().for_each(|child| thaw_all(child, depth - 1));
     }
 }
 
