@@ -18,9 +18,6 @@ use crate::workspace;
 const UNPACKED: &str = "/usr/local/lib/nagaya/redmine/usr/share/redmine";
 const PACKAGE: &str = "/usr/share/redmine";
 
-/// What of the package leads out of it: to the instances of the system's own Redmine.
-const LINKS: [&str; 2] = ["instances", "Gemfile.lock"];
-
 /// What Redmine writes to, in its instance's directory.
 const OWN: [&str; 5] = ["config", "files", "log", "public", "tmp"];
 
@@ -31,7 +28,7 @@ const BUNDLE: &str = "/usr/bin/bundle";
 /// than two hundred migrations.
 pub fn create(tree: &Path, uid: u32) -> Result<App> {
     need(&[UNPACKED, PUMA, BUNDLE])?;
-    copy_entries(Path::new(UNPACKED), tree, &LINKS)?;
+    copy_entries(Path::new(UNPACKED), tree, &[])?;
     let instance = tree.join("instances/default");
     configure(tree, &instance)?;
     let bundle = |arguments: &[&str]| {
@@ -97,9 +94,6 @@ fn configure(tree: &Path, instance: &Path) -> Result<()> {
     write(&instance.join("config/database.yml"), &text)?;
     secret(&instance.join("config/secret_key.txt"), &random_word()?)?;
 
-    // Here was a copy of the system's own.
-    let system = tree.join("config/database.yml");
-    fs::remove_file(&system).with_context(|| format!("removing {}", system.display()))?;
     let gemfile = tree.join("Gemfile");
     let gems = fs::read_to_string(&gemfile).with_context(|| format!("reading {}", gemfile.display()))?;
     write(&gemfile, &gems.replace(PACKAGE, &tree.to_string_lossy()))?;
