@@ -120,13 +120,14 @@ impl Instances {
         if is_new || !is_here {
             instance.released.set(None);
         }
-        let was_here = instance.life.borrow().is_here() && !is_new;
+        let was_here = instance.life.borrow().is_here();
         match (was_here, is_here) {
             (true, false) => {
                 tracing::info!(site = %site.name, "its application is placed elsewhere; what runs of it here is killed");
                 self.tell(engine, instance, Event::Moved);
             }
             (false, true) => self.tell(engine, instance, Event::Placed),
+            (true, true) if is_new => self.tell(engine, instance, Event::Placed),
             _ => {}
         }
     }

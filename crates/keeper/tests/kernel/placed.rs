@@ -499,6 +499,11 @@ fn given_up() {
         );
         assert!(!all.iter().any(|pid| is_alive(*pid)));
         drop(used);
+        // Given to another node, it comes straight back.
+        place(&world, "app", "b", 3);
+        assert_eq!(refused_elsewhere(&keeper, "app", Some(3)).await, (Some("b".into()), Some(3)));
+        place(&world, "app", "a", 4);
+        keeper.use_instance(&site_name("app"), Some(4)).await.unwrap();
     });
 }
 
