@@ -1,8 +1,8 @@
 //! Finding a site its next node, once for all requests that wait for it.
 //!
-//! Each site that needs a place goes through the same steps: choose a node, have the store agree under the next epoch, wake there,
-//! let the requests go on. Requests that come meanwhile join. Every step has a bound and every request an end: an answer, or a
-//! refusal that says why. A node is given only so many sites at once; further ones stand in line for it.
+//! Each site that needs a place goes through the same steps: choose a node, have the store agree under the next epoch, let the
+//! requests go on there. Requests that come meanwhile join. Every step has a bound and every request an end: an answer, or a
+//! refusal that says why. How many sites a node wakes at once is its own affair.
 //!
 //! A commit of which nothing was heard may still have happened, or happen later. It is looked at before it is tried again, and
 //! tried again under the same epoch only, so that of all attempts one succeeds.
@@ -12,11 +12,11 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::{self, Before, Held};
+use crate::fence::{Before, Held};
 
 /// Longest that a request waits for a place.
 pub const WAIT_LONGEST: Duration = Duration::from_secs(10);
@@ -36,10 +36,6 @@ const PAUSE_LONGEST: Duration = Duration::from_millis(500);
 
 /// After this a question to the store counts as not answered.
 pub const ASK_LONGEST: Duration = Duration::from_secs(2);
-
-/// Sites that may be on their way to one node, and how long one counts if nobody says that it is awake there.
-pub const AT_ONCE: usize = 16;
-const ON_ITS_WAY_LONGEST: Duration = Duration::from_secs(2);
 
 /// Where a site is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -65,7 +61,7 @@ pub enum Effect<S, N> {
         from: Option<N>,
     },
     /// Commit `node` under the epoch after `expect` if the placement's epoch is `expect` (`None`: there is none). Before it is sent
-    /// [`fence::Voucher::begin`] must agree, if `from` is another node; if it does not: [`Relocations::held`]. Answered by
+    /// [`crate::fence::Voucher::begin`] must agree, if `from` is another node; if it does not: [`Relocations::held`]. Answered by
     /// [`Relocations::stored`].
     AskStore {
         site: S,
@@ -79,21 +75,14 @@ pub enum Effect<S, N> {
         site: S,
         ask: AskId,
     },
-    /// It may begin to wake there; no request goes into it before its [`Effect::Serve`] says so.
-    Wake {
-        site: S,
-        node: N,
-        epoch: u64,
-    },
     /// The request goes on there. `committed` is there if this node has just committed it: when, and who had it before; how long ago
-    /// that was goes with the request if it is forwarded ([`fence::Arrivals::placed`]). `not_before` follows from it.
+    /// that was can go with the request if it is forwarded ([`crate::fence::Arrivals::placed`]).
     Serve {
         waiter: Waiter,
         site: S,
         node: N,
         epoch: u64,
         committed: Option<(Moment, Before)>,
-        not_before: Option<Moment>,
     },
     Refuse {
         waiter: Waiter,
@@ -111,7 +100,7 @@ pub enum Refused {
     Stranger,
     /// The store did not agree or disagree in time.
     StoreSilent,
-    /// A promise to the old node, or the line for the new one, lasted longer than the request may wait.
+    /// A promise to the old node lasted longer than the request may wait.
     TooLate,
     /// More wait already than may.
     TooMany,
@@ -126,20 +115,24 @@ pub enum Outcome<N> {
     Conflict(Option<At<N>>),
     /// It has certainly not been done and will not be.
     NotDone,
+    /// There is no such site or node any more.
+    Void,
     /// Nobody knows.
     Unknown,
+}
+
+impl<S: Ord + Clone, N: Ord + Clone> Default for Relocations<S, N> {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 /// All sites that need a place, as seen by one node.
 #[derive(Debug)]
 pub struct Relocations<S, N> {
-    term: Duration,
     sites: BTreeMap<S, Site<N>>,
     /// One for each of `sites`: when it next needs [`Self::tick`].
     alarms: BTreeSet<(Moment, S)>,
-    /// Sites on their way to each node, until when they count.
-    arriving: BTreeMap<N, BTreeMap<S, Moment>>,
-    lines: BTreeMap<N, VecDeque<S>>,
     next: u64,
 }
 
@@ -167,7 +160,6 @@ struct Waiting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Planning,
-    InLine,
     /// Until then a promise forbids the commit.
     Held(Moment),
     Asking(AskId, Moment),
@@ -177,15 +169,8 @@ enum Step {
 }
 
 impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
-    pub const fn new(term: Duration) -> Self {
-        Self {
-            term,
-            sites: BTreeMap::new(),
-            alarms: BTreeSet::new(),
-            arriving: BTreeMap::new(),
-            lines: BTreeMap::new(),
-            next: 1,
-        }
+    pub const fn new() -> Self {
+        Self { sites: BTreeMap::new(), alarms: BTreeSet::new(), next: 1 }
     }
 
     /// A request needs a place for the site; under epoch `seen` it got no answer. `known` is the placement in this node's copy.
@@ -202,7 +187,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             && seen.is_none_or(|seen| *epoch > seen)
         {
             let (node, epoch) = (node.clone(), *epoch);
-            effects.push(Effect::Serve { waiter, site, node, epoch, committed: None, not_before: None });
+            effects.push(Effect::Serve { waiter, site, node, epoch, committed: None });
             return;
         }
         let waiting = Waiting { waiter, seen, until: now + WAIT_LONGEST, since: AskId(self.next) };
@@ -248,31 +233,19 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             self.give_up(site, Refused::Nowhere, effects);
             return;
         };
-        state.target = Some(node.clone());
-        let arriving = self.arriving.get(&node).map_or(0, BTreeMap::len);
-        if arriving >= AT_ONCE {
-            state.step = Step::InLine;
-            self.lines.entry(node).or_default().push_back(site.clone());
-            self.alarm(site);
-        } else {
-            self.commit(now, site, effects);
-        }
+        state.target = Some(node);
+        self.commit(now, site, effects);
     }
 
     /// The commit was not sent, as this forbids it.
-    pub fn held(&mut self, now: Moment, site: &S, ask: AskId, why: Held, effects: &mut Vec<Effect<S, N>>) {
+    pub fn held(&mut self, site: &S, ask: AskId, why: Held, effects: &mut Vec<Effect<S, N>>) {
         let Some(state) = self.asking(site, ask) else { return };
         match why {
             Held::Promised(until) => {
                 state.step = Step::Held(until);
-                self.leave_way(now, site, effects);
                 self.alarm(site);
             }
-            Held::NotIntroduced => {
-                let node = state.target.clone().expect("a commit has a target");
-                self.give_up(site, Refused::Stranger, effects);
-                self.woken(now, site, &node, effects);
-            }
+            Held::NotIntroduced => self.give_up(site, Refused::Stranger, effects),
         }
     }
 
@@ -290,17 +263,11 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             Outcome::Committed { at, before } => {
                 let node = state.target.clone().expect("a commit has a target");
                 let epoch = state.seen.map_or(1, |seen| seen + 1);
-                effects.push(Effect::Wake { site: site.clone(), node: node.clone(), epoch });
                 self.found(now, site, ask, &At { node, epoch }, Some((at, before)), effects);
             }
-            Outcome::Conflict(placement) => {
-                self.leave_way(now, site, effects);
-                self.settle(now, site, ask, placement, effects);
-            }
-            Outcome::NotDone | Outcome::Unknown => {
-                self.leave_way(now, site, effects);
-                self.pause(now, site, effects);
-            }
+            Outcome::Conflict(placement) => self.settle(now, site, ask, placement, effects),
+            Outcome::Void => self.give_up(site, Refused::Nowhere, effects),
+            Outcome::NotDone | Outcome::Unknown => self.pause(now, site),
         }
     }
 
@@ -319,17 +286,8 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
         match placement {
             Ok(placement) => self.settle(now, site, ask, placement, effects),
-            Err(()) => self.pause(now, site, effects),
+            Err(()) => self.pause(now, site),
         }
-    }
-
-    /// The site is awake on the node, or will not be: another one may be on its way there. Whoever does not learn of it may call this
-    /// after the commit; without a call it counts for a while.
-    pub fn woken(&mut self, now: Moment, site: &S, node: &N, effects: &mut Vec<Effect<S, N>>) {
-        if let Some(arriving) = self.arriving.get_mut(node) {
-            arriving.remove(site);
-        }
-        self.next_in_line(now, node, effects);
     }
 
     /// The request has ended by itself, e.g. because its client left.
@@ -341,9 +299,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
 
     /// When [`Self::tick`] is next needed.
     pub fn next_at(&self) -> Option<Moment> {
-        let arrivals = self.lines.keys().filter_map(|node| self.arriving.get(node)?.values().min());
-        let site = self.alarms.first().map(|(at, _)| *at);
-        site.into_iter().chain(arrivals.copied()).min()
+        self.alarms.first().map(|(at, _)| *at)
     }
 
     /// Time has passed.
@@ -352,13 +308,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         let due: Vec<S> = due.map(|(_, site)| site.clone()).collect();
         for site in due {
             self.due(now, &site, effects);
-        }
-        let lines: Vec<N> = self.lines.keys().cloned().collect();
-        for node in lines {
-            if let Some(arriving) = self.arriving.get_mut(&node) {
-                arriving.retain(|_, until| *until > now);
-            }
-            self.next_in_line(now, &node, effects);
         }
     }
 
@@ -374,7 +323,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     fn due(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let why = match state.step {
-            Step::Planning | Step::InLine | Step::Held(_) => Refused::TooLate,
+            Step::Planning | Step::Held(_) => Refused::TooLate,
             Step::Asking(..) | Step::Looking(..) | Step::Pausing(_) => Refused::StoreSilent,
         };
         state.waiters.retain(|waiting| {
@@ -385,17 +334,13 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
             !is_over
         });
         if state.waiters.is_empty() {
-            self.forget(now, site, effects);
+            self.drop_site(site);
             return;
         }
         match state.step {
             Step::Held(until) if until <= now => self.commit(now, site, effects),
             Step::Pausing(until) if until <= now => self.look(now, site, effects),
-            Step::Asking(_, until) if until <= now => {
-                self.leave_way(now, site, effects);
-                self.pause(now, site, effects);
-            }
-            Step::Looking(_, until) if until <= now => self.pause(now, site, effects),
+            Step::Asking(_, until) | Step::Looking(_, until) if until <= now => self.pause(now, site),
             _ => self.alarm(site),
         }
     }
@@ -418,7 +363,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
         state.step = Step::Asking(ask, now + ASK_LONGEST);
         let node = state.target.clone().expect("it was planned");
-        self.arriving.entry(node.clone()).or_default().insert(site.clone(), now + ON_ITS_WAY_LONGEST);
         let (from, expect) = (state.from.clone(), state.seen);
         effects.push(Effect::AskStore { site: site.clone(), ask, node, from, expect });
         self.alarm(site);
@@ -433,10 +377,10 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     }
 
     /// The store did not answer: it is left alone for a while, then read.
-    fn pause(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+    fn pause(&mut self, now: Moment, site: &S) {
         let Some(state) = self.sites.get_mut(site) else { return };
         if state.waiters.is_empty() {
-            self.forget(now, site, effects);
+            self.drop_site(site);
             return;
         }
         let pause = (PAUSE * 2u32.pow(state.attempts.min(8))).min(PAUSE_LONGEST);
@@ -475,7 +419,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         committed: Option<(Moment, Before)>,
         effects: &mut Vec<Effect<S, N>>,
     ) {
-        let term = self.term;
         let Some(state) = self.sites.get_mut(site) else { return };
         state.waiters.retain(|waiting| {
             let is_older = waiting.since <= ask;
@@ -487,7 +430,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
                     node: at.node.clone(),
                     epoch: at.epoch,
                     committed,
-                    not_before: committed.map(|(at, before)| fence::serve_from(at, before, term)),
                 });
             }
             !is_answer
@@ -499,7 +441,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         state.seen = Some(at.epoch);
         state.from = Some(at.node.clone());
         if state.waiters.iter().any(|waiting| waiting.seen > state.seen) {
-            self.pause(now, site, effects);
+            self.pause(now, site);
         } else {
             self.plan(site, effects);
         }
@@ -512,38 +454,10 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    fn forget(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
-        if let Some(node) = self.drop_site(site).and_then(|state| state.target) {
-            self.woken(now, site, &node, effects);
-        }
-    }
-
     fn drop_site(&mut self, site: &S) -> Option<Site<N>> {
         let state = self.sites.remove(site)?;
         self.alarms.remove(&(state.alarm, site.clone()));
-        if let Some(line) = state.target.as_ref().and_then(|node| self.lines.get_mut(node)) {
-            line.retain(|other| other != site);
-        }
         Some(state)
-    }
-
-    /// The site is not on its way to its target any more.
-    fn leave_way(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
-        let Some(node) = self.sites.get(site).and_then(|state| state.target.clone()) else { return };
-        self.woken(now, site, &node, effects);
-    }
-
-    fn next_in_line(&mut self, now: Moment, node: &N, effects: &mut Vec<Effect<S, N>>) {
-        while self.arriving.get(node).map_or(0, BTreeMap::len) < AT_ONCE {
-            let Some(site) = self.lines.get_mut(node).and_then(VecDeque::pop_front) else { break };
-            self.commit(now, &site, effects);
-        }
-        if self.lines.get(node).is_some_and(VecDeque::is_empty) {
-            self.lines.remove(node);
-        }
-        if self.arriving.get(node).is_some_and(BTreeMap::is_empty) {
-            self.arriving.remove(node);
-        }
     }
 
     fn asking(&mut self, site: &S, ask: AskId) -> Option<&mut Site<N>> {
@@ -562,7 +476,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     fn alarm(&mut self, site: &S) {
         let Some(state) = self.sites.get_mut(site) else { return };
         let step = match state.step {
-            Step::Planning | Step::InLine => None,
+            Step::Planning => None,
             Step::Held(until) | Step::Pausing(until) => Some(until),
             Step::Asking(_, until) | Step::Looking(_, until) => Some(until),
         };

@@ -65,7 +65,7 @@ impl Node {
             holder: Holder::new(TERM, VOUCH_TERM, applied),
             voucher: Voucher::new(Moment::default(), TERM, VOUCH_TERM),
             arrivals: Arrivals::new(TERM),
-            relocations: Relocations::new(TERM),
+            relocations: Relocations::new(),
             peers: BTreeMap::new(),
             applied,
             given_up: BTreeMap::new(),
@@ -290,9 +290,6 @@ impl Node {
                 flights.retain(|flight| flight.request != work.request);
             }
         }
-        let mut effects = Vec::new();
-        self.relocations.woken(now, &work.site, &from, &mut effects);
-        self.carry_out(effects, sky);
         if is_served {
             sky.answer(work.request);
         } else {
@@ -399,14 +396,10 @@ impl Node {
                             let ask = StoreAsk::Commit { site, ask, node, from, expect, before };
                             sky.ask_store(self.id, ask);
                         }
-                        Err(why) => self.relocations.held(now, &site, ask, why, &mut effects),
+                        Err(why) => self.relocations.held(&site, ask, why, &mut effects),
                     }
                 }
                 Effect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),
-                Effect::Wake { site, node, epoch } if node == self.id => {
-                    self.wake(site, epoch, sky);
-                }
-                Effect::Wake { .. } => {}
                 Effect::Serve { waiter, node, epoch, committed, .. } => {
                     self.go(waiter.0 as RequestId, At { node, epoch }, committed, sky);
                 }

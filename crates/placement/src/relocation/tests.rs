@@ -12,7 +12,7 @@ type Sites = Relocations<u32, u8>;
 type Effects = Vec<Effect<u32, u8>>;
 
 fn new() -> Sites {
-    Relocations::new(fence::TERM)
+    Relocations::new()
 }
 
 /// A site that waiter 1 has found silent on node 1 under epoch 4, planned for node 2: the question to the store.
@@ -64,14 +64,10 @@ fn all_requests_for_a_site_join_one_relocation() {
     }
     assert_eq!(effects, []);
     sites.stored(at(9), &7, ask, Outcome::Committed { at: at(8), before: Before::Other }, &mut effects);
-    assert_eq!(effects[0], Effect::Wake { site: 7, node: 2, epoch: 5 });
     assert_eq!(served(&effects).len(), 99);
-    let from = fence::serve_from(at(8), Before::Other, fence::TERM);
-    assert!(
-        effects[1..]
-            .iter()
-            .all(|effect| matches!(effect, Effect::Serve { not_before: Some(at), .. } if *at == from))
-    );
+    let committed = Some((at(8), Before::Other));
+    let is_told = |effect: &Effect<u32, u8>| matches!(effect, Effect::Serve { committed: told, .. } if *told == committed);
+    assert!(effects.iter().all(is_told));
     assert!(sites.is_empty() && sites.next_at().is_none());
 }
 
@@ -176,14 +172,14 @@ fn a_promise_holds_the_commit_until_it_is_over() {
     let mut sites = new();
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    sites.held(at(1), &7, ask, Held::Promised(at(1500)), &mut effects);
+    sites.held(&7, ask, Held::Promised(at(1500)), &mut effects);
     assert_eq!((effects.len(), sites.next_at()), (0, Some(at(1500))));
     sites.tick(at(1500), &mut effects);
     assert!(matches!(effects[..], [Effect::AskStore { node: 2, expect: Some(4), .. }]));
 
     let ask = asked(&mut sites, 8);
     effects.clear();
-    sites.held(at(1), &8, ask, Held::NotIntroduced, &mut effects);
+    sites.held(&8, ask, Held::NotIntroduced, &mut effects);
     assert_eq!(refused(&effects), [(1, Refused::Stranger)]);
 }
 
@@ -198,53 +194,13 @@ fn no_node_is_a_refusal() {
 }
 
 #[test]
-fn a_node_is_given_only_so_many_sites_at_once() {
+fn a_site_that_is_gone_is_not_tried_again() {
     let mut sites = new();
+    let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
-    for site in 0..100 {
-        sites.need(at(0), site, Waiter(u64::from(site)), None, None, &mut effects);
-        sites.planned(at(0), &site, Some(2), &mut effects);
-    }
-    let asks = |effects: &Effects| -> Vec<(u32, AskId)> {
-        let asks = effects.iter().filter_map(|effect| match effect {
-            Effect::AskStore { site, ask, .. } => Some((*site, *ask)),
-            _ => None,
-        });
-        asks.collect()
-    };
-    let first = asks(&effects);
-    assert_eq!(first.len(), AT_ONCE);
-    effects.clear();
-    let (site, ask) = first[0];
-    sites.stored(at(5), &site, ask, Outcome::Committed { at: at(5), before: Before::Nobody }, &mut effects);
-    assert_eq!(asks(&effects), [], "it is on its way until it is awake");
-    sites.woken(at(50), &site, &2, &mut effects);
-    assert_eq!(asks(&effects).iter().map(|(site, _)| *site).collect::<Vec<_>>(), [AT_ONCE as u32]);
-    // Another node has a line of its own.
-    effects.clear();
-    sites.need(at(50), 500, Waiter(500), None, None, &mut effects);
-    sites.planned(at(50), &500, Some(3), &mut effects);
-    assert_eq!(asks(&effects).len(), 1);
-}
-
-#[test]
-fn a_node_that_never_says_it_is_awake_holds_nobody_up_for_long() {
-    let mut sites = new();
-    let mut effects = Vec::new();
-    for site in 0..AT_ONCE as u32 + 1 {
-        sites.need(at(0), site, Waiter(u64::from(site)), None, None, &mut effects);
-        sites.planned(at(0), &site, Some(2), &mut effects);
-    }
-    for effect in std::mem::take(&mut effects) {
-        if let Effect::AskStore { site, ask, .. } = effect {
-            let outcome = Outcome::Committed { at: at(1), before: Before::Nobody };
-            sites.stored(at(1), &site, ask, outcome, &mut Vec::new());
-        }
-    }
-    let next = sites.next_at().unwrap();
-    assert!(next <= at(2000));
-    sites.tick(next, &mut effects);
-    assert!(matches!(effects[..], [Effect::AskStore { .. }]), "{effects:?}");
+    sites.stored(at(9), &7, ask, Outcome::Void, &mut effects);
+    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
+    assert!(sites.is_empty());
 }
 
 #[test]
@@ -363,7 +319,6 @@ proptest! {
                         prop_assert!(is_stored);
                     }
                     Effect::Refuse { waiter, .. } => prop_assert!(open.remove(&waiter.0)),
-                    Effect::Wake { .. } => {}
                 }
             }
         }
