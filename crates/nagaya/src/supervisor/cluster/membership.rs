@@ -1,6 +1,6 @@
 //! The cluster while this node is in it: what is known, what goes on beside, and what operators ask of it.
 //!
-//! Not here: the right to serve (`authority`), choosing nodes (`placing`), moving sites without an error (`moves`).
+//! Not here: the right to serve (`authority`), finding sites a place (`relocating`, `placing`), moving sites without an error (`moves`).
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -9,13 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use http::StatusCode;
-use nagaya_cmdb::feed::Placed;
 use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
-use nagaya_cmdb::{NodeName, NodeRecord, SiteName};
+use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
-use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
 use super::asks::{AUTHORITY, to_bytes};
@@ -23,6 +21,7 @@ use super::images::{Images, Touched};
 use super::load::{self, Load, Meter};
 use super::member::Member;
 use super::pki::{Secret, Stored};
+use super::relocating::Relocating;
 use super::trust::Trust;
 use super::{Context, NO_AUTHORITY, NOWHERE, authority, credentials};
 use crate::admin::{Problem, list};
@@ -50,8 +49,8 @@ pub struct Membership {
     pub id: String,
     pub store: Arc<ClusterStore>,
     member: RefCell<Member>,
-    /// Sites that are looked for a place for; who comes later waits for the same end.
-    pub placing: RefCell<HashMap<SiteName, watch::Receiver<Option<Placed>>>>,
+    /// Sites that are looked for a place for.
+    pub relocating: Relocating,
     pub suspects: RefCell<HashMap<NodeName, (Instant, Verdict)>>,
     /// Placements of each node, a little while ago.
     pub counted: RefCell<HashMap<NodeName, u32>>,
@@ -83,7 +82,7 @@ impl Membership {
             id: member.id.clone(),
             store,
             member: RefCell::new(member),
-            placing: RefCell::default(),
+            relocating: Relocating::default(),
             suspects: RefCell::default(),
             counted: RefCell::default(),
             authority_until: Cell::new(0),
@@ -98,6 +97,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).be_present(record)),
             tokio::task::spawn_local(Rc::clone(&membership).follow_authority_of_certificates()),
             tokio::task::spawn_local(Rc::clone(&membership).count()),
+            tokio::task::spawn_local(Rc::clone(&membership).find_places()),
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
             tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
         ];

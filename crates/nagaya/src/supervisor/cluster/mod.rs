@@ -2,7 +2,7 @@
 //!
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
-//! `authority` renews the right to serve, by `trust`, `placing` chooses nodes, `images` has what they need there before, `moves` empties nodes
+//! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `images` has what they need there before, `moves` empties nodes
 //! and moves sites without an error.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
@@ -17,6 +17,7 @@ mod moves;
 mod pki;
 mod placing;
 mod records;
+mod relocating;
 mod trust;
 
 use std::io;

@@ -1,32 +1,20 @@
-//! Finding a site a node: who is there, what each has left, the choice, and the store's word that it is so.
+//! Choosing a node for a site: who is there, what each has left, and whether a site may be taken from its node now.
 //!
-//! Requests that look for the same site at once join one attempt. Not here: the choice itself (`nagaya_placement`), sites that
-//! move although nothing failed (`moves`), waking it there (`nagaya_edge`).
+//! Not here: the choice itself (`nagaya_placement`), the steps of a relocation (`relocating`), sites that move although nothing
+//! failed (`moves`).
 
-use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::store::etcd::{Claim, ClusterError};
 use nagaya_cmdb::{Backend, NodeName, NodeRecord, Placement, Site, SiteName, Why};
 use nagaya_placement::fence::outlasting;
 use nagaya_placement::liveness::Verdict;
 use nagaya_placement::planner::{self, Candidate, Need};
-use tokio::sync::watch;
+use nagaya_placement::relocation;
 
-use super::asks::nowhere;
 use super::authority::now;
 use super::load::Load;
 use super::membership::{Membership, SUSPECT_FOR};
 use super::trust::{NotNow, TakingId};
-
-/// How often one attempt may find that others were faster.
-const TRIES_MAX: u32 = 8;
-
-/// How long a site that may not be taken from its node yet is waited for, and how often it is tried: longer than a promise, and less
-/// than a request waits.
-const HELD_MAX: Duration = Duration::from_secs(3);
-const HELD_AGAIN: Duration = Duration::from_millis(20);
 
 /// A node with what it told of itself last.
 pub struct Known {
@@ -37,117 +25,14 @@ pub struct Known {
 }
 
 impl Membership {
-    /// Where the site's application runs from now on. `seen`: the epoch that did not do.
-    pub async fn place(self: &Rc<Self>, site: &SiteName, seen: Option<u64>, why: Why) -> Placed {
-        if let Ok(Some(current)) = self.records().placement(site.as_str())
-            && seen.is_none_or(|seen| current.epoch > seen)
-        {
-            return Placed::At { placement: current, decide_us: 0, store_us: 0 };
-        }
-        let under_way = self.placing.borrow().get(site).cloned();
-        let mut done = match under_way {
-            Some(done) => done,
-            None => {
-                let (tell, done) = watch::channel(None);
-                self.placing.borrow_mut().insert(site.clone(), done.clone());
-                let (membership, site) = (Rc::clone(self), site.clone());
-                tokio::task::spawn_local(async move {
-                    let placed = membership.find(&site, seen, why).await;
-                    membership.placing.borrow_mut().remove(&site);
-                    // Everybody who asked may have left.
-                    let _ = tell.send(Some(placed));
-                });
-                done
-            }
-        };
-        match done.wait_for(Option::is_some).await {
-            Ok(placed) => placed.clone().expect("it was waited for until it is there"),
-            Err(_) => nowhere("the attempt to place it was given up"),
-        }
-    }
-
-    async fn find(&self, site: &SiteName, seen: Option<u64>, why: Why) -> Placed {
-        let mut seen = seen;
-        for _ in 0..TRIES_MAX {
-            let begun = Instant::now();
-            let from = match self.seen(site, seen).await {
-                Ok(from) => from,
-                Err(placed) => return placed,
-            };
-            if let Some(from) = &from {
-                self.suspect(&from.node, why);
-            }
-            let chosen = match self.choose(site, from.as_ref().map(|from| &from.node), why) {
-                Ok(chosen) => chosen,
-                Err(reason) => return nowhere(reason),
-            };
-            let decide_us = micros(begun);
-            let placement = self.next(site, chosen, seen, from.is_some(), why);
-            let taking = match &from {
-                Some(from) => match self.take_from(&from.node).await {
-                    Ok(taking) => Some(taking),
-                    Err(reason) => return nowhere(reason.to_string()),
-                },
-                None => None,
-            };
-            let begun = Instant::now();
-            let placed =
-                self.store.place(placement.clone(), seen, from.as_ref().map(|from| &from.node)).await;
-            if let Some(taking) = taking {
-                // Of a claim that is void it is not known whether an earlier attempt at it lies somewhere.
-                let is_answered = matches!(placed, Ok(Claim::Won | Claim::Lost(_)));
-                self.trust.borrow_mut().ended(now(), taking, is_answered);
-            }
-            match placed {
-                Ok(Claim::Won) => {
-                    tracing::info!(%site, node = %placement.node, epoch = placement.epoch, why = why.as_str(), "a site is placed");
-                    return Placed::At { placement, decide_us, store_us: micros(begun) };
-                }
-                Ok(Claim::Lost(Some(theirs))) if seen.is_none_or(|seen| theirs.epoch > seen) => {
-                    return Placed::At { placement: theirs, decide_us, store_us: micros(begun) };
-                }
-                // The placement is gone, or is an earlier one than was told: the next attempt begins with what there is.
-                Ok(Claim::Lost(theirs)) => seen = theirs.map(|theirs| theirs.epoch),
-                Ok(Claim::Void) => {
-                    return nowhere(format!("site '{site}' or node '{}' is gone", placement.node));
-                }
-                Err(error) => return failed(&error),
-            }
-        }
-        nowhere(format!("others placed it {TRIES_MAX} times meanwhile"))
-    }
-
-    /// Waits until a site may be taken from a node that has not given it up. The change has to be made then.
-    async fn take_from(&self, from: &NodeName) -> Result<TakingId, NotNow> {
-        let begun = Instant::now();
+    /// Looks whether a site may be taken from a node that has not given it up. The change has to be made then.
+    pub async fn may_take(&self, from: &NodeName) -> Result<TakingId, NotNow> {
         if self.records().node(from.as_str()).map_err(|_| NotNow::NoStore)?.is_none() {
             // Removed, or so new that this node's copy does not have it.
-            self.store.in_step(HELD_MAX).await.map_err(|_| NotNow::NoStore)?;
+            self.store.in_step(relocation::ASK_LONGEST).await.map_err(|_| NotNow::NoStore)?;
         }
-        loop {
-            let record = self.records().node(from.as_str()).map_err(|_| NotNow::NoStore)?;
-            let taking = self.trust.borrow_mut().begin(now(), from, record.as_ref());
-            match taking {
-                Err(_) if begun.elapsed() < HELD_MAX => tokio::time::sleep(HELD_AGAIN).await,
-                taking => return taking,
-            }
-        }
-    }
-
-    /// The placement with the epoch that was seen: of this node's copy, or of the store where that is not as far.
-    async fn seen(&self, site: &SiteName, seen: Option<u64>) -> Result<Option<Placement>, Placed> {
-        let Some(seen) = seen else { return Ok(None) };
-        let known = self.records().placement(site.as_str()).map_err(|error| nowhere(error.to_string()))?;
-        if known.as_ref().is_some_and(|known| known.epoch == seen) {
-            return Ok(known);
-        }
-        match self.store.placement_now(site).await {
-            Ok(Some(now)) if now.epoch > seen => {
-                Err(Placed::At { placement: now, decide_us: 0, store_us: 0 })
-            }
-            Ok(now) => Ok(now.filter(|now| now.epoch == seen)),
-            Err(error) => Err(failed(&error)),
-        }
+        let record = self.records().node(from.as_str()).map_err(|_| NotNow::NoStore)?;
+        self.trust.borrow_mut().begin(now(), from, record.as_ref())
     }
 
     /// The placement after the one that was seen.
@@ -222,7 +107,7 @@ impl Membership {
     }
 
     /// Other sites of a node that did not answer must not be sent to it for a while.
-    fn suspect(&self, node: &NodeName, why: Why) {
+    pub fn suspect(&self, node: &NodeName, why: Why) {
         let verdict = match why {
             Why::Silent | Why::Fenced => Verdict::Silent,
             Why::Refused => Verdict::Refuses,
@@ -230,10 +115,6 @@ impl Membership {
         };
         self.suspects.borrow_mut().insert(node.clone(), (Instant::now(), verdict));
     }
-}
-
-fn failed(error: &ClusterError) -> Placed {
-    Placed::Nowhere { code: error.code().to_string(), reason: error.to_string() }
 }
 
 /// Memory that the site's instance may use.
@@ -257,8 +138,4 @@ pub fn candidate(node: &Known, against: Option<Verdict>) -> Candidate<'_> {
         has_image: false,
         wakes: 0,
     }
-}
-
-fn micros(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

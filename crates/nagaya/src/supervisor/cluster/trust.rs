@@ -45,7 +45,8 @@ pub enum NotNow {
     #[error("the cluster's store does not answer, and without it no site moves")]
     NoStore,
     #[error("this node has promised not to move its sites, or may have before it was started, for up to 2 s")]
-    Promised,
+    /// Until then.
+    Promised(Moment),
     #[error(
         "that node has not said that it knows this one: ask another node, or remove that one if it is gone"
     )]
@@ -268,7 +269,7 @@ impl Trust {
         // An operator who removes a node says that it is gone.
         self.voucher.introduced(from.clone());
         self.voucher.begin(from, now).map_err(|held| match held {
-            Held::Promised(_) => NotNow::Promised,
+            Held::Promised(until) => NotNow::Promised(until),
             Held::NotIntroduced => NotNow::NotIntroduced,
         })?;
         self.next += 1;

@@ -1,0 +1,301 @@
+//! Running the relocations of this node: the pure machine (`nagaya_placement::relocation`) says what is to be done for each site that
+//! needs a place, and here it is done. The planner is asked, promises are looked at, the store is asked, requests are answered.
+//!
+//! Not here: the order of things and their bounds (the machine), which nodes there are and which is chosen (`placing`), sites that
+//! move although nothing failed (`moves`), waking it there (`nagaya_edge`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
+use std::time::Instant;
+
+use nagaya_cmdb::feed::Placed;
+use nagaya_cmdb::store::etcd::{Claim, ClusterError};
+use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
+use nagaya_placement::fence::{Before, Held};
+use nagaya_placement::relocation::{self, AskId, At, Outcome, Refused, Relocations, Waiter};
+use tokio::sync::{Notify, oneshot};
+
+use super::asks::nowhere;
+use super::authority::now;
+use super::membership::Membership;
+use super::trust::NotNow;
+
+type Effect = relocation::Effect<SiteName, NodeName>;
+
+/// Sites that are looked for a place for.
+#[derive(Default)]
+pub struct Relocating {
+    machine: RefCell<Relocations<SiteName, NodeName>>,
+    sites: RefCell<HashMap<SiteName, Search>>,
+    waiters: Cell<u64>,
+    /// The next alarm may be an earlier one.
+    changed: Notify,
+}
+
+/// What the machine need not know of one of them.
+struct Search {
+    why: Why,
+    waiters: HashMap<Waiter, oneshot::Sender<Placed>>,
+    /// The placement that was seen last, or committed.
+    newest: Option<Placement>,
+    decide_us: u64,
+    store_us: u64,
+    /// Why the last step led nowhere.
+    failed: Option<Placed>,
+}
+
+impl Membership {
+    /// Where the site's application runs from now on. `seen`: the epoch that did not do. It ends within `relocation::WAIT_LONGEST`.
+    pub async fn place(self: &Rc<Self>, site: &SiteName, seen: Option<u64>, why: Why) -> Placed {
+        let known = match self.records().placement(site.as_str()) {
+            Ok(known) => known,
+            Err(error) => return nowhere(error.to_string()),
+        };
+        let relocating = &self.relocating;
+        let waiter = Waiter(relocating.waiters.replace(relocating.waiters.get() + 1));
+        let (tell, told) = oneshot::channel();
+        {
+            let mut sites = relocating.sites.borrow_mut();
+            let search = sites.entry(site.clone()).or_insert_with(|| Search::new(why));
+            search.waiters.insert(waiter, tell);
+            if search
+                .newest
+                .as_ref()
+                .is_none_or(|newest| known.as_ref().is_some_and(|known| known.epoch > newest.epoch))
+            {
+                search.newest.clone_from(&known);
+            }
+        }
+        let mut effects = Vec::new();
+        relocating.machine.borrow_mut().need(
+            now(),
+            site.clone(),
+            waiter,
+            seen,
+            known.as_ref().map(at),
+            &mut effects,
+        );
+        self.carry_out(effects);
+        told.await.unwrap_or_else(|_| nowhere("the attempt to place it was given up"))
+    }
+
+    /// Has the machine see that time passes, for as long as this node is a member.
+    pub(super) async fn find_places(self: Rc<Self>) {
+        loop {
+            let next = self.relocating.machine.borrow().next_at();
+            let alarm = async {
+                match next {
+                    Some(at) => tokio::time::sleep(at.since(now())).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = alarm => {
+                    let mut effects = Vec::new();
+                    self.relocating.machine.borrow_mut().tick(now(), &mut effects);
+                    self.carry_out(effects);
+                }
+                () = self.relocating.changed.notified() => {}
+            }
+        }
+    }
+
+    fn carry_out(self: &Rc<Self>, effects: Vec<Effect>) {
+        let mut left = VecDeque::from(effects);
+        while let Some(effect) = left.pop_front() {
+            let mut more = Vec::new();
+            match effect {
+                Effect::Plan { site, from } => {
+                    let node = self.plan(&site, from.as_ref());
+                    self.relocating.machine.borrow_mut().planned(now(), &site, node, &mut more);
+                }
+                Effect::AskStore { site, ask, node, from, expect } => {
+                    let placement =
+                        self.next(&site, node, expect, from.is_some(), self.relocating.why(&site));
+                    tokio::task::spawn_local(Rc::clone(self).commit(ask, placement, from, expect));
+                }
+                Effect::Look { site, ask } => {
+                    tokio::task::spawn_local(Rc::clone(self).read(site, ask));
+                }
+                Effect::Serve { waiter, site, epoch, .. } => {
+                    self.relocating.answer(&site, waiter, |search| search.found(epoch));
+                }
+                Effect::Refuse { waiter, site, why } => {
+                    self.relocating.answer(&site, waiter, |search| search.refused(why));
+                }
+            }
+            left.extend(more);
+        }
+        self.relocating.changed.notify_one();
+    }
+
+    /// The node that the site is to run on. None: there is none, for a reason that is kept for those who wait.
+    fn plan(&self, site: &SiteName, from: Option<&NodeName>) -> Option<NodeName> {
+        let begun = Instant::now();
+        let why = self.relocating.why(site);
+        if let Some(from) = from {
+            self.suspect(from, why);
+        }
+        let chosen = self.choose(site, from, why);
+        self.relocating.note(site, |search| {
+            search.decide_us = micros(begun);
+            search.failed = chosen.as_ref().err().map(nowhere);
+        });
+        chosen.ok()
+    }
+
+    /// Has the store agree, if nothing forbids it.
+    async fn commit(
+        self: Rc<Self>,
+        ask: AskId,
+        placement: Placement,
+        from: Option<NodeName>,
+        expect: Option<u64>,
+    ) {
+        let begun = Instant::now();
+        let site = placement.site.clone();
+        let taking = match &from {
+            Some(from) => match self.may_take(from).await {
+                Ok(taking) => Some(taking),
+                Err(reason) => return self.not_sent(&site, ask, reason),
+            },
+            None => None,
+        };
+        let placed = self.store.place(placement.clone(), expect, from.as_ref()).await;
+        if let Some(taking) = taking {
+            // Of a claim that is void it is not known whether an earlier attempt at it lies somewhere.
+            let is_answered = matches!(placed, Ok(Claim::Won | Claim::Lost(_)));
+            self.trust.borrow_mut().ended(now(), taking, is_answered);
+        }
+        let outcome = match placed {
+            Ok(Claim::Won) => {
+                let (node, epoch, why) = (&placement.node, placement.epoch, placement.why.as_str());
+                tracing::info!(%site, %node, epoch, why, "a site is placed");
+                let before = if from.is_some() { Before::Other } else { Before::Nobody };
+                self.relocating.seen(&site, Some(placement), begun);
+                Outcome::Committed { at: now(), before }
+            }
+            Ok(Claim::Lost(theirs)) => {
+                let conflict = theirs.as_ref().map(at);
+                self.relocating.seen(&site, theirs, begun);
+                Outcome::Conflict(conflict)
+            }
+            Ok(Claim::Void) => {
+                let reason = format!("site '{site}' or node '{}' is gone", placement.node);
+                self.relocating.note(&site, |search| search.failed = Some(nowhere(reason)));
+                Outcome::Void
+            }
+            Err(error) => {
+                self.relocating.note(&site, |search| search.failed = Some(failed(&error)));
+                Outcome::Unknown
+            }
+        };
+        let mut effects = Vec::new();
+        self.relocating.machine.borrow_mut().stored(now(), &site, ask, outcome, &mut effects);
+        self.carry_out(effects);
+    }
+
+    fn not_sent(self: &Rc<Self>, site: &SiteName, ask: AskId, reason: NotNow) {
+        self.relocating.note(site, |search| search.failed = Some(nowhere(reason.to_string())));
+        let mut effects = Vec::new();
+        {
+            let mut machine = self.relocating.machine.borrow_mut();
+            match reason {
+                NotNow::Promised(until) => machine.held(site, ask, Held::Promised(until), &mut effects),
+                NotNow::NotIntroduced => machine.held(site, ask, Held::NotIntroduced, &mut effects),
+                NotNow::NoStore => machine.stored(now(), site, ask, Outcome::NotDone, &mut effects),
+            }
+        }
+        self.carry_out(effects);
+    }
+
+    async fn read(self: Rc<Self>, site: SiteName, ask: AskId) {
+        let begun = Instant::now();
+        let found = self.store.placement_now(&site).await;
+        let found = match found {
+            Ok(placement) => {
+                let found = placement.as_ref().map(at);
+                self.relocating.seen(&site, placement, begun);
+                Ok(found)
+            }
+            Err(error) => {
+                self.relocating.note(&site, |search| search.failed = Some(failed(&error)));
+                Err(())
+            }
+        };
+        let mut effects = Vec::new();
+        self.relocating.machine.borrow_mut().looked(now(), &site, ask, found, &mut effects);
+        self.carry_out(effects);
+    }
+}
+
+impl Relocating {
+    fn note(&self, site: &SiteName, note: impl FnOnce(&mut Search)) {
+        if let Some(search) = self.sites.borrow_mut().get_mut(site) {
+            note(search);
+        }
+    }
+
+    fn why(&self, site: &SiteName) -> Why {
+        self.sites.borrow().get(site).map_or(Why::First, |search| search.why)
+    }
+
+    /// The store has said so, or agreed to it.
+    fn seen(&self, site: &SiteName, placement: Option<Placement>, begun: Instant) {
+        self.note(site, |search| {
+            search.newest = placement;
+            search.store_us = micros(begun);
+        });
+    }
+
+    fn answer(&self, site: &SiteName, waiter: Waiter, answer: impl FnOnce(&Search) -> Placed) {
+        let mut sites = self.sites.borrow_mut();
+        let Some(search) = sites.get_mut(site) else { return };
+        if let Some(tell) = search.waiters.remove(&waiter) {
+            // Whoever asked may have left.
+            let _ = tell.send(answer(search));
+        }
+        if search.waiters.is_empty() {
+            sites.remove(site);
+        }
+    }
+}
+
+impl Search {
+    fn new(why: Why) -> Self {
+        Self { why, waiters: HashMap::new(), newest: None, decide_us: 0, store_us: 0, failed: None }
+    }
+
+    fn found(&self, epoch: u64) -> Placed {
+        let newest = self.newest.clone().filter(|newest| newest.epoch == epoch);
+        let (decide_us, store_us) = (self.decide_us, self.store_us);
+        newest.map_or_else(
+            || nowhere("it was placed anew while it was looked for"),
+            |placement| Placed::At { placement, decide_us, store_us },
+        )
+    }
+
+    fn refused(&self, why: Refused) -> Placed {
+        if why == Refused::TooMany {
+            return nowhere("too many requests look for a place at once");
+        }
+        let text = match why {
+            Refused::StoreSilent => "the cluster's store does not answer",
+            _ => "no place was found in time",
+        };
+        self.failed.clone().unwrap_or_else(|| nowhere(text))
+    }
+}
+
+fn at(placement: &Placement) -> At<NodeName> {
+    At { node: placement.node.clone(), epoch: placement.epoch }
+}
+
+fn failed(error: &ClusterError) -> Placed {
+    Placed::Nowhere { code: error.code().to_string(), reason: error.to_string() }
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
