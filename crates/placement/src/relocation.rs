@@ -36,7 +36,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_LONGEST: Duration = Duration::from_millis(500);
 
 /// After this a question to the store counts as not answered.
-pub const ASK_LONGEST: Duration = Duration::from_secs(2);
+pub const ASK_LONGEST: Duration = Duration::from_secs(1);
 
 /// Where a site is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
