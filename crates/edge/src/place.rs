@@ -13,6 +13,7 @@ mod repeat;
 mod stint;
 pub mod told;
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -73,9 +74,10 @@ pub async fn arrive(
         return Ok(Arrival::Here(request));
     }
     // Boxed, or its state would be part of every request's.
-    match request.head.conn.carried.as_deref().cloned() {
+    let conn = Rc::clone(&request.head.conn);
+    match &conn.carried {
         Some(carried) => {
-            Box::pin(receive(node, route, &carried, account)).await.map(|()| Arrival::Here(request))
+            Box::pin(receive(node, route, carried, account)).await.map(|()| Arrival::Here(request))
         }
         None => Box::pin(find(node, route, request, account)).await,
     }
@@ -152,18 +154,16 @@ async fn receive(
     }
     let known = || node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
     let epoch_of = |placement: &Option<Placement>| placement.as_ref().map_or(0, |placement| placement.epoch);
-    let mut moves = cluster.follow_moves();
-    let caught_up = async {
-        while epoch_of(&known()) < carried.epoch {
-            if moves.changed().await.is_err() {
-                return;
-            }
-        }
-    };
-    let left = carried.deadline.saturating_duration_since(Instant::now());
-    // Whether they have caught up is looked at below.
-    let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
-    let placement = known();
+    let mut placement = known();
+    if epoch_of(&placement) < carried.epoch {
+        let mut moves = cluster.follow_moves();
+        let caught_up =
+            async { while epoch_of(&known()) < carried.epoch && moves.changed().await.is_ok() {} };
+        let left = carried.deadline.saturating_duration_since(Instant::now());
+        // Whether they have caught up is looked at below.
+        let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
+        placement = known();
+    }
     let me = cluster.member().map(|member| member.node.clone());
     let epoch = epoch_of(&placement);
     if epoch < carried.epoch || placement.map(|placement| placement.node) != me.clone() {
