@@ -266,6 +266,18 @@ async fn leaves(cluster: &Cluster, site: &SiteName, account: &mut Account) -> Re
     if is_over { Ok(()) } else { Err(Refusal::Fenced) }
 }
 
+/// A thread's instances of sites that are about to move away: what runs there ends as soon as its last request has, so that those
+/// who wait for the move wait for nothing else.
+pub async fn give_up_leaving(node: Rc<Node>) {
+    let cluster = &node.shared.cluster;
+    let mut moves = cluster.follow_moves();
+    while moves.changed().await.is_ok() {
+        if cluster.is_any_leaving() {
+            node.instances.give_up(|site| cluster.is_leaving(site));
+        }
+    }
+}
+
 /// Placed here, without authority: waits until it is back (true) or the site has moved (false).
 async fn held(cluster: &Cluster, account: &mut Account) -> Result<bool, Refusal> {
     let began = Instant::now();
