@@ -53,7 +53,7 @@ pub struct Cluster {
     arrivals: Mutex<Arrivals<SiteName>>,
     /// Sites that are about to move away from here: requests for them wait until they have.
     leaving: RwLock<HashSet<SiteName>>,
-    /// Raised when a node or a placement has changed.
+    /// Raised when a node or a placement has changed, or a site is about to leave.
     moved: watch::Sender<u64>,
 }
 
@@ -109,7 +109,7 @@ impl Cluster {
         self.member.subscribe()
     }
 
-    /// Told when a node or a placement has changed.
+    /// Told when a node or a placement has changed, or a site is about to leave.
     pub fn follow_moves(&self) -> watch::Receiver<u64> {
         self.moved.subscribe()
     }
@@ -143,12 +143,16 @@ impl Cluster {
             self.leaving.write().insert(site);
         } else {
             self.leaving.write().remove(&site);
-            self.moved.send_modify(|moved| *moved += 1);
         }
+        self.moved.send_modify(|moved| *moved += 1);
     }
 
     pub fn is_leaving(&self, site: &SiteName) -> bool {
         self.leaving.read().contains(site)
+    }
+
+    pub fn is_any_leaving(&self) -> bool {
+        !self.leaving.read().is_empty()
     }
 
     /// This node knows from now on where the site is placed.

@@ -61,7 +61,7 @@ struct Use {
     holds: Cell<u32>,
     /// Since when none does.
     idle_since: Cell<Instant>,
-    /// It has ended, or the keeper that knew of this use has.
+    /// It has ended, or is to end here, or the keeper that knew of this use has ended.
     is_lost: Cell<bool>,
     /// The task that asks and then tends waits for `turn` and for nothing else.
     is_parked: Cell<bool>,
@@ -130,6 +130,11 @@ impl Instances {
         let task = spawn_local(Rc::clone(self).live(Rc::clone(&used)));
         *used.task.borrow_mut() = Some(task.abort_handle());
         used
+    }
+
+    /// Instances of these sites are given back as soon as no request needs them, and not only when none has for a while.
+    pub fn give_up(&self, leaves: impl Fn(&SiteName) -> bool) {
+        self.uses.borrow().values().filter(|used| leaves(&used.site)).for_each(|used| used.lose());
     }
 
     /// Whether the keeper still knows that this thread uses it: one that was started anew does not.

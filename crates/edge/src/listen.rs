@@ -24,6 +24,7 @@ use crate::message::ConnInfo;
 use crate::node::Node;
 use crate::peers::acceptor::Acceptor;
 use crate::peers::images;
+use crate::place;
 use crate::rules;
 use crate::shared::Shared;
 use crate::tls::{Alpn, Tls};
@@ -96,6 +97,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         tokio::task::spawn_local(async move { turns.count().await });
         let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
         let ruling = tokio::task::spawn_local(rules::follow(Rc::clone(&node), thread.tends_shared));
+        let leaving = tokio::task::spawn_local(place::give_up_leaving(Rc::clone(&node)));
         if thread.tends_shared {
             tokio::task::spawn_local(Arc::clone(&shared.php).tend());
             tokio::task::spawn_local(admission::tend(Rc::clone(&node)));
@@ -116,6 +118,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         }
         tending.abort();
         ruling.abort();
+        leaving.abort();
         node.tend();
         Ok(())
     })

@@ -175,8 +175,8 @@ impl Host for Node {
     }
 
     fn serve(&self, mut request: Request) -> impl Future<Output = Response> {
-        // What nodes say to each other was taken in before; what is left of it a client has made up.
-        if self.shared.cluster.is_member() {
+        // What nodes say to each other is made up where a client says it.
+        if self.shared.cluster.is_member() && request.head.conn.carried.is_none() {
             fields::strip(&mut request.head.headers);
         }
         request::serve(self, request)

@@ -2,8 +2,8 @@
 //! whether they are there.
 //!
 //! In reading order: `fields` (what is said of a request between nodes), `acceptor` (their connections to us), `pool` (ours
-//! to them), `carry` (one request on its way), `images` (what goes beside requests), `probe` (whether they are
-//! there), `tally` (what is counted of them), `credentials`. Not here: which node a site runs on (`cluster`), what becomes of a request whose node is lost (`place`).
+//! to them), `carry` (one request on its way), `images` (what goes beside requests), `watch` (whether they
+//! are there, as one thread wants to know it), `probe` (as all do), `tally` (what is counted of them), `credentials`. Not here: which node a site runs on (`cluster`), what becomes of a request whose node is lost (`place`).
 
 pub mod acceptor;
 pub mod carry;
@@ -15,6 +15,7 @@ pub mod probe;
 mod splice;
 mod tally;
 mod upload;
+mod watch;
 
 pub use credentials::{Credentials, CredentialsError};
 pub use fields::{Carried, Denied, Served};

@@ -13,6 +13,7 @@ mod repeat;
 mod stint;
 pub mod told;
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -73,9 +74,10 @@ pub async fn arrive(
         return Ok(Arrival::Here(request));
     }
     // Boxed, or its state would be part of every request's.
-    match request.head.conn.carried.as_deref().cloned() {
+    let conn = Rc::clone(&request.head.conn);
+    match &conn.carried {
         Some(carried) => {
-            Box::pin(receive(node, route, &carried, account)).await.map(|()| Arrival::Here(request))
+            Box::pin(receive(node, route, carried, account)).await.map(|()| Arrival::Here(request))
         }
         None => Box::pin(find(node, route, request, account)).await,
     }
@@ -152,18 +154,16 @@ async fn receive(
     }
     let known = || node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
     let epoch_of = |placement: &Option<Placement>| placement.as_ref().map_or(0, |placement| placement.epoch);
-    let mut moves = cluster.follow_moves();
-    let caught_up = async {
-        while epoch_of(&known()) < carried.epoch {
-            if moves.changed().await.is_err() {
-                return;
-            }
-        }
-    };
-    let left = carried.deadline.saturating_duration_since(Instant::now());
-    // Whether they have caught up is looked at below.
-    let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
-    let placement = known();
+    let mut placement = known();
+    if epoch_of(&placement) < carried.epoch {
+        let mut moves = cluster.follow_moves();
+        let caught_up =
+            async { while epoch_of(&known()) < carried.epoch && moves.changed().await.is_ok() {} };
+        let left = carried.deadline.saturating_duration_since(Instant::now());
+        // Whether they have caught up is looked at below.
+        let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
+        placement = known();
+    }
     let me = cluster.member().map(|member| member.node.clone());
     let epoch = epoch_of(&placement);
     if epoch < carried.epoch || placement.map(|placement| placement.node) != me.clone() {
@@ -264,6 +264,18 @@ async fn leaves(cluster: &Cluster, site: &SiteName, account: &mut Account) -> Re
     let is_over = timeout(LEAVE_MAX, left).await.is_ok();
     account.was_held(began.elapsed());
     if is_over { Ok(()) } else { Err(Refusal::Fenced) }
+}
+
+/// A thread's instances of sites that are about to move away: what runs there ends as soon as its last request has, so that those
+/// who wait for the move wait for nothing else.
+pub async fn give_up_leaving(node: Rc<Node>) {
+    let cluster = &node.shared.cluster;
+    let mut moves = cluster.follow_moves();
+    while moves.changed().await.is_ok() {
+        if cluster.is_any_leaving() {
+            node.instances.give_up(|site| cluster.is_leaving(site));
+        }
+    }
 }
 
 /// Placed here, without authority: waits until it is back (true) or the site has moved (false).

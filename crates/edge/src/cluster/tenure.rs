@@ -35,6 +35,9 @@ impl Tenure {
 
     /// Waits until there is authority. False: there was none for so long.
     pub async fn regained(&self, patience: Duration) -> bool {
+        if self.holds() {
+            return true;
+        }
         let mut extended = self.extended.subscribe();
         let holds = async {
             while !self.holds() {

@@ -6,8 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until};
 
 use crate::body::Pace;
 
@@ -18,8 +17,8 @@ pub(super) struct Streams(Rc<State>);
 #[derive(Debug)]
 struct State {
     open: Cell<usize>,
-    /// Told when the first stream opens and when the last one ends.
-    changed: Notify,
+    /// When the last one ended.
+    idle_since: Cell<Instant>,
     /// Pace of the stream that hyper is just making: it calls the service, then at once the executor.
     next: RefCell<Option<Rc<Pace>>>,
     /// How long a client may take nothing of a response.
@@ -28,8 +27,8 @@ struct State {
 
 impl Streams {
     pub(super) fn new(patience: Duration) -> Self {
-        let (open, changed, next) = (Cell::new(0), Notify::new(), RefCell::new(None));
-        Self(Rc::new(State { open, changed, next, patience }))
+        let (open, idle_since, next) = (Cell::new(0), Cell::new(Instant::now()), RefCell::new(None));
+        Self(Rc::new(State { open, idle_since, next, patience }))
     }
 
     /// A stream begins; its task follows.
@@ -39,14 +38,18 @@ impl Streams {
         pace
     }
 
-    /// Ends when there has been no stream for `time`.
+    /// Ends when there has been no stream for `time`, beginning now. Looks when that could be, so that streams that come and go
+    /// need to tell nobody.
     pub(super) async fn idle_for(&self, time: Duration) {
+        let begun = Instant::now();
         loop {
-            if self.0.open.get() > 0 {
-                self.0.changed.notified().await;
-            } else if timeout(time, self.0.changed.notified()).await.is_err() {
+            let since =
+                if self.0.open.get() > 0 { Instant::now() } else { self.0.idle_since.get().max(begun) };
+            let over = since + time;
+            if over <= Instant::now() {
                 return;
             }
+            sleep_until(over).await;
         }
     }
 }
@@ -77,9 +80,6 @@ struct Open(Rc<State>);
 impl Open {
     fn new(state: Rc<State>) -> Self {
         state.open.set(state.open.get() + 1);
-        if state.open.get() == 1 {
-            state.changed.notify_one();
-        }
         Self(state)
     }
 }
@@ -88,7 +88,7 @@ impl Drop for Open {
     fn drop(&mut self) {
         self.0.open.set(self.0.open.get() - 1);
         if self.0.open.get() == 0 {
-            self.0.changed.notify_one();
+            self.0.idle_since.set(Instant::now());
         }
     }
 }

@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use tokio::io::Interest;
 use tokio::net::UnixListener;
 use tokio::sync::mpsc;
+use tokio::task::yield_now;
 use tokio::time::timeout;
 
 use super::*;
@@ -179,6 +180,37 @@ fn it_is_given_back_once_no_request_has_needed_it_for_a_while() {
         let hold = instances.hold(&site(), None);
         let _app = peer.use_asked().await.using(2, None);
         assert_eq!(hold.awake().await.unwrap().instance, InstanceId(2));
+    });
+}
+
+#[test]
+fn one_that_is_given_up_goes_with_its_last_request_and_waits_for_no_other() {
+    run(|mut peer, instances| async move {
+        let other = instances.hold(&SiteName::new("other").unwrap(), None);
+        let _other_app = peer.use_asked().await.using(1, None);
+        let holds = [(); 2].map(|()| instances.hold(&site(), None));
+        let _app = peer.use_asked().await.using(2, None);
+        for hold in holds.iter().chain([&other]) {
+            hold.awake().await.unwrap();
+        }
+        instances.give_up(|name| *name == site());
+        yield_now().await;
+        assert!(peer.is_silent(), "requests need it");
+        let [first, last] = holds;
+        drop((other, first));
+        yield_now().await;
+        assert!(peer.is_silent(), "another request needs it");
+        drop(last);
+        // Before the one that was left alone earlier.
+        assert_eq!(peer.next().await.0.verb, Verb::LeaveInstance { instance: InstanceId(2) });
+        assert_eq!(peer.next().await.0.verb, Verb::LeaveInstance { instance: InstanceId(1) });
+        // One that nobody needs just now goes at once.
+        let hold = instances.hold(&site(), None);
+        let _app = peer.use_asked().await.using(3, None);
+        hold.awake().await.unwrap();
+        drop(hold);
+        instances.give_up(|name| *name == site());
+        assert_eq!(peer.next().await.0.verb, Verb::LeaveInstance { instance: InstanceId(3) });
     });
 }
 

@@ -6,11 +6,13 @@
 //!
 //! Not here: the connection (`pool`, `acceptor`), fields between proxies (`forward`).
 
+use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::uri::{Authority, Parts, PathAndQuery, Scheme};
 use http::{Method, Uri, Version};
 use nagaya_base::RequestId;
 use nagaya_cmdb::{NodeName, SiteName};
@@ -21,29 +23,28 @@ use crate::message::{ConnInfo, Head, TlsInfo};
 /// Every private field begins so.
 const PRIVATE: &str = "nagaya-peer-";
 
-const CLIENT: HeaderName = HeaderName::from_static("nagaya-peer-client");
-const LOCAL: HeaderName = HeaderName::from_static("nagaya-peer-local");
+/// What every request has, in one field, because each field costs on both sides: version, the client's address, the address it
+/// came to, request id, site, epoch, milliseconds left, retries left.
+const REQUEST: HeaderName = HeaderName::from_static("nagaya-peer-request");
 const TLS: HeaderName = HeaderName::from_static("nagaya-peer-tls");
-const PROTOCOL: HeaderName = HeaderName::from_static("nagaya-peer-version");
-const ID: HeaderName = HeaderName::from_static("nagaya-peer-id");
-const SITE: HeaderName = HeaderName::from_static("nagaya-peer-site");
-const EPOCH: HeaderName = HeaderName::from_static("nagaya-peer-epoch");
-const DEADLINE: HeaderName = HeaderName::from_static("nagaya-peer-deadline-ms");
-const RETRIES: HeaderName = HeaderName::from_static("nagaya-peer-retries");
 const HOSTLESS: HeaderName = HeaderName::from_static("nagaya-peer-hostless");
 const TARGET: HeaderName = HeaderName::from_static("nagaya-peer-target");
 const UPGRADE: HeaderName = HeaderName::from_static("nagaya-peer-upgrade");
 
 const SWITCHED: HeaderName = HeaderName::from_static("nagaya-peer-switched");
 const REFUSED: HeaderName = HeaderName::from_static("nagaya-peer-refused");
+/// The node, then its stages: `b backend_us=120 cpu_us=15`.
 const SERVED: HeaderName = HeaderName::from_static("nagaya-peer-served");
-const STAGES: HeaderName = HeaderName::from_static("nagaya-peer-stages");
 
 /// In place of a host where an HTTP/1.0 client named none.
 const NOBODY: &str = "nobody.nagaya.internal";
 
-/// Stages of another node that are taken over. There are fewer.
-const STAGES_MAX: usize = 24;
+/// Bytes that the fields of every request and every answer mostly take.
+const REQUEST_LEN: usize = 160;
+const SERVED_LEN: usize = 160;
+
+/// Stages of another node that are taken over, in bytes. They are fewer.
+const STAGES_MAX: usize = 1024;
 
 /// What a forwarded request has beside itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,8 +75,8 @@ pub enum Denied {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Served {
     pub node: NodeName,
-    /// Names are those of `Figures`, times microseconds.
-    pub stages: Vec<(Box<str>, u64)>,
+    /// `backend_us=120 cpu_us=15`: names are those of `Figures`, times microseconds. Mostly nobody asks for them.
+    pub stages: Box<str>,
 }
 
 /// Takes out what only nodes may say.
@@ -92,8 +93,17 @@ pub fn strip(headers: &mut HeaderMap) {
 pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Instant) {
     strip(headers);
     let conn = &head.conn;
-    put(headers, CLIENT, conn.peer);
-    put(headers, LOCAL, conn.local);
+    let version = match head.version {
+        Version::HTTP_10 => "1.0",
+        Version::HTTP_2 => "2",
+        _ => "1.1",
+    };
+    let left = carried.deadline.saturating_duration_since(now).as_millis();
+    let (peer, local, id) = (conn.peer, conn.local, head.id);
+    let Carried { site, epoch, retries, .. } = carried;
+    let mut words = String::with_capacity(REQUEST_LEN);
+    let _ = write!(words, "{version} {peer} {local} {id} {site} {epoch} {left} {retries}");
+    put_once(headers, REQUEST, words);
     if let Some(tls) = &conn.tls {
         put(
             headers,
@@ -101,20 +111,6 @@ pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Insta
             format!("{} {} {}", tls.protocol, tls.cipher, tls.server_name.as_deref().unwrap_or("-")),
         );
     }
-    put(
-        headers,
-        PROTOCOL,
-        match head.version {
-            Version::HTTP_10 => "1.0",
-            Version::HTTP_2 => "2",
-            _ => "1.1",
-        },
-    );
-    put(headers, ID, head.id);
-    put(headers, SITE, &carried.site);
-    put(headers, EPOCH, carried.epoch);
-    put(headers, DEADLINE, carried.deadline.saturating_duration_since(now).as_millis());
-    put(headers, RETRIES, carried.retries);
     if head.host.is_empty() {
         put(headers, HOSTLESS, "");
     }
@@ -135,22 +131,23 @@ pub fn target(head: &Head, headers: &mut HeaderMap) -> Uri {
         (host, Some(port)) => format!("{host}:{port}"),
         (host, None) => host.to_owned(),
     };
-    let uri = |path: &str| {
-        Uri::builder().scheme(head.conn.scheme()).authority(authority.as_str()).path_and_query(path).build()
-    };
+    let mut parts = Parts::default();
+    parts.scheme = Some(if head.conn.tls.is_some() { Scheme::HTTPS } else { Scheme::HTTP });
+    parts.authority = Authority::try_from(authority.as_str()).ok();
+    parts.path_and_query = PathAndQuery::try_from(target.as_str()).ok();
     // What was read and what is sent must be the same byte for byte: a rule or an application may look at each.
-    let same = |uri: &Uri| {
-        uri.path() == &*head.path
-            && uri.query() == query
-            && uri.authority().is_some_and(|a| a.as_str() == authority)
-    };
-    if let Some(uri) = uri(&target).ok().filter(same) {
-        return uri;
+    let is_same = parts.authority.as_ref().is_some_and(|sent| sent.as_str() == authority)
+        && parts
+            .path_and_query
+            .as_ref()
+            .is_some_and(|sent| sent.path() == &*head.path && sent.query() == query);
+    if !is_same {
+        if let Ok(target) = HeaderValue::from_bytes(target.as_bytes()) {
+            headers.insert(TARGET, target);
+        }
+        parts.path_and_query = Some(PathAndQuery::from_static("/"));
     }
-    if let Ok(target) = HeaderValue::from_bytes(target.as_bytes()) {
-        headers.insert(TARGET, target);
-    }
-    uri("/").unwrap_or_default()
+    Uri::from_parts(parts).unwrap_or_default()
 }
 
 fn put(headers: &mut HeaderMap, name: HeaderName, value: impl ToString) {
@@ -160,17 +157,41 @@ fn put(headers: &mut HeaderMap, name: HeaderName, value: impl ToString) {
     }
 }
 
+/// What is different each time: HTTP/2 is not to remember it in place of what comes again (RFC 7541 section 6.2.3).
+fn put_once(headers: &mut HeaderMap, name: HeaderName, value: String) {
+    if let Ok(mut value) = HeaderValue::try_from(value) {
+        value.set_sensitive(true);
+        headers.insert(name, value);
+    }
+}
+
 /// What came from `from` becomes the request that the client made. The reason if it cannot be one.
 pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'static str> {
     const WRONG: &str = "another node did not say what it has to say of a request";
     let headers = &head.headers;
+    let mut words = text(headers, &REQUEST).ok_or(WRONG)?.split(' ');
+    let mut word = || words.next().ok_or(WRONG);
+    let version = match word()? {
+        "1.0" => Version::HTTP_10,
+        "2" => Version::HTTP_2,
+        "1.1" => Version::HTTP_11,
+        _ => return Err(WRONG),
+    };
+    let peer: SocketAddr = word()?.parse().map_err(|_| WRONG)?;
+    let local: SocketAddr = word()?.parse().map_err(|_| WRONG)?;
+    let id = Some(word()?).filter(|id| id.len() == 32).ok_or(WRONG)?;
+    let id = u128::from_str_radix(id, 16).map_err(|_| WRONG)?;
     let carried = Carried {
         from: from.clone(),
-        site: SiteName::new(text(headers, &SITE).ok_or(WRONG)?).map_err(|_| WRONG)?,
-        epoch: number(headers, &EPOCH).ok_or(WRONG)?,
-        deadline: now + Duration::from_millis(number(headers, &DEADLINE).ok_or(WRONG)?.min(DEADLINE_MS_MAX)),
-        retries: number(headers, &RETRIES).and_then(|n| u32::try_from(n).ok()).ok_or(WRONG)?,
+        site: SiteName::new(word()?).map_err(|_| WRONG)?,
+        epoch: word()?.parse().map_err(|_| WRONG)?,
+        deadline: now
+            + Duration::from_millis(word()?.parse::<u64>().map_err(|_| WRONG)?.min(DEADLINE_MS_MAX)),
+        retries: word()?.parse().map_err(|_| WRONG)?,
     };
+    if words.next().is_some() {
+        return Err(WRONG);
+    }
     if let Some(target) = headers.get(TARGET) {
         let target = std::str::from_utf8(target.as_bytes()).map_err(|_| WRONG)?;
         let (path, query) =
@@ -180,20 +201,10 @@ pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'stat
     if headers.contains_key(HOSTLESS) {
         (head.host, head.port) = ("".into(), None);
     }
-    let peer: SocketAddr = text(headers, &CLIENT).and_then(|text| text.parse().ok()).ok_or(WRONG)?;
-    let local: SocketAddr = text(headers, &LOCAL).and_then(|text| text.parse().ok()).ok_or(WRONG)?;
     let tls = match text(headers, &TLS) {
         Some(text) => Some(read_tls(text, &head.host).ok_or(WRONG)?),
         None => None,
     };
-    let version = match text(headers, &PROTOCOL) {
-        Some("1.0") => Version::HTTP_10,
-        Some("2") => Version::HTTP_2,
-        Some("1.1") => Version::HTTP_11,
-        _ => return Err(WRONG),
-    };
-    let id = text(headers, &ID).filter(|id| id.len() == 32);
-    let id = id.and_then(|id| u128::from_str_radix(id, 16).ok()).ok_or(WRONG)?;
     let upgrade = headers.get(UPGRADE).cloned();
     if upgrade.is_some() && head.method != Method::GET {
         return Err(WRONG);
@@ -224,10 +235,6 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-fn number(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
-    text(headers, name)?.parse().ok()
-}
-
 // === Response ===
 
 /// Says that nothing was done, and why.
@@ -252,19 +259,19 @@ pub fn denied(headers: &HeaderMap) -> Option<Denied> {
 
 /// Says who served it, and where the time went until now.
 pub fn serve(headers: &mut HeaderMap, node: &str, stages: impl Iterator<Item = (&'static str, u64)>) {
-    put(headers, SERVED, node);
-    let stages: Vec<_> = stages.filter(|(_, us)| *us > 0).map(|(name, us)| format!("{name}={us}")).collect();
-    put(headers, STAGES, stages.join(","));
+    let mut words = String::with_capacity(SERVED_LEN);
+    words.push_str(node);
+    for (name, us) in stages.filter(|(_, us)| *us > 0) {
+        let _ = write!(words, " {name}={us}");
+    }
+    put_once(headers, SERVED, words);
 }
 
 pub fn served(headers: &HeaderMap) -> Option<Served> {
-    let node = NodeName::new(text(headers, &SERVED)?).ok()?;
-    let stages = text(headers, &STAGES).unwrap_or_default().split(',');
-    let stages = stages.filter_map(|stage| {
-        let (name, us) = stage.split_once('=')?;
-        Some((name.into(), us.parse().ok()?))
-    });
-    Some(Served { node, stages: stages.take(STAGES_MAX).collect() })
+    let said = text(headers, &SERVED)?;
+    let (node, stages) = said.split_once(' ').unwrap_or((said, ""));
+    let stages = if stages.len() > STAGES_MAX { "" } else { stages };
+    Some(Served { node: NodeName::new(node).ok()?, stages: stages.into() })
 }
 
 /// From here on the two bodies are the two directions of an upgraded connection.
@@ -400,11 +407,20 @@ mod tests {
         let now = Instant::now();
         let mut whole = HeaderMap::new();
         write(&mut whole, &head(false), &carried(now), now);
-        for missing in [CLIENT, LOCAL, PROTOCOL, ID, SITE, EPOCH, DEADLINE, RETRIES] {
+        let said = whole[REQUEST].to_str().unwrap().to_owned();
+        let words: Vec<_> = said.split(' ').collect();
+        assert_eq!(words.len(), 8);
+        let lacks = (0..words.len()).map(|at| {
+            let rest = words.iter().enumerate().filter(|(other, _)| *other != at);
+            rest.map(|(_, word)| *word).collect::<Vec<_>>().join(" ")
+        });
+        for wrong in lacks.chain([String::new(), said.clone() + " more"]) {
             let mut headers = whole.clone();
-            headers.remove(&missing);
-            assert!(read(&mut arrived(headers), &NodeName::new("a").unwrap(), now).is_err(), "{missing}");
+            headers.insert(REQUEST, HeaderValue::try_from(&wrong).unwrap());
+            assert!(read(&mut arrived(headers), &NodeName::new("a").unwrap(), now).is_err(), "{wrong}");
         }
+        whole.remove(REQUEST);
+        assert!(read(&mut arrived(whole), &NodeName::new("a").unwrap(), now).is_err());
     }
 
     #[test]
@@ -417,7 +433,7 @@ mod tests {
         serve(&mut headers, "b", [("wake_us", 5), ("queue_us", 0), ("backend_us", 9)].into_iter());
         let served = served(&headers).unwrap();
         assert_eq!(served.node.as_str(), "b");
-        assert_eq!(served.stages, [("wake_us".into(), 5), ("backend_us".into(), 9)]);
+        assert_eq!(&*served.stages, "wake_us=5 backend_us=9");
         strip(&mut headers);
         assert!(headers.is_empty());
     }

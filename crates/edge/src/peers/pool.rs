@@ -1,7 +1,7 @@
 //! One thread's connections to other nodes: HTTP/2 over mutually authenticated TLS, shared by as many requests as they have
 //! streams, a few more made when those are used up, closed when they have been idle.
 //!
-//! Not here: one request on its way (`carry`), the certificates (`credentials`), whether a node is there (`probe`).
+//! Not here: one request on its way (`carry`), the certificates (`credentials`), whether a node is there (`watch`).
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -14,6 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Builder, SendRequest};
 use nagaya_cmdb::{NodeName, NodeRecord};
+use nagaya_placement::liveness::Verdict;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::{AbortHandle, spawn_local};
@@ -21,6 +22,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 
 use super::credentials::{ALPN, server_name};
+use super::watch::Watch;
 use crate::cluster::Member;
 use crate::shared::Shared;
 
@@ -88,6 +90,7 @@ struct Node {
     failed: RefCell<Option<NoPeer>>,
     /// A stream has become free, a connection was made, or making one has failed.
     changed: Notify,
+    watch: Watch,
 }
 
 /// One connection.
@@ -156,6 +159,12 @@ impl Pool {
         }
     }
 
+    /// Ends when something is held against the node: it refuses, or it is silent.
+    pub async fn against(&self, record: &Arc<NodeRecord>) -> Verdict {
+        let node = self.node(record);
+        node.watch.against(&self.shared, record).await
+    }
+
     /// After a change of credentials the connections made with those before take no new requests.
     fn renew(&self, member: &Arc<Member>) {
         let mut known = self.member.borrow_mut();
@@ -183,6 +192,7 @@ impl Pool {
             connecting: Cell::new(false),
             failed: RefCell::default(),
             changed: Notify::new(),
+            watch: Watch::default(),
         });
         nodes.insert(record.name.clone(), Rc::clone(&node));
         node

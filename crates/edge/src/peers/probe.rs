@@ -1,8 +1,8 @@
 //! Whether other nodes are there: the one thread of the process that asks them and answers them, and nothing else, so that
 //! no busy edge thread makes this node look dead.
 //!
-//! A request that is on its way to a node has the node asked beside it, unless something was heard from it just now. All
-//! requests share one question. What the answers, refusals and silences mean is decided by `nagaya_placement::liveness`.
+//! A request that is on its way to a node and gets no answer at once has the node asked (`watch`). All requests share one
+//! question. What the answers, refusals and silences mean is decided by `nagaya_placement::liveness`.
 //! The members' vouches for each other go over the same socket (`vouch`).
 //! Not here: datagrams (`datagram`), one node's sockets (`line`), what follows from silence (`place`).
 
@@ -23,7 +23,6 @@ use nagaya_placement::Moment;
 use nagaya_placement::liveness::{self, Verdict};
 use parking_lot::{Mutex, RwLock};
 use tokio::net::UdpSocket;
-use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::LocalSet;
 use tokio::time::sleep;
@@ -33,9 +32,6 @@ use crate::shared::Shared;
 use datagram::{Datagram, Kind, LEN_MAX, State};
 use line::{Event, Line};
 use vouch::{Order, Vouching};
-
-/// While a request waits for its answer, its node is asked again so often: a node that dies then is found out, too.
-const REASK: Duration = Duration::from_millis(100);
 
 /// Questions of other nodes that are looked at in a window; what comes beyond them is dropped. A hundred nodes that each ask
 /// three times for a probe every twentieth of a second are 6,000 in a second.
@@ -96,26 +92,17 @@ impl Probes {
         }
     }
 
-    /// Ends when something is held against the node: it refuses, or it is silent. As long as it answers, or nobody can be
-    /// asked, this does not end.
-    pub async fn against(&self, record: &Arc<NodeRecord>) -> Verdict {
-        loop {
-            let is_fresh =
-                self.last_heard(&record.name).is_some_and(|heard| boottime().since(heard) < liveness::FRESH);
-            if !is_fresh {
-                let (found, verdict) = oneshot::channel();
-                let asked = Asked { record: Arc::clone(record), found };
-                // Nobody to ask: nothing is held against the node. A crowd that is not taken in asks again in a moment.
-                let sent = self.asks.lock().as_ref().map(|asks| asks.try_send(asked));
-                if matches!(sent, None | Some(Err(TrySendError::Closed(_)))) {
-                    return std::future::pending().await;
-                }
-                if let Ok(against @ (Verdict::Refuses | Verdict::Silent)) = verdict.await {
-                    return against;
-                }
-            }
-            sleep(REASK).await;
-        }
+    /// It was heard from just now, so it need not be asked.
+    pub fn is_fresh(&self, node: &NodeName) -> bool {
+        self.last_heard(node).is_some_and(|heard| boottime().since(heard) < liveness::FRESH)
+    }
+
+    /// Asks the node, together with all who do so now. `Pending`: it was not asked, because nobody can be, or too many want it.
+    pub async fn ask(&self, record: &Arc<NodeRecord>) -> Verdict {
+        let (found, verdict) = oneshot::channel();
+        let asked = Asked { record: Arc::clone(record), found };
+        let is_asked = self.asks.lock().as_ref().is_some_and(|asks| asks.try_send(asked).is_ok());
+        if is_asked { verdict.await.unwrap_or(Verdict::Pending) } else { Verdict::Pending }
     }
 }
 

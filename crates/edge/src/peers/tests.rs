@@ -618,7 +618,7 @@ fn a_node_whose_sockets_are_open_and_that_does_nothing_is_silent_within_the_boun
         let nodes = [record_b.clone(), record("c", c.address)];
         let (node, asked) = node_a(&ca, &nodes, placement("b", 1));
         let began = Instant::now();
-        let verdict = node.shared.cluster.peers.probes.against(&Arc::new(record_b)).await;
+        let verdict = node.peers.against(&Arc::new(record_b)).await;
         // The bound is 100 ms; the rest is this machine's, which does other things too.
         assert_eq!(verdict, Verdict::Silent);
         let took = began.elapsed();
@@ -675,7 +675,8 @@ async fn probed(ca: &Ca, kind: ProbeKind, record: NodeRecord) -> (Option<Verdict
     let (_, own) = sockets();
     probe::start(Arc::clone(&shared), OwnedFd::from(own)).unwrap();
     let record = Arc::new(record);
-    let verdict = timeout(Duration::from_millis(500), shared.cluster.peers.probes.against(&record)).await;
+    let pool = Pool::new(Arc::clone(&shared));
+    let verdict = timeout(Duration::from_millis(500), pool.against(&record)).await;
     (verdict.ok(), shared.cluster.peers.tallies.status()[0]["probes"].clone())
 }
 
@@ -701,6 +702,33 @@ fn a_host_that_refuses_is_told_from_one_that_is_silent_and_from_one_that_answers
         other.id = id("other");
         assert_eq!(probed(&ca, ProbeKind::Udp, other).await.0, Some(Verdict::Silent));
         drop((stream, probes));
+    });
+}
+
+#[test]
+fn all_who_wait_for_a_silent_node_are_told_and_whoever_comes_later_asks_anew() {
+    run(async {
+        let shared = shared(Ca::new().options("a", "a"));
+        let (_, own) = sockets();
+        probe::start(Arc::clone(&shared), OwnedFd::from(own)).unwrap();
+        let mute = sockets();
+        let record = Arc::new(record("b", mute.0.local_addr().unwrap()));
+        let pool = Rc::new(Pool::new(Arc::clone(&shared)));
+        let ask = || {
+            let (pool, record) = (Rc::clone(&pool), Arc::clone(&record));
+            spawn_local(async move { pool.against(&record).await })
+        };
+        // Whoever does not wait for the verdict changes nothing for the others.
+        ask().abort();
+        let waiting: Vec<_> = (0..20).map(|_| ask()).collect();
+        for told in waiting {
+            assert_eq!(told.await.unwrap(), Verdict::Silent);
+        }
+        let found = || shared.cluster.peers.tallies.status()[0]["probes"]["silent"].as_u64();
+        until(|| found() > Some(0)).await;
+        assert_eq!(found(), Some(1), "it was one probe");
+        drop(mute);
+        while ask().await.unwrap() != Verdict::Refuses {}
     });
 }
 

@@ -1,6 +1,6 @@
 //! The one hop of a request to the node that runs its site.
 //!
-//! The question whether the node is there goes out beside the request, not before it: a node that answers costs nothing more,
+//! The question whether the node is there goes out after the request, not before it: a node that answers costs nothing more,
 //! one that is silent is found out within a tenth of a second, and a slow one is waited for. Not here: what comes after a
 //! node was lost (`place`).
 
@@ -104,7 +104,7 @@ impl<'a> Hop<'a> {
         let answered = tokio::select! {
             biased;
             answered = self.exchange(record, epoch, keep, account, &handed) => answered,
-            verdict = peers.probes.against(record) => {
+            verdict = self.node.peers.against(record) => {
                 let why = if verdict == Verdict::Refuses { Why::Refused } else { Why::Silent };
                 self.node.peers.forget(&record.name);
                 Err(Lost { why: Some(why), handed: handed.get(), refusal: Refusal::MovedTooOften })
@@ -128,7 +128,7 @@ impl<'a> Hop<'a> {
         keep: &mut Keep,
         account: &Account,
         handed: &Cell<bool>,
-    ) -> Result<(Response, Duration, Vec<(Box<str>, u64)>), Lost> {
+    ) -> Result<(Response, Duration, Box<str>), Lost> {
         let (seat, connect) =
             self.node.peers.seat(record).await.map_err(|error| self.unconnected(record, error))?;
         let used = u32::try_from(account.relocations()).unwrap_or(u32::MAX);

@@ -35,8 +35,8 @@ pub struct Passed {
     pub took: Duration,
     /// Of that, waiting for a connection.
     pub connect: Duration,
-    /// Where that node says its time went.
-    pub stages: Vec<(Box<str>, u64)>,
+    /// Where that node says its time went: `backend_us=120 cpu_us=15`.
+    pub stages: Box<str>,
 }
 
 impl Relocated {
@@ -107,8 +107,9 @@ pub fn json(more: &More) -> Option<Value> {
     }
     Some(json!({
         "peer": more.passed.as_ref().map(|passed| {
-            let stages: serde_json::Map<_, _> =
-                passed.stages.iter().map(|(name, us)| (name.to_string(), (*us).into())).collect();
+            let stages = passed.stages.split(' ').filter_map(|stage| stage.split_once('='));
+            let stages = stages.filter_map(|(name, us)| Some((name.to_owned(), us.parse::<u64>().ok()?.into())));
+            let stages: serde_json::Map<_, _> = stages.collect();
             json!({
                 "node": passed.node,
                 "us": us(passed.took),
@@ -170,7 +171,7 @@ mod tests {
                 node: node("c"),
                 took: ms(30),
                 connect: ms(1),
-                stages: vec![("wake_us".into(), 20_000)],
+                stages: "wake_us=20000 cpu_us=3".into(),
             }),
             ..More::default()
         };

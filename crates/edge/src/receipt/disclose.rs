@@ -96,10 +96,10 @@ impl Disclosure {
     /// for clients whose protocol has one.
     pub fn put(self, response: &mut Response) {
         let is_final = !matches!(&response.body, ResponseBody::Stream(body) if !body.is_end_stream());
-        response.headers.append(SERVER_TIMING, self.timing());
-        response.headers.insert(RECEIPT, self.receipt(is_final));
+        response.headers.append(SERVER_TIMING, once(self.timing()));
+        response.headers.insert(RECEIPT, once(self.receipt(is_final)));
         let id = HeaderValue::try_from(self.id.to_string()).expect("hexadecimal digits");
-        response.headers.insert(REQUEST_ID, id);
+        response.headers.insert(REQUEST_ID, once(id));
         if is_final {
             return;
         }
@@ -147,7 +147,7 @@ impl Disclosure {
             push_string(&mut out, &cell);
         }
         for (name, number) in self.figures.named() {
-            let name = name.trim_end_matches("_us").trim_end_matches("_bytes");
+            let name = name.strip_suffix("_us").or_else(|| name.strip_suffix("_bytes")).unwrap_or(name);
             write!(out, ", {name}={}", number.min(INTEGER_MAX)).expect("a String takes everything");
             if let ("wake", Some(wake)) = (name, &self.wake) {
                 self.push_stages(&mut out, wake);
@@ -176,6 +176,12 @@ impl Disclosure {
         self.figures.update(&more, self.begun.elapsed());
         self.receipt(true)
     }
+}
+
+/// No other answer says the same, so HTTP/2 is not to remember it in place of what comes again (RFC 7541 section 6.2.3).
+fn once(mut value: HeaderValue) -> HeaderValue {
+    value.set_sensitive(true);
+    value
 }
 
 /// A string of structured fields (RFC 9651 section 3.3.3): printable ASCII, what is not is left out.

@@ -1,0 +1,109 @@
+//! One thread's eye on one other node, while requests wait for it: one timer and one question serve all of them, and a
+//! request that is answered at once costs neither.
+//!
+//! Not here: how a node is asked (`probe`), what follows when something is held against it (`place`).
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nagaya_cmdb::NodeRecord;
+use nagaya_placement::liveness::Verdict;
+use tokio::sync::Notify;
+use tokio::task::spawn_local;
+use tokio::time::sleep;
+
+use crate::shared::Shared;
+
+/// A request waits so long for its answer before its node is asked: an answer says as much, and most fast applications' are
+/// here by then. Short against the bound that a probe has.
+const GRACE: Duration = Duration::from_millis(2);
+
+/// While requests wait for their answers, their node is asked again so often: a node that dies then is found out, too.
+const REASK: Duration = Duration::from_millis(100);
+
+/// Over one node, again and again.
+#[derive(Default)]
+pub(super) struct Watch(RefCell<Rc<Turn>>);
+
+/// From the first request to a verdict against the node.
+#[derive(Default)]
+struct Turn {
+    waiting: Cell<usize>,
+    /// A task looks after it.
+    is_kept: Cell<bool>,
+    /// A request has come, and nothing was heard from the node just before.
+    came: Notify,
+    found: Cell<Option<Verdict>>,
+    told: Notify,
+}
+
+impl Watch {
+    /// Ends when something is held against the node: it refuses, or it is silent. As long as it answers, or nobody can be
+    /// asked, this does not end.
+    pub async fn against(&self, shared: &Arc<Shared>, record: &Arc<NodeRecord>) -> Verdict {
+        let turn = self.turn();
+        let _waiting = Waiting::new(&turn);
+        if !turn.is_kept.replace(true) {
+            spawn_local(Rc::clone(&turn).keep(Arc::clone(shared), Arc::clone(record)));
+        } else if !shared.cluster.peers.probes.is_fresh(&record.name) {
+            turn.came.notify_one();
+        }
+        loop {
+            if let Some(verdict) = turn.found.get() {
+                return verdict;
+            }
+            turn.told.notified().await;
+        }
+    }
+
+    fn turn(&self) -> Rc<Turn> {
+        let mut turn = self.0.borrow_mut();
+        if turn.found.get().is_some() {
+            *turn = Rc::default();
+        }
+        Rc::clone(&turn)
+    }
+}
+
+impl Turn {
+    /// Until there is a verdict, or nobody waits any more.
+    async fn keep(self: Rc<Self>, shared: Arc<Shared>, record: Arc<NodeRecord>) {
+        let probes = &shared.cluster.peers.probes;
+        loop {
+            if !probes.is_fresh(&record.name) {
+                sleep(GRACE).await;
+            }
+            if self.waiting.get() > 0 && !probes.is_fresh(&record.name) {
+                let verdict = probes.ask(&record).await;
+                if matches!(verdict, Verdict::Refuses | Verdict::Silent) {
+                    self.found.set(Some(verdict));
+                    return self.told.notify_waiters();
+                }
+            }
+            tokio::select! {
+                () = self.came.notified() => {}
+                () = sleep(REASK) => if self.waiting.get() == 0 {
+                    return self.is_kept.set(false);
+                }
+            }
+        }
+    }
+}
+
+/// Counts a request while it waits.
+struct Waiting<'a>(&'a Turn);
+
+impl<'a> Waiting<'a> {
+    fn new(turn: &'a Turn) -> Self {
+        turn.waiting.set(turn.waiting.get() + 1);
+        Self(turn)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.set(self.0.waiting.get() - 1);
+    }
+}
