@@ -1,0 +1,298 @@
+//! Load: an application that is short of CPU gets more while it runs, and gives it back; on a busy node it moves to a better one,
+//! and nobody sees an error.
+//!
+//! Not here: what is decided when (`nagaya_placement`, in tables), nodes that do not answer (`cluster`).
+
+use std::cell::Cell;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use nagaya_tests::client::{self, Connection};
+use nagaya_tests::cluster::Cluster;
+use nagaya_tests::suite::{Suite, Tests, skip};
+use nagaya_tests::wait;
+use nagaya_tests::world::{Builder, World};
+use serde_json::{Value, json};
+
+pub const SUITE: Suite = Suite {
+    name: "balance",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_busy_application_gets_more_cpu_while_it_runs_and_gives_it_back,
+        nobody_gets_more_than_its_record_and_its_tenant_allow,
+        a_busy_application_moves_to_a_better_node_without_an_error,
+    ]),
+};
+
+/// Until a machine that is full of other tests has time for this one.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Works for each request: a little, or until a file is there.
+const WORKER: &str = r#"#!/usr/bin/python3
+import http.server, os, secrets, socket, socketserver, threading, time
+
+run = secrets.token_hex(8)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *words):
+        pass
+
+    def do_GET(self):
+        if self.path == "/work":
+            end = time.thread_time() + 0.03
+            while time.thread_time() < end:
+                pass
+        while self.path == "/work-until-told" and not os.path.exists("told"):
+            for _ in range(10000):
+                pass
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(run)))
+        self.end_headers()
+        self.wfile.write(run.encode())
+
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    daemon_threads = True
+
+server = Server(("", 0), Handler, bind_and_activate=False)
+server.socket.close()
+server.socket = socket.socket(socket.AF_UNIX)
+server.socket.bind(os.environ["NAGAYA_SOCKET"])
+server.socket.listen(128)
+server.serve_forever(poll_interval=3600)
+"#;
+
+/// Decides soon, on a machine that may be busy with something else.
+fn hasty(builder: Builder) -> Builder {
+    builder
+        .set("balance", "every = \"200ms\"\nbusy = 100\nlower_after = \"1s\"")
+        .set("instances", "image_bytes = \"0B\"")
+}
+
+fn add(world: &World, name: &str, tenant: &str, more: Value) {
+    world.write_program(tenant, &format!("{name}/app.py"), WORKER);
+    world.give(tenant);
+    let mut backend =
+        json!({ "kind": "app", "directory": name, "command": ["./app.py"], "start_seconds": 60 });
+    for (key, value) in more.as_object().expect("an object") {
+        backend[key] = value.clone();
+    }
+    world.import(&[
+        json!({ "name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend,
+        "limits": { "cpu": "20%" } }),
+    ]);
+}
+
+fn begin_work(world: &World, host: &str) -> Connection {
+    let mut connection = Connection::open(world.http());
+    connection.send(format!("GET /work-until-told HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+    connection
+}
+
+/// The CPU limit of a site's cell, in percent of one core.
+fn limit(world: &World, path: &str) -> Option<u64> {
+    let cells = world.cells();
+    let cpu = &cells.iter().find(|cell| cell["path"] == path)?["limits"]["cpu"];
+    Some(cpu["quota_us"].as_u64()? * 100 / cpu["period_us"].as_u64()?)
+}
+
+#[track_caller]
+fn until_limit(world: &World, path: &str, percent: u64) {
+    let reached = wait::within(PATIENCE, || (limit(world, path) == Some(percent)).then_some(()));
+    assert!(reached.is_some(), "{path} has {:?} and not {percent}%", limit(world, path));
+}
+
+fn cpu_us(world: &World, site: &str) -> u64 {
+    let list: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("JSON");
+    let row = list.as_array().and_then(|rows| rows.iter().find(|row| row["site"] == site));
+    row.and_then(|row| row["cpu_us"].as_u64()).unwrap_or_default()
+}
+
+fn balance(world: &World, site: &str) -> Value {
+    let told: Value = serde_json::from_str(&world.cli(&["explain", site, "--json"])).expect("JSON");
+    told["balance"].clone()
+}
+
+fn has_cpu_cells(world: &World) -> bool {
+    let status: Value = serde_json::from_str(&world.admin("/v1/cells").expect("it answers")).expect("JSON");
+    !status["controllers"]["cpu"].is_null()
+}
+
+fn a_busy_application_gets_more_cpu_while_it_runs_and_gives_it_back() {
+    let world = hasty(World::builder().tenant("alice")).start();
+    if !has_cpu_cells(&world) {
+        skip("no cell can limit CPU time here");
+    }
+    add(&world, "app", "alice", json!({}));
+    let run = world.get("app.test", "/run").expect(200).text();
+    assert_eq!(limit(&world, "alice/app"), Some(20));
+    let mut working = begin_work(&world, "app.test");
+    until_limit(&world, "alice/app", 80);
+    let mut since = (Instant::now(), cpu_us(&world, "app"));
+    let more = wait::within(PATIENCE, || {
+        let (took, used) = (since.0.elapsed(), cpu_us(&world, "app").saturating_sub(since.1));
+        let is_more = used as f64 > took.as_micros() as f64 * 0.2 * 1.5;
+        if took < Duration::from_secs(1) {
+            return None;
+        }
+        // The machine may have had no more to give in this second.
+        since = (Instant::now(), cpu_us(&world, "app"));
+        is_more.then_some(())
+    });
+    assert!(more.is_some(), "it uses no more than its record allows: {}", balance(&world, "app"));
+    let why = world.cli(&["explain", "app"]);
+    assert!(why.contains("of the time at a limit of 0.40 CPUs") && why.contains("raised to 0.80"), "{why}");
+    assert!(why.contains("(its record: 0.20, at most 0.80)"), "{why}");
+    world.write("alice", "app/told", "");
+    assert_eq!(working.response().expect(200).text(), run, "it was not started anew");
+    until_limit(&world, "alice/app", 20);
+    assert!(world.cli(&["explain", "app"]).contains("the limit is lowered to 0.20"));
+    for step in ["raise", "lower"] {
+        assert!(
+            world.metric("nagaya_balance_decisions_total", &format!("step=\"{step}\",end=\"done\"")) >= 2.0
+        );
+    }
+    assert_eq!(world.get("app.test", "/run").expect(200).text(), run);
+    world.stop();
+}
+
+fn nobody_gets_more_than_its_record_and_its_tenant_allow() {
+    let world = hasty(World::builder().tenant("alice").tenant("bob")).start();
+    if !has_cpu_cells(&world) {
+        skip("no cell can limit CPU time here");
+    }
+    world.cli(&["tenant", "set", "bob", "--cpu", "30%"]);
+    add(&world, "said", "alice", json!({ "cpu_max": "50%" }));
+    add(&world, "never", "alice", json!({ "cpu_max": "20%" }));
+    add(&world, "poor", "bob", json!({}));
+    let sites = [("said", "alice", 50), ("poor", "bob", 30), ("never", "alice", 20)];
+    let mut working = Vec::new();
+    for (name, tenant, most) in sites {
+        working.push(begin_work(&world, &format!("{name}.test")));
+        until_limit(&world, &format!("{tenant}/{name}"), most);
+        let held = wait::within(PATIENCE, || {
+            let now = balance(&world, name)["now"].clone();
+            let held = now["held"].as_str()?.contains("all that it may have here");
+            (held && now["limit_max"].as_f64()? < most as f64 / 100.0 + 0.001).then_some(())
+        });
+        assert!(held.is_some(), "{name}: {}", balance(&world, name));
+        assert_eq!(limit(&world, &format!("{tenant}/{name}")), Some(most));
+    }
+    // What an operator says holds at once, whatever was decided before.
+    world.cli(&["site", "set", "said", "--cpu", "40%", "--cpu-max", "40%"]);
+    until_limit(&world, "alice/said", 40);
+    for (name, tenant, _) in sites {
+        world.write(tenant, &format!("{name}/told"), "");
+    }
+    working.iter_mut().for_each(|connection| drop(connection.response().expect(200)));
+    world.stop();
+}
+
+/// Keeps one processor busy, until it is dropped.
+struct Hog(Child);
+
+impl Hog {
+    #[track_caller]
+    fn on(cpu: usize) -> Self {
+        let mut command = Command::new("taskset");
+        command.args(["-c", &cpu.to_string(), "sh", "-c", "while :; do :; done"]).stdin(Stdio::null());
+        Self(command.spawn().expect("taskset of util-linux"))
+    }
+}
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Each node has a processor of its own, so that one can be busy and the other not.
+fn pinned_cluster() -> Cluster {
+    let next = Cell::new(0);
+    let alice = |builder: Builder| builder.tenant("alice");
+    Cluster::start(2, alice, |builder| {
+        let cpu = next.replace(next.get() + 1).to_string();
+        builder
+            .before(&["taskset", "-c", &cpu])
+            .set("instances", "image_bytes = \"0B\"")
+            .set("balance", "every = \"200ms\"\nraise_max = 1\nbusy = 60\nmove_after = \"1s\"")
+            .set("balance", "move_anyway_after = \"2s\"\ntarget = 100\nbetter_by = 5")
+    })
+}
+
+/// Visitors without a pause, each counted as answered or not.
+struct Visitors {
+    done: Arc<AtomicBool>,
+    failed: Arc<AtomicU32>,
+    threads: Vec<std::thread::JoinHandle<u32>>,
+}
+
+impl Visitors {
+    fn come(world: &World, count: usize) -> Self {
+        let (done, failed) = (Arc::<AtomicBool>::default(), Arc::<AtomicU32>::default());
+        let threads = (0..count).map(|_| {
+            let (done, failed, address) = (Arc::clone(&done), Arc::clone(&failed), world.http());
+            std::thread::spawn(move || {
+                let mut answered = 0;
+                while !done.load(Ordering::Relaxed) {
+                    match client::get(address, "app.test", "/work").status {
+                        200 => answered += 1,
+                        _ => drop(failed.fetch_add(1, Ordering::Relaxed)),
+                    }
+                }
+                answered
+            })
+        });
+        let threads = threads.collect();
+        Self { done, failed, threads }
+    }
+
+    /// How many were answered, and how many were not.
+    fn leave(self) -> (u32, u32) {
+        self.done.store(true, Ordering::Relaxed);
+        let answered = self.threads.into_iter().map(|thread| thread.join().expect("it does not panic")).sum();
+        (answered, self.failed.load(Ordering::Relaxed))
+    }
+}
+
+fn a_busy_application_moves_to_a_better_node_without_an_error() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        skip("two nodes need two processors here");
+    }
+    let cluster = pinned_cluster();
+    let first = &cluster.nodes[0];
+    if !has_cpu_cells(first) {
+        cluster.stop();
+        skip("no cell can limit CPU time here");
+    }
+    add(first, "app", "alice", json!({}));
+    let run = first.get("app.test", "/run").expect(200).text();
+    let at = cluster.node_of("app");
+    let (busy, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    let hog = Hog::on(at);
+    let visitors = Visitors::come(busy, 2);
+    let moved = wait::within(PATIENCE, || {
+        let placement = cluster.placement(0, "app")?;
+        (placement["epoch"] == 2).then_some(placement)
+    });
+    let why = busy.cli(&["explain", "app"]);
+    let moved = moved.unwrap_or_else(|| panic!("it stays on a busy node: {why}"));
+    assert_eq!(moved["why"], "load");
+    let now = busy.get("app.test", "/run").expect(200).text();
+    assert_ne!(now, run, "it was started on the other node");
+    assert_eq!(other.get("app.test", "/run").expect(200).text(), now);
+    let (answered, failed) = visitors.leave();
+    assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
+    drop(hog);
+    let why = wait::until_some("the decision is told with its numbers", || {
+        Some(busy.cli(&["explain", "app"]))
+            .filter(|why| why.contains("moved to ") && !why.contains("under way"))
+    });
+    assert!(why.contains("short of CPU for ") && !why.contains("not done"), "{why}");
+    assert_eq!(busy.metric("nagaya_balance_decisions_total", "step=\"move\",end=\"done\""), 1.0);
+    cluster.stop();
+}
