@@ -52,7 +52,7 @@ impl Balance {
 
 /// One look after the other, for as long as the node runs.
 pub async fn keep(node: Arc<Node>) {
-    let (mut cpu, mut keeping) = (load::Meter::default(), Keeping::new(node));
+    let (mut cpu, mut keeping) = (load::Meter::new(), Keeping::new(node));
     loop {
         let configured = keeping.node.balance.configured.lock().clone();
         tokio::time::sleep(Duration::from_millis(configured.every_ms)).await;

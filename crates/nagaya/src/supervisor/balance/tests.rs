@@ -75,7 +75,7 @@ struct World {
 }
 
 fn records(store: &RedbStore) {
-    let tenant = json!({ "name": "alice", "uid": 200_001, "gid": 200_001 });
+    let tenant = json!({ "name": "alice", "uid": 200_001, "gid": 200_001, "home": "/srv/alice" });
     let backend = json!({ "kind": "app", "command": ["x"], "directory": "d" });
     let site = json!({ "name": "wiki", "tenant": "alice", "hosts": ["wiki.test"], "backend": backend, "limits": { "cpu": "20%" } });
     let tenant = Change::PutTenant(Box::new(serde_json::from_value(tenant).unwrap()));

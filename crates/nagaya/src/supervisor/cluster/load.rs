@@ -7,6 +7,8 @@ use std::fs;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
+use super::allotment::Allotment;
+
 /// What a node tells of itself, once a second.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -23,20 +25,33 @@ pub struct Load {
 }
 
 /// Measures between two calls.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Meter {
+    /// None: it may use all of its processors.
+    allotment: Option<Allotment>,
     /// Clock ticks of this node's processors: busy, and all.
     last: (u64, u64),
 }
 
-/// Processors of this node: those it may run on.
+/// Processors of this node: those it may run on, or as many as its control group lets it use.
 pub fn cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
 }
 
+fn cpus_bound_to() -> u32 {
+    sched_getaffinity(None).map_or(u32::MAX, |own| own.count())
+}
+
 impl Meter {
+    pub fn new() -> Self {
+        Self { allotment: Allotment::find(cpus_bound_to()), last: (0, 0) }
+    }
+
     /// 0 the first time.
     pub fn cpu_used(&mut self) -> f64 {
+        if let Some(allotment) = &mut self.allotment {
+            return allotment.used().unwrap_or(0.0);
+        }
         // One that is bound to some processors of its machine is as busy as those.
         let own = sched_getaffinity(None).ok();
         let now = fs::read_to_string("/proc/stat").ok().and_then(|text| ticks(&text, own.as_ref()));
@@ -113,7 +128,7 @@ mod tests {
     fn this_machine_has_memory_and_uses_its_processors() {
         let (all, available) = memory();
         assert!(all > 0 && available > 0 && available <= all);
-        let mut meter = Meter::default();
+        let mut meter = Meter::new();
         let used = meter.cpu_used();
         assert!((0.0..=1.0).contains(&used), "{used}");
         assert_eq!(field("MemTotal: 2 kB\nMemAvailable: 1 kB", "MemAvailable:"), 1024);

@@ -128,7 +128,7 @@ impl Membership {
 
     /// Tells the others how busy this node is; they know by it that it is there. Its record follows what it is started with.
     async fn be_present(self: Rc<Self>, mut record: NodeRecord) {
-        let mut meter = Meter::default();
+        let mut meter = Meter::new();
         let mut is_listed = false;
         loop {
             if !is_listed {

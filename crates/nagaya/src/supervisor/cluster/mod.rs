@@ -7,6 +7,7 @@
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
+mod allotment;
 mod asks;
 mod authority;
 mod images;
