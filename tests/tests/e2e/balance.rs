@@ -194,7 +194,7 @@ fn nobody_gets_more_than_its_record_and_its_tenant_allow() {
 }
 
 /// A control group in which a node has half a processor for itself, as a container would, so that one can be busy and the other
-/// not, whatever this machine does beside.
+/// not, whatever this machine does beside. Its periods are short: a node that stands still for a tenth of a second is a silent one.
 struct Allotment {
     /// In one hierarchy of v2, or in those of v1 that bound and count CPU time.
     dirs: Vec<PathBuf>,
@@ -210,14 +210,15 @@ impl Allotment {
         if v1.iter().all(|mount| mount.join("cgroup.procs").exists()) {
             let made = Self { dirs: v1.iter().map(|mount| mount.join(&name)).collect() };
             made.dirs.iter().try_for_each(fs::create_dir).ok()?;
-            fs::write(made.dirs[0].join("cpu.cfs_quota_us"), "50000").ok()?;
+            fs::write(made.dirs[0].join("cpu.cfs_period_us"), "10000").ok()?;
+            fs::write(made.dirs[0].join("cpu.cfs_quota_us"), "5000").ok()?;
             return Some(made);
         }
         let root = Path::new("/sys/fs/cgroup");
         fs::write(root.join("cgroup.subtree_control"), "+cpu").ok()?;
         let made = Self { dirs: vec![root.join(&name)] };
         fs::create_dir(&made.dirs[0]).ok()?;
-        fs::write(made.dirs[0].join("cpu.max"), "50000 100000").ok()?;
+        fs::write(made.dirs[0].join("cpu.max"), "5000 10000").ok()?;
         Some(made)
     }
 
