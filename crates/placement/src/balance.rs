@@ -17,9 +17,8 @@ use crate::Moment;
 
 /// Who was short is not any more when it is so for less than this part of the time that made it short.
 const NOT_SHORT: f32 = 0.2;
-/// Part of its CPU limit below which that is more than it needs, and from which on it is what it is short of.
+/// Part of its CPU limit below which that is more than it needs.
 const LITTLE_USED: f32 = 0.4;
-const REACHED: f32 = 0.5;
 
 /// One raise, as a factor, and the pause after which the next one may follow: what it did must have been measured.
 const RAISE: f32 = 2.0;
@@ -80,6 +79,8 @@ pub struct SiteLoad<S, N> {
     pub node: N,
     /// Part of the time with work ready and no CPU for it, 0 to 1.
     pub starved: f32,
+    /// Part of the time in which that was for want of its limit, or one above.
+    pub throttled: f32,
     /// CPUs in use, on average.
     pub cpus_used: f32,
     /// CPUs that it would use on a node that has them, as far as can be known.
@@ -241,15 +242,10 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         memory: &Memory,
     ) -> Option<Decision<S, N>> {
         let paused = memory.changed.is_none_or(|changed| now.since(changed) >= RAISE_PAUSE);
-        // A limit that it does not reach is not what it is short of.
-        let is_reached = load.cpus_used >= load.limit * REACHED;
+        // Else it is short of what others use, and a higher limit would give it nothing.
+        let is_limited = load.throttled >= self.terms.short;
         let is_busy = here.cpu_used > self.terms.busy;
-        if load.starved < self.terms.short
-            || load.limit >= load.limit_max
-            || is_busy
-            || !paused
-            || !is_reached
-        {
+        if !is_limited || load.limit >= load.limit_max || is_busy || !paused {
             return None;
         }
         let cpus = (load.limit * RAISE).min(load.limit_max);

@@ -25,6 +25,7 @@ struct Answer {
 struct Now {
     node: String,
     starved: f64,
+    throttled: f64,
     cpus_used: f64,
     limit: f64,
     limit_base: f64,
@@ -67,13 +68,16 @@ pub fn told(answer: &Value) -> Result<String, CliError> {
 }
 
 fn load(now: &Now, out: &mut String) {
-    let Now { node, starved, cpus_used, limit, limit_base, limit_max, requests, memory_bytes, .. } = now;
+    let Now {
+        node, starved, throttled, cpus_used, limit, limit_base, limit_max, requests, memory_bytes, ..
+    } = now;
     let _ = writeln!(
         out,
-        "its application on {}: short of CPU {:.0}% of the last second; {cpus_used:.2} of {limit:.2} CPUs used (its record: {limit_base:.2}, \
+        "its application on {}: short of CPU {:.0}% of the last second, {:.0}% for want of its limit; {cpus_used:.2} of {limit:.2} CPUs used (its record: {limit_base:.2}, \
          at most {limit_max:.2}), {} of memory, {requests} requests under way",
         printable(node),
         starved * 100.0,
+        throttled * 100.0,
         format_bytes(*memory_bytes),
     );
     if let Some(seconds) = now.short_seconds {
@@ -93,7 +97,7 @@ mod tests {
     #[test]
     fn a_busy_application_is_told_with_its_numbers_and_what_was_decided() {
         let answer = json!({ "site": "shop", "now": {
-            "node": "a", "starved": 0.4, "cpus_used": 0.98, "limit": 1.0, "limit_base": 0.5, "limit_max": 2.0, "requests": 7,
+            "node": "a", "starved": 0.4, "throttled": 0.3, "cpus_used": 0.98, "limit": 1.0, "limit_base": 0.5, "limit_max": 2.0, "requests": 7,
             "memory_bytes": 1 << 20, "short_seconds": 75, "held": "a is busy", "ago_seconds": 0,
         }, "decisions": [
             { "step": "move", "words": "to b", "ago_seconds": 3, "at_ms": 1, "end": "not done: b is gone" },
@@ -101,7 +105,7 @@ mod tests {
         ]});
         assert_eq!(
             told(&answer).unwrap(),
-            "its application on a: short of CPU 40% of the last second; 0.98 of 1.00 CPUs used (its record: 0.50, at most 2.00), 1MiB of memory, 7 requests under way\n\
+            "its application on a: short of CPU 40% of the last second, 30% for want of its limit; 0.98 of 1.00 CPUs used (its record: 0.50, at most 2.00), 1MiB of memory, 7 requests under way\n\
              \x20 short of CPU for 1m 15s\n\
              \x20 nothing more is done yet: a is busy\n\
              decided for its load on this node:\n\

@@ -11,6 +11,7 @@ fn site(starved: f32, cpus_used: f32) -> SiteLoad<u32, &'static str> {
         site: 7,
         node: "a",
         starved,
+        throttled: starved,
         cpus_used,
         wants: cpus_used.max(1.0),
         limit: 1.0,
@@ -54,9 +55,10 @@ fn who_is_short_gets_more_at_once_where_it_is() {
 }
 
 #[test]
-fn a_limit_that_is_not_reached_is_not_raised() {
+fn a_limit_that_holds_nothing_up_is_not_raised() {
     let mut balance = Small::default();
-    assert_eq!(first_step(&mut balance, 0, 10, &site(0.4, 0.2), &[node("a", 0.5), node("b", 0.5)]), None);
+    let load = SiteLoad { throttled: 0.2, ..site(0.4, 0.2) };
+    assert_eq!(first_step(&mut balance, 0, 10, &load, &[node("a", 0.5), node("b", 0.5)]), None);
 }
 
 #[test]
@@ -210,7 +212,9 @@ impl Model {
             let used = wants.min(limit) * share;
             let starved = 1.0 - used / wants.max(0.01);
             worst = worst.max(starved);
-            let load = SiteLoad { site: index as u32, node: NAMES[at_node], limit, ..site(starved, used) };
+            let throttled = 1.0 - wants.min(limit) / wants.max(0.01);
+            let own = SiteLoad { site: index as u32, node: NAMES[at_node], ..site(starved, used) };
+            let load = SiteLoad { limit, throttled, ..own };
             match balance.look(at(second), &load, &nodes).map(|decision| decision.step) {
                 Some(Step::Raise(cpus) | Step::Lower(cpus)) => self.sites[index].1 = cpus,
                 Some(Step::Move(to)) => {

@@ -14,6 +14,8 @@ pub struct Measured {
     pub used: Used,
     /// Part of the time with work ready and no CPU for it, 0 to 1.
     pub starved: f32,
+    /// Part of the time in which that was because a quota was used up.
+    pub throttled: f32,
     /// CPUs in use, on average.
     pub cpus: f32,
 }
@@ -43,11 +45,12 @@ fn between(before: &Used, now: &Used) -> Option<Measured> {
     let took = now.at_us.checked_sub(before.at_us).filter(|us| *us > 0 && now.run == before.run)?;
     // Microseconds of seconds are far below where a float loses what matters here.
     let part = |from: u64, to: u64| (to.saturating_sub(from) as f64 / took as f64) as f32;
-    let throttled = part(before.throttled_us, now.throttled_us);
+    let throttled = part(before.throttled_us, now.throttled_us).min(1.0);
     let waited = before.waited_us.zip(now.waited_us).map_or(0.0, |(from, to)| part(from, to));
     // What is quiet gets only what others leave, and is short of nothing.
     let starved = if now.tier == Tier::Running { throttled.max(waited).min(1.0) } else { 0.0 };
-    Some(Measured { used: now.clone(), starved, cpus: part(before.cpu_us, now.cpu_us) })
+    let throttled = throttled.min(starved);
+    Some(Measured { used: now.clone(), starved, throttled, cpus: part(before.cpu_us, now.cpu_us) })
 }
 
 /// CPUs that a site's instance has by its record, and that it may get.
@@ -188,7 +191,7 @@ mod tests {
 
     #[test]
     fn what_is_short_wants_its_limit_or_what_it_did_not_get() {
-        let one = |starved, cpus| Measured { used: used(1, 1, 1, None), starved, cpus };
+        let one = |starved, cpus| Measured { used: used(1, 1, 1, None), starved, throttled: 0.0, cpus };
         let limited = Bounds { base: 0.5, max: 2.0, is_limited: true };
         let free = Bounds { base: 8.0, max: 8.0, is_limited: false };
         assert_eq!(limited.wants(&one(0.9, 0.1)), 0.5);

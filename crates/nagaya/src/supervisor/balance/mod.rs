@@ -176,11 +176,12 @@ impl Keeping {
         let came = placement.filter(|placement| placement.why == Why::Load);
         let came = came.map(|placement| unix_ms().saturating_sub(placement.since_ms));
         let (wants, Bounds { base, max, .. }) = (bounds.wants(&one), bounds);
-        let Measured { used, starved, cpus } = one;
+        let Measured { used, starved, throttled, cpus } = one;
         Some(SiteLoad {
             node: own.node.clone(),
             wants,
             starved,
+            throttled,
             cpus_used: cpus,
             limit: quota(used.limit).map_or(base, |limit| if used.is_limit_changed { limit } else { base }),
             limit_base: base,
@@ -202,6 +203,8 @@ impl Keeping {
         } else if own.cpu_used > terms.busy {
             let (used, busy) = (percent(own.cpu_used), percent(terms.busy));
             why.push(format!("{} uses {used}% of its CPUs, and gives nobody more above {busy}%", own.node));
+        } else if load.throttled < terms.short {
+            why.push("its limit is not what it is short of".into());
         }
         if nodes.len() == 1 {
             why.push("there is no other node that it could be moved to".into());

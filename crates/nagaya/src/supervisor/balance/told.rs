@@ -105,6 +105,7 @@ impl Told {
             let SiteLoad {
                 node,
                 starved,
+                throttled,
                 cpus_used,
                 limit,
                 limit_base,
@@ -116,6 +117,7 @@ impl Told {
             json!({
                 "node": node,
                 "starved": starved,
+                "throttled": throttled,
                 "cpus_used": cpus_used,
                 "limit": limit,
                 "limit_base": limit_base,
@@ -191,6 +193,7 @@ mod tests {
             site: site(name),
             node: "a".into(),
             starved: 0.5,
+            throttled: 0.4,
             cpus_used: 0.25,
             wants: 0.25,
             limit: 0.25,
