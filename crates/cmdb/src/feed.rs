@@ -91,6 +91,9 @@ pub enum Question {
     /// `{"ok": true, ...}`, `{"error": "...", "code": "NGYnnnn"}`, or `null` where no application has this name. `Inspect`
     /// answers as a row of `Instances`, with more; `Logs` with `lines`, the oldest first.
     Instance { site: String, act: Act },
+    /// The keeper: what each instance that runs, or whose limit is not its record's, has used, as a list of `instance::Used`. The edge:
+    /// requests of each site whose instance it uses, as a list of `instance::Needed`.
+    Load,
     /// The edge: sites, tenants and lanes of which requests run or wait, as JSON.
     Requests,
     /// The edge: the receipt of the request with this id as JSON.

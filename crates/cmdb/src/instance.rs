@@ -7,6 +7,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cell::CpuQuota;
+use crate::names::SiteName;
+
 /// How deep an instance rests, from no process and no image to work. Deeper compares as less.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -132,10 +135,43 @@ pub enum Act {
     /// long, then its processes are ended. `{"ok": true, "epoch": ..., "cut": ...}` only when none of them is left: it does not
     /// run here again under this epoch. `cut` is how many uses were cut short.
     Release { within_ms: u64 },
+    /// Changes the CPU limit of its site's cell at once, to so many thousandths of a core in the place of what its record says. None:
+    /// what its record says. It holds until the record's limit is changed or nothing of the site runs. `{"error": ...}` where
+    /// its cell has no such limit.
+    LimitCpu { thousandths: Option<u32> },
     /// All that is known of it.
     Inspect,
     /// The last lines it wrote.
     Logs,
+}
+
+/// What an instance that runs has used since its run began. Who asks twice knows what it used between.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Used {
+    pub site: SiteName,
+    /// The run: with another number all that is counted here began anew.
+    pub run: u64,
+    pub tier: Tier,
+    /// When this was read, microseconds of a clock that only goes on.
+    pub at_us: u64,
+    pub cpu_us: u64,
+    /// Time it had work and no CPU because a quota was used up; of several CPUs the sum.
+    pub throttled_us: u64,
+    /// Time some of it had work and no CPU, for any reason. None: this kernel does not tell.
+    pub waited_us: Option<u64>,
+    pub memory_bytes: u64,
+    /// The CPU limit of its site's cell as it is now. None: there is none.
+    pub limit: Option<CpuQuota>,
+    /// That is not what its record says.
+    pub is_limit_changed: bool,
+}
+
+/// Requests of one site that are under way at the edge.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Needed {
+    pub site: SiteName,
+    /// Those that wait for it to wake, too.
+    pub requests: u32,
 }
 
 /// Most words of a command that is run in an instance.

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 
 use nagaya_admission::Explained;
 use nagaya_cmdb::feed::{self, Down, Fetched, Placed, Question, Up};
+use nagaya_cmdb::instance::Needed;
 use nagaya_cmdb::record::Change;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -230,6 +231,7 @@ impl Process {
             }
             Question::Status => self.status().to_string(),
             Question::Requests => self.requests().to_string(),
+            Question::Load => serde_json::to_string(&self.needed())?,
             Question::Explain { id } => receipt::explain(&self.shared, &id),
             Question::FetchImage { site, from } => {
                 if self.shared.cluster.peers.images.put(tag, site, from) {
@@ -262,6 +264,13 @@ impl Process {
             "peers": self.shared.cluster.peers.tallies.status(),
             "authority_ms": authority,
         })
+    }
+
+    /// How many requests each site has under way that needs its instance.
+    fn needed(&self) -> Vec<Needed> {
+        let each = self.shared.needs.each().into_iter();
+        each.map(|(site, running, waiting)| Needed { site, requests: running.saturating_add(waiting) })
+            .collect()
     }
 
     /// The busiest sites, tenants and lanes, for `nagaya top`.

@@ -33,8 +33,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
-use nagaya_cmdb::cell::{CellChange, Confinement, Controller, Limits};
-use nagaya_cmdb::{Site, Table, Tenant};
+use nagaya_cmdb::cell::{CellChange, Confinement, Controller, CpuQuota, Limits};
+use nagaya_cmdb::{Site, SiteName, Table, Tenant};
 use parking_lot::Mutex;
 
 use crate::options::BackEnd;
@@ -48,7 +48,9 @@ use files::FileError;
 use hierarchy::Missing;
 use leaf::Body;
 use place::{Depth, Level, Place, Wants, What};
+use usage::{Meter, Source};
 
+pub use desired::NoLimit;
 pub use ending::LOOK_AGAIN_MAX;
 pub use freezer::{Brake, Freezer};
 pub use leaf::Leaf;
@@ -296,6 +298,36 @@ impl Cells {
         let changed = state.desired.apply_records(table, processes_per_tenant);
         state.follow(&self.shared, &changed);
         state.desired.drop_of_absent(table);
+    }
+
+    /// Puts this CPU limit in the place of the one of a site's record, while work runs there. None: the record's again.
+    pub fn limit_cpu(&self, site: &SiteName, cpu: Option<CpuQuota>) -> Result<(), NoLimit> {
+        let mut state = self.state.lock();
+        let changed = state.desired.limit_cpu(site, cpu)?;
+        state.follow(&self.shared, &changed);
+        Ok(())
+    }
+
+    /// A site's CPU limit now, and whether it is another than its record's.
+    pub fn cpu_limit(&self, site: &SiteName) -> (Option<CpuQuota>, bool) {
+        let state = self.state.lock();
+        let limit = state.desired.of(&What::Site(site.clone())).0.cpu;
+        (limit, state.desired.is_cpu_changed(site))
+    }
+
+    /// For how long work of a site stood still because its own quota was used up, in all its cells together. Blocks, a little.
+    pub fn throttled_us(&self, site: &SiteName) -> u64 {
+        let held: Vec<Arc<Dir>> = {
+            let state = self.state.lock();
+            let held = state.dirs.get(&What::Site(site.clone())).into_iter().flatten();
+            held.filter_map(|one| one.dir.upgrade()).collect()
+        };
+        let mut meter = Meter::default();
+        for dir in held.iter().filter(|dir| dir.hierarchy.controllers.has(Controller::Cpu)) {
+            // One that is going away tells nothing any more.
+            let _ = meter.add(Source::CpuStatThrottled, &dir.path);
+        }
+        meter.read().unwrap_or_default().throttled_us
     }
 
     /// Sets or drops a named cell of the node.

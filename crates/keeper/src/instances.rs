@@ -16,6 +16,7 @@ mod get;
 mod housing;
 mod ledger;
 mod lifecycle;
+mod load;
 mod placed;
 mod policy;
 mod pressure;

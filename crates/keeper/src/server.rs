@@ -266,6 +266,11 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: Answerer) {
             spawn_local(async move { answer.send(engine.instances.list(&engine).await.to_string()) });
             return;
         }
+        Question::Load => {
+            let engine = Rc::clone(engine);
+            spawn_local(async move { answer.send(engine.instances.load(&engine).await) });
+            return;
+        }
         Question::Instance { site, act } => {
             let engine = Rc::clone(engine);
             spawn_local(async move {

@@ -15,6 +15,11 @@ impl Moment {
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
+
+    /// So long ago, as far as this clock has run by then.
+    pub fn before(self, time: Duration) -> Self {
+        Self(self.0.saturating_sub(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)))
+    }
 }
 
 impl Add<Duration> for Moment {
@@ -35,5 +40,7 @@ mod tests {
         assert_eq!(Moment(5) + Duration::MAX, Moment(u64::MAX));
         assert_eq!(Moment(8).since(Moment(5)), Duration::from_nanos(3));
         assert_eq!(Moment(5).since(Moment(8)), Duration::ZERO);
+        assert_eq!(Moment(5).before(Duration::from_nanos(3)), Moment(2));
+        assert_eq!(Moment(5).before(Duration::MAX), Moment(0));
     }
 }

@@ -5,6 +5,7 @@
 
 mod admission;
 mod app;
+mod balance;
 mod browser;
 mod cells;
 mod cgi;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         cells::SUITE,
         receipts::SUITE,
         cluster::SUITE,
+        balance::SUITE,
         failures::SUITE,
         lab::SUITE,
     ])

@@ -55,6 +55,11 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     if let Some(max) = app.max.filter(|max| *max != 1) {
         to.add("max", max, "is not possible: an application has one instance, so use 1 or leave it out");
     }
+    if let Some(most) = &app.cpu_max
+        && let Err(wrong) = most.cpu()
+    {
+        to.add("cpu_max", most, wrong);
+    }
     if app.outbound == Outbound::Host && app.listen == Listen::Port {
         to.add(
             "listen",
@@ -207,7 +212,7 @@ mod tests {
         for more in [
             r#""listen":"fd","base":"/srv/base","writable":["media","/srv/shared"],"secrets":{"KEY":"k.txt"}"#,
             r#""ready":{"path":"/up?deep=1","within_seconds":300},"warm_up":["/","/login"],"release":"v1.2+git3""#,
-            r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1"#,
+            r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1,"cpu_max":"150%""#,
             r#""outbound":["203.0.113.7:443","[2001:db8::1]:443","db.internal:3306"],"listen":"port""#,
             r#""outbound":[]"#,
             r#""outbound":"host","databases":[{"socket":"/run/a.sock","inside":"/tmp/a.sock"}],"min":1"#,
@@ -259,6 +264,7 @@ mod tests {
             ("idle.image", r#""idle":{"image":31536001}"#.to_owned()),
             ("min", r#""min":2"#.to_owned()),
             ("max", r#""max":0"#.to_owned()),
+            ("cpu_max", r#""cpu_max":"2""#.to_owned()),
             ("databases.socket", r#""databases":[{"socket":"run/a"}]"#.to_owned()),
             ("databases.inside", r#""databases":[{"socket":"/run/a","inside":"a"}]"#.to_owned()),
         ] {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Base, Outbound};
+use super::{Amount, Base, Outbound};
 
 /// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
@@ -67,6 +67,9 @@ pub struct App {
     /// How many of it there may be. None: 1, and nothing else is possible on one node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<u32>,
+    /// How far its site's CPU limit may be raised while it is short of CPU: `200%`. None: as the node's settings say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_max: Option<Amount>,
     #[serde(default, skip_serializing_if = "Outbound::is_default")]
     pub outbound: Outbound,
     /// Sockets of databases on this node that it reaches.
@@ -163,7 +166,7 @@ mod tests {
 
     #[test]
     fn an_application_reads_and_writes_the_same_json() {
-        let text = r#"{"command":["gunicorn","-b","fd://3","site.wsgi"],"directory":"app","listen":"fd","env":{"A":"b"},"secrets":{"KEY":"key.txt"},"base":"/srv/base","writable":["app/media"],"ready":{"path":"/health","within_seconds":5},"release":"2024-1","warm_up":["/"],"idle":{"quiet":1,"frozen":10,"image":"never"},"min":1,"max":1,"outbound":"host","databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/pg.sock","inside":"/tmp/pg.sock"}]}"#;
+        let text = r#"{"command":["gunicorn","-b","fd://3","site.wsgi"],"directory":"app","listen":"fd","env":{"A":"b"},"secrets":{"KEY":"key.txt"},"base":"/srv/base","writable":["app/media"],"ready":{"path":"/health","within_seconds":5},"release":"2024-1","warm_up":["/"],"idle":{"quiet":1,"frozen":10,"image":"never"},"min":1,"max":1,"cpu_max":"200%","outbound":"host","databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/pg.sock","inside":"/tmp/pg.sock"}]}"#;
         let app: App = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&app).unwrap(), text);
         assert_eq!((app.idle.quiet, app.idle.image), (Some(After::Seconds(1)), Some(After::NEVER)));

@@ -43,7 +43,8 @@ pub struct Placement {
     /// The fencing number: one more with each move, never less. What was started under a lower one may serve and write
     /// nothing any more. The first is 1.
     pub epoch: u64,
-    /// When it was written, Unix time, milliseconds, by the clock of the node that wrote it. For people only.
+    /// When it was written, Unix time, milliseconds, by the clock of the node that wrote it. For people, and for how long load leaves
+    /// it where it is: nothing that must hold rests on it.
     pub since_ms: u64,
     pub why: Why,
     /// The node that had it may still serve for so long, milliseconds: from when the new one learns of this, no request goes

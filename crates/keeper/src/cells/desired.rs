@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use nagaya_cmdb::cell::{CellChange, CellName, Confinement, Limits, Scope};
+use nagaya_cmdb::cell::{CellChange, CellName, Confinement, CpuQuota, Limits, Scope};
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 
 use super::controllers::{Controllers, only};
@@ -32,7 +32,10 @@ type NamedKey = (Option<TenantName>, CellName);
 
 #[derive(Debug, Default)]
 struct Holder {
+    /// As its record says.
     limits: Limits,
+    /// In the place of the record's, until that is another one.
+    cpu: Option<CpuQuota>,
     /// Disks its files are on, as far as requests have told.
     roots: Vec<Number>,
 }
@@ -45,6 +48,10 @@ struct NamedCell {
 
 /// What changed, so that directories follow.
 pub type Changed = Vec<What>;
+
+/// The cell of this site has no CPU limit, or is not there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NoLimit;
 
 impl Desired {
     pub fn new(processes_per_tenant: u32) -> Self {
@@ -59,9 +66,10 @@ impl Desired {
                 let processes = holder.limits.processes.or(Some(self.processes_per_tenant));
                 (Limits { processes, ..holder.limits.clone() }, &holder.roots)
             }),
-            What::Site(name) => {
-                self.sites.get(name).map_or(none, |holder| (holder.limits.clone(), &holder.roots))
-            }
+            What::Site(name) => self.sites.get(name).map_or(none, |holder| {
+                let cpu = holder.cpu.or(holder.limits.cpu);
+                (Limits { cpu, ..holder.limits.clone() }, &holder.roots)
+            }),
             What::Named { name, tenant } => {
                 let cell = self.named.get(&(tenant.clone(), name.clone()));
                 cell.map_or(none, |cell| (cell.limits.clone(), &self.roots))
@@ -126,6 +134,20 @@ impl Desired {
             true
         });
         changed
+    }
+
+    /// Puts this CPU limit in the place of the one of a site's record, until that is changed. None: the record's again. An error
+    /// where there is none to change.
+    pub fn limit_cpu(&mut self, site: &SiteName, cpu: Option<CpuQuota>) -> Result<Changed, NoLimit> {
+        let holder = self.sites.get_mut(site).filter(|holder| holder.limits.cpu.is_some()).ok_or(NoLimit)?;
+        let cpu = cpu.filter(|cpu| Some(*cpu) != holder.limits.cpu);
+        let is_changed = std::mem::replace(&mut holder.cpu, cpu) != cpu;
+        Ok(if is_changed { vec![What::Site(site.clone())] } else { Changed::new() })
+    }
+
+    /// Whether its CPU limit is another than its record's.
+    pub fn is_cpu_changed(&self, site: &SiteName) -> bool {
+        self.sites.get(site).is_some_and(|holder| holder.cpu.is_some())
     }
 
     /// Forgets tenants and sites that have no place any more.
@@ -232,11 +254,11 @@ impl Desired {
 
 impl Holder {
     fn of_tenant(tenant: &Arc<Tenant>) -> Self {
-        Self { limits: tenant.limits.limits(), roots: Vec::new() }
+        Self { limits: tenant.limits.limits(), cpu: None, roots: Vec::new() }
     }
 
     fn of_site(site: &Arc<Site>) -> Self {
-        Self { limits: site.limits.limits(), roots: Vec::new() }
+        Self { limits: site.limits.limits(), cpu: None, roots: Vec::new() }
     }
 
     /// True: this disk is a new one.
@@ -249,6 +271,9 @@ impl Holder {
     /// True: the limits are others now.
     fn update(&mut self, limits: Limits) -> bool {
         let is_changed = self.limits != limits;
+        if self.limits.cpu != limits.cpu {
+            self.cpu = None;
+        }
         self.limits = limits;
         is_changed
     }

@@ -463,6 +463,20 @@ impl Leaf {
         self.state.lock().began = counters;
     }
 
+    /// CPU time used in it, and time it stood still because a quota was used up, microseconds, since it was made. None: somebody
+    /// removed it.
+    pub fn cpu_us(&self) -> Option<(u64, u64)> {
+        let counters = self.state.lock().body.as_ref()?.read().ok()?;
+        Some((counters.cpu_us, counters.throttled_us))
+    }
+
+    /// For how long some of what lives in it waited for a CPU, since it was made. None: this kernel does not tell.
+    pub fn waited_us(&self) -> Option<u64> {
+        let dirs = self.dirs();
+        let dir = dirs.iter().find(|dir| dir.hierarchy.version == Version::V2)?;
+        usage::waited_us(&std::fs::read_to_string(dir.file("cpu.pressure")).ok()?)
+    }
+
     /// What was used here since `begin`.
     pub fn usage(&self) -> Usage {
         let mut state = self.state.lock();

@@ -165,6 +165,12 @@ pub fn pressure(text: &str) -> Option<f64> {
     some.split(' ').find_map(|word| word.strip_prefix("avg10=")?.parse().ok())
 }
 
+/// All the time in which some of it waited, microseconds: the `total=` of the same line.
+pub fn waited_us(text: &str) -> Option<u64> {
+    let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    some.split(' ').find_map(|word| word.strip_prefix("total=")?.trim_end().parse().ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -207,6 +213,7 @@ mod tests {
     fn pressure_is_read_where_there_is_any() {
         let text = "some avg10=1.53 avg60=0.20 avg300=0.00 total=77\nfull avg10=9.00 avg60=0.00 avg300=0.00 total=0\n";
         assert_eq!(pressure(text), Some(1.53));
+        assert_eq!((waited_us(text), waited_us("full total=3")), (Some(77), None));
         assert_eq!(pressure(""), None);
     }
 }

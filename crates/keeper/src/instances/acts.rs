@@ -6,12 +6,14 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nagaya_cmdb::SiteName;
+use nagaya_cmdb::cell::CpuQuota;
 use nagaya_cmdb::instance::{Act, Tier};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::lifecycle::{Event, Unfit};
 use super::{Instance, Instances, WAKE_MAX};
+use crate::cells::NoLimit;
 use crate::engine::Engine;
 use crate::fault::Fault;
 use crate::image;
@@ -38,6 +40,7 @@ impl Instances {
                     Err(fault) => Err(Unwilling::Fault(fault)),
                 }
             }
+            Act::LimitCpu { thousandths } => return limit_cpu(engine, &instance, thousandths),
             Act::Inspect => Ok(()),
             Act::Logs => return json!({"ok": true, "lines": instance.tail.lines()}),
         };
@@ -108,6 +111,16 @@ impl Instances {
             }
         };
         timeout(within, done).await.map_err(|_| Unwilling::GoesOn)
+    }
+}
+
+fn limit_cpu(engine: &Engine, instance: &Instance, thousandths: Option<u32>) -> Value {
+    let site = instance.site();
+    match engine.cells().limit_cpu(&site.name, thousandths.map(CpuQuota::of_core)) {
+        Ok(()) => json!({"ok": true}),
+        Err(NoLimit) => {
+            json!({"error": format!("the cell of '{}' has no CPU limit that could be changed", site.name)})
+        }
     }
 }
 

@@ -363,5 +363,5 @@ pub fn of_sandbox(error: &SandboxError) -> Fault {
 /// What of a record a running instance was made from.
 pub fn what_runs(app: &App) -> App {
     let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
-    App { start_seconds: None, ..when }
+    App { start_seconds: None, cpu_max: None, ..when }
 }

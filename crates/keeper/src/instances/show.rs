@@ -140,18 +140,21 @@ impl Instances {
 }
 
 impl Instance {
-    fn leaf(&self) -> Option<Arc<Leaf>> {
+    pub(super) fn leaf(&self) -> Option<Arc<Leaf>> {
         self.body.borrow().as_ref().map(|body| Arc::clone(body.leaf()))
     }
 }
 
 /// What is resident, where what several processes share counts for each of them: one short file for each process.
 fn used(leaf: &Leaf) -> Use {
-    sum(leaf, |pid| {
-        let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
-        let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
-        Some(pages * rustix::param::page_size() as u64)
-    })
+    sum(leaf, resident)
+}
+
+/// Bytes of memory that a process has, what it shares with others too.
+pub(super) fn resident(pid: i32) -> Option<u64> {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * rustix::param::page_size() as u64)
 }
 
 /// What is resident, where what is shared counts in parts: the kernel goes through all memory for it.

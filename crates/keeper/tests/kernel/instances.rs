@@ -6,6 +6,8 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use nagaya_cmdb::Change;
+use nagaya_cmdb::feed::Question;
+use nagaya_cmdb::instance::{Act, Tier, Used};
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
 use rustix::process::Pid;
@@ -28,11 +30,19 @@ pub const ROOT: &[Fact] = &[
     ("an application cannot lead the keeper to another's socket", no_foreign_socket),
 ];
 
-pub const CELLS: &[CellFact] = &[(
-    &["cpu", "pids"],
-    "limits of an application's site hold for it while it runs, as soon as its record says so",
-    limits_follow,
-)];
+pub const CELLS: &[CellFact] = &[
+    (
+        &["cpu", "pids"],
+        "limits of an application's site hold for it while it runs, as soon as its record says so",
+        limits_follow,
+    ),
+    (
+        &["cpu"],
+        "an application's CPU limit is raised while it runs, until its record says otherwise",
+        cpu_raised,
+    ),
+    (&["cpu"], "what an application used, and how long it was held up by its limit, is told", load_told),
+];
 
 /// Says its uid, pid and directory to everyone who connects.
 const SERVER: &str = r#"
@@ -229,6 +239,86 @@ fn limits_follow() {
         }
         let last = read_socket(connect(&keeper, "app").await.unwrap()).await;
         assert_eq!((first, pid), (last, pids(&world, "app")[0]), "it ran through all of it");
+    });
+}
+
+/// Of the site's cell, in percent of one core.
+fn cpu_percent(world: &World) -> u64 {
+    let group = groups::above(pids(world, "app")[0], "cpu", "site-app").unwrap();
+    let (quota, period) = groups::cpu_quota(&group).unwrap();
+    quota * 100 / period
+}
+
+fn cpu_raised() {
+    let world = with_server().start();
+    let limited = |cpu: &str| {
+        let limits = json!({"limits": {"cpu": cpu}});
+        world.apply(vec![site_change("app", "alice", app("one"), limits)]);
+    };
+    let raise = |thousandths| world.act("app", Act::LimitCpu { thousandths });
+    world.run(async |keeper| {
+        let first = read_socket(connect(&keeper, "app").await.unwrap()).await;
+        assert!(raise(Some(500))["error"].is_string(), "there is none to raise");
+        limited("20%");
+        assert_eq!(raise(Some(500))["ok"], true);
+        assert_eq!(cpu_percent(&world), 50);
+        assert_eq!(world.cell("alice/app").unwrap()["limits"]["cpu"]["quota_us"], 5_000);
+        assert_eq!(raise(Some(800))["ok"], true);
+        assert_eq!(cpu_percent(&world), 80);
+        assert_eq!(raise(None)["ok"], true);
+        assert_eq!(cpu_percent(&world), 20);
+        raise(Some(500));
+        // Another limit of its record changes nothing about this one.
+        let limits = json!({"limits": {"cpu": "20%", "cpu_shares": 512}});
+        world.apply(vec![site_change("app", "alice", app("one"), limits)]);
+        assert_eq!(cpu_percent(&world), 50);
+        limited("30%");
+        assert_eq!(cpu_percent(&world), 30);
+        let last = read_socket(connect(&keeper, "app").await.unwrap()).await;
+        assert_eq!(first, last, "it ran through all of it");
+    });
+}
+
+/// Listens, and works without a pause.
+const BUSY: &str = r#"
+use Socket;
+socket(S, PF_UNIX, SOCK_STREAM, 0) or die;
+bind(S, sockaddr_un($ENV{NAGAYA_SOCKET})) or die "bind: $!";
+listen(S, 64) or die;
+if (!fork) { 1 while 1 }
+while (accept(C, S)) { close C; }
+"#;
+
+fn load_told() {
+    let mut world = without_images();
+    world.script("busy.pl", BUSY);
+    let backend =
+        json!({"kind": "app", "command": ["perl", "www/busy.pl"], "directory": "", "idle": {"quiet": 3600}});
+    world.site("app", "alice", backend.clone());
+    let world = world.start();
+    world.apply(vec![site_change("app", "alice", backend, json!({"limits": {"cpu": "20%"}}))]);
+    let told = || {
+        let told: Vec<Used> = serde_json::from_str(&world.ask(Question::Load)).unwrap();
+        told.into_iter().find(|used| used.site.as_str() == "app")
+    };
+    world.run(async |keeper| {
+        assert_eq!(told(), None, "it never ran");
+        connect(&keeper, "app").await.unwrap();
+        let first = told().expect("it runs");
+        assert_eq!((first.tier, first.is_limit_changed), (Tier::Running, false));
+        assert_eq!(first.limit.map(|limit| limit.quota_us * 100 / u64::from(limit.period_us)), Some(20));
+        assert!(first.memory_bytes > 0, "{first:?}");
+        let mut last = first.clone();
+        until_so(|| {
+            last = told().expect("it runs");
+            let (used, stood) = (last.cpu_us - first.cpu_us, last.throttled_us - first.throttled_us);
+            used > 100_000 && stood > used * 2
+        })
+        .await;
+        assert!(last.run == first.run && last.at_us > first.at_us, "{last:?}");
+        world.act("app", Act::LimitCpu { thousandths: Some(400) });
+        let raised = told().expect("it runs");
+        assert!(raised.is_limit_changed && raised.limit != first.limit, "{raised:?}");
     });
 }
 

@@ -13,6 +13,7 @@
 //! | `GET /v1/instances/SITE`, `/v1/instances/SITE/logs` | one instance, its last lines |
 //! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/stop` | what is done to it |
 //! | `POST /v1/instances/SITE/exec` | a command in it; the connection becomes the command's (`exec`) |
+//! | `GET /v1/balance/SITE` | how busy it is, and what was decided for that |
 //! | `/v1/cluster...`, `/v1/nodes...`, `/v1/placements...` | several nodes as one (`cluster`) |
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
@@ -77,6 +78,8 @@ pub trait Node: Send + Sync {
     /// Runs this in an instance. The connection is from then on that of the command, as `ExecSaid` says. False: there is
     /// no keeper.
     fn exec(&self, exec: Exec, connection: OwnedFd) -> bool;
+    /// What is known of the load of a site's application on this node, and what was decided because of it, as JSON.
+    fn balance(&self, site: &str) -> serde_json::Value;
     /// Of whom the edge has requests that run or wait, as JSON. None: it did not answer.
     fn requests(&self) -> BoxFuture<'_, Option<String>>;
     /// What is asked of the cluster, or done to it. The answer is JSON; it comes when it is done.

@@ -16,6 +16,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use percent_encoding::percent_decode_str;
 use serde_json::Value;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::{JoinSet, spawn_blocking};
@@ -45,6 +46,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Where receipts are asked for, before the id.
 const REQUESTS: &str = "/v1/requests/";
+
+/// Where the load of one site is asked for, before its name.
+const BALANCE: &str = "/v1/balance/";
 
 /// Where one instance is asked for, before its site's name.
 pub(super) const INSTANCES: &str = "/v1/instances/";
@@ -119,6 +123,10 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
             whole(instances::answer(&*shared.node, method, rest, query).await)
         }
         (_, path) if cluster::is_asked(path) => whole(cluster::answer(&*shared.node, request).await),
+        (&Method::GET, path) if let Some(site) = path.strip_prefix(BALANCE) => {
+            let site = percent_decode_str(site).decode_utf8_lossy();
+            text(StatusCode::OK, "application/json", shared.node.balance(&site).to_string())
+        }
         (&Method::GET, path) if let Some(id) = path.strip_prefix(REQUESTS) => explain(&shared, id).await,
         (&Method::GET, "/v1/export") => export(shared),
         (&Method::POST, "/v1/import") => whole(import(shared, request).await),
@@ -127,7 +135,9 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
             "/metrics" | "/healthz" | "/v1/status" | "/v1/cells" | "/v1/export" | "/v1/requests"
             | "/v1/instances",
         ) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
-        (_, path) if path.starts_with(REQUESTS) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
+        (_, path) if path.starts_with(REQUESTS) || path.starts_with(BALANCE) => {
+            whole(api::refuse(&api::wrong_method(&method, "GET")))
+        }
         (_, "/v1/import") => whole(api::refuse(&api::wrong_method(&method, "POST"))),
         _ => whole(records(shared, request).await),
     }

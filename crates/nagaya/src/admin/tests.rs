@@ -71,6 +71,10 @@ impl Node for TestNode {
         })
     }
 
+    fn balance(&self, site: &str) -> Value {
+        json!({ "site": site, "now": null, "decisions": [] })
+    }
+
     fn requests(&self) -> BoxFuture<'_, Option<String>> {
         Box::pin(async { Some(r#"{"instances":[],"lanes":[]}"#.into()) })
     }
@@ -396,5 +400,7 @@ fn instances_are_listed_and_told_what_to_do() {
     assert_eq!(call(Method::GET, "/v1/instances/silent").0, 503);
     assert_eq!(call(Method::GET, "/v1/instances/wiki/stop").0, 405);
     assert_eq!(call(Method::DELETE, "/v1/instances").0, 405);
+    assert_eq!(call(Method::GET, "/v1/balance/w%69ki").1["site"], "wiki");
+    assert_eq!(call(Method::POST, "/v1/balance/wiki").0, 405);
     assert_eq!(call(Method::GET, "/v1/requests"), (200, json!({ "instances": [], "lanes": [] })));
 }

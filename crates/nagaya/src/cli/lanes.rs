@@ -9,8 +9,9 @@ use std::thread;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::balance;
 use super::cells::{CLEAR, INTERVAL};
 use super::output::{self, CliError, Columns, Format, Place, printable, short_time};
 
@@ -174,16 +175,17 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-/// Why requests of a site wait, since when, and what would help.
+/// Why requests of a site wait, since when, and what would help; what its application's load called for.
 pub fn explain(site: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
     let explained = (|| {
         output::ask_node(place, &format!("/v1/sites/{}", output::escape(site)))?;
         let lanes = ask(place)?;
         let own: Vec<_> = lanes.into_iter().filter(|lane| is_of(lane, site)).collect();
+        let load = balance::ask(site, place)?;
         if format.json {
-            return output::print_json(&serde_json::to_value(&own).unwrap_or_default());
+            return output::print_json(&json!({ "lanes": own, "balance": load }));
         }
-        output::print(told(site, &own).trim_end())
+        output::print((told(site, &own) + &balance::told(&load)?).trim_end())
     })();
     output::end(explained, format)
 }
@@ -267,8 +269,6 @@ fn line(lane: &Lane, out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn lanes() -> Vec<Lane> {

@@ -3,6 +3,7 @@
 //! One file per command; here they are named and dispatched. Not here: what they do to records (`admin::Api`), running
 //! a node (`supervisor`).
 
+mod balance;
 mod cells;
 mod cluster;
 mod config;
@@ -82,7 +83,7 @@ enum Command {
         after_help = "Examples:\n  nagaya lanes\n  nagaya lanes --watch\n  nagaya lanes --json | jq '.[] | select(.waiting > 0)'"
     )]
     Lanes(lanes::Lanes),
-    /// Explain one request (where its time went, and what limited it), or why a site's requests wait
+    /// Explain one request (where its time went, and what limited it), or why a site's requests wait, and what its load called for
     #[command(
         after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json\n  nagaya explain blog"
     )]

@@ -215,6 +215,9 @@ pub struct InstanceFields {
     /// How many there may be: 1
     #[arg(long, value_name = "N")]
     pub max: Option<u32>,
+    /// How far its CPU limit (--cpu) may be raised while it is short of CPU, like 200%
+    #[arg(long, value_name = "SHARE")]
+    pub cpu_max: Option<String>,
     /// What of the network it reaches: none, host (all that the node does), or HOST:PORT; repeat for more
     #[arg(long, value_name = "PLACE")]
     pub outbound: Vec<String>,
@@ -383,6 +386,7 @@ impl InstanceFields {
         put_part(backend, "idle", steps);
         put(backend, "min", self.min);
         put(backend, "max", self.max);
+        put(backend, "cpu_max", self.cpu_max.as_ref());
         put(backend, "outbound", outbound(&self.outbound));
         let databases: Vec<Value> = self.databases.iter().map(|text| database(text)).collect();
         put(backend, "databases", (!databases.is_empty()).then_some(databases));

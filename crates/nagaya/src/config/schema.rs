@@ -203,6 +203,12 @@ pub static SECTIONS: &[Section] = &[
         keys: ADMISSION,
     },
     Section {
+        path: "balance",
+        doc: "What is done for applications that are short of CPU, and taken back when they are not any more: see \
+              [instances.md](instances.md#when-it-is-short-of-cpu), and for several nodes [cluster.md](cluster.md#load-moves-applications-too).",
+        keys: BALANCE,
+    },
+    Section {
         path: "cluster",
         doc: "How this node takes part in a cluster: see [cluster.md](cluster.md). `nagaya cluster init` or `join` makes it a member; \
               without `listen` it stays alone.",
@@ -566,6 +572,82 @@ const ADMISSION: &[Key<Settings>] = &[
         size(0, 64 * GIB),
         edge.admission.body_bytes,
         "Bytes of request bodies held in memory for those who wait in one lane, at most 64 KiB of each."
+    ),
+];
+
+const BALANCE: &[Key<Settings>] = &[
+    key!(
+        "every",
+        "0.1",
+        time(100, 60_000),
+        balance.every_ms,
+        "How often it is looked at what applications use."
+    ),
+    key!(
+        "short",
+        "0.1",
+        count(1, 100),
+        balance.short,
+        "Percent of the time with work to do and no CPU for it from which on an application is short of CPU: because its limit is used up, \
+         or because others run. It is short no more below a fifth of this."
+    ),
+    key!(
+        "raise_max",
+        "0.1",
+        count(1, 1_000),
+        balance.raise_max,
+        "Its CPU limit is raised at once, twofold at a time, up to so many times what its site's record says; never beyond its tenant's limit. \
+         `cpu_max` in a site's record goes before this. `1`: never."
+    ),
+    key!(
+        "busy",
+        "0.1",
+        count(1, 100),
+        balance.busy,
+        "Percent of this node's CPUs in use above which nobody is given more here. `100`: somebody always is."
+    ),
+    key!(
+        "lower_after",
+        "0.1",
+        time(1_000, DAY),
+        balance.lower_after_ms,
+        "A raised limit of which not half was needed for so long is lowered by one step."
+    ),
+    key!(
+        "move_after",
+        "0.1",
+        time(1_000, DAY),
+        balance.move_after_ms,
+        "In a cluster: short for so long, and not to be given more here, it is moved to a better node as soon as no more than one request is under way."
+    ),
+    key!(
+        "move_anyway_after",
+        "0.1",
+        time(1_000, DAY),
+        balance.move_anyway_after_ms,
+        "After so long it is moved while requests run: those end first, new ones wait."
+    ),
+    key!(
+        "target",
+        "0.1",
+        count(1, 100),
+        balance.target,
+        "A better node uses this percent of its CPUs at most, with the application on it."
+    ),
+    key!("better_by", "0.1", count(1, 100), balance.better_by, "And so many percent less than this node."),
+    key!(
+        "site_rests",
+        "0.1",
+        time(1_000, 365 * DAY),
+        balance.site_rests_ms,
+        "One that was moved for its load is left where it is for so long; longer if it is moved again and again."
+    ),
+    key!(
+        "moves_per_minute",
+        "0.1",
+        count(0, 1_000),
+        balance.moves_per_minute,
+        "Moves for load that a node takes part in. `0`: it gives away nothing for that."
     ),
 ];
 

@@ -35,6 +35,7 @@ pub struct Settings {
     pub images: Option<PathBuf>,
     pub identity: EdgeIdentity,
     pub cluster: Cluster,
+    pub balance: Balance,
     /// The edge's own settings; its `node` and `keeper` are filled in by [`Settings::edge_options`].
     pub edge: EdgeOptions,
     /// The keeper's own settings; its directories and the edge's uid are filled in by [`Settings::keeper_options`].
@@ -92,6 +93,41 @@ impl Default for Cluster {
     }
 }
 
+/// What is done for applications that are short of CPU. Without a word on it: percent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Balance {
+    pub every_ms: u64,
+    pub short: u32,
+    /// Times a site's own limit.
+    pub raise_max: u32,
+    pub busy: u32,
+    pub move_after_ms: u64,
+    pub move_anyway_after_ms: u64,
+    pub target: u32,
+    pub better_by: u32,
+    pub site_rests_ms: u64,
+    pub moves_per_minute: u32,
+    pub lower_after_ms: u64,
+}
+
+impl Default for Balance {
+    fn default() -> Self {
+        Self {
+            every_ms: 1_000,
+            short: 25,
+            raise_max: 4,
+            busy: 85,
+            move_after_ms: 15_000,
+            move_anyway_after_ms: 60_000,
+            target: 65,
+            better_by: 20,
+            site_rests_ms: 600_000,
+            moves_per_minute: 4,
+            lower_after_ms: 60_000,
+        }
+    }
+}
+
 /// Whose rights the edge has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EdgeIdentity {
@@ -115,6 +151,7 @@ impl Default for Settings {
             images: None,
             identity: EdgeIdentity::default(),
             cluster: Cluster::default(),
+            balance: Balance::default(),
             edge: EdgeOptions::default(),
             keeper: KeeperOptions::default(),
         }

@@ -379,6 +379,7 @@ impl Life {
             Ok(loaded) => {
                 let (settings, held) = reload::merge(&self.parts.settings, loaded.settings);
                 self.parts.settings = settings;
+                self.parts.node.balance.configure(&self.parts.settings.balance);
                 for key in &held {
                     tracing::warn!(code = "NGY0507", "{key} was changed; this needs a restart of nagaya");
                 }

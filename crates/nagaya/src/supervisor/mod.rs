@@ -5,6 +5,7 @@
 //! and starts them anew when they end. Not here: requests (`nagaya_edge`), tenants' processes (`nagaya_keeper`).
 
 mod backoff;
+mod balance;
 mod child;
 mod cluster;
 mod error;
@@ -95,6 +96,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         protections,
         peers.is_some().then_some(handle),
     ));
+    node.balance.configure(&settings.balance);
     log_listening(&listening);
     if let Some(peers) = &peers {
         begin_cluster(&settings, peers, &node, records, orders)?;
@@ -168,7 +170,9 @@ fn run(
     let result = LocalSet::new().block_on(&runtime, async {
         let admin_socket = tokio::net::UnixListener::from_std(admin_socket).map_err(ServeError::Runtime)?;
         let admin = tokio::task::spawn_local(admin::serve(admin_socket, admin_parts));
+        let balance = tokio::task::spawn_local(balance::keep(Arc::clone(&parts.node)));
         let result = Life::new(parts)?.run().await;
+        balance.abort();
         admin.abort();
         result
     });

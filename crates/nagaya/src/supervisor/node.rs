@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::balance::Balance;
 use super::child::{Role, rss_bytes};
 use super::cluster;
 use super::exposition::{Page, merge};
@@ -39,6 +40,7 @@ pub struct Node {
     pub cluster: Option<cluster::Handle>,
     /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
     pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
+    pub balance: Balance,
     state: Mutex<State>,
 }
 
@@ -89,6 +91,7 @@ impl Node {
             protections,
             cluster,
             credentials: watch::Sender::new(None),
+            balance: Balance::default(),
             state: Mutex::default(),
         }
     }
@@ -191,7 +194,8 @@ impl Node {
         merge(&pages)
     }
 
-    async fn ask(&self, role: Role, question: Question) -> Option<String> {
+    /// None: it does not run, or did not answer in time.
+    pub async fn ask(&self, role: Role, question: Question) -> Option<String> {
         let feed = self.feed(role)?;
         feed.ask(question).await
     }
@@ -243,6 +247,7 @@ impl Node {
             ("result=\"refused\"".into(), state.reloads_refused),
         ];
         page.family("nagaya_config_reloads_total", "counter", "Reloads of the configuration.", &reloads);
+        self.balance.told.expose(&mut page);
         page.into_text()
     }
 }
@@ -288,6 +293,10 @@ impl admin::Node for Node {
             Some(cluster) => Box::pin(cluster.ask(ask)),
             None => Box::pin(std::future::ready(Err(cluster::not_configured()))),
         }
+    }
+
+    fn balance(&self, site: &str) -> Value {
+        self.balance.told.of(site)
     }
 
     fn requests(&self) -> BoxFuture<'_, Option<String>> {

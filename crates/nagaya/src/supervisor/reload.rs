@@ -35,6 +35,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
         log: crate::config::settings::Log { level: new.log.level, ..running.log.clone() },
         edge: new.edge,
         keeper: new.keeper,
+        balance: new.balance,
         cluster: Cluster {
             probe: new.cluster.probe,
             probe_ms: new.cluster.probe_ms,
@@ -65,9 +66,11 @@ mod tests {
         new.listen.clear();
         new.images = Some("/srv/images".into());
         new.keeper.instances.wakes_at_once = 3;
+        new.balance.move_after_ms = 5_000;
         let (merged, held) = merge(&running, new);
         assert_eq!(held, ["listen", "edge.threads", "cells.back_end", "instances.images"]);
         assert_eq!((merged.images, merged.keeper.instances.wakes_at_once), (None, 3));
+        assert_eq!(merged.balance.move_after_ms, 5_000);
         assert_eq!(merged.edge.limits.head_bytes, 2048);
         assert_eq!(merged.edge.rule_limits.instructions, 5_000);
         assert_eq!(merged.edge.receipts.allow, ["::1"]);

@@ -10,7 +10,7 @@ use http::StatusCode;
 use nagaya_cmdb::feed::Placed;
 use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions};
 use nagaya_cmdb::store::{ClusterStore, RedbStore, Store as _};
-use nagaya_cmdb::{Change, NodeName, NodeRecord, StoreError};
+use nagaya_cmdb::{Change, NodeName, NodeRecord, SiteName, StoreError, Why};
 use serde_json::{Value, json};
 
 use super::images::Touched;
@@ -53,6 +53,14 @@ impl Desk {
     pub async fn carry_out(self: Rc<Self>, order: Order) {
         match order {
             Order::Place(place) => self.place(place).await,
+            // Whoever asked for either has ended, if nobody takes the answer.
+            Order::Loads(answer) => {
+                let membership = self.membership.borrow().clone();
+                let _ = answer.send(membership.map(|membership| membership.loads()).unwrap_or_default());
+            }
+            Order::Relocate { site, to, answer } => {
+                let _ = answer.send(self.relocate(&site, &to).await);
+            }
             Order::Vouch { tag, id, edge } => {
                 if let Some(membership) = &*self.membership.borrow() {
                     membership.vouch(tag, &id, &edge);
@@ -81,6 +89,14 @@ impl Desk {
         place.edge.send(nagaya_cmdb::feed::Down::Placed { tag: place.tag, placed });
     }
 
+    async fn relocate(&self, site: &SiteName, to: &str) -> Result<(), String> {
+        let moved = match self.member() {
+            Ok(membership) => membership.relocate(site.as_str(), Some(to), Why::Load).await,
+            Err(problem) => Err(problem),
+        };
+        moved.map(drop).map_err(|problem| problem.detail.clone())
+    }
+
     async fn answer(&self, ask: Ask) -> Answer {
         match ask {
             Ask::Found(found) => self.found(found).await,
@@ -94,7 +110,7 @@ impl Desk {
             Ask::Placements { after, limit, node } => {
                 self.member()?.placements(after.as_deref(), limit, node.as_deref())
             }
-            Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref()).await,
+            Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref(), Why::Operator).await,
         }
     }
 
@@ -215,8 +231,7 @@ impl Desk {
             id: member.id.clone(),
             peer: self.context.peer.to_string(),
             draining: false,
-            cpus: std::thread::available_parallelism()
-                .map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX)),
+            cpus: load::cpus(),
             memory_bytes: load::memory().0,
             version: env!("CARGO_PKG_VERSION").into(),
             knows: 0,

@@ -4,13 +4,16 @@
 
 use std::fs;
 
+use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
+
+use super::allotment::Allotment;
 
 /// What a node tells of itself, once a second.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Load {
-    /// Part of all processors' time that was used since the last time, 0 to 1.
+    /// Part of its processors' time that was used since the last time, 0 to 1.
     pub cpu_used: f64,
     pub memory_bytes: u64,
     /// What programs could still get without swapping (`MemAvailable` of proc(5)).
@@ -22,28 +25,65 @@ pub struct Load {
 }
 
 /// Measures between two calls.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Meter {
-    /// Clock ticks of all processors: busy, and all.
+    /// None: it may use all of its processors.
+    allotment: Option<Allotment>,
+    /// Clock ticks of this node's processors: busy, and all.
     last: (u64, u64),
 }
 
+/// Processors of this node: those it may run on, or as many as its control group lets it use.
+pub fn cpus() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
+}
+
+fn cpus_bound_to() -> u32 {
+    sched_getaffinity(None).map_or(u32::MAX, |own| own.count())
+}
+
 impl Meter {
+    pub fn new() -> Self {
+        Self { allotment: Allotment::find(cpus_bound_to()), last: (0, 0) }
+    }
+
+    /// 0 the first time.
     pub fn cpu_used(&mut self) -> f64 {
-        let now = fs::read_to_string("/proc/stat").ok().and_then(|text| ticks(&text)).unwrap_or(self.last);
+        if let Some(allotment) = &mut self.allotment {
+            return allotment.used().unwrap_or(0.0);
+        }
+        // One that is bound to some processors of its machine is as busy as those.
+        let own = sched_getaffinity(None).ok();
+        let now = fs::read_to_string("/proc/stat").ok().and_then(|text| ticks(&text, own.as_ref()));
+        let now = now.unwrap_or(self.last);
+        let is_first = self.last == (0, 0);
         let (busy, all) = (now.0.saturating_sub(self.last.0), now.1.saturating_sub(self.last.1));
         self.last = now;
         // Tick counts of a second are far below where a double loses whole numbers.
-        if all == 0 { 0.0 } else { busy as f64 / all as f64 }
+        if all == 0 || is_first { 0.0 } else { busy as f64 / all as f64 }
     }
 }
 
-/// Busy and all clock ticks since boot, from the first line of `/proc/stat` (proc(5)).
-fn ticks(stat: &str) -> Option<(u64, u64)> {
-    let line = stat.lines().next()?.strip_prefix("cpu ")?;
+/// Busy and all clock ticks since boot of these processors, or of all, from `/proc/stat` (proc(5)).
+fn ticks(stat: &str, own: Option<&CpuSet>) -> Option<(u64, u64)> {
+    let of_one = |line: &str| {
+        let (number, fields) = line.strip_prefix("cpu")?.split_once(' ')?;
+        Some((number.parse::<usize>().ok(), sum(fields)?))
+    };
+    let mut lines = stat.lines().map_while(of_one);
+    let whole = lines.next()?.1;
+    let Some(own) = own else { return Some(whole) };
+    let ours = lines
+        .filter(|(number, _)| number.is_some_and(|number| number < CpuSet::MAX_CPU && own.is_set(number)));
+    let sum = ours.fold((0, 0), |(busy, all), (_, one)| (busy + one.0, all + one.1));
+    Some(if sum.1 == 0 { whole } else { sum })
+}
+
+/// Of one line of numbers.
+fn sum(fields: &str) -> Option<(u64, u64)> {
     // user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
     let fields: Vec<u64> =
-        line.split_ascii_whitespace().take(8).map_while(|word| word.parse().ok()).collect();
+        fields.split_ascii_whitespace().take(8).map_while(|word| word.parse().ok()).collect();
     let all: u64 = fields.iter().sum();
     let idle: u64 = fields.iter().skip(3).take(2).sum();
     (fields.len() >= 4).then_some((all - idle, all))
@@ -67,16 +107,28 @@ mod tests {
 
     #[test]
     fn waiting_for_a_disk_is_not_being_busy() {
-        assert_eq!(ticks("cpu  10 1 5 80 4 0 0 0 3 0\ncpu0 1"), Some((16, 100)));
-        assert_eq!(ticks("intr 5"), None);
-        assert_eq!(ticks(""), None);
+        assert_eq!(ticks("cpu  10 1 5 80 4 0 0 0 3 0\ncpu0 1", None), Some((16, 100)));
+        assert_eq!(ticks("intr 5", None), None);
+        assert_eq!(ticks("", None), None);
+    }
+
+    #[test]
+    fn a_node_is_as_busy_as_the_processors_it_may_use() {
+        let stat = "cpu  30 0 0 170 0\ncpu0 5 0 0 95 0\ncpu1 25 0 0 75 0\nintr 7 cpu2 1\n";
+        let of = |numbers: &[usize]| {
+            let mut own = CpuSet::new();
+            numbers.iter().for_each(|number| own.set(*number));
+            ticks(stat, Some(&own))
+        };
+        assert_eq!((of(&[0]), of(&[1]), of(&[0, 1])), (Some((5, 100)), Some((25, 100)), Some((30, 200))));
+        assert_eq!(of(&[7]), Some((30, 200)), "what is not listed says nothing");
     }
 
     #[test]
     fn this_machine_has_memory_and_uses_its_processors() {
         let (all, available) = memory();
         assert!(all > 0 && available > 0 && available <= all);
-        let mut meter = Meter::default();
+        let mut meter = Meter::new();
         let used = meter.cpu_used();
         assert!((0.0..=1.0).contains(&used), "{used}");
         assert_eq!(field("MemTotal: 2 kB\nMemAvailable: 1 kB", "MemAvailable:"), 1024);

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant, SystemTime};
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
-use nagaya_cmdb::{NodeName, NodeRecord};
+use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
+use nagaya_placement::balance::NodeLoad;
 use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
 use tokio::task::AbortHandle;
@@ -39,6 +40,9 @@ const AUTHORITY_EVERY: Duration = Duration::from_secs(5);
 /// How often placements are counted, if there were changes.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
 
+/// The minute in which a node takes part in few moves because of load.
+const ARRIVED_LATELY_MS: u64 = 60_000;
+
 /// How long a node that joins waits for the cluster's records.
 const IN_STEP_WAIT: Duration = Duration::from_secs(60);
 
@@ -54,6 +58,8 @@ pub struct Membership {
     pub suspects: RefCell<HashMap<NodeName, (Instant, Verdict)>>,
     /// Placements of each node, a little while ago.
     pub counted: RefCell<HashMap<NodeName, u32>>,
+    /// Of these, how many came within the last minute because of their load.
+    arrivals: RefCell<HashMap<NodeName, u32>>,
     /// Until when this node may serve what is placed on it, CLOCK_BOOTTIME in nanoseconds.
     pub authority_until: Cell<u64>,
     /// What it is owed and owes.
@@ -85,6 +91,7 @@ impl Membership {
             relocating: Relocating::default(),
             suspects: RefCell::default(),
             counted: RefCell::default(),
+            arrivals: RefCell::default(),
             authority_until: Cell::new(0),
             trust: RefCell::new(trust),
             introducing: Cell::new(false),
@@ -121,7 +128,7 @@ impl Membership {
 
     /// Tells the others how busy this node is; they know by it that it is there. Its record follows what it is started with.
     async fn be_present(self: Rc<Self>, mut record: NodeRecord) {
-        let mut meter = Meter::default();
+        let mut meter = Meter::new();
         let mut is_listed = false;
         loop {
             if !is_listed {
@@ -201,10 +208,12 @@ impl Membership {
         loop {
             let records = Arc::clone(&self.context.records);
             let revision = records.revision().ok();
-            if revision != counted {
+            // Who came lately did not do so for ever.
+            if revision != counted || !self.arrivals.borrow().is_empty() {
                 let counts = tokio::task::spawn_blocking(move || count_placements(&*records)).await;
-                if let Ok(Ok(counts)) = counts {
-                    *self.counted.borrow_mut() = counts;
+                if let Ok(Ok(Tally { all, arrivals })) = counts {
+                    *self.counted.borrow_mut() = all;
+                    *self.arrivals.borrow_mut() = arrivals;
                     counted = revision;
                 }
             }
@@ -266,6 +275,28 @@ impl Membership {
             })
         };
         Ok(list("nodes", known.iter().map(row).collect()))
+    }
+
+    /// How busy each member is, for the balance of load.
+    pub fn loads(&self) -> Vec<NodeLoad<String>> {
+        let known = self.known_nodes().unwrap_or_default();
+        let suspects = self.suspects.borrow();
+        let is_suspect =
+            |name: &NodeName| suspects.get(name).is_some_and(|(since, _)| since.elapsed() < SUSPECT_FOR);
+        let told = |node: super::placing::Known| {
+            let name = &node.record.name;
+            let is_there = node.load.as_ref().is_some_and(|load| load.serves);
+            let load = node.load.unwrap_or_default();
+            NodeLoad {
+                node: name.to_string(),
+                cpus: node.record.cpus,
+                cpu_used: load.cpu_used as f32,
+                memory_free: load.memory_available,
+                is_open: is_there && !node.record.draining && !is_suspect(name),
+                arrivals: self.arrivals.borrow().get(name).copied().unwrap_or(0),
+            }
+        };
+        known.into_iter().map(told).collect()
     }
 
     pub fn placements(
@@ -350,16 +381,32 @@ impl Drop for Membership {
     }
 }
 
-fn count_placements(records: &dyn Store) -> Result<HashMap<NodeName, u32>, StoreError> {
-    let mut counts: HashMap<NodeName, u32> = HashMap::new();
+/// How many placements each node has, and how many of them came lately because of their load.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Tally {
+    all: HashMap<NodeName, u32>,
+    arrivals: HashMap<NodeName, u32>,
+}
+
+impl Tally {
+    fn add(&mut self, placement: Placement, now_ms: u64) {
+        // A clock that is ahead of this one's wrote it just now.
+        let age_ms = now_ms.saturating_sub(placement.since_ms);
+        if placement.why == Why::Load && age_ms < ARRIVED_LATELY_MS {
+            *self.arrivals.entry(placement.node.clone()).or_default() += 1;
+        }
+        *self.all.entry(placement.node).or_default() += 1;
+    }
+}
+
+fn count_placements(records: &dyn Store) -> Result<Tally, StoreError> {
+    let (mut tally, now_ms) = (Tally::default(), unix_ms());
     let mut after: Option<String> = None;
     loop {
         let page = records.placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX)?;
-        let Some(last) = page.last() else { return Ok(counts) };
+        let Some(last) = page.last() else { return Ok(tally) };
         after = Some(last.site.to_string());
-        for placement in page {
-            *counts.entry(placement.node).or_default() += 1;
-        }
+        page.into_iter().for_each(|placement| tally.add(placement, now_ms));
     }
 }
 
@@ -371,4 +418,28 @@ pub fn unix_ms() -> u64 {
 /// Said where a node finds that it may serve nothing.
 pub fn log_no_authority(why: &str) {
     tracing::warn!(code = %NO_AUTHORITY, "applications placed on this node are frozen, and their requests wait: {why}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_came_lately_because_of_its_load_is_counted_beside_all() {
+        let mut tally = Tally::default();
+        for (node, why, since) in [
+            ("a", Why::Load, 600_000),
+            ("a", Why::Load, 599_999),
+            ("a", Why::Load, 540_000),
+            ("a", Why::Load, 700_000),
+            ("b", Why::First, 600_000),
+        ] {
+            let placement = json!({ "site": "s", "node": node, "epoch": 1, "since_ms": since, "why": why });
+            tally.add(serde_json::from_value(placement).unwrap(), 600_000);
+        }
+        let named = |count: &HashMap<NodeName, u32>| -> Vec<u32> {
+            ["a", "b"].iter().map(|name| count.get(*name).copied().unwrap_or(0)).collect()
+        };
+        assert_eq!((named(&tally.all), named(&tally.arrivals)), (vec![4, 1], vec![3, 0]));
+    }
 }

@@ -7,10 +7,11 @@
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
+mod allotment;
 mod asks;
 mod authority;
 mod images;
-mod load;
+pub mod load;
 mod member;
 mod membership;
 mod moves;
@@ -32,6 +33,7 @@ use nagaya_base::Code;
 use nagaya_cmdb::feed::{Down, Placed};
 use nagaya_cmdb::{SiteName, Why};
 use nagaya_edge::options::ClusterOptions;
+use nagaya_placement::balance::NodeLoad;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::LocalSet;
@@ -41,7 +43,9 @@ use super::node::Node;
 use crate::admin::{Ask, BoxFuture, Problem};
 use crate::config::settings::Cluster as Configured;
 
+pub use authority::now;
 pub use member::{Etcd, Member, MemberError};
+pub use membership::unix_ms;
 pub use records::Records;
 
 use self::asks::Desk;
@@ -75,6 +79,14 @@ pub struct Place {
 pub enum Order {
     Ask(Ask, oneshot::Sender<Result<Value, Box<Problem>>>),
     Place(Place),
+    /// How busy each member is. None of them: this node is in no cluster.
+    Loads(oneshot::Sender<Vec<NodeLoad<String>>>),
+    /// A site that runs here is to go there, because of its load.
+    Relocate {
+        site: SiteName,
+        to: String,
+        answer: oneshot::Sender<Result<(), String>>,
+    },
     /// A member asks this node to vouch for it.
     Vouch {
         tag: u64,
@@ -114,6 +126,22 @@ impl Handle {
             self.orders.send(Order::Ask(ask, answer)).await.map_err(|_| gone())?;
             answered.await.map_err(|_| gone())?
         })
+    }
+
+    pub async fn loads(&self) -> Vec<NodeLoad<String>> {
+        let (answer, answered) = oneshot::channel();
+        match self.orders.send(Order::Loads(answer)).await {
+            Ok(()) => answered.await.unwrap_or_default(),
+            Err(_) => Vec::new(),
+        }
+    }
+
+    /// Answered when the site is at its new place, or stays.
+    pub async fn relocate(&self, site: SiteName, to: String) -> Result<(), String> {
+        let (answer, answered) = oneshot::channel();
+        let gone = || "the cluster's thread has ended".to_owned();
+        self.orders.send(Order::Relocate { site, to, answer }).await.map_err(|_| gone())?;
+        answered.await.map_err(|_| gone())?
     }
 
     /// What members say to each other. Never blocks; what finds no room is said again.

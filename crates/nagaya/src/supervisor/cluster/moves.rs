@@ -136,8 +136,13 @@ impl Membership {
         }
     }
 
-    /// An operator moves a site.
-    pub async fn relocate(self: &Rc<Self>, site: &str, to: Option<&str>) -> Result<Value, Box<Problem>> {
+    /// An operator moves a site, or its load does.
+    pub async fn relocate(
+        self: &Rc<Self>,
+        site: &str,
+        to: Option<&str>,
+        why: Why,
+    ) -> Result<Value, Box<Problem>> {
         let unfit = |detail: String| Problem::cluster(StatusCode::CONFLICT, NOWHERE, detail);
         let to = to.map(|to| self.named(to)).transpose()?;
         let name = SiteName::new(site).map_err(|error| unfit(error.to_string()))?;
@@ -151,7 +156,7 @@ impl Membership {
         if to.as_ref() == Some(&placement.node) {
             return Ok(json!({ "site": name, "node": placement.node, "epoch": placement.epoch }));
         }
-        let moved = self.give_away(placement, to, Why::Operator).await.map_err(unfit)?;
+        let moved = self.give_away(placement, to, why).await.map_err(unfit)?;
         Ok(json!({ "site": name, "node": moved.node, "epoch": moved.epoch }))
     }
 }

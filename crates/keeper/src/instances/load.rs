@@ -1,0 +1,85 @@
+//! What instances use, for whoever balances load: asked for every second, so little is read, and only of those that run.
+//!
+//! Not here: what operators see (`show`), what is done about it (`nagaya::supervisor`).
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use nagaya_cmdb::SiteName;
+use nagaya_cmdb::cell::CpuQuota;
+use nagaya_cmdb::instance::{Tier, Used};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::Instances;
+use super::show::resident;
+use crate::cells::{Cells, Leaf};
+use crate::engine::Engine;
+
+/// Instances told of at most, of all that run; more than a machine can have busy at once.
+const TOLD_MAX: usize = 8_192;
+
+/// One of them, as far as it is known without reading anything.
+struct Looked {
+    site: SiteName,
+    run: u64,
+    tier: Tier,
+    limit: Option<CpuQuota>,
+    is_limit_changed: bool,
+    leaf: Arc<Leaf>,
+}
+
+impl Instances {
+    /// The JSON of what each has used that runs, or whose limit is not its record's. `null`: nobody is free to look.
+    pub async fn load(&self, engine: &Rc<Engine>) -> String {
+        let cells = Arc::clone(engine.cells());
+        let looked: Vec<Looked> = self
+            .sites
+            .borrow()
+            .values()
+            .filter_map(|instance| {
+                let leaf = instance.leaf()?;
+                let (life, site) = (instance.life.borrow(), instance.site().name.clone());
+                let (limit, is_limit_changed) = cells.cpu_limit(&site);
+                let tier = life.tier();
+                if tier != Tier::Running && !is_limit_changed {
+                    return None;
+                }
+                let run = instance.id(life.run()).0;
+                Some(Looked { site, run, tier, limit, is_limit_changed, leaf })
+            })
+            .take(TOLD_MAX)
+            .collect();
+        let read = move || Ok(looked.into_iter().filter_map(|one| one.read(&cells)).collect::<Vec<_>>());
+        let used = engine.on_worker(read).await.ok();
+        serde_json::to_string(&used).expect("it is made of texts and numbers")
+    }
+}
+
+impl Looked {
+    fn read(self, cells: &Cells) -> Option<Used> {
+        let Self { site, run, tier, limit, is_limit_changed, leaf } = self;
+        let (cpu_us, throttled_us) = leaf.cpu_us()?;
+        // Before Linux 6.6 a cell does not count for what the quota of the one above was used up.
+        let throttled_us =
+            if limit.is_some() { throttled_us.max(cells.throttled_us(&site)) } else { throttled_us };
+        let pids = leaf.pids().unwrap_or_default();
+        Some(Used {
+            site,
+            run,
+            tier,
+            at_us: now_us(),
+            cpu_us,
+            throttled_us,
+            waited_us: leaf.waited_us(),
+            memory_bytes: pids.iter().filter_map(|pid| resident(pid.as_raw_nonzero().get())).sum(),
+            limit,
+            is_limit_changed,
+        })
+    }
+}
+
+fn now_us() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let micros = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
+    u64::try_from(micros).unwrap_or_default()
+}

@@ -1,0 +1,256 @@
+//! What the balance of load has seen and decided lately, for `nagaya explain SITE`, the log and `/metrics`.
+//!
+//! Not here: deciding (`nagaya_placement::balance`), the command (`cli::balance`).
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+use nagaya_base::{Clock as _, SystemClock};
+use nagaya_cmdb::SiteName;
+use nagaya_placement::balance::{self, Step};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use crate::supervisor::cluster::unix_ms;
+use crate::supervisor::exposition::Page;
+
+/// Decisions that are kept, of all sites.
+const DECISIONS_MAX: usize = 1_024;
+
+/// Decisions told of one site.
+const TOLD_MAX: usize = 10;
+
+pub type SiteLoad = balance::SiteLoad<SiteName, String>;
+pub type Decision = balance::Decision<SiteName, String>;
+
+/// Written by the balance, read by whoever asks.
+#[derive(Debug, Default)]
+pub struct Told(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Those that were looked at the last time.
+    now: HashMap<SiteName, Seen>,
+    looked: Option<Instant>,
+    decisions: VecDeque<Entry>,
+    next: u64,
+    /// By `KINDS`: carried out, and not.
+    counts: [[u64; 2]; KINDS.len()],
+}
+
+/// A site as it was seen last.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub load: SiteLoad,
+    pub short_seconds: Option<u64>,
+    /// Why nothing more is done for it, although it is short.
+    pub held: Option<String>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    number: u64,
+    at: Instant,
+    at_ms: u64,
+    decision: Decision,
+    /// None: it is being carried out.
+    end: Option<Result<(), String>>,
+}
+
+const KINDS: [&str; 3] = ["raise", "lower", "move"];
+
+fn kind(step: &Step<String>) -> usize {
+    match step {
+        Step::Raise(_) => 0,
+        Step::Lower(_) => 1,
+        Step::Move(_) => 2,
+    }
+}
+
+impl Told {
+    /// All that was looked at just now.
+    pub fn saw(&self, seen: Vec<Seen>) {
+        let mut state = self.0.lock();
+        state.now = seen.into_iter().map(|seen| (seen.load.site.clone(), seen)).collect();
+        state.looked = Some(SystemClock.now());
+    }
+
+    /// The number by which its end is told.
+    pub fn decided(&self, decision: &Decision) -> u64 {
+        let mut state = self.0.lock();
+        if state.decisions.len() >= DECISIONS_MAX {
+            state.decisions.pop_front();
+        }
+        let number = state.next;
+        state.next += 1;
+        let (at, at_ms) = (SystemClock.now(), unix_ms());
+        state.decisions.push_back(Entry { number, at, at_ms, decision: decision.clone(), end: None });
+        number
+    }
+
+    pub fn ended(&self, number: u64, step: &Step<String>, end: Result<(), String>) {
+        let mut state = self.0.lock();
+        state.counts[kind(step)][usize::from(end.is_err())] += 1;
+        // After a thousand others it may be forgotten.
+        if let Some(entry) = state.decisions.iter_mut().find(|entry| entry.number == number) {
+            entry.end = Some(end);
+        }
+    }
+
+    /// What is known of one site.
+    pub fn of(&self, site: &str) -> Value {
+        let state = self.0.lock();
+        let ago = |at: Instant| SystemClock.now().duration_since(at).as_secs();
+        let now = state.now.get(site).map(|seen| {
+            let SiteLoad {
+                node,
+                starved,
+                throttled,
+                cpus_used,
+                limit,
+                limit_base,
+                limit_max,
+                in_flight,
+                memory_bytes,
+                ..
+            } = &seen.load;
+            json!({
+                "node": node,
+                "starved": starved,
+                "throttled": throttled,
+                "cpus_used": cpus_used,
+                "limit": limit,
+                "limit_base": limit_base,
+                "limit_max": limit_max,
+                "requests": in_flight,
+                "memory_bytes": memory_bytes,
+                "short_seconds": seen.short_seconds,
+                "held": seen.held,
+                "ago_seconds": state.looked.map(ago),
+            })
+        });
+        let own = state.decisions.iter().rev().filter(|entry| entry.decision.site.as_str() == site);
+        let decisions: Vec<Value> = own
+            .take(TOLD_MAX)
+            .map(|entry| {
+                let end = match &entry.end {
+                    None => "under way".into(),
+                    Some(Ok(())) => "done".into(),
+                    Some(Err(why)) => format!("not done: {why}"),
+                };
+                json!({
+                    "step": KINDS[kind(&entry.decision.step)],
+                    "words": entry.decision.words,
+                    "at_ms": entry.at_ms,
+                    "ago_seconds": ago(entry.at),
+                    "end": end,
+                })
+            })
+            .collect();
+        json!({ "site": site, "now": now, "decisions": decisions })
+    }
+
+    pub fn expose(&self, page: &mut Page) {
+        let state = self.0.lock();
+        let ends = ["done", "failed"];
+        let mut counts = Vec::new();
+        for (step, ended) in KINDS.iter().zip(state.counts) {
+            for (end, count) in ends.iter().zip(ended) {
+                counts.push((format!("step=\"{step}\",end=\"{end}\""), count));
+            }
+        }
+        let short = state.now.values().filter(|seen| seen.short_seconds.is_some()).count() as u64;
+        page.family(
+            "nagaya_balance_decisions_total",
+            "counter",
+            "Steps that were decided for applications because of their load, and how they ended.",
+            &counts,
+        );
+        page.family(
+            "nagaya_balance_short",
+            "gauge",
+            "Applications that are short of CPU now.",
+            &[(String::new(), short)],
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn site(name: &str) -> SiteName {
+        SiteName::new(name).unwrap()
+    }
+
+    fn decision(name: &str, step: Step<String>) -> Decision {
+        let words = format!("because of {}", KINDS[kind(&step)]);
+        Decision { site: site(name), step, words }
+    }
+
+    fn seen(name: &str) -> Seen {
+        let load = SiteLoad {
+            site: site(name),
+            node: "a".into(),
+            starved: 0.5,
+            throttled: 0.4,
+            cpus_used: 0.25,
+            wants: 0.25,
+            limit: 0.25,
+            limit_base: 0.25,
+            limit_max: 1.0,
+            in_flight: 3,
+            memory_bytes: 7,
+            came: None,
+        };
+        Seen { load, short_seconds: Some(4), held: Some("the node is busy".into()) }
+    }
+
+    #[test]
+    fn the_last_decisions_of_a_site_come_first_with_how_they_ended() {
+        let told = Told::default();
+        let steps = [Step::Raise(0.5), Step::Move("b".into()), Step::Lower(0.25)];
+        for step in &steps {
+            let number = told.decided(&decision("wiki", step.clone()));
+            match step {
+                Step::Move(_) => told.ended(number, step, Err("b is gone".into())),
+                Step::Raise(_) => told.ended(number, step, Ok(())),
+                Step::Lower(_) => {}
+            }
+        }
+        told.decided(&decision("blog", Step::Raise(1.0)));
+        told.saw(vec![seen("wiki")]);
+        let wiki = told.of("wiki");
+        let ends: Vec<_> = wiki["decisions"].as_array().unwrap().iter().map(|one| &one["end"]).collect();
+        assert_eq!(ends, ["under way", "not done: b is gone", "done"]);
+        assert_eq!(wiki["now"]["held"], "the node is busy");
+        assert_eq!(
+            (&told.of("blog")["now"], told.of("blog")["decisions"][0]["step"].as_str()),
+            (&Value::Null, Some("raise"))
+        );
+        let mut page = Page::default();
+        told.expose(&mut page);
+        let page = page.into_text();
+        for line in [
+            "nagaya_balance_decisions_total{step=\"raise\",end=\"done\"} 1\n",
+            "nagaya_balance_decisions_total{step=\"move\",end=\"failed\"} 1\n",
+            "nagaya_balance_decisions_total{step=\"lower\",end=\"done\"} 0\n",
+            "nagaya_balance_short 1\n",
+        ] {
+            assert!(page.contains(line), "{line} in {page}");
+        }
+    }
+
+    #[test]
+    fn no_more_is_kept_than_anybody_reads() {
+        let told = Told::default();
+        let first = told.decided(&decision("wiki", Step::Raise(0.5)));
+        for _ in 0..DECISIONS_MAX {
+            told.decided(&decision("blog", Step::Raise(0.5)));
+        }
+        told.ended(first, &Step::Raise(0.5), Ok(()));
+        assert_eq!(told.of("wiki")["decisions"], json!([]));
+        assert_eq!(told.of("blog")["decisions"].as_array().unwrap().len(), TOLD_MAX);
+        assert_eq!(told.0.lock().decisions.len(), DECISIONS_MAX);
+    }
+}
