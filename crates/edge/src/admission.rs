@@ -273,7 +273,7 @@ async fn wait(
         Err(_) => {
             let prediction = lanes.prediction(pass);
             Err(Refusal::QueueTimeout {
-                retry_after_seconds: turned::seconds(prediction.and_then(|p| p.wait)),
+                retry_after_seconds: turned::seconds(prediction.and_then(|p| p.guess)),
             })
         }
     }
