@@ -10,9 +10,11 @@ use super::pace::Pace;
 use super::{Kind, Learned, Paces, STRETCH_SCALE, Slot};
 
 /// So many kinds say what one more will be like,
-const ALIKE_LEAST: u32 = 8;
-/// if the squared coefficient of variation among them is no more than this.
-const ALIKE_SPREAD: f64 = 0.1;
+const ALIKE_LEAST: usize = 8;
+/// if they take no more than so many times what the middle one does, and no less than a part as small,
+const ALIKE_FACTOR: f64 = 2.0;
+/// but for one in so many.
+const ALIKE_BUT: usize = 8;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
@@ -77,14 +79,13 @@ impl Learned {
     /// Kinds are so alike here that one of which nothing is known will hardly be different.
     pub(super) fn kinds_are_alike(&self) -> bool {
         let known = self.kinds.iter().filter_map(|kind| self.of_kind(kind, None));
-        let (mut count, mut sum, mut squares) = (0, 0.0, 0.0);
-        for expected in known.filter(|expected| expected.is_known) {
-            count += 1;
-            sum += expected.service();
-            squares += expected.service().powi(2);
-        }
-        let mean = sum / f64::from(count.max(1));
-        count >= ALIKE_LEAST && squares / f64::from(count) <= (1.0 + ALIKE_SPREAD) * mean * mean
+        let known = known.filter(|expected| expected.is_known);
+        let mut services: Vec<f64> = known.map(Expected::service).collect();
+        services.sort_unstable_by(f64::total_cmp);
+        let middle = services.get(services.len() / 2).copied().unwrap_or(0.0);
+        let like = middle / ALIKE_FACTOR..=middle * ALIKE_FACTOR;
+        let unlike = services.iter().filter(|service| !like.contains(service)).count();
+        services.len() >= ALIKE_LEAST && unlike * ALIKE_BUT <= services.len()
     }
 
     /// `None`: no line has been seen in which kinds ran that are known from quiet hours.

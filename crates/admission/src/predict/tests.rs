@@ -152,5 +152,8 @@ fn a_wait_behind_kinds_of_which_nothing_is_known_is_not_told() {
     }
     assert!(learned.is_known());
     learned.learn(at(0), known, 5_000.0 * MS, Times::Queued);
+    assert!(learned.is_known(), "all but one");
+    let other = learned.slot(at(0), Class(3));
+    learned.learn(at(0), other, 5_000.0 * MS, Times::Queued);
     assert!(!learned.is_known());
 }
