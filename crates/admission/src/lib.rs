@@ -251,6 +251,17 @@ pub enum Standing {
     Unknown,
 }
 
+/// What runs and waits in a lane and in those inside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Crowd {
+    pub lane: LaneId,
+    /// Lent permits too.
+    pub running: u32,
+    pub waiting: u32,
+    /// Some of them wait for a bound of this lane or of one inside it, not for one around it.
+    pub holds_itself: bool,
+}
+
 /// A lane as it is now, for people.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Explained {

@@ -25,7 +25,7 @@ use crate::bound::Observed;
 use crate::lane::Lane;
 use crate::predict::{Outcome, Slot};
 use crate::{
-    Ask, Bounds, Class, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass,
+    Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass,
     Pressure, Refused, Used,
 };
 
@@ -425,6 +425,26 @@ impl Admission {
 // === For people ===
 
 impl Admission {
+    /// What runs and waits in each lane right inside the node's: of each tenant.
+    pub fn crowds(&self) -> impl Iterator<Item = Crowd> {
+        self.at(self.root.index).inner.values().map(|index| {
+            let lane = self.at(*index);
+            Crowd {
+                lane: self.id_of(*index),
+                running: lane.running,
+                waiting: lane.waiting_within,
+                holds_itself: lane.waiting_within > 0 && self.holds_itself(*index),
+            }
+        })
+    }
+
+    /// Somebody waits in this lane or in one inside it for its own bound.
+    fn holds_itself(&self, index: u32) -> bool {
+        let lane = self.at(index);
+        lane.waiting_within > 0
+            && (lane.is_full() || lane.inner.values().any(|inner| self.holds_itself(*inner)))
+    }
+
     /// A lane as it is now. `None`: it is gone.
     pub fn explain(&self, now: Moment, lane: LaneId) -> Option<Explained> {
         let index = self.find(lane)?;

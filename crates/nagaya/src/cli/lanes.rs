@@ -43,6 +43,8 @@ pub(super) struct Lane {
     wait_seconds: Option<f64>,
     queued_for_seconds: Option<f64>,
     held_by: String,
+    /// What runs for its tenant gives way to others on the processor; none: it does not.
+    gives_way_for_seconds: Option<f64>,
     drain_per_second: Option<f64>,
     service_p50_seconds: Option<f64>,
     service_p90_seconds: Option<f64>,
@@ -256,6 +258,13 @@ fn line(lane: &Lane, out: &mut String) {
     };
     if !help.is_empty() {
         let _ = writeln!(out, "  held by {help}");
+    }
+    if let Some(since) = lane.gives_way_for_seconds {
+        let _ = writeln!(
+            out,
+            "  since {} what runs for its tenant gives way to tenants without a line on the processor",
+            seconds(since)
+        );
     }
     if let (Some(p50), Some(p90)) = (lane.service_p50_seconds, lane.service_p90_seconds) {
         let _ = writeln!(
