@@ -130,10 +130,13 @@ pub const PRIORITY_STEP: Duration = Duration::from_secs(1);
 pub struct Prediction {
     /// Requests that go first.
     pub ahead: u32,
-    /// Expected wait; `None`: unknown, as nothing has been learned yet.
+    /// Expected wait; `None`: unknown, as too little has been learned of those ahead.
     pub wait: Option<Duration>,
     /// Nine of ten such waits so far ended within this.
     pub at_most: Option<Duration>,
+    /// What is decided by, though it may rest on requests that are merely taken for average ones: good for when to ask again, not
+    /// to be told as a wait. `None`: nothing at all has been learned.
+    pub guess: Option<Duration>,
 }
 
 /// A promise: the signed ticket is made of it by the caller.
@@ -248,6 +251,17 @@ pub enum Standing {
     Unknown,
 }
 
+/// What runs and waits in a lane and in those inside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Crowd {
+    pub lane: LaneId,
+    /// Lent permits too.
+    pub running: u32,
+    pub waiting: u32,
+    /// Some of them wait for a bound of this lane or of one inside it, not for one around it.
+    pub holds_itself: bool,
+}
+
 /// A lane as it is now, for people.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Explained {
@@ -291,10 +305,12 @@ pub struct Counts {
     pub called_early: u64,
 }
 
-/// How good the predictions were: of those who waited at least 100 ms, lately.
+/// How good the predictions were: of those who waited at least 100 ms. Errors and bias are lately's.
 #[derive(Debug, Clone, Copy, PartialEq, Default, serde::Serialize)]
 pub struct Calibration {
     pub predictions: u64,
+    /// Waits of which nothing was told, as too little was known.
+    pub untold: u64,
     /// Median, and nine of ten, of |predicted - actual| / actual, in percent.
     pub error_p50_pct: Option<f64>,
     pub error_p90_pct: Option<f64>,

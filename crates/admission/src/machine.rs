@@ -25,8 +25,8 @@ use crate::bound::Observed;
 use crate::lane::Lane;
 use crate::predict::{Outcome, Slot};
 use crate::{
-    Ask, Bounds, Class, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass, Pressure,
-    Refused, Used,
+    Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Offer, PRIORITY_STEP, Pass,
+    Pressure, Refused, Used,
 };
 
 /// Lanes nest so deep: the node's, a tenant's, a site's, a rule's.
@@ -75,7 +75,7 @@ struct Waiting {
     place: Place,
     since: Moment,
     bytes: u64,
-    /// The wait that it was told when it came.
+    /// The wait that was expected when it came.
     wait: Option<Wait>,
     /// How often the pace had changed then; `None`: it was not well known.
     changes: Option<u32>,
@@ -261,7 +261,7 @@ impl Admission {
     fn has_place(&self, index: u32, ask: &Ask, wait: Option<Wait>) -> bool {
         let lane = self.at(index);
         let longest = lane.bounds.wait;
-        let is_in_time = wait.is_none_or(|wait| micros(wait.told) <= longest);
+        let is_in_time = wait.is_none_or(|wait| micros(wait.expected) <= longest);
         is_in_time
             && !longest.is_zero()
             && lane.line.len() < lane.bounds.wait_count
@@ -305,7 +305,8 @@ impl Admission {
         lane.holders += u32::from(holding.is_some());
         lane.counts.waited += 1;
         lane.learned.waits(slot);
-        let changes = lane.learned.is_sure().then_some(lane.learned.changes);
+        let is_sure = wait.is_some_and(|wait| wait.is_known) && lane.learned.is_sure();
+        let changes = is_sure.then_some(lane.learned.changes);
         for at in self.path(index).as_slice() {
             self.at_mut(*at).waiting_within += 1;
         }
@@ -325,10 +326,13 @@ impl Admission {
         self.leave_line(now, index, place, &waiting);
         let lane = self.at_mut(index);
         lane.counts.admitted += 1;
-        if let Some(Wait { reckoned, told }) = waiting.wait {
-            let actual = now.0.saturating_sub(waiting.since.0) as f64;
-            let is_current = waiting.changes == Some(lane.learned.changes);
-            lane.learned.record.add(Outcome { reckoned, told, actual }, is_current);
+        let actual = now.0.saturating_sub(waiting.since.0) as f64;
+        match waiting.wait {
+            Some(Wait { reckoned, expected, is_known: true }) => {
+                let is_current = waiting.changes == Some(lane.learned.changes);
+                lane.learned.record.add(Outcome { reckoned, told: expected, actual }, is_current);
+            }
+            _ => lane.learned.record.add_untold(actual),
         }
         if let Some(holding) = &waiting.holding {
             self.spend(now, pass, holding);
@@ -391,9 +395,12 @@ impl Admission {
         let path = self.path(index);
         let is_queued = !self.at(index).line.is_empty() || !self.has_room(&path);
         let cost = self.at(index).learned.expected(slot);
-        self.at_mut(index).learned.learn(now, slot, took, is_queued);
+        let began = Moment(now.0.saturating_sub(micros_of(service)));
+        let learned = &mut self.at_mut(index).learned;
+        learned.learn(now, slot, took, learned.times(began, is_queued));
         for at in &path.as_slice()[1..] {
-            self.at_mut(*at).learned.learn_of_inner(now, took, is_queued);
+            let learned = &mut self.at_mut(*at).learned;
+            learned.learn_of_inner(now, took, learned.times(began, is_queued));
         }
         for at in path.as_slice() {
             if self.at(*at).auto.is_some() {
@@ -418,6 +425,26 @@ impl Admission {
 // === For people ===
 
 impl Admission {
+    /// What runs and waits in each lane right inside the node's: of each tenant.
+    pub fn crowds(&self) -> impl Iterator<Item = Crowd> {
+        self.at(self.root.index).inner.values().map(|index| {
+            let lane = self.at(*index);
+            Crowd {
+                lane: self.id_of(*index),
+                running: lane.running,
+                waiting: lane.waiting_within,
+                holds_itself: lane.waiting_within > 0 && self.holds_itself(*index),
+            }
+        })
+    }
+
+    /// Somebody waits in this lane or in one inside it for its own bound.
+    fn holds_itself(&self, index: u32) -> bool {
+        let lane = self.at(index);
+        lane.waiting_within > 0
+            && (lane.is_full() || lane.inner.values().any(|inner| self.holds_itself(*inner)))
+    }
+
     /// A lane as it is now. `None`: it is gone.
     pub fn explain(&self, now: Moment, lane: LaneId) -> Option<Explained> {
         let index = self.find(lane)?;
@@ -431,7 +458,7 @@ impl Admission {
             waiting: lane.line.len(),
             waiting_bytes: lane.bytes,
             promised: self.promised_of(index),
-            wait: self.wait_at_end(now, index).map(|wait| micros(wait.told)),
+            wait: self.told(index, 0, self.wait_at_end(now, index)).wait,
             queued_since: lane.queued_since,
             held_by: match (lane.is_full(), is_held_around) {
                 (true, _) => "own",
@@ -455,7 +482,11 @@ fn order_of(now: Moment, priority: i8) -> i64 {
 }
 
 fn later(now: Moment, by: Duration) -> Moment {
-    Moment(now.0.saturating_add(u64::try_from(by.as_micros()).unwrap_or(u64::MAX)))
+    Moment(now.0.saturating_add(micros_of(by)))
+}
+
+fn micros_of(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

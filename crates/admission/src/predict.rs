@@ -5,13 +5,19 @@
 //! one microsecond in a microsecond. So nothing has to be measured of the rate but how many permits the lane's own line has,
 //! which for a lane held back by its own bound is that bound, without any noise.
 //!
+//! Requests take longer while all permits are in use than in a quiet hour: how much longer is learned too, so that a line that
+//! begins after a quiet hour is reckoned with the pace of the last one. A kind of which nothing is known counts as an average one
+//! where a number is needed to decide; nobody is told a wait that rests on that.
+//!
 //! Not here: who is ahead of whom (`machine::line`), and the wait that follows from both (`machine::waits`).
 
 mod calibration;
+mod expected;
 mod outlook;
 mod pace;
 mod replay;
 
+use self::expected::Expected;
 use self::outlook::{Outlook, Part};
 pub(crate) use self::replay::REPLAY_MAX;
 use self::replay::Replay;
@@ -38,6 +44,10 @@ pub(crate) struct Learned {
     kinds: Vec<Kind>,
     /// All kinds together.
     all: Paces,
+    /// What one more request of a kind weighs in its share: more and more, so that earlier ones fade.
+    tide: f32,
+    /// How much longer requests take while there is a line than their kind does in calm, in thousandths.
+    stretch: Pace,
     service: Sketch,
     /// Requests that ended in lanes inside.
     inner: u32,
@@ -55,6 +65,8 @@ struct Kind {
     running: u32,
     /// Sum of the moments when the running ones started.
     started: u128,
+    /// Requests so far, the late ones weighing more.
+    share: f32,
     seen: Moment,
 }
 
@@ -63,6 +75,15 @@ struct Kind {
 struct Paces {
     calm: Pace,
     queued: Pace,
+}
+
+/// In what times a request ran.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Times {
+    Calm,
+    /// It began in a line's time and ended after it: in neither pace.
+    Between,
+    Queued,
 }
 
 /// What is averaged over the time in which there is a line.
@@ -80,6 +101,19 @@ const CALM_INNER: u32 = 8;
 /// Spread up to which requests of a kind take about equally long.
 const EVEN_SPREAD: f32 = 0.5;
 
+/// Of requests that run and wait, so many (one in this number) may be of kinds of which nothing is known for a wait to be told.
+const UNKNOWN_PART: u32 = 10;
+
+/// Requests after which one weighs half as much in the share of its kind: 2 to the power of 1/200.
+const TIDE_GROWTH: f32 = 1.003_472;
+/// Weights are scaled down before they lose precision.
+const TIDE_MOST: f32 = 1e12;
+
+/// Ratios are kept in thousandths, as a pace tells times apart from a microsecond on.
+const STRETCH_SCALE: f64 = 1_000.0;
+/// One request that was stuck says nothing about all others.
+const STRETCH_MOST: f64 = 100.0;
+
 impl From<u8> for Slot {
     fn from(at: u8) -> Self {
         Self(at)
@@ -91,6 +125,8 @@ impl Default for Learned {
         Self {
             kinds: Vec::new(),
             all: Paces::default(),
+            tide: 1.0,
+            stretch: Pace::default(),
             service: Sketch::new(SERVICE_HALF_LIFE),
             inner: 0,
             line: LineTime::default(),
@@ -101,17 +137,13 @@ impl Default for Learned {
 }
 
 impl Paces {
-    fn add(&mut self, now: Moment, service: f32, is_queued: bool) -> bool {
-        if is_queued { self.queued.add(now, service) } else { self.calm.add(now, service) }
-    }
-
-    /// The one with a line if it is known, as it is for lines that this is asked.
-    fn best(&self) -> Option<&Pace> {
-        [&self.queued, &self.calm].into_iter().find(|pace| pace.is_known())
-    }
-
-    fn expected(&self) -> Option<f64> {
-        self.best()?.expected().map(f64::from)
+    fn add(&mut self, now: Moment, service: f32, times: Times) -> bool {
+        match times {
+            Times::Queued => self.queued.add(now, service),
+            // Better than nothing.
+            Times::Between if self.queued.is_known() || self.calm.is_known() => false,
+            Times::Calm | Times::Between => self.calm.add(now, service),
+        }
     }
 }
 
@@ -129,7 +161,20 @@ impl Learned {
             None => self.idle(now).inspect(|at| self.kinds[*at] = Kind::new(class)).unwrap_or(CLASSES),
         };
         self.kinds[at].seen = now;
+        self.count(at);
         Slot(u8::try_from(at).expect("there are fewer than 256 kinds"))
+    }
+
+    /// One more of this kind.
+    fn count(&mut self, at: usize) {
+        self.kinds[at].share += self.tide;
+        self.tide *= TIDE_GROWTH;
+        if self.tide > TIDE_MOST {
+            for kind in &mut self.kinds {
+                kind.share /= self.tide;
+            }
+            self.tide = 1.0;
+        }
     }
 
     /// A kind that was not seen for long. Never the shared one.
@@ -139,17 +184,14 @@ impl Learned {
         })
     }
 
-    /// Expected service of a kind, in microseconds; of all kinds if nothing is known of this one.
+    /// Expected service of a kind while there is a line, in microseconds; of all kinds if nothing is known of this one.
     pub(crate) fn expected(&self, slot: Slot) -> Option<f64> {
-        self.kinds
-            .get(slot.0 as usize)
-            .and_then(|kind| kind.paces.expected())
-            .or_else(|| self.expected_of_any())
+        Some(self.in_line(slot)?.service())
     }
 
     /// Expected service of any request here.
     pub(crate) fn expected_of_any(&self) -> Option<f64> {
-        self.all.expected()
+        Some(self.any_in_line()?.service())
     }
 
     pub(crate) fn waits(&mut self, slot: Slot) {
@@ -172,50 +214,92 @@ impl Learned {
         kind.started -= u128::from(started.0);
     }
 
+    /// In what times one ran that began then and ends now. `is_queued`: somebody waits, or would.
+    pub(crate) fn times(&self, began: Moment, is_queued: bool) -> Times {
+        match (is_queued, began <= self.line.last) {
+            (true, _) => Times::Queued,
+            (false, true) => Times::Between,
+            (false, false) => Times::Calm,
+        }
+    }
+
     /// Learns from a request of this lane that ended as it should.
-    pub(crate) fn learn(&mut self, now: Moment, slot: Slot, service_us: f64, is_queued: bool) {
+    pub(crate) fn learn(&mut self, now: Moment, slot: Slot, service_us: f64, times: Times) {
         self.service.add(service_us);
-        let has_changed = self.kinds[slot.0 as usize].paces.add(now, service_us as f32, is_queued);
-        self.all.add(now, service_us as f32, is_queued);
+        let kind = &mut self.kinds[slot.0 as usize];
+        let calm = kind.paces.calm;
+        let has_changed = kind.paces.add(now, service_us as f32, times);
+        if times == Times::Queued && calm.is_fair() {
+            let calm = f64::from(calm.expected().unwrap_or(1.0)).max(1.0);
+            let stretch = (service_us / calm).min(STRETCH_MOST) * STRETCH_SCALE;
+            self.stretch.add(now, stretch as f32);
+        }
+        self.all.add(now, service_us as f32, times);
         self.changes = self.changes.wrapping_add(u32::from(has_changed));
     }
 
     /// Learns from a request of a lane inside this one: only what any request takes.
-    pub(crate) fn learn_of_inner(&mut self, now: Moment, service_us: f64, is_queued: bool) {
+    pub(crate) fn learn_of_inner(&mut self, now: Moment, service_us: f64, times: Times) {
         self.inner = self.inner.wrapping_add(1);
-        if is_queued || self.inner.is_multiple_of(CALM_INNER) || !self.all.calm.is_sure() {
-            self.all.add(now, service_us as f32, is_queued);
+        if times == Times::Queued || self.inner.is_multiple_of(CALM_INNER) || !self.all.calm.is_sure() {
+            self.all.add(now, service_us as f32, times);
         }
     }
 
-    /// Expected service of all in line: `None` if nothing is known of some of them.
+    /// Expected service of all in line: `None` if nothing at all is known.
     pub(crate) fn work_in_line(&self) -> Option<f64> {
-        let any = self.expected_of_any();
+        let any = self.any_in_line();
         let waiting = self.kinds.iter().filter(|kind| kind.waiting > 0);
-        waiting.map(|kind| Some(f64::from(kind.waiting) * kind.paces.expected().or(any)?)).sum()
+        waiting.map(|kind| Some(f64::from(kind.waiting) * self.of_kind(kind, any)?.service())).sum()
     }
 
     /// When it is the turn of one behind this part of the line (1: the whole), if so many permits are its lane's own. `None`:
-    /// nothing is known of some request that runs or waits.
+    /// nothing at all is known.
     pub(crate) fn turn(&self, now: Moment, part: f64, permits: f64, lent: u32) -> Option<f64> {
-        let any = self.all.best();
+        let any = self.any_in_line();
         let mut outlook = Outlook::new(permits);
-        for kind in self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0) {
-            let pace = kind.paces.best().or(any)?;
+        let all = self.shares();
+        for kind in &self.kinds {
+            // Of those that run on lent permits nobody has noted what they are: as many of each kind as come of it.
+            let lent = f64::from(lent) * f64::from(kind.share) / all;
+            let own = f64::from(kind.running);
+            if own + lent + f64::from(kind.waiting) <= 0.0 {
+                continue;
+            }
+            let expected = self.of_kind(kind, any)?;
+            let rest = own * kind.rest(now, expected) + lent * expected.rest_of_any();
             outlook.add(Part {
-                running: f64::from(kind.running),
-                rest: kind.rest(now, pace)?,
+                running: own + lent,
+                rest: rest / (own + lent).max(f64::MIN_POSITIVE),
                 waiting: f64::from(kind.waiting) * part,
-                service: f64::from(pace.expected()?),
-                spread: f64::from(pace.spread()),
+                service: expected.service(),
+                spread: expected.spread(),
             });
         }
-        if lent > 0 {
-            let (service, spread) = (f64::from(any?.expected()?), f64::from(any?.spread()));
-            let rest = service * (1.0 + spread) / 2.0;
-            outlook.add(Part { running: f64::from(lent), rest, waiting: 0.0, service, spread });
-        }
         outlook.turn()
+    }
+
+    /// Sum of the shares of all kinds.
+    fn shares(&self) -> f64 {
+        self.kinds.iter().map(|kind| f64::from(kind.share)).sum::<f64>().max(f64::MIN_POSITIVE)
+    }
+
+    /// Enough is known of those who run and wait for a wait to be told.
+    pub(crate) fn is_known(&self) -> bool {
+        let (mut all, mut unknown) = (0, 0);
+        for kind in self.present() {
+            let count = kind.running + kind.waiting;
+            all += count;
+            if !self.of_kind(kind, None).is_some_and(|expected| expected.is_known) {
+                unknown += count;
+            }
+        }
+        unknown * UNKNOWN_PART <= all || self.kinds_are_alike()
+    }
+
+    /// Kinds with requests that run or wait.
+    fn present(&self) -> impl Iterator<Item = &Kind> {
+        self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0)
     }
 
     /// All kinds in line are well known, as they are when there is a line. What is predicted then and turns out wrong has other
@@ -226,10 +310,10 @@ impl Learned {
 
     /// Several kinds run or wait, each of which takes about equally long: who they are says more than how many.
     pub(crate) fn is_mixed(&self) -> bool {
-        let present = self.kinds.iter().filter(|kind| kind.running > 0 || kind.waiting > 0);
-        let mut paces = present.map(|kind| kind.paces.best());
-        let is_even = |pace: Option<&Pace>| pace.is_some_and(|pace| pace.spread() <= EVEN_SPREAD);
-        self.kinds.len() > 1 && paces.all(is_even)
+        let is_even = |kind: &Kind| {
+            self.of_kind(kind, None).is_some_and(|expected| expected.spread() <= f64::from(EVEN_SPREAD))
+        };
+        self.kinds.len() > 1 && self.present().all(is_even)
     }
 
     /// The same for a short line: played through with each that runs, with its beginning, and each in line ahead.
@@ -237,23 +321,38 @@ impl Learned {
         &self,
         now: Moment,
         running: impl Iterator<Item = (Slot, Moment)>,
+        lent: u32,
         surplus: usize,
         line: impl Iterator<Item = Slot>,
     ) -> Option<f64> {
-        let any = self.all.best();
-        let pace = |slot: Slot| self.kinds[slot.0 as usize].paces.best().or(any);
         let mut replay = Replay::new();
         for (slot, since) in running {
-            let pace = pace(slot)?;
             let has_run = now.0.saturating_sub(since.0) as f64;
-            replay.runs(pace.rest(has_run)?);
+            replay.runs(self.in_line(slot)?.rest(has_run));
         }
+        self.play_lent(lent, &mut replay)?;
         replay.take_away(surplus);
         for slot in line {
-            let pace = pace(slot)?;
-            replay.waits(f64::from(pace.expected()?));
+            replay.waits(self.in_line(slot)?.service());
         }
         replay.turn()
+    }
+
+    /// Those that run on lent permits, as many of each kind as come of it, and some further on than others.
+    fn play_lent(&self, lent: u32, replay: &mut Replay) -> Option<()> {
+        let (mut due, all) = (0.0, self.shares());
+        let mut left = lent;
+        for kind in &self.kinds {
+            due += f64::from(lent) * f64::from(kind.share) / all;
+            // Rounded, so that none is lost.
+            let count = (due.round().max(0.0) as u32).saturating_sub(lent - left).min(left);
+            left -= count;
+            let service = if count > 0 { self.of_kind(kind, self.any_in_line())?.service() } else { 0.0 };
+            for one in 0..count {
+                replay.runs(service * (f64::from(one) + 0.5) / f64::from(count));
+            }
+        }
+        Some(())
     }
 
     /// So many have run since this was last called or the line began.
@@ -295,13 +394,13 @@ impl Learned {
 impl Kind {
     fn new(class: Class) -> Self {
         let paces = Paces::default();
-        Self { class, paces, waiting: 0, running: 0, started: 0, seen: Moment::default() }
+        Self { class, paces, waiting: 0, running: 0, started: 0, share: 0.0, seen: Moment::default() }
     }
 
     /// What is left, on average, of each of the running ones.
-    fn rest(&self, now: Moment, pace: &Pace) -> Option<f64> {
+    fn rest(&self, now: Moment, expected: Expected<'_>) -> f64 {
         let has_run = (u128::from(now.0) * u128::from(self.running)).saturating_sub(self.started) as f64;
-        pace.rest(has_run / f64::from(self.running.max(1)))
+        expected.rest(has_run / f64::from(self.running.max(1)))
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! In reading order: this file (a request's way to its permit), `lanes` (the one machine of all threads), `lent` (how most
 //! requests never meet it), `turned` (those that are sent away), `tickets` (what they are given), `store` (where that is
-//! kept), `page` and `events` (what people see of it), `held` (bodies that arrive meanwhile). Not here: what is decided
-//! (`nagaya_admission`), what lanes there are (records, rules).
+//! kept), `page` and `events` (what people see of it), `held` (bodies that arrive meanwhile), `way` (whose work gives way on
+//! the processor). Not here: what is decided (`nagaya_admission`), what lanes there are (records, rules).
 
 mod events;
 mod explain;
@@ -16,6 +16,7 @@ mod pressure;
 mod store;
 mod tickets;
 mod turned;
+mod way;
 
 #[cfg(test)]
 mod tests;
@@ -39,6 +40,7 @@ pub use self::held::BYTES_MAX as BODY_HELD_MAX;
 pub use self::lanes::{Lane, Lanes};
 pub use self::tickets::{Tickets, open, take_away};
 pub use self::turned::Turned;
+pub use self::way::keep as keep_way;
 
 use self::held::Held;
 use self::lanes::{Entered, Told};
@@ -273,7 +275,7 @@ async fn wait(
         Err(_) => {
             let prediction = lanes.prediction(pass);
             Err(Refusal::QueueTimeout {
-                retry_after_seconds: turned::seconds(prediction.and_then(|p| p.wait)),
+                retry_after_seconds: turned::seconds(prediction.and_then(|p| p.guess)),
             })
         }
     }

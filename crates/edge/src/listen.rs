@@ -101,6 +101,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         if thread.tends_shared {
             tokio::task::spawn_local(Arc::clone(&shared.php).tend());
             tokio::task::spawn_local(admission::tend(Rc::clone(&node)));
+            tokio::task::spawn_local(admission::keep_way(Rc::clone(&node)));
             tokio::task::spawn_local(images::follow(Rc::clone(&node)));
         }
         follow(&node, &passed_on, thread.orders).await;

@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
 use nagaya_cmdb::cell::{CellChange, Confinement, Controller, CpuQuota, Limits};
-use nagaya_cmdb::{Site, SiteName, Table, Tenant};
+use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::Mutex;
 
 use crate::options::BackEnd;
@@ -65,6 +65,9 @@ const FILES_PER_LEAF: usize = 16;
 
 /// How long directories stay when nothing runs in them any more.
 const IDLE_MAX: Duration = Duration::from_secs(60);
+
+/// So long a tenant gives way unless it is said again: an edge that has ended, or is lost, holds nobody back.
+pub const GIVE_WAY_FOR: Duration = Duration::from_secs(3);
 
 /// Places with directories, at most, apart from those in which something runs.
 const BRANCHES_MAX: usize = 4096;
@@ -341,6 +344,25 @@ impl Cells {
             branches.values().filter(dropped).for_each(|branch| branch.discard(&self.shared));
         }
         Ok(())
+    }
+
+    /// What runs for some tenants gives way to others from now on, what runs for others no more.
+    pub fn give_way(&self, give_way: &[TenantName], resume: &[TenantName], now: Instant) {
+        let mut state = self.state.lock();
+        let until = now + GIVE_WAY_FOR;
+        let give_way = give_way.iter().map(|tenant| (tenant, Some(until)));
+        for (tenant, until) in give_way.chain(resume.iter().map(|tenant| (tenant, None))) {
+            let changed = state.desired.give_way(tenant, until);
+            state.follow(&self.shared, &changed);
+        }
+    }
+
+    /// Ends what was to give way until now. Says when to come again; `None`: nobody gives way.
+    pub fn end_giving_way(&self, now: Instant) -> Option<Instant> {
+        let mut state = self.state.lock();
+        let (changed, next) = state.desired.end_giving_way(now);
+        state.follow(&self.shared, &changed);
+        next
     }
 
     /// Removes cells nobody has used for a while. To be called every few seconds.

@@ -336,6 +336,19 @@ impl Keeper {
         }
     }
 
+    /// What runs for some tenants gives way to others on the processor, for `GIVE_WAY_FOR` from now; for others it does so no more.
+    /// At most `TENANTS_MAX` of each.
+    pub async fn give_way(
+        &self,
+        give_way: Vec<TenantName>,
+        resume: Vec<TenantName>,
+    ) -> Result<(), ClientError> {
+        match self.call(Verb::GiveWay { give_way, resume }, CALL_TIMEOUT).await?.0 {
+            Reply::Done => Ok(()),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
     /// Named cells with their limits and use, as a JSON object.
     pub async fn cells(&self) -> Result<String, ClientError> {
         match self.call(Verb::Cells, CALL_TIMEOUT).await?.0 {

@@ -10,13 +10,16 @@ use nagaya_cmdb::cell::{
     Limits, NAMED_PER_REQUEST_MAX, NamedCell, Scope,
 };
 use nagaya_cmdb::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX};
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_cmdb::{Site, Tenant, TenantName};
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 
 /// Most changes of named cells in one message.
 pub const CHANGES_MAX: usize = 256;
+
+/// Most tenants in each list of one message.
+pub const TENANTS_MAX: usize = 64;
 
 /// Largest quota, microseconds: a thousand cores for the longest period. The kernel's own bound is 2^44.
 const CPU_QUOTA_MAX_US: u64 = CPU_PERIOD_MAX_US as u64 * 1000;
@@ -66,6 +69,11 @@ pub fn check(confinement: &Confinement) -> Result<(), Fault> {
     }
     once(&joined, "the named cells of one request")?;
     check_demotions(demotions)
+}
+
+/// Whether so many tenants may be named at once. Which they are is no matter: what gives way loses nothing that nobody else wants.
+pub fn check_giving_way(give_way: &[TenantName], resume: &[TenantName]) -> Result<(), Fault> {
+    at_most(give_way.len().max(resume.len()), TENANTS_MAX, "tenants")
 }
 
 /// Whether rules may do this to named cells.

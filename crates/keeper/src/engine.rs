@@ -10,12 +10,15 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use nagaya_base::limits::KEEPER_MESSAGE_MAX;
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
 use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
 use serde_json::{Value, json};
+use tokio::sync::Notify;
+use tokio::time::sleep_until;
 
 use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
@@ -52,6 +55,8 @@ pub struct Engine {
     php_sockets: Arc<OwnedFd>,
     /// Begins with the first application that needs it.
     relay: OnceCell<Relay>,
+    /// Some tenant gives way.
+    way: Notify,
     is_root: bool,
 }
 
@@ -99,6 +104,7 @@ impl Engine {
             metrics,
             php_sockets: Arc::new(php_sockets),
             relay: OnceCell::new(),
+            way: Notify::new(),
             is_root,
         }))
     }
@@ -326,6 +332,26 @@ impl Engine {
         Ok(changes.iter().try_for_each(|change| self.cells().change(change))?)
     }
 
+    /// Some tenants give way to others for a while, some do so no more. Those for whom nothing runs are passed over.
+    pub fn give_way(&self, give_way: &[TenantName], resume: &[TenantName]) -> Result<(), Fault> {
+        confinement::check_giving_way(give_way, resume)?;
+        self.cells().give_way(give_way, resume, Instant::now());
+        self.way.notify_one();
+        Ok(())
+    }
+
+    /// Sees to it that nobody gives way for longer than the edge has asked for.
+    pub async fn end_giving_way(&self) {
+        loop {
+            let Some(next) = self.cells().end_giving_way(Instant::now()) else {
+                self.way.notified().await;
+                continue;
+            };
+            // Asked for again: it is later now, and looked at when it was to be.
+            sleep_until(next.into()).await;
+        }
+    }
+
     /// Named cells for rules that ask, as many as fit in one answer.
     pub async fn named_cells(&self) -> Result<String, Fault> {
         let cells = Arc::clone(self.cells());
@@ -375,7 +401,8 @@ impl Engine {
     }
 
     fn cells_status(&self) -> Value {
-        let Numbers { tenants, sites, named, requests, free, made, reused } = self.cells().numbers();
+        let Numbers { tenants, sites, named, giving_way, requests, free, made, reused } =
+            self.cells().numbers();
         json!({
             "tenants": tenants,
             "sites": sites,
@@ -384,6 +411,7 @@ impl Engine {
             "free": free,
             "made": made,
             "reused": reused,
+            "giving_way": giving_way,
             "enters": self.metrics.enters.get(),
             "moves": self.metrics.moves.get(),
             "demotions": self.metrics.demotions.get(),

@@ -34,5 +34,7 @@ mod spawn;
 mod sys;
 mod workers;
 
+pub use cells::GIVE_WAY_FOR;
+pub use confinement::TENANTS_MAX;
 pub use options::{BackEnd, IdleOptions, InstanceOptions, Options};
 pub use server::{Start, run};

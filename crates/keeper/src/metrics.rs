@@ -95,6 +95,7 @@ pub struct Metrics {
     tenants: Gauge,
     sites: Gauge,
     named: Gauge,
+    giving_way: Gauge,
     requests: Gauge,
     free: Gauge,
 }
@@ -149,6 +150,8 @@ impl Metrics {
             tenants: r.gauge("keeper_tenant_cells", "Tenants that have a cell now"),
             sites: r.gauge("keeper_site_cells", "Sites that have a cell now"),
             named: r.gauge("keeper_named_cells", "Named cells"),
+            giving_way: r
+                .gauge("keeper_tenants_giving_way", "Tenants that give way to others on the processor"),
             requests: r.gauge("keeper_request_cells", "Cells of requests, idle workers and applications"),
             free: r.gauge("keeper_free_cells", "Cells that wait for the next request"),
             registry: Arc::new(registry),
@@ -163,11 +166,12 @@ impl Metrics {
         {
             gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
         }
-        let Numbers { tenants, sites, named, requests, free, made, reused } = cells.numbers();
+        let Numbers { tenants, sites, named, giving_way, requests, free, made, reused } = cells.numbers();
         for (gauge, number) in [
             (&self.tenants, tenants),
             (&self.sites, sites),
             (&self.named, named),
+            (&self.giving_way, giving_way),
             (&self.requests, requests),
             (&self.free, free),
         ] {

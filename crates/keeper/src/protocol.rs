@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +46,9 @@ pub enum Verb {
     ChangeCells { changes: Vec<CellChange> },
     /// Named cells with their limits and use, as JSON, for rules that ask. Answer: `Cells`.
     Cells,
+    /// What runs for the tenants in `give_way` gives way to other tenants on the processor, for `cells::GIVE_WAY_FOR` from now;
+    /// for those in `resume` it does so no more. Answer: `Done`.
+    GiveWay { give_way: Vec<TenantName>, resume: Vec<TenantName> },
     /// A request needs the site's instance, which is woken if it rests. Answer: `Using` with one descriptor, a connection
     /// to it, once it can answer; and a second one where it has databases outside, its `tally`. From then on this connection of the edge keeps it awake.
     /// In a cluster it must be placed here: `epoch` is of the placement that the edge goes by. One that the keeper has not

@@ -127,6 +127,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
             () = sweep(&engine) => Ok(()),
+            () = engine.end_giving_way() => Ok(()),
             () = engine.instances.keep_time(&engine) => Ok(()),
             () = outlive(launcher) => Err(ServeError::NoLauncher),
             () = engine.instances.follow_authority(&engine) => Err(ServeError::NoWarden),
@@ -515,6 +516,10 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             Ok((Reply::Done, Vec::new()))
         }
         Verb::Cells => Ok((Reply::Cells { json: engine.named_cells().await? }, Vec::new())),
+        Verb::GiveWay { give_way, resume } => {
+            engine.give_way(&give_way, &resume)?;
+            Ok((Reply::Done, Vec::new()))
+        }
         Verb::OfferImage { site } => Ok((engine.offer_image(&site).await?, Vec::new())),
         Verb::SendImage { site, digest, offset } => {
             let pipe = engine.instances.send_image(engine, &site, &digest, offset).await?;

@@ -19,6 +19,7 @@ pub const SUITE: Suite = Suite {
         each_request_has_a_cell_and_what_it_used,
         a_limit_slows_and_refuses_nobody,
         limits_of_records_hold_and_change_while_work_runs,
+        who_has_a_line_gives_way_until_it_is_gone,
         one_request_is_slowed_after_it_used_much,
         a_fork_bomb_is_bounded_and_gone_with_its_request,
         a_tenants_program_cannot_leave_its_cell,
@@ -166,6 +167,31 @@ fn limits_of_records_hold_and_change_while_work_runs() {
     });
     world.write("alice", "cgi/let-go", "");
     assert_eq!(asked.response().expect(200).text(), "begun done");
+    world.stop();
+}
+
+fn who_has_a_line_gives_way_until_it_is_gone() {
+    let world = start(builder());
+    write_held(&world, "alice");
+    world.cli(&["site", "set", "a", "--max-concurrent", "1"]);
+    world.cli(&["tenant", "set", "alice", "--cpu-shares", "512"]);
+    world.get("b.test", "/count.cgi?n=1").expect(200);
+    let mut first = begin_held(&world);
+    let shares = |tenant| cell(&world, "tenant", tenant).map(|cell| cell["limits"]["cpu_shares"].clone());
+    assert_eq!(shares("alice"), Some(json!(512)));
+    let mut second = Connection::open(world.http());
+    second.send("GET /held.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");
+    wait::until("it gives way", || shares("alice") == Some(json!(32)));
+    assert_eq!(shares("bob"), Some(Value::Null));
+    let told = wait::until_some("it is told", || {
+        Some(world.cli(&["explain", "a"])).filter(|told| told.contains("gives way"))
+    });
+    assert!(told.contains("1 wait, 1 of 1 run"), "{told}");
+    world.write("alice", "cgi/let-go", "");
+    for connection in [&mut first, &mut second] {
+        assert_eq!(connection.response().expect(200).text(), "begun done");
+    }
+    wait::until("it has its shares again", || shares("alice") == Some(json!(512)));
     world.stop();
 }
 

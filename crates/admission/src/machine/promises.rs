@@ -188,7 +188,7 @@ impl Admission {
             return self.refuse(index, Refused::Full(prediction));
         };
         // Not before those who are in line now have had their turn.
-        let earliest = later(now, wait.map_or(lane.bounds.wait, |wait| micros(wait.told)));
+        let earliest = later(now, wait.map_or(lane.bounds.wait, |wait| micros(wait.expected)));
         match self.promise(now, index, earliest, ask, nonce) {
             Some(promise) => Offer::Next(self.with_line(now, index, promise)),
             None => self.refuse(index, Refused::NoSlot(prediction)),

@@ -72,6 +72,26 @@ fn a_permit_is_needed_in_the_lane_and_in_each_around_it() {
 }
 
 #[test]
+fn a_crowd_that_its_own_bounds_hold_is_told_from_one_that_others_hold() {
+    let mut admission = Admission::new(START, bounds(3));
+    let root = admission.root();
+    let tenants = [1, 2].map(|tenant| admission.lane(START, root, name(tenant), bounds(10)));
+    let site = admission.lane(START, tenants[0], name(3), bounds(2));
+    let crowds = |admission: &Admission| {
+        let crowd = |lane| admission.crowds().find(|crowd| crowd.lane == lane).expect("it is a tenant's");
+        tenants.map(crowd).map(|crowd| (crowd.running, crowd.waiting, crowd.holds_itself))
+    };
+    let running: Vec<Pass> = (0..2).map(|_| runs(&mut admission, at(0), site)).collect();
+    assert_eq!(crowds(&admission), [(2, 0, false), (0, 0, false)]);
+    waits(&mut admission, at(1), site);
+    runs(&mut admission, at(1), tenants[1]);
+    waits(&mut admission, at(1), tenants[1]);
+    assert_eq!(crowds(&admission), [(2, 1, true), (1, 1, false)], "the second waits for the node's");
+    admission.release(at(2), running[0], used(2));
+    assert_eq!(crowds(&admission), [(1, 1, false), (2, 0, false)]);
+}
+
+#[test]
 fn an_unknown_wait_is_not_told_and_a_known_one_is() {
     let mut admission = Admission::new(START, bounds(1));
     let root = admission.root();

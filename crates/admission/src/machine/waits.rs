@@ -14,15 +14,19 @@ use crate::lane::OWN_WEIGHT;
 use crate::predict::REPLAY_MAX;
 use crate::{Moment, Pass, Prediction};
 
-/// A wait as reckoned and as told, in microseconds.
+/// A wait, in microseconds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wait {
+    /// What the work ahead comes to.
     pub(super) reckoned: f64,
-    pub(super) told: f64,
+    /// With what such sums are off by habit: what is decided by.
+    pub(super) expected: f64,
+    /// Enough is known of those ahead for it to be told.
+    pub(super) is_known: bool,
 }
 
 impl Admission {
-    /// The wait of one at this place of this lane's line, with so much ahead of it. `None`: nothing is known.
+    /// The wait of one at this place of this lane's line, with so much ahead of it. `None`: nothing at all is known.
     pub(super) fn wait_behind(&self, now: Moment, index: u32, place: Place, ahead: Ahead) -> Option<Wait> {
         let lane = self.at(index);
         let total = lane.line.total();
@@ -35,7 +39,8 @@ impl Admission {
         };
         let is_last = place.rank == Rank::Newcomer && ahead.count >= total.count;
         let reckoned = if is_last { self.with_due(now, index, reckoned) } else { reckoned };
-        Some(Wait { reckoned, told: reckoned * lane.learned.record.factor() })
+        let expected = reckoned * lane.learned.record.factor();
+        Some(Wait { reckoned, expected, is_known: lane.learned.is_known() })
     }
 
     /// The wait of who is last in line, with holders of tickets who are not here yet and will go first. The longer the wait, the more
@@ -58,12 +63,13 @@ impl Admission {
     fn wait_for_own(&self, now: Moment, index: u32, place: Place, ahead: u32, part: f64) -> Option<f64> {
         let lane = self.at(index);
         let permits = self.permits_in_line(index);
-        let is_short = ahead as usize + lane.own.len() <= REPLAY_MAX && lane.own.capacity() <= 4 * REPLAY_MAX;
-        let all_own = lane.running_own() == lane.running && permits == f64::from(lane.run);
+        let count = ahead as usize + lane.own.len() + lane.lent as usize;
+        let is_short = count <= REPLAY_MAX && lane.own.capacity() <= 4 * REPLAY_MAX;
+        let all_own = lane.running_own() + lane.lent == lane.running && permits == f64::from(lane.run);
         if is_short && all_own && lane.learned.is_mixed() {
             let running = lane.own.iter().map(|(_, running)| *running);
             let surplus = (lane.running - lane.run) as usize;
-            return lane.learned.turn_played(now, running, surplus, lane.line.kinds_before(place));
+            return lane.learned.turn_played(now, running, lane.lent, surplus, lane.line.kinds_before(place));
         }
         lane.learned.turn(now, part, permits, lane.lent)
     }
@@ -105,19 +111,21 @@ impl Admission {
         rate * lane.fair.share(&lane.own_flow, OWN_WEIGHT)
     }
 
-    /// What a newcomer would be told.
+    /// The wait of a newcomer.
     pub(super) fn wait_at_end(&self, now: Moment, index: u32) -> Option<Wait> {
         if self.has_room(&self.path(index)) {
-            return Some(Wait { reckoned: 0.0, told: 0.0 });
+            return Some(Wait { reckoned: 0.0, expected: 0.0, is_known: true });
         }
         self.wait_behind(now, index, Place::LAST, self.at(index).line.total())
     }
 
+    /// A wait as people and programs are told it.
     pub(super) fn told(&self, index: u32, ahead: u32, wait: Option<Wait>) -> Prediction {
-        let wait = wait.map(|wait| wait.told);
+        let guess = wait.map(|wait| micros(wait.expected));
+        let told = wait.filter(|wait| wait.is_known).map(|wait| wait.expected);
         let most = self.at(index).learned.record.at_most();
-        let at_most = wait.zip(most).map(|(wait, most)| micros(wait * most));
-        Prediction { ahead, wait: wait.map(micros), at_most }
+        let at_most = told.zip(most).map(|(wait, most)| micros(wait * most));
+        Prediction { ahead, wait: told.map(micros), at_most, guess }
     }
 
     /// What is known now of the wait of one in line. `None`: it does not wait.

@@ -35,6 +35,7 @@ pub(crate) struct Outcome {
 #[derive(Debug)]
 pub(crate) struct Record {
     count: u64,
+    untold: u64,
     /// |told - actual| / actual.
     error: Sketch,
     /// actual / told.
@@ -56,7 +57,7 @@ struct Factor {
 impl Default for Record {
     fn default() -> Self {
         let (error, ratio) = (Sketch::new(HALF_LIFE), Sketch::new(HALF_LIFE));
-        Self { count: 0, error, ratio, told: 0.0, actual: 0.0, factor: Factor::default() }
+        Self { count: 0, untold: 0, error, ratio, told: 0.0, actual: 0.0, factor: Factor::default() }
     }
 }
 
@@ -80,6 +81,11 @@ impl Record {
         }
     }
 
+    /// Counts one of which nothing was told.
+    pub(crate) fn add_untold(&mut self, actual: f64) {
+        self.untold += u64::from(actual >= WAIT_LEAST_US);
+    }
+
     /// What is reckoned, times this, is what is told.
     pub(crate) fn factor(&self) -> f64 {
         if self.factor.count < OUTCOMES_LEAST || self.factor.reckoned <= 0.0 {
@@ -99,6 +105,7 @@ impl Record {
         let percent = |q| self.error.quantile(q).map(|error| error / ERROR_SCALE);
         Calibration {
             predictions: self.count,
+            untold: self.untold,
             error_p50_pct: percent(0.5),
             error_p90_pct: percent(0.9),
             bias_pct: (self.actual > 0.0).then(|| (self.told - self.actual) / self.actual * 100.0),
@@ -119,8 +126,10 @@ mod tests {
             record.add(Outcome { reckoned: told, told, actual: 1_000_000.0 }, true);
             record.add(Outcome { reckoned: told, told, actual: 50_000.0 }, true);
         }
+        record.add_untold(50_000.0);
+        record.add_untold(150_000.0);
         let published = record.published();
-        assert_eq!(published.predictions, 1_000);
+        assert_eq!((published.predictions, published.untold), (1_000, 1));
         assert!(published.error_p50_pct.is_some_and(|error| (9.0..11.0).contains(&error)), "{published:?}");
         assert!(published.bias_pct.is_some_and(|bias| (13.0..15.0).contains(&bias)), "{published:?}");
         assert_eq!(record.at_most(), Some(1.0));

@@ -20,8 +20,10 @@ const LEAST: f32 = 1.0;
 const DOUBT: f32 = 2.0;
 /// and from here on it replaces the long one.
 const CERTAIN: f32 = 4.5;
-/// Samples from which on a mean can be relied on.
+/// Samples from which on a mean can be relied on,
 const SURE: f32 = 16.0;
+/// and from which on it is more than an accident.
+const FAIR: f32 = 2.0;
 /// What is known after a change counts as so many samples: little, as the short memory still holds some from before it.
 const AFTER_CHANGE: f32 = 4.0;
 
@@ -51,6 +53,11 @@ impl Pace {
     /// Enough samples are held for the mean to be relied on.
     pub(crate) fn is_sure(&self) -> bool {
         self.held >= SURE
+    }
+
+    /// It rests on more than one sample.
+    pub(crate) fn is_fair(&self) -> bool {
+        self.held >= FAIR
     }
 
     /// Adds a sample. True: the pace has changed by more than chance explains, and the past was dropped.

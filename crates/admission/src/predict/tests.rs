@@ -23,9 +23,9 @@ fn each_kind_costs_what_it_costs() {
     let mut learned = Learned::default();
     let (read, report) = (learned.slot(at(0), Class(1)), learned.slot(at(0), Class(2)));
     for step in 0..100 {
-        learned.learn(at(step), read, 5.0 * MS, true);
+        learned.learn(at(step), read, 5.0 * MS, Times::Queued);
         if step % 10 == 0 {
-            learned.learn(at(step), report, 500.0 * MS, true);
+            learned.learn(at(step), report, 500.0 * MS, Times::Queued);
         }
     }
     for _ in 0..20 {
@@ -45,7 +45,7 @@ fn what_has_run_is_done_if_all_take_equally_long() {
     let mut learned = Learned::default();
     let slot = learned.slot(at(0), Class(1));
     for step in 0..100 {
-        learned.learn(at(step), slot, 100.0 * MS, true);
+        learned.learn(at(step), slot, 100.0 * MS, Times::Queued);
     }
     learned.starts(at(1_000), slot);
     let turn = |learned: &Learned, ms| learned.turn(at(ms), 1.0, 1.0, 0).expect("the kind is known");
@@ -55,7 +55,8 @@ fn what_has_run_is_done_if_all_take_equally_long() {
     learned.waits(slot);
     learned.waits(slot);
     assert!((turn(&learned, 1_060) - 240.0 * MS).abs() < 5.0 * MS, "{}", turn(&learned, 1_060));
-    let played = learned.turn_played(at(1_060), [(slot, at(1_000))].into_iter(), 0, [slot, slot].into_iter());
+    let played =
+        learned.turn_played(at(1_060), [(slot, at(1_000))].into_iter(), 0, 0, [slot, slot].into_iter());
     assert!(played.is_some_and(|turn| (turn - 240.0 * MS).abs() < MS), "{played:?}");
     let half = learned.turn(at(1_060), 0.5, 1.0, 0).expect("the kind is known");
     assert!((half - 140.0 * MS).abs() < 5.0 * MS, "{half}");
@@ -88,4 +89,71 @@ fn the_rate_is_that_of_the_time_with_a_line() {
     learned.line_begins(at(3_600_000), 4);
     assert_eq!(learned.ends_per_second(), None);
     assert!((learned.running_in_line() - 4.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_line_after_a_quiet_time_is_reckoned_with_the_pace_of_the_last_one() {
+    let mut learned = Learned::default();
+    let (read, report) = (learned.slot(at(0), Class(1)), learned.slot(at(0), Class(2)));
+    for step in 0..50 {
+        learned.learn(at(step), read, 10.0 * MS, Times::Calm);
+        learned.learn(at(step), report, 100.0 * MS, Times::Calm);
+    }
+    learned.waits(report);
+    assert!(!learned.is_known(), "nobody knows what a line does to them");
+    assert_eq!(learned.expected(report).map(f64::round), Some(100.0 * MS), "a guess to decide by");
+    for step in 50..100 {
+        learned.learn(at(step), read, 40.0 * MS, Times::Queued);
+    }
+    let expected = learned.expected(report).expect("it is known");
+    assert!((expected / (400.0 * MS) - 1.0).abs() < 0.01, "{expected}");
+    assert!(learned.is_known());
+    // What it has taken in a line says more.
+    learned.learn(at(100), report, 300.0 * MS, Times::Queued);
+    assert_eq!(learned.expected(report).map(f64::round), Some(300.0 * MS));
+}
+
+#[test]
+fn what_began_in_a_line_and_ended_after_it_is_of_neither_pace() {
+    let mut learned = Learned::default();
+    learned.line_begins(at(0), 10);
+    learned.pass_time_in_line(at(500), 10);
+    let times = [(100, true), (500, false), (501, false)]
+        .map(|(began, is_queued)| learned.times(at(began), is_queued));
+    assert_eq!(times, [Times::Queued, Times::Between, Times::Calm]);
+    let slot = learned.slot(at(600), Class(1));
+    learned.learn(at(600), slot, 70.0 * MS, Times::Between);
+    assert_eq!(learned.expected(slot).map(f64::round), Some(70.0 * MS), "better than nothing");
+    learned.learn(at(600), slot, 10.0 * MS, Times::Between);
+    assert_eq!(learned.expected(slot).map(f64::round), Some(70.0 * MS));
+}
+
+#[test]
+fn a_wait_behind_kinds_of_which_nothing_is_known_is_not_told() {
+    let mut learned = Learned::default();
+    let known = learned.slot(at(0), Class(1));
+    learned.learn(at(0), known, 50.0 * MS, Times::Queued);
+    for _ in 0..9 {
+        learned.waits(known);
+    }
+    let unknown = learned.slot(at(0), Class(2));
+    learned.waits(unknown);
+    assert!(learned.is_known(), "one of ten");
+    learned.waits(unknown);
+    assert!(
+        !learned.is_known() && learned.work_in_line().is_some(),
+        "what is decided by is there all the same"
+    );
+    // Where all kinds have turned out alike, the next one will too.
+    for class in 3..10 {
+        assert!(!learned.is_known());
+        let slot = learned.slot(at(0), Class(class));
+        learned.learn(at(0), slot, (45.0 + f64::from(class)) * MS, Times::Queued);
+    }
+    assert!(learned.is_known());
+    learned.learn(at(0), known, 5_000.0 * MS, Times::Queued);
+    assert!(learned.is_known(), "all but one");
+    let other = learned.slot(at(0), Class(3));
+    learned.learn(at(0), other, 5_000.0 * MS, Times::Queued);
+    assert!(!learned.is_known());
 }

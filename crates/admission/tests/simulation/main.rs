@@ -5,6 +5,7 @@
 mod chance;
 mod crowd;
 mod fairness;
+mod lender;
 mod model;
 mod prediction;
 mod promises;

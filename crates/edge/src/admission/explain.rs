@@ -12,7 +12,8 @@ use super::lanes::Lane;
 pub fn row(lane: &Lane, explained: &Explained, now: Moment) -> Value {
     let (of, name) = lane.label.split_once(' ').unwrap_or_default();
     let seconds = |span: Option<Duration>| span.map(|span| span.as_secs_f64());
-    let since = explained.queued_since.map(|since| Duration::from_micros(now.0.saturating_sub(since.0)));
+    let for_so_long = |since: Moment| Duration::from_micros(now.0.saturating_sub(since.0));
+    let since = explained.queued_since.map(for_so_long);
     json!({
         "of": of,
         "name": name,
@@ -24,6 +25,7 @@ pub fn row(lane: &Lane, explained: &Explained, now: Moment) -> Value {
         "wait_seconds": seconds(explained.wait),
         "queued_for_seconds": seconds(since),
         "held_by": explained.held_by,
+        "gives_way_for_seconds": seconds(lane.gives_way_since().map(for_so_long)),
         "drain_per_second": explained.drain_per_second,
         "service_p50_seconds": seconds(explained.service_p50),
         "service_p90_seconds": seconds(explained.service_p90),

@@ -16,7 +16,7 @@ const LANES_MAX: usize = 100;
 /// A metric's name, type, help, and value in a lane; none: the lane has nothing to say.
 type Metric = (&'static str, &'static str, &'static str, fn(&Explained) -> Option<f64>);
 
-const METRICS: [Metric; 14] = [
+const METRICS: [Metric; 15] = [
     ("nagaya_lane_running", "gauge", "Requests of a lane that run", |lane| Some(lane.running.into())),
     ("nagaya_lane_run_limit", "gauge", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
     ("nagaya_lane_waiting", "gauge", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
@@ -42,6 +42,12 @@ const METRICS: [Metric; 14] = [
     ("nagaya_lane_prediction_bias_percent", "gauge", "Predicted less actual waits, of the actual", |lane| {
         lane.calibration.bias_pct
     }),
+    (
+        "nagaya_lane_waits_untold_total",
+        "counter",
+        "Waits of which too little was known to tell them",
+        |lane| Some(lane.calibration.untold as f64),
+    ),
     ("nagaya_lane_refused_total", "counter", "Requests turned away without a ticket", |lane| {
         Some(lane.counts.refused as f64)
     }),

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use foldhash::fast::RandomState;
 use nagaya_admission::{
-    Admission, Ask, Bounds, Class, Effect, Explained, LaneId, LaneName, Moment, Next, Nonce, Offer, Pass,
-    Prediction, Pressure, Record, Refused, Run, Standing, Used,
+    Admission, Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Next, Nonce, Offer,
+    Pass, Prediction, Pressure, Record, Refused, Run, Standing, Used,
 };
-use nagaya_cmdb::{Site, SiteName, Tenant};
+use nagaya_cmdb::{Site, SiteName, Tenant, TenantName};
 use nagaya_rules::Lane as RuleLane;
 use nagaya_telemetry::Gauge;
 use parking_lot::{Mutex, MutexGuard};
@@ -68,6 +68,8 @@ pub struct Lane {
     inside: LaneId,
     /// Longest predicted wait, milliseconds.
     wait_ms: AtomicU64,
+    /// Since when its tenant gives way on the processor, as a [`Moment`]; 0: it does not. One for all of a tenant's lanes.
+    gives_way: Arc<AtomicU64>,
     lent: Lent,
     lanes: Weak<Lanes>,
 }
@@ -88,6 +90,8 @@ pub struct Lanes {
     listened_max: AtomicUsize,
     /// The machine may want another tick than the one it was promised.
     pub(super) stirred: Notify,
+    /// Somebody has got in line.
+    pub(super) lined: Notify,
     me: Weak<Self>,
 }
 
@@ -167,6 +171,7 @@ impl Lanes {
                 threads,
                 listened_max: AtomicUsize::new(listened_max(options, threads)),
                 stirred: Notify::new(),
+                lined: Notify::new(),
                 me: Weak::clone(me),
             }
         })
@@ -239,7 +244,10 @@ impl Lanes {
         let lanes = Weak::clone(&self.me);
         let wait_ms = AtomicU64::new(millis(bounds.wait));
         let lent = Lent::new(self.threads);
-        let lane = Arc::new(Lane { id, name, label: label.into(), inside, wait_ms, lent, lanes });
+        let gives_way =
+            state.by_id.get(&inside).map_or_else(Arc::default, |tenants| Arc::clone(&tenants.gives_way));
+        let lane = Lane { id, name, label: label.into(), inside, wait_ms, gives_way, lent, lanes };
+        let lane = Arc::new(lane);
         state.by_label.insert(label.into(), Arc::clone(&lane));
         state.by_id.insert(id, Arc::clone(&lane));
         state.bounds.insert(id, bounds);
@@ -336,6 +344,7 @@ impl Lanes {
                 let (tell, told) = oneshot::channel();
                 state.waiting.insert(pass, tell);
                 state.all_waiting.inc();
+                self.lined.notify_one();
                 Entered::Waits(pass, prediction, told)
             }
             turned => {
@@ -493,6 +502,18 @@ impl Lanes {
         state.by_id.values().filter_map(explain).collect()
     }
 
+    /// What runs and waits of each tenant. Permits that are lent and not in use do not count as running.
+    pub fn crowds(&self) -> Vec<(Arc<Lane>, Crowd)> {
+        let state = self.state.lock();
+        let spare = state.spare();
+        let crowd = |crowd: Crowd| {
+            let lane = state.by_id.get(&crowd.lane)?;
+            let running = crowd.running.saturating_sub(*spare.get(&crowd.lane).unwrap_or(&0));
+            Some((Arc::clone(lane), Crowd { running, ..crowd }))
+        };
+        state.machine.crowds().filter_map(crowd).collect()
+    }
+
     /// Requests of all tenants that run now.
     pub fn running(&self) -> u32 {
         let state = self.state.lock();
@@ -614,6 +635,20 @@ impl Lane {
     /// Longest that anybody waits here: predictions may be wrong by as much again as they may say.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(self.wait_ms.load(Ordering::Relaxed).saturating_mul(2))
+    }
+
+    /// Whose lane it is, if it is a tenant's.
+    pub fn tenant(&self) -> Option<TenantName> {
+        TenantName::new(self.label.strip_prefix("tenant ")?).ok()
+    }
+
+    /// Since when its tenant gives way on the processor.
+    pub fn gives_way_since(&self) -> Option<Moment> {
+        Some(Moment(self.gives_way.load(Ordering::Relaxed))).filter(|since| since.0 > 0)
+    }
+
+    pub(super) fn set_giving_way(&self, since: Option<Moment>) {
+        self.gives_way.store(since.map_or(0, |since| since.0), Ordering::Relaxed);
     }
 
     /// All lanes of the edge.

@@ -83,7 +83,7 @@ pub async fn away(
 pub fn refused(why: Refused) -> Refusal {
     match why {
         Refused::Full(prediction) | Refused::NoSlot(prediction) => {
-            Refusal::QueueFull { retry_after_seconds: seconds(prediction.wait) }
+            Refusal::QueueFull { retry_after_seconds: seconds(prediction.guess) }
         }
         Refused::Replayed => Refusal::TicketUsed,
         Refused::Expired => Refusal::TicketInvalid("it ended long ago".into()),

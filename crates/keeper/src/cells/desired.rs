@@ -4,8 +4,11 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Instant;
 
-use nagaya_cmdb::cell::{CellChange, CellName, Confinement, CpuQuota, Limits, Scope};
+use nagaya_cmdb::cell::{
+    CPU_SHARES_DEFAULT, CPU_SHARES_MIN, CellChange, CellName, Confinement, CpuQuota, Limits, Scope,
+};
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 
 use super::controllers::{Controllers, only};
@@ -15,6 +18,10 @@ use super::{CellError, Home, codes};
 
 /// Most named cells. Each can have some directories in each hierarchy while requests run in it.
 pub const NAMED_MAX: usize = 10_000;
+
+/// Who gives way has this part of its shares of the processor. The edge says who, and no number: whatever it asks for, no tenant has
+/// less than this against another, and all of what nobody else wants.
+const GIVING_WAY_PART: u32 = 16;
 
 #[derive(Debug, Default)]
 pub struct Desired {
@@ -38,6 +45,8 @@ struct Holder {
     cpu: Option<CpuQuota>,
     /// Disks its files are on, as far as requests have told.
     roots: Vec<Number>,
+    /// It gives way to others on the processor until then.
+    gives_way_until: Option<Instant>,
 }
 
 #[derive(Debug, Default)]
@@ -64,7 +73,8 @@ impl Desired {
         match what {
             What::Tenant(name) => self.tenants.get(name).map_or(none, |holder| {
                 let processes = holder.limits.processes.or(Some(self.processes_per_tenant));
-                (Limits { processes, ..holder.limits.clone() }, &holder.roots)
+                let cpu_shares = holder.cpu_shares();
+                (Limits { processes, cpu_shares, ..holder.limits.clone() }, &holder.roots)
             }),
             What::Site(name) => self.sites.get(name).map_or(none, |holder| {
                 let cpu = holder.cpu.or(holder.limits.cpu);
@@ -148,6 +158,37 @@ impl Desired {
     /// Whether its CPU limit is another than its record's.
     pub fn is_cpu_changed(&self, site: &SiteName) -> bool {
         self.sites.get(site).is_some_and(|holder| holder.cpu.is_some())
+    }
+
+    // === Giving way ===
+
+    /// Until then this tenant gives way; `None`: no more. One that is not known here has nothing that could.
+    pub fn give_way(&mut self, tenant: &TenantName, until: Option<Instant>) -> Changed {
+        let Some(holder) = self.tenants.get_mut(tenant) else { return Changed::new() };
+        let before = std::mem::replace(&mut holder.gives_way_until, until);
+        if before.is_some() == until.is_some() { Changed::new() } else { vec![What::Tenant(tenant.clone())] }
+    }
+
+    /// Ends it where its time has passed. With the time at which the next one's does.
+    pub fn end_giving_way(&mut self, now: Instant) -> (Changed, Option<Instant>) {
+        let mut changed = Changed::new();
+        let mut next: Option<Instant> = None;
+        for (name, holder) in &mut self.tenants {
+            match holder.gives_way_until {
+                Some(until) if until <= now => {
+                    holder.gives_way_until = None;
+                    changed.push(What::Tenant(name.clone()));
+                }
+                Some(until) => next = Some(next.map_or(until, |next| next.min(until))),
+                None => {}
+            }
+        }
+        (changed, next)
+    }
+
+    /// How many do.
+    pub fn giving_way(&self) -> usize {
+        self.tenants.values().filter(|holder| holder.gives_way_until.is_some()).count()
     }
 
     /// Forgets tenants and sites that have no place any more.
@@ -254,11 +295,19 @@ impl Desired {
 
 impl Holder {
     fn of_tenant(tenant: &Arc<Tenant>) -> Self {
-        Self { limits: tenant.limits.limits(), cpu: None, roots: Vec::new() }
+        Self { limits: tenant.limits.limits(), ..Self::default() }
     }
 
     fn of_site(site: &Arc<Site>) -> Self {
-        Self { limits: site.limits.limits(), cpu: None, roots: Vec::new() }
+        Self { limits: site.limits.limits(), ..Self::default() }
+    }
+
+    fn cpu_shares(&self) -> Option<u32> {
+        let own = self.limits.cpu_shares;
+        match self.gives_way_until {
+            Some(_) => Some((own.unwrap_or(CPU_SHARES_DEFAULT) / GIVING_WAY_PART).max(CPU_SHARES_MIN)),
+            None => own,
+        }
     }
 
     /// True: this disk is a new one.

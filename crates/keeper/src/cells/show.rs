@@ -27,6 +27,8 @@ pub struct Numbers {
     pub tenants: usize,
     pub sites: usize,
     pub named: usize,
+    /// Tenants that give way to others on the processor.
+    pub giving_way: usize,
     /// Leaves in use: of requests, idle workers and applications.
     pub requests: usize,
     /// Leaves that wait for the next request.
@@ -56,6 +58,7 @@ impl Cells {
             tenants: count(|what| matches!(what, What::Tenant(_))),
             sites: count(|what| matches!(what, What::Site(_))),
             named: state.desired.named().count(),
+            giving_way: state.desired.giving_way(),
             requests: state.branches.values().map(|branch| branch.live().len()).sum(),
             free: self.shared.free.load(Ordering::Relaxed),
             made: state.leaves_made,

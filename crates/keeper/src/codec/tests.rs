@@ -4,17 +4,17 @@
 
 use std::os::fd::AsFd;
 
-use nagaya_cmdb::SiteName;
 use nagaya_cmdb::cell::{
     CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell,
     Scope, Usage,
 };
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
+use nagaya_cmdb::{SiteName, TenantName};
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
-use crate::confinement::{check, check_changes};
+use crate::confinement::{check, check_changes, check_giving_way};
 use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, ProcessId, Reply, Verb};
 
 fn pair() -> (OwnedFd, OwnedFd) {
@@ -162,6 +162,7 @@ fn any_change() -> impl Strategy<Value = CellChange> {
 
 fn any_verb() -> impl Strategy<Value = Verb> {
     let site = "[a-z0-9][a-z0-9._-]{0,20}".prop_map(|name| SiteName::new(&name).unwrap());
+    let tenant = || "[a-z0-9][a-z0-9._-]{0,20}".prop_map(|name| TenantName::new(&name).unwrap());
     let pairs = proptest::collection::vec((".{0,12}", ".{0,40}"), 0..8);
     prop_oneof![
         any::<u32>().prop_map(|version| Verb::Hello { version }),
@@ -176,6 +177,8 @@ fn any_verb() -> impl Strategy<Value = Verb> {
         any::<u64>().prop_map(|process| Verb::Measure { process: ProcessId(process) }),
         proptest::collection::vec(any_change(), 0..4).prop_map(|changes| Verb::ChangeCells { changes }),
         Just(Verb::Cells),
+        (proptest::collection::vec(tenant(), 0..4), proptest::collection::vec(tenant(), 0..4))
+            .prop_map(|(give_way, resume)| Verb::GiveWay { give_way, resume }),
         (site, any::<Option<u64>>()).prop_map(|(site, epoch)| Verb::UseInstance { site, epoch }),
         any::<u64>().prop_map(|instance| Verb::ConnectInstance { instance: InstanceId(instance) }),
         any::<u64>().prop_map(|instance| Verb::LeaveInstance { instance: InstanceId(instance) }),
@@ -212,6 +215,7 @@ proptest! {
             let _acceptable = match &ask.verb {
                 Verb::SpawnCgi { confinement, .. } | Verb::Enter { confinement, .. } => check(confinement),
                 Verb::ChangeCells { changes } => check_changes(changes),
+                Verb::GiveWay { give_way, resume } => check_giving_way(give_way, resume),
                 _ => Ok(()),
             };
         }

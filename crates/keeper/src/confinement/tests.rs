@@ -149,3 +149,11 @@ fn what_is_asked_for_a_request_is_laid_over_its_sites_record() {
     assert_eq!((both.limits.cpu, both.limits.processes), (Some(CpuQuota::of_core(500)), Some(2)));
     assert_eq!(both.demotions, [own]);
 }
+
+#[test]
+fn no_more_tenants_are_named_than_fit() {
+    let names = |count: usize| vec![TenantName::new("demo").unwrap(); count];
+    assert_eq!(check_giving_way(&names(TENANTS_MAX), &names(TENANTS_MAX)), Ok(()));
+    assert!(check_giving_way(&names(TENANTS_MAX + 1), &[]).is_err());
+    assert!(check_giving_way(&[], &names(TENANTS_MAX + 1)).is_err());
+}

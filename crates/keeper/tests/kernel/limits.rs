@@ -10,14 +10,16 @@ use std::time::Duration;
 use nagaya_cmdb::Change;
 use nagaya_cmdb::cell::{Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, Usage};
 use nagaya_keeper::client::Keeper;
-use nagaya_keeper::protocol::ProcessId;
+use nagaya_keeper::protocol::{Failure, ProcessId};
 use serde_json::{Value, json};
 
 use crate::CellFact;
 use crate::cells::in_named;
 use crate::groups;
 use crate::php::Php;
-use crate::world::{World, cgi, read_all, run_and_pid, run_in, site_change, site_name, until_so};
+use crate::world::{
+    World, cgi, read_all, refusal, run_and_pid, run_in, site_change, site_name, tenant_name, until_so,
+};
 
 pub const CELLS: &[CellFact] = &[
     (
@@ -26,6 +28,11 @@ pub const CELLS: &[CellFact] = &[
         quota_bites,
     ),
     (&["cpu", "cpuacct"], "shares of two named cells divide a core that both want", shares_divide),
+    (
+        &["cpu", "cpuacct"],
+        "a tenant that gives way lets another have the processor, and nobody asks it to for long",
+        gives_way,
+    ),
     (&["pids"], "a request cannot have more processes than its limit", processes_end),
     (&["blkio"], "limits of disks are held by the kernel, and what is no disk is reported", disks_limited),
     (&["memory"], "who takes more memory than its tenant has is ended, and no other tenant", memory_ends),
@@ -67,6 +74,54 @@ fn cpu(thousandths: u32) -> Limits {
 fn quota_of(thousandths: u32) -> Option<(u64, u64)> {
     let CpuQuota { quota_us, period_us } = CpuQuota::of_core(thousandths);
     Some((quota_us, period_us.into()))
+}
+
+fn gives_way() {
+    const LOOP: &str = "echo $$; exec taskset -c 0 sh -c 'while :; do :; done'";
+    let mut world = World::new().with_cgi(LOOP);
+    world.site("bobs", "bob", cgi());
+    world.script_of("bob", "x.cgi", &format!("#!/bin/sh\n{LOOP}\n"));
+    let world = world.start();
+    world.run(async |keeper| {
+        let (alice, bob) = (tenant_name("alice"), tenant_name("bob"));
+        let (pid, flood) = run_and_pid(&keeper, "cgi", &Confinement::default()).await;
+        let (other, victim) = run_and_pid(&keeper, "bobs", &Confinement::default()).await;
+        let group = |pid, tenant| groups::above(pid, "cpu", tenant).unwrap();
+        let shares = || {
+            (groups::cpu_shares(&group(pid, "tenant-alice")), groups::cpu_shares(&group(other, "tenant-bob")))
+        };
+        assert_eq!(shares(), (1024, 1024));
+        keeper.give_way(vec![alice.clone()], Vec::new()).await.unwrap();
+        assert_eq!(shares(), (64, 1024));
+        assert_eq!(world.cell("alice").unwrap()["limits"]["cpu_shares"], 64);
+        assert_eq!(world.metric("nagaya_keeper_tenants_giving_way"), 1);
+        let (flood, victim) = (flood.guard.id(), victim.guard.id());
+        let before = (measure(&keeper, flood).await, measure(&keeper, victim).await);
+        // One of both is asked for again and again: it is not ended while that is so.
+        let renewed = async {
+            let mut interval = tokio::time::interval(Duration::from_millis(300));
+            loop {
+                interval.tick().await;
+                keeper.give_way(vec![alice.clone()], Vec::new()).await.unwrap();
+            }
+        };
+        tokio::select! {
+            () = renewed => {}
+            () = until(&keeper, victim, |usage| usage.cpu_us > before.1 + 600_000) => {}
+        }
+        let used = (measure(&keeper, flood).await - before.0, measure(&keeper, victim).await - before.1);
+        assert!(used.0 * 5 < used.1, "a sixteenth against one: {used:?}");
+        // Another one asked for and taken back at once; the first is over by itself.
+        let three = vec![alice.clone(), bob.clone(), tenant_name("nobody")];
+        keeper.give_way(three, Vec::new()).await.unwrap();
+        assert_eq!(shares(), (64, 64));
+        keeper.give_way(Vec::new(), vec![bob]).await.unwrap();
+        assert_eq!(shares(), (64, 1024));
+        until_so(|| shares() == (1024, 1024)).await;
+        assert_eq!(world.metric("nagaya_keeper_tenants_giving_way"), 0);
+        let many = vec![alice; nagaya_keeper::TENANTS_MAX + 1];
+        assert_eq!(refusal(keeper.give_way(many, Vec::new()).await), (Failure::Invalid, 318));
+    });
 }
 
 /// Asks what a process used until it is enough.

@@ -44,6 +44,8 @@ pub(super) struct Lane {
     wait_seconds: Option<f64>,
     queued_for_seconds: Option<f64>,
     held_by: String,
+    /// What runs for its tenant gives way to others on the processor; none: it does not.
+    gives_way_for_seconds: Option<f64>,
     drain_per_second: Option<f64>,
     service_p50_seconds: Option<f64>,
     service_p90_seconds: Option<f64>,
@@ -70,6 +72,7 @@ struct Counts {
 #[serde(default)]
 struct Calibration {
     predictions: u64,
+    untold: u64,
     error_p50_pct: Option<f64>,
     error_p90_pct: Option<f64>,
     bias_pct: Option<f64>,
@@ -208,16 +211,17 @@ fn told(site: &str, lanes: &[Lane]) -> String {
         line(lane, &mut out);
     }
     for lane in lanes.iter().filter(|lane| lane.calibration.predictions > 0) {
-        let Calibration { predictions, error_p50_pct, error_p90_pct, bias_pct } = &lane.calibration;
+        let Calibration { predictions, untold, error_p50_pct, error_p90_pct, bias_pct } = &lane.calibration;
         let percent = |value: &Option<f64>| value.map_or_else(|| "-".into(), |value| format!("{value:.0}%"));
         let _ = writeln!(
             out,
-            "{} {}: of {predictions} predicted waits half were within {}, nine of ten within {}; bias {}",
+            "{} {}: of {predictions} predicted waits half were within {}, nine of ten within {}; bias {}{}",
             lane.of,
             printable(&lane.name),
             percent(error_p50_pct),
             percent(error_p90_pct),
             percent(bias_pct),
+            if *untold == 0 { String::new() } else { format!("; {untold} were unknown and not told") },
         );
     }
     out
@@ -257,6 +261,13 @@ fn line(lane: &Lane, out: &mut String) {
     if !help.is_empty() {
         let _ = writeln!(out, "  held by {help}");
     }
+    if let Some(since) = lane.gives_way_for_seconds {
+        let _ = writeln!(
+            out,
+            "  since {} what runs for its tenant gives way to tenants without a line on the processor",
+            seconds(since)
+        );
+    }
     if let (Some(p50), Some(p90)) = (lane.service_p50_seconds, lane.service_p90_seconds) {
         let _ = writeln!(
             out,
@@ -277,7 +288,7 @@ mod tests {
             { "of": "site", "name": "shop", "running": 4, "run": 4, "waiting": 9, "promised": 2, "wait_seconds": 12.4,
               "queued_for_seconds": 75.0, "held_by": "own", "drain_per_second": 0.7, "service_p50_seconds": 1.2,
               "service_p90_seconds": 4.0, "counts": { "kept": 3, "broken": 1, "refused": 5 },
-              "calibration": { "predictions": 20, "error_p50_pct": 4.2, "error_p90_pct": 11.0, "bias_pct": -1.0 } },
+              "calibration": { "predictions": 20, "untold": 3, "error_p50_pct": 4.2, "error_p90_pct": 11.0, "bias_pct": -1.0 } },
             { "of": "lane", "name": "shop checkout", "running": 1, "run": 2, "waiting": 0 },
         ]});
         read(answer).unwrap()
@@ -305,7 +316,7 @@ mod tests {
              \x20 2 hold tickets for later\n\
              \x20 held by its own bound: see --max-concurrent and --auto of `nagaya site set`\n\
              \x20 its requests take 1200 ms, one in ten more than 4000 ms: `nagaya explain ID` of a slow one says where\n\
-             site shop: of 20 predicted waits half were within 4%, nine of ten within 11%; bias -1%\n"
+             site shop: of 20 predicted waits half were within 4%, nine of ten within 11%; bias -1%; 3 were unknown and not told\n"
         );
         assert_eq!(told("calm", &[]), "site calm: nobody waits; 0 requests run\n");
     }

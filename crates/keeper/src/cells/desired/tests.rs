@@ -154,3 +154,35 @@ fn tenants_that_are_gone_leave_no_named_cells() {
     let left: Vec<What> = desired.named().map(|(what, ..)| what).collect();
     assert_eq!(left, [node_cell("x")]);
 }
+
+#[test]
+fn a_tenant_gives_way_for_a_while_and_no_further_than_a_sixteenth() {
+    let mut desired = Desired::new(9);
+    let (demo, other) = (TenantName::new("demo").unwrap(), TenantName::new("other").unwrap());
+    let what = What::Tenant(demo.clone());
+    let cpu_shares = |desired: &Desired| desired.of(&what).0.cpu_shares;
+    let now = Instant::now();
+    let later = now + std::time::Duration::from_secs(3);
+    assert!(desired.give_way(&demo, Some(later)).is_empty(), "nothing runs for it");
+    desired.meet(&home());
+    assert_eq!((desired.give_way(&demo, Some(now)), cpu_shares(&desired)), (vec![what.clone()], Some(64)));
+    assert!(desired.give_way(&demo, Some(later)).is_empty(), "it does already");
+    assert!(desired.give_way(&other, None).is_empty());
+    assert_eq!(desired.end_giving_way(now), (vec![], Some(later)));
+    assert_eq!((desired.giving_way(), desired.of(&what).0.processes), (1, Some(9)));
+    assert_eq!(desired.end_giving_way(later), (vec![what.clone()], None));
+    assert_eq!((desired.giving_way(), cpu_shares(&desired)), (0, None));
+    // Of what its record says, and never nothing.
+    let table = |shares: u32| {
+        let mut table = Table::new();
+        let limits = json!({"limits": {"cpu_shares": shares}});
+        table.apply(Change::PutTenant(Box::new(tenant(limits)))).unwrap();
+        table
+    };
+    for (own, left) in [(512, 32), (20, 2)] {
+        desired.apply_records(&table(own), 9);
+        desired.give_way(&demo, Some(later));
+        assert_eq!(cpu_shares(&desired), Some(left));
+        assert_eq!((desired.give_way(&demo, None), cpu_shares(&desired)), (vec![what.clone()], Some(own)));
+    }
+}
