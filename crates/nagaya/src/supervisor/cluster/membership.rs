@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
-use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
+use nagaya_cmdb::{NodeName, NodeRecord, Placement, Why};
 use nagaya_placement::balance::NodeLoad;
 use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
