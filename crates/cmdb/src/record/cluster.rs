@@ -34,14 +34,15 @@ fn is_none(revision: &u64) -> bool {
     *revision == 0
 }
 
-/// Which node runs a site's application. There is one for each such site that was ever asked for.
+/// Which node runs a site's application. There is one for each such site that was ever asked for, and for one that was removed until
+/// nothing of it can run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Placement {
     pub site: SiteName,
     pub node: NodeName,
     /// The fencing number: one more with each move, never less. What was started under a lower one may serve and write
-    /// nothing any more. The first is 1.
+    /// nothing any more. The first is 1, also of a name that nothing is left of.
     pub epoch: u64,
     /// When it was written, Unix time, milliseconds, by the clock of the node that wrote it. For people, and for how long load leaves
     /// it where it is: nothing that must hold rests on it.

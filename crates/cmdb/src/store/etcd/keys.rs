@@ -7,7 +7,7 @@
 //! | `v1/next_uid` | number |
 //! | `v1/seeding` | who fills an empty cluster; there only meanwhile |
 //! | `v1/{tenants,sites,nodes}/NAME`, `v1/settings/KEY` | record as JSON |
-//! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,` |
+//! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,`; it outlives its site for a while |
 //! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
 //! | `v1/present/NODE` | load of a node as JSON, under a lease |
 //! | `v1/pki/KEY` | bytes |

@@ -1,6 +1,11 @@
 //! Nodes and placements: who belongs to the cluster, and which node runs a site's application. Each is one compare-and-set
 //! of its own key, apart from configuration, so that a failing node's sites move without waiting for one another.
 //!
+//! A site that is removed leaves its placement behind, because the node it names may be cut off and serve on: who adds a site of
+//! the same name goes on from the same epoch, and takes it from that node as any other. When nothing can run under it any more,
+//! the node itself takes it away ([`ClusterStore::forget`]); of a node that is not there somebody takes it over first
+//! ([`ClusterStore::inherit`]).
+//!
 //! Not here: choosing a node and deciding that one is dead (`placement`, the supervisor).
 
 use std::time::Duration;
@@ -71,6 +76,24 @@ impl ClusterStore {
             answer.kvs.first().map(|kv| read_placement(&kv.value)).transpose()
         })
         .await
+    }
+
+    /// Takes away the placement that a removed site has left behind. Only for the node it names, once that has known for longer
+    /// than any authority lasts that the site is gone: the next placement of the name begins anew, without a wait. False: there
+    /// is a site of that name again, or the placement is another one.
+    pub async fn forget(&self, placement: &Placement) -> Result<bool, ClusterError> {
+        let inner = self.inner.clone();
+        let (site, epoch) = (placement.site.clone(), placement.epoch);
+        self.on_own(async move { inner.forget(&site, epoch).await }).await
+    }
+
+    /// Takes the placement that a removed site has left behind over from the node `from`, under the next epoch and with the same
+    /// care as [`ClusterStore::place`]. False: as of [`ClusterStore::forget`], or the node it is for is no member; an earlier attempt may
+    /// still be on its way.
+    pub async fn inherit(&self, placement: Placement, from: &NodeName) -> Result<bool, ClusterError> {
+        let inner = self.inner.clone();
+        let left = inner.keys.left(from);
+        self.on_own(async move { inner.inherit(&placement, left).await }).await
     }
 
     /// etcd's revision up to which everything is in the replica, and was told to whom this store tells changes. 0: nothing
@@ -190,6 +213,38 @@ impl Inner {
         if site.is_none() || node.is_none() { Ok(Claim::Void) } else { Ok(Claim::Lost(stored)) }
     }
 
+    async fn forget(&self, site: &SiteName, epoch: u64) -> Result<bool, ClusterError> {
+        let key = self.keys.record(Kind::Placement, site.as_str());
+        let mut compare = vec![keys::is_absent(&self.keys.record(Kind::Site, site.as_str()))];
+        compare.extend(keys::epoch_is(&key, epoch));
+        let txn = Txn { compare, success: vec![keys::deleting(&key)], failure: vec![keys::getting(&key)] };
+        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+        let stands = super::watch::values(answer.value.responses).into_iter().next().flatten();
+        // An earlier attempt whose answer was lost may have done it.
+        Ok(answer.value.succeeded || (answer.repeated && stands.is_none()))
+    }
+
+    async fn inherit(&self, placement: &Placement, left: String) -> Result<bool, ClusterError> {
+        let key = self.keys.record(Kind::Placement, placement.site.as_str());
+        let mut compare = vec![
+            keys::is_absent(&self.keys.record(Kind::Site, placement.site.as_str())),
+            keys::is_there(&self.keys.record(Kind::Node, placement.node.as_str())),
+        ];
+        compare.extend(keys::epoch_is(&key, placement.epoch - 1));
+        let txn = Txn {
+            compare,
+            success: vec![
+                keys::putting(&key, placement_value(placement)),
+                keys::putting(&left, placement.site.as_str()),
+            ],
+            failure: vec![keys::getting(&key)],
+        };
+        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+        let stands = super::watch::values(answer.value.responses).into_iter().next().flatten();
+        let is_ours = || stands.is_some_and(|stands| stands == placement_value(placement));
+        Ok(answer.value.succeeded || (answer.repeated && is_ours()))
+    }
+
     async fn join(&self, node: NodeRecord) -> Result<(), ClusterError> {
         let key = self.keys.record(Kind::Node, node.name.as_str());
         let txn = Txn {
@@ -285,7 +340,12 @@ impl Inner {
             let page = self.replica.placements(after.as_deref(), PAGE_LEN_MAX)?;
             let Some(last) = page.last() else { break };
             after = Some(last.site.to_string());
-            on_it.extend(page.into_iter().filter(|placement| placement.node == *node));
+            for placement in page.into_iter().filter(|placement| placement.node == *node) {
+                // What a removed site has left behind runs nowhere.
+                if self.replica.site(placement.site.as_str())?.is_some() {
+                    on_it.push(placement);
+                }
+            }
         }
         match on_it.first() {
             None => Ok(()),

@@ -3,9 +3,10 @@
 //!
 //! The order is: what gives up something that another record takes; tenants, with the homes they have before or after; sites;
 //! tenants that lose their home or go; settings. A site that gives its place to another goes in the first part and comes back
-//! with its new place in a later one, so that it is gone for a moment; its placement stays. Tenants cannot go for a moment,
-//! because they have sites, so those that exchange uids go together.
+//! with its new place in a later one, so that it is gone for a moment. Tenants cannot go for a moment, because they have sites,
+//! so those that exchange uids go together.
 //!
+//! A site that goes leaves its placement behind (`members` says why, and who takes it away).
 //! Not here: whether the whole is allowed (`plan`), sending it (`write`).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -209,11 +210,7 @@ impl Packer<'_> {
         let tenants = group.len();
         let mut own = Part::default();
         for Move { change, told } in group {
-            // What goes only for a moment keeps its placement.
-            match (&change, told) {
-                (Change::DropSite(name), false) => own.drop(&self.keys.record(Kind::Site, name.as_str())),
-                _ => own.put(self.keys, &change),
-            }
+            own.put(self.keys, &change);
             own.changes.extend(told.then_some(change));
         }
         if !own.fits() {
@@ -238,11 +235,7 @@ impl Part {
                 self.set(&keys.record(Kind::Setting, &setting.key), keys::json(setting));
             }
             Change::DropTenant(name) => self.drop(&keys.record(Kind::Tenant, name.as_str())),
-            // A site that comes under its name later is another one.
-            Change::DropSite(name) => {
-                self.drop(&keys.record(Kind::Site, name.as_str()));
-                self.drop(&keys.record(Kind::Placement, name.as_str()));
-            }
+            Change::DropSite(name) => self.drop(&keys.record(Kind::Site, name.as_str())),
             Change::DropSetting(key) => self.drop(&keys.record(Kind::Setting, key)),
             // `plan` refuses them in a transaction.
             Change::PutNode(_) | Change::DropNode(_) | Change::PutPlacement(_) | Change::DropPlacement(_) => {

@@ -242,10 +242,10 @@ impl Desk {
     fn enter(&self, member: Member) -> Result<(), Box<Problem>> {
         let options = etcd_options(&member.cluster, &member.etcd);
         let node = Arc::clone(&self.context.node);
-        let touched = Arc::<Touched>::default();
-        let seen = Arc::clone(&touched);
+        let told_of = <[Arc<Touched>; 2]>::default();
+        let seen = told_of.clone();
         let told = move |changes: Vec<Change>, revision| {
-            seen.by(&changes);
+            seen.iter().for_each(|seen| seen.by(&changes));
             node.committed(super::super::feed::Changes { revision, changes });
         };
         let file = Arc::clone(self.context.records.file());
@@ -255,7 +255,7 @@ impl Desk {
         self.context.node.credentials.send_replace(Some(credentials));
         let record = self.record(&member);
         *self.membership.borrow_mut() =
-            Some(Membership::begin(Rc::clone(&self.context), member, record, store, touched));
+            Some(Membership::begin(Rc::clone(&self.context), member, record, store, told_of));
         Ok(())
     }
 

@@ -53,10 +53,10 @@ const PATIENCE: Duration = FETCH_MAX.saturating_add(Duration::from_secs(60));
 pub struct Touched(Mutex<Changed>);
 
 #[derive(Debug, Default)]
-struct Changed {
-    sites: HashSet<SiteName>,
+pub struct Changed {
+    pub sites: HashSet<SiteName>,
     /// There were more than are kept.
-    is_all: bool,
+    pub is_all: bool,
 }
 
 impl Touched {
@@ -78,7 +78,7 @@ impl Touched {
         }
     }
 
-    fn take(&self) -> Changed {
+    pub fn take(&self) -> Changed {
         std::mem::take(&mut *self.0.lock())
     }
 }

@@ -68,7 +68,9 @@ pub struct Membership {
     pub introducing: Cell<bool>,
     /// Sites that would move here, with what is known of their images.
     pub images: RefCell<Images>,
+    /// Sites that have changed, for who fetches images and for who sees to what removed ones have left behind.
     pub touched: Arc<Touched>,
+    pub removed: Arc<Touched>,
     tasks: RefCell<Vec<AbortHandle>>,
 }
 
@@ -79,7 +81,7 @@ impl Membership {
         member: Member,
         record: NodeRecord,
         store: Arc<ClusterStore>,
-        touched: Arc<Touched>,
+        [touched, removed]: [Arc<Touched>; 2],
     ) -> Rc<Self> {
         let trust = Trust::new(authority::now(), member.node.clone(), context.fence());
         let membership = Rc::new(Self {
@@ -97,6 +99,7 @@ impl Membership {
             introducing: Cell::new(false),
             images: RefCell::default(),
             touched,
+            removed,
             tasks: RefCell::default(),
         });
         let tasks = [
@@ -107,6 +110,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).find_places()),
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
             tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
+            tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
         ];
         membership.tasks.borrow_mut().extend(tasks.iter().map(tokio::task::JoinHandle::abort_handle));
         membership
@@ -313,7 +317,11 @@ impl Membership {
             after = Some(last.site.to_string());
             let fits =
                 page.iter().filter(|placement| node.is_none_or(|node| placement.node.as_str() == node));
-            rows.extend(fits.take(limit - rows.len()).cloned());
+            // What a removed site has left behind runs nowhere.
+            let runs = fits.filter(|placement| {
+                self.records().site(placement.site.as_str()).is_ok_and(|site| site.is_some())
+            });
+            rows.extend(runs.take(limit - rows.len()).cloned());
             if rows.len() == limit {
                 break;
             }

@@ -51,7 +51,11 @@ impl Membership {
             let Some(last) = page.last() else { return };
             after = Some(last.site.to_string());
             let mut leaving = JoinSet::new();
-            for placement in page.into_iter().filter(|placement| placement.node == self.node) {
+            let runs_here = |placement: &Placement| {
+                let site = || self.records().site(placement.site.as_str());
+                placement.node == self.node && site().is_ok_and(|site| site.is_some())
+            };
+            for placement in page.into_iter().filter(runs_here) {
                 while leaving.len() >= LEAVE_AT_ONCE {
                     leaving.join_next().await;
                 }

@@ -203,15 +203,103 @@ fn only_the_epoch_that_was_seen_decides_whether_a_site_moves() {
     let hundredth = placement("one", "a", 100);
     assert_eq!(place(&hundredth, Some(10)), Claim::Won);
     assert_eq!(place(&tenth, Some(10)), Claim::Lost(Some(hundredth)));
-    // With the site goes its placement, in one step; a new site of its name begins anew.
-    node.until("the placement", |store| store.placement("one").unwrap().is_some_and(|it| it.epoch == 100));
+}
+
+/// With sites `one` and `two`, members `a` and `b`, and `one` placed on `a`, then on `b`.
+fn with_one_moved(etcd: &Etcd, node: &Node) {
+    with_sites(node, &["one", "two"]);
+    let (store, a) = (&node.store, name("a"));
+    etcd.runtime.block_on(async {
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        assert_eq!(store.place(placement("one", "a", 1), None, None).await.unwrap(), Claim::Won);
+        assert_eq!(store.place(placement("one", "b", 2), Some(1), Some(&a)).await.unwrap(), Claim::Won);
+    });
+    node.until("the placement", |store| store.placement("one").unwrap().is_some_and(|it| it.epoch == 2));
+}
+
+fn drop_site(node: &Node, site: &str) {
+    node.store.transaction(vec![Change::DropSite(SiteName::new(site).unwrap())], Mode::Merge).unwrap();
+}
+
+#[test]
+fn a_site_that_is_removed_and_added_again_goes_on_from_its_epoch() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let (node, other) = (etcd.node(&cluster), etcd.node(&cluster));
+    with_one_moved(&etcd, &node);
+    let left_by_b = || match etcd.runtime.block_on(node.store.confirm(&name("b"), "2", PATIENCE)).unwrap() {
+        Confirmed::Ours { left_at, .. } => left_at,
+        confirmed => panic!("{confirmed:?}"),
+    };
+    assert_eq!(left_by_b(), 0);
+    drop_site(&node, "one");
+    other.until("the removal", |store| store.site("one").unwrap().is_none());
+    other.in_step(&etcd);
+    let second = placement("one", "b", 2);
+    for node in [&node, &other] {
+        assert_eq!(node.store.placement("one").unwrap().as_ref(), Some(&second));
+        node.is_fed();
+    }
+    let place = |wanted: &Placement, seen, from: Option<&NodeName>| {
+        etcd.runtime.block_on(other.store.place(wanted.clone(), seen, from)).unwrap()
+    };
+    assert_eq!(place(&placement("one", "a", 3), Some(2), None), Claim::Void, "there is no such site");
+    node.store.transaction(vec![put_site("one", "t", "again.test")], Mode::Merge).unwrap();
+    // As if it were the first: then `b`, which may be cut off and serve on, would lose it without a word.
+    assert_eq!(place(&placement("one", "a", 1), None, None), Claim::Lost(Some(second)));
+    assert_eq!(left_by_b(), 0);
+    let third = placement("one", "a", 3);
+    assert_eq!(place(&third, Some(2), Some(&name("b"))), Claim::Won);
+    // From now on `b` serves only with a copy that is as new as its loss.
+    assert!(left_by_b() > 0);
+    node.until("the placement", |store| store.placement("one").unwrap().as_ref() == Some(&third));
     node.is_fed();
-    let batches = node.fed.lock().batches.len();
-    node.store.transaction(vec![Change::DropSite(SiteName::new("one").unwrap())], Mode::Merge).unwrap();
-    assert_eq!(node.store.placement("one").unwrap(), None);
-    assert_eq!(node.fed.lock().batches[batches..], [2]);
-    with_sites(&node, &["one"]);
-    assert_eq!(place(&first, None), Claim::Won);
+}
+
+#[test]
+fn what_a_removed_site_leaves_behind_is_forgotten_by_its_epoch_and_only_without_the_site() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    with_one_moved(&etcd, &node);
+    let (first, second) = (placement("one", "a", 1), placement("one", "b", 2));
+    let forget = |placement: &Placement| etcd.runtime.block_on(node.store.forget(placement)).unwrap();
+    assert!(!forget(&second), "the site is there");
+    drop_site(&node, "one");
+    assert!(!forget(&first), "of an epoch that is over");
+    assert!(forget(&second));
+    assert!(!forget(&second), "it is gone");
+    node.until("it is gone", |store| store.placement("one").unwrap().is_none());
+    node.is_fed();
+    node.store.transaction(vec![put_site("one", "t", "again.test")], Mode::Merge).unwrap();
+    let placed = etcd.runtime.block_on(node.store.place(first, None, None)).unwrap();
+    assert_eq!(placed, Claim::Won, "nothing is left of the name");
+}
+
+#[test]
+fn what_a_removed_site_leaves_on_a_dead_node_goes_to_another_with_all_care() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    with_one_moved(&etcd, &node);
+    let (a, b) = (name("a"), name("b"));
+    let third = placement("one", "a", 3);
+    etcd.runtime.block_on(async {
+        let store = &node.store;
+        assert!(!store.inherit(third.clone(), &b).await.unwrap(), "the site is there");
+        store.transaction(vec![Change::DropSite(SiteName::new("one").unwrap())], Mode::Merge).unwrap();
+        assert!(!store.inherit(placement("one", "a", 2), &b).await.unwrap(), "the epoch before is over");
+        assert!(!store.inherit(placement("one", "c", 3), &b).await.unwrap(), "no such node");
+        assert!(store.inherit(third.clone(), &b).await.unwrap());
+        assert!(!store.inherit(third.clone(), &b).await.unwrap(), "once");
+        let confirmed = store.confirm(&b, "2", PATIENCE).await.unwrap();
+        assert!(matches!(confirmed, Confirmed::Ours { left_at: 1.., .. }), "{confirmed:?}");
+        // It keeps nobody from leaving.
+        node.until("it", |store| store.placement("one").unwrap().as_ref() == Some(&third));
+        store.remove(&a, false).await.unwrap();
+        assert!(store.forget(&third).await.unwrap());
+    });
+    node.until("it is gone", |store| store.placement("one").unwrap().is_none());
+    node.is_fed();
 }
 
 // === Nodes ===
