@@ -22,11 +22,14 @@ pub struct Faults {
     pub store: bool,
     /// Nodes stop, and begin anew with an old copy.
     pub crashes: bool,
+    /// Operators remove sites and add others under their names.
+    pub removals: bool,
 }
 
 impl Faults {
-    pub const NONE: Self = Self { every: Duration::MAX, loss: 0, store: false, crashes: false };
-    pub const ALL: Self = Self { every: ms(150), loss: 1, store: true, crashes: true };
+    pub const NONE: Self =
+        Self { every: Duration::MAX, loss: 0, store: false, crashes: false, removals: false };
+    pub const ALL: Self = Self { every: ms(150), loss: 1, store: true, crashes: true, removals: true };
 }
 
 /// One thing that goes wrong. All but a crash end by themselves.

@@ -11,7 +11,8 @@ use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
 use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation::{At, Effect, Outcome, Relocations, Waiter};
 
-use crate::wire::{NodeId, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
+use crate::store::{Change, Happened};
+use crate::wire::{Instead, NodeId, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
 use crate::world::Sky;
 
 /// A request is sent to so many places before it is refused.
@@ -23,6 +24,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// From an image.
 const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(150));
+/// A removed site's placement is taken away by its node when it has known of the removal for so long: more than any authority lasts.
+const LET_GO_AFTER: Duration = Duration::from_secs(4);
+const LET_GO_AGAIN: Duration = Duration::from_secs(1);
 const GIB: u64 = 1 << 30;
 
 const fn nanos(time: Duration) -> u64 {
@@ -53,8 +57,17 @@ pub(crate) struct Node {
     /// The one timer of each peer that counts.
     probe_times: BTreeMap<NodeId, u64>,
     next_tick: u64,
-    /// Commits whose fate is not known: site, the epoch that they replace, and the node that they take it from.
-    unsettled: Vec<(SiteId, Option<u64>, NodeId)>,
+    unsettled: Vec<Unsettled>,
+}
+
+/// A commit whose fate is not known: the epoch that it replaces, and the node that it takes the site from.
+#[derive(Debug)]
+struct Unsettled {
+    site: SiteId,
+    /// How often the site's placement was forgotten before.
+    life: u32,
+    expect: Option<u64>,
+    from: NodeId,
 }
 
 impl Node {
@@ -89,6 +102,7 @@ impl Node {
             What::Request(request) => self.route(request, sky),
             What::Work(work) => self.work(work, sky),
             What::Renew => self.renew(sky),
+            What::LetGo { site, removed_at } => self.let_go(site, removed_at, sky),
             What::Tick => {
                 self.next_tick = u64::MAX;
                 let mut effects = Vec::new();
@@ -150,6 +164,9 @@ impl Node {
         for other in self.others.clone() {
             self.voucher.introduced(other);
         }
+        for site in sky.store.removed.clone() {
+            self.let_go_later(site, LET_GO_AFTER, sky);
+        }
         self.renew(sky);
     }
 
@@ -168,30 +185,70 @@ impl Node {
     }
 
     fn apply(&mut self, revision: u64, sky: &mut Sky) {
-        let now = sky.local(self.id);
         if revision <= self.applied {
             return;
         }
-        for change in sky.store.changes(self.applied, revision) {
-            if change.after.node == self.id {
-                let before = if change.before.is_none() { Before::Nobody } else { Before::Other };
-                self.arrivals.placed(now, change.site, change.after.epoch, before, Duration::ZERO);
-            } else if change.before == Some(self.id) {
-                self.arrivals.left(&change.site);
-                self.instances.remove(&change.site);
-                self.given_up.remove(&change.site);
-            }
+        while self.applied < revision {
+            let change = sky.store.change(self.applied + 1);
+            self.applied += 1;
+            self.take(change, sky);
         }
-        self.applied = revision;
         let Self { unsettled, voucher, .. } = self;
-        unsettled.retain(|(site, expect, from)| {
-            let is_open = sky.store.at(*site, revision).map(|at| at.epoch) <= *expect;
+        unsettled.retain(|open| {
+            let now = sky.store.at(open.site, revision).map(|at| at.epoch);
+            let is_open = sky.store.life(open.site, revision) == open.life && now <= open.expect;
             if !is_open {
-                voucher.settled(from, Some(revision));
+                voucher.settled(&open.from, Some(revision));
             }
             is_open
         });
         self.holder.applied(revision);
+    }
+
+    fn take(&mut self, Change { site, what, .. }: Change, sky: &mut Sky) {
+        match what {
+            Happened::Placed { before, after } if after.node == self.id => {
+                let before = if before.is_none() { Before::Nobody } else { Before::Other };
+                self.arrivals.placed(sky.local(self.id), site, after.epoch, before, Duration::ZERO);
+            }
+            Happened::Placed { before, .. } if before == Some(self.id) => self.lose(site),
+            Happened::Placed { .. } | Happened::Added => {}
+            Happened::Removed => {
+                self.instances.remove(&site);
+                self.let_go_later(site, LET_GO_AFTER, sky);
+            }
+            Happened::Forgotten => self.lose(site),
+        }
+    }
+
+    fn lose(&mut self, site: SiteId) {
+        self.arrivals.left(&site);
+        self.instances.remove(&site);
+        self.given_up.remove(&site);
+    }
+
+    // === Removed sites ===
+
+    fn has(&self, site: SiteId, sky: &Sky) -> bool {
+        sky.store.removed_at(site, self.applied).is_none()
+    }
+
+    /// If the removed site is placed here.
+    fn let_go_later(&self, site: SiteId, after: Duration, sky: &mut Sky) {
+        let is_here = self.placement(site, sky).is_some_and(|at| at.node == self.id);
+        if let (true, Some(removed_at)) = (is_here, sky.store.removed_at(site, self.applied)) {
+            let at = sky.real(self.id, sky.local(self.id) + after);
+            sky.later(self.id, at, What::LetGo { site, removed_at });
+        }
+    }
+
+    /// Unless it was added again meanwhile.
+    fn let_go(&mut self, site: SiteId, removed_at: u64, sky: &mut Sky) {
+        let placed = self.placement(site, sky).filter(|at| at.node == self.id);
+        if let (Some(at), true) = (placed, sky.store.removed_at(site, self.applied) == Some(removed_at)) {
+            sky.ask_store(self.id, StoreAsk::Forget { site, epoch: at.epoch });
+            self.let_go_later(site, LET_GO_AGAIN, sky);
+        }
     }
 
     // === Requests ===
@@ -202,6 +259,10 @@ impl Node {
 
     fn route(&mut self, request: RequestId, sky: &mut Sky) {
         let site = sky.requests[request as usize].site;
+        if !self.has(site, sky) {
+            sky.gone(request);
+            return;
+        }
         match self.placement(site, sky) {
             None => self.need(request, None, sky),
             Some(at) => self.go(request, at, None, sky),
@@ -235,7 +296,8 @@ impl Node {
         let held = Duration::from_nanos(sky.now - work.since);
         let placement = self.placement(work.site, sky);
         let lags = placement.is_none_or(|at| at.epoch < work.epoch);
-        let is_here = placement == Some(At { node: self.id, epoch: work.epoch })
+        let is_here = self.has(work.site, sky)
+            && placement == Some(At { node: self.id, epoch: work.epoch })
             && self.given_up.get(&work.site) != Some(&work.epoch);
         if !lags && !is_here || held > HELD_LONGEST {
             self.give(work, false, sky);
@@ -259,7 +321,8 @@ impl Node {
             sky.later(self.id, ready, What::Work(work));
             return;
         }
-        sky.observer.serves(sky.now, &sky.store, work.site, work.epoch, self.id);
+        let life = sky.store.life(work.site, self.applied);
+        sky.observer.serves(sky.now, &sky.store, work.site, (life, work.epoch), self.id);
         sky.observer.vouched += u64::from(self.holder.until_by_store() <= now);
         self.give(work, true, sky);
     }
@@ -371,7 +434,12 @@ impl Node {
         }
         let site = open.site;
         open.attempts += 1;
-        if open.attempts > ATTEMPTS_MAX {
+        let attempts = open.attempts;
+        if !self.has(site, sky) {
+            sky.gone(request);
+            return;
+        }
+        if attempts > ATTEMPTS_MAX {
             sky.refuse(request, "attempts");
             return;
         }
@@ -432,7 +500,8 @@ impl Node {
         }
         if !sky.shape.flaws.promises_ignored {
             self.voucher.begin(&from, now)?;
-            self.unsettled.push((site, expect, from));
+            let life = sky.store.life(site, self.applied);
+            self.unsettled.push(Unsettled { site, life, expect, from });
         }
         Ok(Before::Other)
     }
@@ -468,20 +537,23 @@ impl Node {
                 let outcome = match done {
                     Ok(revision) => {
                         let at = sky.store.at(site, revision).expect("it was committed");
-                        sky.observer.committed(&sky.store, site, at.epoch, at.node);
+                        let life = sky.store.life(site, revision);
+                        sky.observer.committed(&sky.store, site, (life, at.epoch), at.node);
                         Outcome::Committed { at: now, before }
                     }
-                    Err(placement) => Outcome::Conflict(placement),
+                    Err(Instead::Placement(placement)) => Outcome::Conflict(placement),
+                    Err(Instead::NoSite) => Outcome::Void,
                 };
                 self.relocations.stored(now, &site, ask, outcome, &mut effects);
             }
+            StoreSays::Forgotten => {}
         }
         self.carry_out(effects, sky);
     }
 
     fn settled(&mut self, site: SiteId, from: Option<NodeId>, committed: Option<u64>) {
         let Some(from) = from else { return };
-        let open = self.unsettled.iter().position(|(of, _, by)| *of == site && *by == from);
+        let open = self.unsettled.iter().position(|open| open.site == site && open.from == from);
         if let Some(open) = open {
             self.unsettled.swap_remove(open);
             self.voucher.settled(&from, committed);

@@ -14,7 +14,7 @@ use crate::wire::{NodeId, RequestId, SiteId};
 /// A response that must not have left, or one that never did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
-    /// A site was served under an epoch after it had been served under a higher one.
+    /// A site was served under an epoch after it had been served under a later one.
     EpochWentBack { site: u32, epoch: u64, after: u64, node: u32, at_ns: u64 },
     /// A node served under an epoch that the store gave to another one, or to nobody.
     NotItsEpoch { site: u32, epoch: u64, node: u32, at_ns: u64 },
@@ -58,11 +58,14 @@ impl fmt::Display for Violation {
     }
 }
 
+/// An epoch of a site. When nothing is left of a removed one, those of its name begin anew; how often that was counts first.
+pub(crate) type Served = (u32, u64);
+
 /// Counts and what was wrong.
 #[derive(Debug, Default)]
 pub struct Observer {
-    /// Highest epoch under which each site was served.
-    served: Vec<u64>,
+    /// For each site under which epoch it was served last: how often it was forgotten before, and the number.
+    served: Vec<Served>,
     pub violations: Vec<Violation>,
     pub answers: u64,
     pub refusals: BTreeMap<String, u64>,
@@ -81,19 +84,20 @@ const VIOLATIONS_MAX: usize = 16;
 
 impl Observer {
     pub(crate) fn new(sites: usize) -> Self {
-        Self { served: vec![0; sites], ..Self::default() }
+        Self { served: vec![(0, 0); sites], ..Self::default() }
     }
 
     /// A response leaves a node.
-    pub(crate) fn serves(&mut self, now: u64, store: &Store, site: SiteId, epoch: u64, node: NodeId) {
+    pub(crate) fn serves(&mut self, now: u64, store: &Store, site: SiteId, under: Served, node: NodeId) {
+        let (life, epoch) = under;
         let highest = &mut self.served[site as usize];
-        if epoch < *highest {
-            let after = *highest;
+        if under < *highest {
+            let after = highest.1;
             self.wrong(Violation::EpochWentBack { site, epoch, after, node, at_ns: now });
         } else {
-            *highest = epoch;
+            *highest = under;
         }
-        match store.epoch(site, epoch) {
+        match store.epoch(site, life, epoch) {
             Some((owner, ended)) if owner == node => {
                 let late = Duration::from_nanos(ended.map_or(0, |ended| now.saturating_sub(ended)));
                 self.latest = self.latest.max(late);
@@ -106,8 +110,9 @@ impl Observer {
     }
 
     /// A node was told that its commit has happened.
-    pub(crate) fn committed(&mut self, store: &Store, site: SiteId, epoch: u64, node: NodeId) {
-        if store.epoch(site, epoch).is_none_or(|(owner, _)| owner != node) {
+    pub(crate) fn committed(&mut self, store: &Store, site: SiteId, under: Served, node: NodeId) {
+        let (life, epoch) = under;
+        if store.epoch(site, life, epoch).is_none_or(|(owner, _)| owner != node) {
             self.wrong(Violation::LostCommit { site, epoch, node });
         }
     }

@@ -22,6 +22,11 @@ pub(crate) enum What {
     /// A request is looked at again here: it waits for its time, an instance, or authority.
     Work(Work),
     Renew,
+    /// The node has known for long that this site was removed, at this revision.
+    LetGo {
+        site: SiteId,
+        removed_at: u64,
+    },
     /// The node's relocations have something to do by now.
     Tick,
     /// The probe of this peer has to go on, or ends.
@@ -94,6 +99,18 @@ pub(crate) enum StoreAsk {
         expect: Option<u64>,
         before: Before,
     },
+    /// Nothing is left of a removed site under this epoch.
+    Forget {
+        site: SiteId,
+        epoch: u64,
+    },
+}
+
+/// What was there instead of what a commit expected.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Instead {
+    Placement(Option<At<NodeId>>),
+    NoSite,
 }
 
 /// The store's answer.
@@ -108,12 +125,14 @@ pub(crate) enum StoreSays {
         ask: AskId,
         placement: Option<At<NodeId>>,
     },
-    /// `done`: the revision of the commit, or the placement that was there instead.
+    /// `done`: the revision of the commit.
     Committed {
         site: SiteId,
         ask: AskId,
         from: Option<NodeId>,
         before: Before,
-        done: Result<u64, Option<At<NodeId>>>,
+        done: Result<u64, Instead>,
     },
+    /// Done, or it does not fit any more; the copy will show which.
+    Forgotten,
 }

@@ -25,6 +25,10 @@ const SENT_AGAIN: Duration = Duration::from_millis(200);
 const SENDS: u32 = 15;
 /// From a node that is down, clients go on to others in steps of this, which divides no number of nodes: neighbours may die together.
 const ENTRY_STEP: u32 = 37;
+/// Between two removals of a site, on average.
+const REMOVED_EVERY: Duration = Duration::from_millis(700);
+/// A store that is away is told of a change of a site again.
+const TOLD_AGAIN: Duration = Duration::from_millis(50);
 /// Sum of all that a machine may still do when its time is over.
 const END_SLACK: Duration = Duration::from_secs(1);
 
@@ -55,6 +59,8 @@ pub struct Flaws {
     pub half_may_vouch: bool,
     /// A member that was started anew does not wait for what it may have promised before.
     pub promises_forgotten: bool,
+    /// With a site that is removed goes its placement, at once.
+    pub placements_go_with_sites: bool,
 }
 
 /// What a run has come to.
@@ -70,6 +76,8 @@ pub struct Report {
     pub latest: Duration,
     pub slowest: Duration,
     pub relocations: u64,
+    /// Placements of removed sites that were taken away.
+    pub forgotten: u64,
     pub events: u64,
 }
 
@@ -112,12 +120,34 @@ pub(crate) struct Request {
 
 #[derive(Debug)]
 enum Event {
-    Node { node: NodeId, life: u32, what: What },
-    Sends { from: NodeId, life: u32, to: NodeId, what: What, tries: u32 },
-    StoreArrives { node: NodeId, life: u32, ask: StoreAsk, sent: u64 },
-    StoreDoes { node: NodeId, life: u32, ask: StoreAsk },
+    Node {
+        node: NodeId,
+        life: u32,
+        what: What,
+    },
+    Sends {
+        from: NodeId,
+        life: u32,
+        to: NodeId,
+        what: What,
+        tries: u32,
+    },
+    StoreArrives {
+        node: NodeId,
+        life: u32,
+        ask: StoreAsk,
+        sent: u64,
+    },
+    StoreDoes {
+        node: NodeId,
+        life: u32,
+        ask: StoreAsk,
+    },
     Fault,
     Ends(Fault),
+    /// An operator removes some site.
+    Removes,
+    Adds(SiteId),
     Watch,
 }
 
@@ -261,6 +291,11 @@ impl Sky {
         }
     }
 
+    /// The client asks for a site that was removed.
+    pub fn gone(&mut self, request: RequestId) {
+        self.close(request);
+    }
+
     fn close(&mut self, request: RequestId) -> Option<Duration> {
         let request = &mut self.requests[request as usize];
         let was_open = std::mem::replace(&mut request.is_open, false);
@@ -330,6 +365,30 @@ impl Sky {
             Fault::SlowDisk(by) if sign > 0 => self.slow_disk += by,
             Fault::SlowDisk(by) => self.slow_disk -= by,
             Fault::Crash(_) => {}
+        }
+    }
+
+    fn remove_some(&mut self) {
+        let site = self.dice.roll(u64::from(self.shape.sites)) as SiteId;
+        if self.store_away == 0 && !self.store.removed.contains(&site) {
+            self.store.set_present(self.now, site, false);
+            if self.shape.flaws.placements_go_with_sites {
+                self.store.forget(self.now, site);
+            }
+            // Mostly at once; now and then when nothing is left of it.
+            let longest = Duration::from_secs(if self.dice.chance(20) { 12 } else { 1 });
+            let away = self.dice.between(Duration::from_millis(5), longest);
+            self.schedule(self.now + away.as_nanos() as u64, Event::Adds(site));
+        }
+        let pause = self.dice.between(Duration::ZERO, REMOVED_EVERY * 2);
+        self.schedule(self.now + pause.as_nanos() as u64, Event::Removes);
+    }
+
+    fn add(&mut self, site: SiteId) {
+        if self.store_away == 0 {
+            self.store.set_present(self.now, site, true);
+        } else {
+            self.schedule(self.now + TOLD_AGAIN.as_nanos() as u64, Event::Adds(site));
         }
     }
 
@@ -405,6 +464,7 @@ impl World {
     pub fn faults(&mut self, on: bool) {
         if on && !self.has_faults {
             self.sky.schedule(self.sky.now, Event::Fault);
+            self.sky.schedule(self.sky.now, Event::Removes);
         }
         self.has_faults = on;
     }
@@ -501,7 +561,8 @@ impl World {
             vouched: observer.vouched,
             latest: observer.latest,
             slowest: observer.slowest,
-            relocations: self.sky.store.head() - u64::from(self.sky.shape.sites),
+            relocations: self.sky.store.placed - u64::from(self.sky.shape.sites),
+            forgotten: self.sky.store.forgotten,
             events: self.sky.events,
         }
     }
@@ -544,6 +605,9 @@ impl World {
                     self.goes_on(node);
                 }
             }
+            Event::Removes if self.has_faults && self.sky.shape.faults.removals => self.sky.remove_some(),
+            Event::Removes => {}
+            Event::Adds(site) => self.sky.add(site),
             Event::Watch => self.watch(),
         }
     }

@@ -43,9 +43,10 @@ fn seeds(count: u64) -> Vec<u64> {
 
 #[test]
 fn one_epoch_serves_and_every_request_ends_whatever_fails() {
-    let (mut answers, mut refusals, mut relocations, mut vouched) = (0, 0, 0, 0);
+    let (mut answers, mut refusals, mut relocations, mut vouched, mut forgotten) = (0, 0, 0, 0, 0);
     let mut latest = Duration::ZERO;
-    for seed in seeds(SEEDS) {
+    let seeds = seeds(SEEDS);
+    for seed in seeds.iter().copied() {
         let report = run(seed, Flaws::default());
         let first = report.violations.first().map(ToString::to_string);
         assert!(
@@ -57,13 +58,15 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
         refusals += report.refusals.values().sum::<u64>();
         relocations += report.relocations;
         vouched += report.vouched;
+        forgotten += report.forgotten;
         latest = latest.max(report.latest);
     }
     println!(
-        "{answers} answers, {refusals} refusals, {relocations} relocations, {vouched} vouched, latest {latest:?}"
+        "{answers} answers, {refusals} refusals, {relocations} relocations, {vouched} vouched, {forgotten} removed for good, latest {latest:?}"
     );
     // Nothing was proved if nothing went on.
     assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
+    assert!(forgotten > 0 || seeds.len() == 1, "no removed site was away for long");
 }
 
 /// The first seed that finds what this mistake leads to, and what that is.
@@ -110,4 +113,9 @@ fn vouches_of_half_the_members_are_found_out() {
 #[test]
 fn promises_forgotten_by_a_restart_are_found_out() {
     must_be_found(Flaws { promises_forgotten: true, ..Flaws::default() });
+}
+
+#[test]
+fn placements_that_go_with_their_sites_are_found_out() {
+    must_be_found(Flaws { placements_go_with_sites: true, ..Flaws::default() });
 }
