@@ -3,14 +3,17 @@
 //!
 //! Not here: the messages (`wire`), what is asked (`watch`, `write`, `members`).
 
+use std::error::Error as _;
 use std::fmt;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use http::uri::PathAndQuery;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use prost::Message;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::client::Grpc;
@@ -97,12 +100,19 @@ impl From<Failure> for ClusterError {
     }
 }
 
+type Token = MetadataValue<Ascii>;
+
 pub(super) struct Client {
     members: Vec<Member>,
     /// The member that answered last.
     preferred: AtomicUsize,
     login: Option<(String, String)>,
-    token: RwLock<Option<MetadataValue<Ascii>>>,
+    token: RwLock<Option<Token>>,
+    /// Held by the one who logs in for all: each login costs the member a tenth of a second of its processor, and if all who
+    /// wait did it, and began anew when their time is over, nobody's would ever come to its end.
+    logging_in: tokio::sync::Mutex<()>,
+    /// Why the last attempt had no answer, until one has.
+    latest: Mutex<Option<String>>,
 }
 
 struct Member {
@@ -141,22 +151,33 @@ impl Client {
                 .http2_keep_alive_interval(PING_EVERY)
                 .keep_alive_timeout(PING_WAIT);
             if encrypted {
-                let ca = options.ca.as_ref().ok_or_else(|| {
-                    wrong(
-                        "ca",
-                        format!("'{address}' is encrypted, and nothing says who signed its certificate"),
-                    )
-                })?;
-                let mut tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca));
-                if let Some((certificate, key)) = &options.identity {
-                    tls = tls.identity(Identity::from_pem(certificate, key));
-                }
+                let tls = tls(options, address)?;
                 endpoint = endpoint.tls_config(tls).map_err(|error| wrong("ca", chain(&error)))?;
             }
             members.push(Member { address: address.clone(), channel: endpoint.connect_lazy() });
         }
         let login = options.login.clone();
-        Ok(Self { members, preferred: AtomicUsize::new(0), login, token: RwLock::new(None) })
+        Ok(Self {
+            members,
+            preferred: AtomicUsize::new(0),
+            login,
+            token: RwLock::default(),
+            logging_in: tokio::sync::Mutex::default(),
+            latest: Mutex::default(),
+        })
+    }
+
+    /// No answer, and why. What tells more is kept.
+    fn note(&self, why: String) {
+        let mut latest = self.latest.lock();
+        if latest.is_none() || !is_vague(&why) {
+            *latest = Some(why);
+        }
+    }
+
+    /// Why nobody has answered lately, if so.
+    pub fn latest(&self) -> Option<String> {
+        self.latest.lock().clone()
     }
 
     /// Asks one member after the other, from the one that answered last, until one answers or the time is over.
@@ -171,7 +192,6 @@ impl Client {
         A: Message + Default + 'static,
     {
         let deadline = Instant::now() + within;
-        let mut detail = String::from("no time was left to ask");
         for attempt in 0_usize.. {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -181,19 +201,24 @@ impl Client {
                 sleep(PAUSE.min(left)).await;
             }
             let at = self.preferred.load(Ordering::Relaxed);
+            let token = self.token.read().clone();
             match self.ask_one(at, method, request.clone(), left.min(ATTEMPT)).await {
-                Ok(value) => return Ok(Answer { value, repeated: attempt > 0 }),
+                Ok(value) => {
+                    *self.latest.lock() = None;
+                    return Ok(Answer { value, repeated: attempt > 0 });
+                }
                 Err(Refusal::Final(failure)) => return Err(failure),
                 Err(Refusal::Elsewhere(why)) => {
-                    detail = why;
+                    self.note(why);
                     self.pass_over(at);
                 }
                 Err(Refusal::Login) => {
-                    detail = "the member wants a login".into();
-                    self.log_in(at, left.min(ATTEMPT)).await?;
+                    self.note("the member wants a login".into());
+                    self.log_in(at, token, left).await?;
                 }
             }
         }
+        let detail = self.latest().unwrap_or_else(|| "no time was left to ask".into());
         Err(Failure::Error(self.unreachable(within, detail)))
     }
 
@@ -257,11 +282,12 @@ impl Client {
         A: Message + Default + 'static,
     {
         let at = self.preferred.load(Ordering::Relaxed);
+        let token = self.token.read().clone();
         let opening = async {
             let mut grpc = self.grpc(at).await?;
             let path = PathAndQuery::from_static(method);
             let codec = ProstCodec::<Q, A>::default();
-            grpc.streaming(self.request(requests), path, codec).await.map(tonic::Response::into_inner)
+            grpc.streaming(self.request(method, requests), path, codec).await.map(tonic::Response::into_inner)
         };
         let refusal = match timeout(within, opening).await {
             Ok(Ok(stream)) => return Ok((Talk(at), stream)),
@@ -271,7 +297,7 @@ impl Client {
         match refusal {
             Refusal::Final(failure) => Err(failure),
             Refusal::Login => {
-                self.log_in(at, within).await?;
+                self.log_in(at, token, within).await?;
                 Err(Failure::Error(self.unreachable(within, "the member wanted a login".into())))
             }
             Refusal::Elsewhere(why) => {
@@ -331,7 +357,7 @@ impl Client {
             let answer = async {
                 let mut grpc = self.grpc(at).await?;
                 let codec = ProstCodec::<Q, A>::default();
-                grpc.unary(self.request(request), PathAndQuery::from_static(method), codec).await
+                grpc.unary(self.request(method, request), PathAndQuery::from_static(method), codec).await
             };
             answer.await.map(tonic::Response::into_inner).map_err(|status| refusal(&status, address))
         };
@@ -347,26 +373,32 @@ impl Client {
         Ok(grpc)
     }
 
-    fn request<T>(&self, message: T) -> Request<T> {
+    fn request<T>(&self, method: &str, message: T) -> Request<T> {
         let mut request = Request::new(message);
         let metadata = request.metadata_mut();
         // A member that has lost its leader says so at once, and ends its watches, instead of answering with what it last knew.
         metadata.insert("hasleader", MetadataValue::from_static("true"));
-        if let Some(token) = &*self.token.read() {
+        // Who asks for a new one must not show one that does not do.
+        if let Some(token) = self.token.read().as_ref().filter(|_| method != AUTHENTICATE) {
             metadata.insert("token", token.clone());
         }
         request
     }
 
-    async fn log_in(&self, at: usize, within: Duration) -> Result<(), Failure> {
+    /// Gets a token in the place of `before`, which is none or does not do. Also if that could not be done in time, the next
+    /// attempt will show it.
+    async fn log_in(&self, at: usize, before: Option<Token>, within: Duration) -> Result<(), Failure> {
         let refused = |detail: &str| Failure::Error(ClusterError::Refused { detail: detail.into() });
         let Some((name, password)) = self.login.clone() else {
             return Err(refused("it wants a user and password, and none are configured"));
         };
-        *self.token.write() = None;
-        match self
-            .ask_one::<_, Authenticated>(at, AUTHENTICATE, Authenticate { name, password }, within)
-            .await
+        let deadline = Instant::now() + within;
+        let Ok(_turn) = timeout(within, self.logging_in.lock()).await else { return Ok(()) };
+        if *self.token.read() != before {
+            return Ok(());
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        match self.ask_one::<_, Authenticated>(at, AUTHENTICATE, Authenticate { name, password }, left).await
         {
             Ok(answer) => {
                 let token = answer.token.parse().map_err(|_| refused("its token is not one"))?;
@@ -375,7 +407,8 @@ impl Client {
             }
             Err(Refusal::Login) => Err(refused("user or password is wrong")),
             Err(Refusal::Final(failure)) => Err(failure),
-            Err(Refusal::Elsewhere(_)) => {
+            Err(Refusal::Elsewhere(why)) => {
+                self.note(why);
                 self.pass_over(at);
                 Ok(())
             }
@@ -389,13 +422,34 @@ impl Client {
     }
 }
 
+/// What is shown to a member, and who is believed. What is not PEM is told here: a connection would only say that it failed.
+fn tls(options: &EtcdOptions, address: &str) -> Result<ClientTlsConfig, ClusterError> {
+    let wrong = |option, detail: String| ClusterError::Options { option, detail };
+    let unsigned = || format!("'{address}' is encrypted, and nothing says who signed its certificate");
+    let ca = options.ca.as_ref().ok_or_else(|| wrong("ca", unsigned()))?;
+    let certificates = |option, pem: &[u8]| {
+        let mut all = CertificateDer::pem_slice_iter(pem);
+        match all.next() {
+            Some(first) if first.is_ok() && all.all(|one| one.is_ok()) => Ok(()),
+            _ => Err(wrong(option, "there is no certificate in it, or one that is not PEM".into())),
+        }
+    };
+    certificates("ca", ca)?;
+    let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca));
+    let Some((certificate, key)) = &options.identity else { return Ok(tls) };
+    certificates("certificate", certificate)?;
+    PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong("key", error.to_string()))?;
+    Ok(tls.identity(Identity::from_pem(certificate, key)))
+}
+
 /// With which member a stream is.
 #[derive(Debug)]
 pub(super) struct Talk(usize);
 
 fn refusal(status: &Status, address: &str) -> Refusal {
     let said = status.message();
-    let detail = format!("{address}: {}", if said.is_empty() { chain(status) } else { said.to_owned() });
+    // With a source it is no word of the member's, but what became of the connection.
+    let detail = format!("{address}: {}", status.source().map_or_else(|| said.to_owned(), chain));
     let refused = |detail: String| Refusal::Final(Failure::Error(ClusterError::Refused { detail }));
     match status.code() {
         Code::Unauthenticated => Refusal::Login,
@@ -413,6 +467,11 @@ fn refusal(status: &Status, address: &str) -> Refusal {
         // may have another one.
         _ => Refusal::Elsewhere(detail),
     }
+}
+
+/// A connection that ended tells its reason to one of those who wait for it; to the others only that it ended.
+fn is_vague(why: &str) -> bool {
+    ["operation was canceled", "broken pipe"].iter().any(|end| why.contains(end))
 }
 
 /// An error and all that led to it.

@@ -266,9 +266,13 @@ impl Inner {
     /// The trouble that is known is a better answer than that there is some.
     fn behind(&self, waited: Duration) -> ClusterError {
         let known = self.state.lock().trouble.clone();
-        known.unwrap_or_else(|| ClusterError::Behind {
-            detail: format!("it did not catch up within {} ms", waited.as_millis()),
-        })
+        let late = || match self.client.latest() {
+            Some(detail) => self.client.unreachable(waited, detail),
+            None => ClusterError::Behind {
+                detail: format!("it did not catch up within {} ms", waited.as_millis()),
+            },
+        };
+        known.unwrap_or_else(late)
     }
 
     fn unreadable(&self, reasons: impl Iterator<Item = String>) {

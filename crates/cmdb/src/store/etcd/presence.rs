@@ -137,7 +137,11 @@ async fn stay(
                 match next {
                     Some(next) if next.node == now.node && next.ttl == now.ttl => {
                         now = next;
-                        tell(inner, &now, lease).await?;
+                        match tell(inner, &now, lease).await {
+                            // What it tells is old then; that it is there is still seen.
+                            Err(Failure::Error(ClusterError::Full { .. })) | Ok(()) => {}
+                            Err(failure) => return Err(failure),
+                        }
                         told = Instant::now();
                     }
                     // Another name or term begins with a lease of its own.

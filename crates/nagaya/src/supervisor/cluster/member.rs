@@ -31,7 +31,7 @@ pub enum MemberError {
 pub struct Etcd {
     /// `http://` or `https://`, address and port.
     pub endpoints: Vec<String>,
-    /// PEM: who signed etcd's certificate. None: whom this machine trusts.
+    /// PEM: who signed etcd's certificate. None: it is not encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ca: Option<String>,
     /// PEM: what this node shows etcd.

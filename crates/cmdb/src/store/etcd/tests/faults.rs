@@ -139,13 +139,9 @@ fn a_leader_that_is_killed_again_and_again_loses_no_change() {
     nodes.iter().for_each(Node::is_fed);
 }
 
-#[test]
-fn an_etcd_without_space_says_so_and_is_still_followed() {
-    let etcd = Etcd::start_with(1, &["--quota-backend-bytes", "2097152"]);
-    let cluster = etcd.cluster();
-    let node = etcd.node(&cluster);
-    with_sites(&node, &["one"]);
-    let full = etcd.runtime.block_on(async {
+/// Writes until there is no more space. What did not fit is told.
+fn fill(etcd: &Etcd, node: &Node) -> ClusterError {
+    etcd.runtime.block_on(async {
         for n in 0..200 {
             match node.store.put_if(&format!("v{n}"), vec![n; 60_000], None).await {
                 Ok(_) => {}
@@ -153,12 +149,154 @@ fn an_etcd_without_space_says_so_and_is_still_followed() {
             }
         }
         panic!("12 MB went into 2");
-    });
+    })
+}
+
+/// As the page of this error says.
+fn make_space(etcd: &Etcd, cluster: &str) {
+    etcd.write(vec![keys::deleting_all(&Keys::new(cluster).pki(""))]);
+    etcd.compact();
+    let alarm = "/etcdserverpb.Maintenance/Alarm";
+    let _: wire::Done = etcd.ask("/etcdserverpb.Maintenance/Defragment", Nothing {});
+    let raised: Alarms = etcd.ask(alarm, Alarm::default());
+    assert_eq!(raised.all.len(), 1);
+    for raised in raised.all {
+        let over = Alarm { action: 2, member: raised.member, alarm: raised.alarm };
+        let _: wire::Done = etcd.ask(alarm, over);
+    }
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Nothing {}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Alarm {
+    /// 0: they are asked for; 2: it is over.
+    #[prost(int32, tag = "1")]
+    action: i32,
+    #[prost(uint64, tag = "2")]
+    member: u64,
+    #[prost(int32, tag = "3")]
+    alarm: i32,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Alarms {
+    #[prost(message, repeated, tag = "2")]
+    all: Vec<Raised>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Raised {
+    #[prost(uint64, tag = "1")]
+    member: u64,
+    #[prost(int32, tag = "2")]
+    alarm: i32,
+}
+
+#[test]
+fn an_etcd_without_space_says_so_is_still_followed_and_takes_changes_once_it_has_some() {
+    let mut etcd = Etcd::start_with(1, &["--quota-backend-bytes", "2097152"]);
+    let cluster = etcd.cluster();
+    let node = etcd.node(&cluster);
+    with_sites(&node, &["one"]);
+    let (a, ttl) = (name("a"), Duration::from_secs(2));
+    etcd.runtime.block_on(node.store.join(record("a", "1"))).unwrap();
+    node.store.present(&a, "{}".into(), ttl).unwrap();
+    node.until("it is seen", |store| store.presences().len() == 1);
+    let full = fill(&etcd, &node);
     assert!(matches!(full, ClusterError::Full { .. }) && full.code().0 == 231, "{full}");
-    let error = node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap_err();
-    assert_eq!(error.code().0, 231, "{error}");
+    // Less space than there is in use, as after a change of the quota: then etcd refuses whatever is a transaction.
+    for quota in ["2097152", "1048576"] {
+        etcd.extra = vec!["--quota-backend-bytes".into(), quota.into()];
+        etcd.kill(0);
+        node.until("it is noticed", |store| store.trouble().is_some());
+        etcd.revive(0);
+        node.in_step(&etcd);
+        let error = node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap_err();
+        assert_eq!(error.code().0, 231, "{error}");
+        let first = placement("one", "a", 1);
+        let placed = etcd.runtime.block_on(node.store.place(first, None, None)).unwrap_err();
+        assert_eq!(placed.code().0, 231, "{placed}");
+        // Who runs what is placed already may go on.
+        let confirmed = etcd.runtime.block_on(node.store.confirm(&a, "1", PATIENCE)).unwrap();
+        assert!(matches!(confirmed, Confirmed::Ours { .. }), "{confirmed:?}");
+        assert_eq!(node.store.counts().unwrap().sites, 1);
+    }
+    etcd.extra = vec!["--quota-backend-bytes".into(), "2097152".into()];
+    etcd.kill(0);
+    etcd.revive(0);
+    make_space(&etcd, &cluster);
     node.in_step(&etcd);
-    assert_eq!(node.store.counts().unwrap().sites, 1);
+    node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap();
+    let placed = etcd.runtime.block_on(node.store.place(placement("one", "a", 1), None, None)).unwrap();
+    assert_eq!(placed, Claim::Won);
+    node.in_step(&etcd);
+    node.is_fed();
+}
+
+#[test]
+fn with_etcd_full_a_node_is_still_seen() {
+    let etcd = Etcd::start_with(1, &["--quota-backend-bytes", "2097152"]);
+    let cluster = etcd.cluster();
+    let (node, other) = (etcd.node(&cluster), etcd.node(&cluster));
+    let (a, ttl) = (name("a"), Duration::from_secs(2));
+    node.store.present(&a, "0".into(), ttl).unwrap();
+    other.until("it is seen", |store| store.presences().len() == 1);
+    fill(&etcd, &node);
+    let since = Instant::now();
+    let mut load = 0;
+    until("some terms of the lease", || {
+        load += 1;
+        node.store.present(&a, load.to_string(), ttl).unwrap();
+        assert_eq!(other.store.presences().len(), 1, "it was taken for gone after {:?}", since.elapsed());
+        since.elapsed() > 4 * ttl
+    });
+    make_space(&etcd, &cluster);
+    node.store.present(&a, "last".into(), ttl).unwrap();
+    other.until("its load", |store| store.presences().iter().any(|it| it.json == "last"));
+}
+
+#[test]
+fn a_node_with_an_old_disk_is_not_in_step_before_it_knows_what_it_has_lost() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let (node, other) = (etcd.node(&cluster), etcd.node(&cluster));
+    with_sites(&node, &["one", "two"]);
+    let (a, b) = (name("a"), name("b"));
+    etcd.runtime.block_on(async {
+        other.store.join(record("a", "1")).await.unwrap();
+        other.store.join(record("b", "2")).await.unwrap();
+        assert_eq!(other.store.place(placement("one", "a", 1), None, None).await.unwrap(), Claim::Won);
+    });
+    node.until("the placement", |store| store.placement("one").unwrap().is_some());
+    let (file, directory) = node.close();
+    drop(file);
+    let disk = directory.path().join("store.redb");
+    let old = std::fs::read(&disk).unwrap();
+    // It was there meanwhile, lost its site and learned of it; then its disk is as it was before.
+    let node = Node::open_with(&etcd.options(&cluster), RedbStore::open(&disk).unwrap(), directory);
+    etcd.runtime.block_on(async {
+        let moved = other.store.place(placement("one", "b", 2), Some(1), Some(&a)).await.unwrap();
+        assert_eq!(moved, Claim::Won);
+    });
+    other.store.transaction(vec![Change::DropSite(SiteName::new("two").unwrap())], Mode::Merge).unwrap();
+    node.until("the loss", |store| store.placement("one").unwrap().is_some_and(|it| it.node == b));
+    let (file, directory) = node.close();
+    drop(file);
+    std::fs::write(&disk, old).unwrap();
+    etcd.kill(0);
+    let node = Node::open_with(&etcd.options(&cluster), RedbStore::open(&disk).unwrap(), directory);
+    assert_eq!(node.store.placement("one").unwrap().unwrap().node, a, "so its disk says");
+    assert_eq!((node.store.applied(), node.store.age()), (0, None), "which is worth nothing");
+    etcd.revive(0);
+    let confirmed = etcd.runtime.block_on(node.store.confirm(&a, "1", PATIENCE)).unwrap();
+    let Confirmed::Ours { left_at: lost @ 1.., .. } = confirmed else { panic!("{confirmed:?}") };
+    node.until("it has caught up with its loss", |store| store.applied() >= lost);
+    assert_eq!(node.store.placement("one").unwrap().unwrap().node, b);
+    assert!(node.store.site("two").unwrap().is_none());
+    node.in_step(&etcd);
+    node.is_fed();
 }
 
 #[test]

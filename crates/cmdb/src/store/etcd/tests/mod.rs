@@ -1,10 +1,11 @@
 //! The cluster's store against a real etcd: the suite of all stores, and several nodes at once.
 //!
-//! Not here: members that fail (`faults`), a recorded history of placements (`history`).
+//! Not here: members that fail (`faults`), certificates and logins (`secured`), a recorded history of placements (`history`).
 
 mod faults;
 mod history;
 mod rig;
+mod secured;
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! A real etcd, Debian's, of one or more members that can be killed and started again, and stores that use it. It ends with
 //! the test.
 
-use std::net::TcpListener;
-use std::path::PathBuf;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 use super::super::client::{Client, RANGE, TXN};
-use super::super::wire::{Operation, RangeAnswer, Txn, TxnAnswer};
+use super::super::wire::{Done, Operation, RangeAnswer, Txn, TxnAnswer};
 use super::super::{ClusterStore, EtcdOptions, keys, seed};
 use crate::record::Change;
 use crate::store::{RedbStore, Store};
@@ -30,10 +30,21 @@ static ETCDS: AtomicU8 = AtomicU8::new(1);
 
 pub struct Etcd {
     members: Vec<Member>,
-    extra: Vec<String>,
+    /// With what members are started.
+    pub extra: Vec<String>,
+    /// How the test itself reaches it, and stores that are not told otherwise.
+    pub access: Access,
     pub runtime: Runtime,
-    _directory: TempDir,
+    pub directory: TempDir,
     clusters: AtomicUsize,
+}
+
+/// What a client shows, and whom it believes. With an authority the members speak TLS.
+#[derive(Clone, Default)]
+pub struct Access {
+    pub ca: Option<Vec<u8>>,
+    pub identity: Option<(Vec<u8>, Vec<u8>)>,
+    pub login: Option<(String, String)>,
 }
 
 struct Member {
@@ -50,8 +61,14 @@ impl Etcd {
     }
 
     pub fn start_with(members: usize, extra: &[&str]) -> Self {
+        let extra: Vec<String> = extra.iter().map(|text| (*text).to_owned()).collect();
+        Self::start_by(members, |_, _| (extra.clone(), Access::default()))
+    }
+
+    /// `set`: gets the members' address and a directory, and says with what they are started and how they are reached.
+    pub fn start_by(members: usize, set: impl Fn(Ipv4Addr, &Path) -> (Vec<String>, Access)) -> Self {
         for _ in 0..TRIES_MAX {
-            let etcd = Self::prepare(members, extra);
+            let etcd = Self::prepare(members, &set);
             (0..members).for_each(|n| etcd.revive(n));
             if etcd.is_ready() {
                 return etcd;
@@ -60,28 +77,29 @@ impl Etcd {
         panic!("etcd did not start in {TRIES_MAX} tries");
     }
 
-    fn prepare(members: usize, extra: &[&str]) -> Self {
+    fn prepare(members: usize, set: impl Fn(Ipv4Addr, &Path) -> (Vec<String>, Access)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         // An address that no other test has, so that a port given up while a member is dead becomes nobody else's.
         let [.., high, low] = std::process::id().to_be_bytes();
-        let host = std::net::Ipv4Addr::new(127, high, low, ETCDS.fetch_add(1, Ordering::Relaxed));
+        let host = Ipv4Addr::new(127, high, low, ETCDS.fetch_add(1, Ordering::Relaxed));
         // All are held until the last is known, so that no two are one.
         let held: Vec<TcpListener> =
             (0..2 * members).map(|_| TcpListener::bind((host, 0)).unwrap()).collect();
-        let address = |n: usize| format!("http://{}", held[n].local_addr().unwrap());
+        let (extra, access) = set(host, directory.path());
+        let scheme = if access.ca.is_some() { "https" } else { "http" };
+        let address = |scheme: &str, n: usize| format!("{scheme}://{}", held[n].local_addr().unwrap());
         let members = (0..members)
             .map(|n| Member {
                 name: format!("m{n}"),
                 data: directory.path().join(format!("m{n}")),
-                client: address(2 * n),
-                peer: address(2 * n + 1),
+                client: address(scheme, 2 * n),
+                peer: address("http", 2 * n + 1),
                 process: Mutex::new(None),
             })
             .collect();
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let extra = extra.iter().map(|text| (*text).to_owned()).collect();
-        Self { members, extra, runtime, _directory: directory, clusters: AtomicUsize::new(0) }
+        Self { members, extra, access, runtime, directory, clusters: AtomicUsize::new(0) }
     }
 
     /// Starts a member, which goes on with what it has on disk.
@@ -137,13 +155,13 @@ impl Etcd {
     }
 
     pub fn options(&self, cluster: &str) -> EtcdOptions {
-        EtcdOptions {
-            endpoints: self.members.iter().map(|member| member.client.clone()).collect(),
-            cluster: cluster.into(),
-            ca: None,
-            identity: None,
-            login: None,
-        }
+        self.options_of(cluster, &self.access)
+    }
+
+    pub fn options_of(&self, cluster: &str, access: &Access) -> EtcdOptions {
+        let Access { ca, identity, login } = access.clone();
+        let endpoints = self.members.iter().map(|member| member.client.clone()).collect();
+        EtcdOptions { endpoints, cluster: cluster.into(), ca, identity, login }
     }
 
     /// A new cluster without records.
@@ -172,15 +190,20 @@ impl Etcd {
     /// Forgets all history there is.
     pub fn compact(&self) {
         let revision = i64::try_from(self.write(Vec::new())).unwrap();
+        let _: Done = self.ask("/etcdserverpb.KV/Compact", Compact { revision, physical: true });
+    }
+
+    /// As its operator asks it.
+    pub fn ask<Q, A>(&self, method: &'static str, request: Q) -> A
+    where
+        Q: prost::Message + Clone + 'static,
+        A: prost::Message + Default + 'static,
+    {
         let options = self.options("none");
         self.runtime.block_on(async {
             let client = Client::new(&options).unwrap();
-            let compact = Compact { revision, physical: true };
-            client
-                .ask::<_, super::super::wire::Done>("/etcdserverpb.KV/Compact", compact, PATIENCE)
-                .await
-                .unwrap();
-        });
+            client.ask(method, request, PATIENCE).await.unwrap().value
+        })
     }
 }
 
