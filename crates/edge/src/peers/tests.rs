@@ -30,6 +30,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::{LocalSet, spawn_local, yield_now};
 use tokio::time::timeout;
 
+mod certificates;
 mod images;
 
 use super::acceptor::Acceptor;
