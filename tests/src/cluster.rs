@@ -4,10 +4,12 @@
 //! outside. Not here: networks that lose packets; the laboratory `./dev cluster` has them.
 
 use std::fs::File;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, IsCa, KeyPair};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -17,23 +19,79 @@ use crate::{machine, wait};
 /// Clusters are tried one after the other: a machine that runs many at once is slower than a fence lasts, and all would stand still.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
+/// Who may do everything in an etcd that wants a password.
+const USER: &str = "root";
+const PASSWORD: &str = "a word to pass";
+
 /// One etcd with a directory and ports of its own.
 pub struct Etcd {
     dir: TempDir,
     client: SocketAddr,
     peer: SocketAddr,
     child: Option<Child>,
+    /// Its certificates, where it wants some.
+    files: Option<Files>,
     _turn: MutexGuard<'static, ()>,
+}
+
+/// PEM files: an authority, and certificates of it for etcd and for its clients.
+struct Files {
+    ca: String,
+    server: [String; 2],
+    client: [String; 2],
 }
 
 impl Etcd {
     #[track_caller]
     pub fn start() -> Self {
-        let dir = tempfile::Builder::new().prefix("nagaya-etcd-").tempdir().expect("a temporary directory");
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut etcd = Self { dir, client: free(), peer: free(), child: None, _turn: turn };
+        let mut etcd = Self::prepare();
         etcd.begin();
         etcd
+    }
+
+    /// One that wants a certificate, and a password as well.
+    #[track_caller]
+    pub fn start_secured() -> Self {
+        let mut etcd = Self::prepare();
+        etcd.files = Some(Files::write(etcd.dir.path(), etcd.client.ip()));
+        etcd.begin();
+        let word = |one: &str, other: &str| format!(r#"{{"name":"{one}","password":"{other}"}}"#);
+        etcd.tell("user/add", &word(USER, PASSWORD));
+        etcd.tell("role/add", &word(USER, ""));
+        etcd.tell("user/grant", &format!(r#"{{"user":"{USER}","role":"{USER}"}}"#));
+        etcd.tell("enable", "{}");
+        machine::write(&etcd.dir.path().join("password"), PASSWORD);
+        etcd
+    }
+
+    fn prepare() -> Self {
+        let dir = tempfile::Builder::new().prefix("nagaya-etcd-").tempdir().expect("a temporary directory");
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        Self { dir, client: free(), peer: free(), child: None, files: None, _turn: turn }
+    }
+
+    /// As its operator says it, by etcd's gateway.
+    #[track_caller]
+    fn tell(&self, what: &str, body: &str) {
+        let files = self.files.as_ref().expect("only where it is secured");
+        let url = format!("{}/v3/auth/{what}", self.url());
+        let [certificate, key] = &files.client;
+        let words = ["-sSf", "--cacert", &files.ca, "--cert", certificate, "--key", key, "-d", body, &url];
+        machine::run("curl", &words);
+    }
+
+    /// What a node is told of where it is.
+    pub fn words(&self) -> Vec<String> {
+        let mut words = vec!["--etcd".to_owned(), self.url()];
+        if let Some(Files { ca, client: [certificate, key], .. }) = &self.files {
+            let password = self.dir.path().join("password");
+            let password = password.to_string_lossy();
+            let more = ["--etcd-ca", ca, "--etcd-cert", certificate, "--etcd-key", key];
+            words.extend(more.iter().map(|word| (*word).to_owned()));
+            let login = ["--etcd-user", USER, "--etcd-password-file", &password];
+            words.extend(login.iter().map(|word| (*word).to_owned()));
+        }
+        words
     }
 
     /// Starts it on what it kept.
@@ -41,8 +99,12 @@ impl Etcd {
     pub fn begin(&mut self) {
         let log = File::options().create(true).append(true).open(self.dir.path().join("log"));
         let log = log.expect("our own file");
-        let (client, peer) = (format!("http://{}", self.client), format!("http://{}", self.peer));
+        let (client, peer) = (self.url(), format!("http://{}", self.peer));
+        let secured = self.files.as_ref().map(|Files { ca, server: [certificate, key], .. }| {
+            ["--client-cert-auth", "--trusted-ca-file", ca, "--cert-file", certificate, "--key-file", key]
+        });
         let child = Command::new("etcd")
+            .args(secured.into_iter().flatten())
             .arg("--data-dir")
             .arg(self.dir.path().join("data"))
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
@@ -66,7 +128,35 @@ impl Etcd {
     }
 
     pub fn url(&self) -> String {
-        format!("http://{}", self.client)
+        let scheme = if self.files.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}", self.client)
+    }
+}
+
+impl Files {
+    fn write(dir: &Path, host: IpAddr) -> Self {
+        let file = |name: &str, pem: String| {
+            let path = dir.join(name);
+            machine::write(&path, pem);
+            path.to_string_lossy().into_owned()
+        };
+        let mut params = CertificateParams::new(Vec::new()).expect("it has no names");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let ca =
+            CertifiedIssuer::self_signed(params, KeyPair::generate().expect("a key")).expect("it is whole");
+        let pair = |name: &str, host: String| {
+            let key = KeyPair::generate().expect("a key");
+            let mut params = CertificateParams::new(vec![host]).expect("a name");
+            // etcd takes a name in it for a user, and its gateway has the member's certificate.
+            params.distinguished_name = DistinguishedName::new();
+            let certificate = params.signed_by(&key, &ca).expect("it is whole");
+            [
+                file(&format!("{name}.pem"), certificate.pem()),
+                file(&format!("{name}.key"), key.serialize_pem()),
+            ]
+        };
+        let (server, client) = (pair("server", host.to_string()), pair("client", "node".into()));
+        Self { ca: file("ca.pem", ca.pem()), server, client }
     }
 }
 
@@ -96,13 +186,23 @@ impl Cluster {
         first: impl Fn(Builder) -> Builder,
         each: impl Fn(Builder) -> Builder,
     ) -> Self {
-        let etcd = Etcd::start();
+        Self::start_over(Etcd::start(), count, first, each)
+    }
+
+    /// The same, over this etcd.
+    #[track_caller]
+    pub fn start_over(
+        etcd: Etcd,
+        count: usize,
+        first: impl Fn(Builder) -> Builder,
+        each: impl Fn(Builder) -> Builder,
+    ) -> Self {
         let mut nodes: Vec<World> = Vec::new();
         for at in 0..count {
             let builder = each(node(at));
             if at == 0 {
                 let world = first(builder).start();
-                world.cli(&["cluster", "init", "--etcd", &etcd.url()]);
+                init(&world, &etcd);
                 nodes.push(world);
             } else {
                 let world = builder.start();
@@ -148,13 +248,67 @@ pub fn name_of(at: usize) -> String {
     ["a", "b", "c", "d", "e"][at].to_owned()
 }
 
+/// Makes a cluster of a node.
+#[track_caller]
+pub fn init(world: &World, etcd: &Etcd) {
+    let store = etcd.words();
+    let mut words = vec!["cluster", "init"];
+    words.extend(store.iter().map(String::as_str));
+    world.cli(&words);
+}
+
 /// Makes a node a member of the cluster that another one is in.
 #[track_caller]
 pub fn join(world: &World, member: &World, etcd: &Etcd) {
     let token = world.path("token");
     machine::write(&token, member.cli(&["cluster", "token"]));
-    let token = token.to_string_lossy();
-    world.cli(&["cluster", "join", "--etcd", &etcd.url(), "--token-file", &token]);
+    let (store, token) = (etcd.words(), token.to_string_lossy());
+    let mut words = vec!["cluster", "join", "--token-file", &token];
+    words.extend(store.iter().map(String::as_str));
+    world.cli(&words);
+}
+
+/// What makes a program's wall clock wrong: a library that is loaded before the system's own, as `faketime` is one.
+const CLOCK: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static time_t ahead(void) { const char *seconds = getenv("CLOCK_AHEAD"); return seconds ? atol(seconds) : 0; }
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int done = real(clock, now);
+    if (!done && clock == CLOCK_REALTIME) now->tv_sec += ahead();
+    return done;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    static int (*real)(struct timeval *, void *);
+    if (!real) real = dlsym(RTLD_NEXT, "gettimeofday");
+    int done = real(now, zone);
+    if (!done) now->tv_sec += ahead();
+    return done;
+}
+time_t time(time_t *to) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (to) *to = now.tv_sec;
+    return now.tv_sec;
+}
+"#;
+
+/// The words before a node's program that make its wall clock wrong by so many seconds. None: there is no C compiler here.
+#[track_caller]
+pub fn clock_ahead(builder: &Builder, seconds: i64) -> Option<Vec<String>> {
+    let (source, library) = (builder.path("clock.c"), builder.path("clock.so"));
+    machine::write(&source, CLOCK);
+    let built =
+        Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().ok()?;
+    assert!(built.success(), "the library that sets the clock is built");
+    // The edge reads it under a user of its own.
+    machine::make_executable(&library);
+    Some(vec!["env".into(), format!("LD_PRELOAD={}", library.display()), format!("CLOCK_AHEAD={seconds}")])
 }
 
 /// All processes of a node stand still, until this is dropped.

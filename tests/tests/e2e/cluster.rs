@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use nagaya_tests::client::{self, Response};
 use nagaya_tests::cluster::{self, Cluster, Etcd, Frozen};
@@ -31,8 +32,15 @@ pub const SUITE: Suite = Suite {
         without_its_store_a_cluster_serves_what_it_knows,
         without_its_store_and_one_of_its_nodes_a_cluster_serves_no_application,
         a_node_name_belongs_to_one_machine,
+        a_site_that_is_removed_and_added_again_goes_on_where_it_was,
+        a_node_with_an_old_disk_serves_nothing_that_it_has_lost,
+        a_node_whose_clock_is_wrong_is_a_node_like_any_other,
+        an_etcd_that_wants_certificates_and_a_password_gets_them,
     ]),
 };
+
+/// Until nothing is left of a removed site: its node waits for 40 s, and the machine may be slow.
+const CLEARED_MAX: Duration = Duration::from_secs(120);
 
 fn with_alice(builder: Builder) -> Builder {
     builder.tenant("alice").site_of("alice", "plain", json!({ "kind": "static", "root": "plain" }))
@@ -420,5 +428,159 @@ fn a_node_name_belongs_to_one_machine() {
     let status = twin.try_cli(&["cluster", "status"]);
     assert!(String::from_utf8_lossy(&status.stderr).contains("NGY0241"), "it is in no cluster");
     twin.stop();
+    cluster.stop();
+}
+
+fn a_site_that_is_removed_and_added_again_goes_on_where_it_was() {
+    let cluster = cluster_with(2, imageless);
+    add(&cluster.nodes[0], "gone");
+    wait::until("both know it", || cluster.nodes.iter().all(|node| sites(node).contains(&"gone".into())));
+    let first = run_of(&cluster.nodes[0], "app").text();
+    run_of(&cluster.nodes[0], "gone");
+    let at = cluster.node_of("app");
+    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    // As nodes count them, with those that are not shown.
+    let counted = || -> u64 {
+        let nodes: Value = serde_json::from_str(&other.cli(&["nodes", "--json"])).expect("nodes are JSON");
+        let nodes = nodes.as_array().expect("a list").iter();
+        nodes.map(|node| node["placements"].as_u64().expect("a count")).sum()
+    };
+    wait::until("both are counted", || counted() == 2);
+    let removed = Instant::now();
+    for site in ["app", "gone"] {
+        other.cli(&["site", "remove", site]);
+        wait::until("it is gone everywhere", || {
+            cluster.nodes.iter().all(|node| node.get(&format!("{site}.test"), "/run").status == 404)
+        });
+        assert!(cluster.placement(0, site).is_none(), "what does not run is not shown");
+    }
+    add(other, "app");
+    wait::until("both know it again", || {
+        cluster.nodes.iter().all(|node| sites(node).contains(&"app".into()))
+    });
+    let second = run_of(other, "app").text();
+    assert_ne!(second, first, "it is another application");
+    let placement = cluster.placement(1 - at, "app").expect("it is placed");
+    assert_eq!((placement["epoch"].as_u64(), cluster.node_of("app")), (Some(1), at), "{placement}");
+    // It is taken from the node that had it before as any other is: with the next epoch, and a wait.
+    let frozen = Frozen::stop(node);
+    assert_ne!(run_of(other, "app").text(), second);
+    let placement = cluster.placement(1 - at, "app").expect("it is placed");
+    assert_eq!(placement["epoch"], 2, "{placement}");
+    assert!(placement["wait_ms"].as_u64().is_some_and(|wait| wait >= 1000), "{placement}");
+    drop(frozen);
+    // Of the other one nothing stays when nothing can run any more.
+    let left = wait::within(CLEARED_MAX, || (counted() == 1).then_some(()));
+    assert!(left.is_some(), "{:?} after the removal {} placements are counted", removed.elapsed(), counted());
+    cluster.stop();
+}
+
+fn a_node_with_an_old_disk_serves_nothing_that_it_has_lost() {
+    let cluster = cluster_with(2, imageless);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    let (state, old) = (node.path("state"), node.path("state.old"));
+    let (state, old) = (state.to_string_lossy(), old.to_string_lossy());
+    let end = || {
+        machine::signal(node.pid(), "TERM");
+        assert!(node.wait_for_end().success());
+    };
+    let begin = || {
+        node.spawn();
+        wait::until("the node is back", || node.try_status().is_some_and(|status| status["healthy"] == true));
+    };
+    end();
+    machine::run("cp", &["-a", &state, &old]);
+    begin();
+    wait::until("it is the one that runs it", || node.get("app.test", "/run").status == 200);
+    node.cli(&["cluster", "move", "app", "--to", &cluster::name_of(1 - at)]);
+    other.cli(&["site", "remove", "plain"]);
+    let run = run_of(other, "app").text();
+    wait::until("it knows", || {
+        node.get("app.test", "/run").text() == run && !sites(node).contains(&"plain".into())
+    });
+    end();
+    machine::run("rm", &["-r", &state]);
+    machine::run("mv", &[&old, &state]);
+    begin();
+    // What its disk says is that the application runs here. Whatever it answers, it is never one of its own.
+    wait::until("it passes requests on", || {
+        let answer = node.get("app.test", "/run");
+        assert!(answer.status != 200 || answer.text() == run, "a second one runs: {}", answer.text());
+        answer.status == 200
+    });
+    wait::until("the removed site is gone", || !sites(node).contains(&"plain".into()));
+    assert_eq!(run_of(other, "app").text(), run);
+    assert_eq!(cluster.placement(at, "app").expect("it is placed")["epoch"], 2, "nothing moved");
+    cluster.stop();
+}
+
+fn a_node_whose_clock_is_wrong_is_a_node_like_any_other() {
+    const HOURS: i64 = 3600;
+    let is_second = AtomicBool::new(false);
+    let cluster = cluster_with(2, |builder| {
+        // Certificates are made for clocks that are a day behind.
+        let hours = if is_second.fetch_or(true, Ordering::Relaxed) { 20 } else { -2 };
+        let Some(words) = cluster::clock_ahead(&builder, hours * HOURS) else {
+            skip("there is no C compiler to make a wrong clock with")
+        };
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        imageless(builder).before(&words)
+    });
+    let mut run = run_of(&cluster.nodes[0], "app").text();
+    for node in &cluster.nodes {
+        assert_eq!(run_of(node, "app").text(), run, "each asks the other");
+    }
+    let since = |at: usize| {
+        let placement = cluster.placement(0, "app").expect("it is placed");
+        assert_eq!(placement["node"], cluster::name_of(at), "{placement}");
+        i64::try_from(placement["since_ms"].as_u64().expect("a time")).expect("a time") / 1000
+    };
+    let mut times = Vec::new();
+    // Away from each node once: it moves after the same wait whichever clock counts it.
+    for _ in 0..2 {
+        let at = cluster.node_of("app");
+        let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+        let frozen = Frozen::stop(node);
+        let next = run_of(other, "app").text();
+        assert_ne!(next, run);
+        run = next;
+        drop(frozen);
+        wait::until("the node that had it passes it on", || {
+            let answer = node.get("app.test", "/run");
+            assert!(answer.status != 200 || answer.text() == run, "two run");
+            answer.status == 200
+        });
+        times.push(since(1 - at));
+    }
+    assert!((times[0] - times[1]).abs() > 20 * HOURS, "the clocks are not wrong: {times:?}");
+    cluster.stop();
+}
+
+fn an_etcd_that_wants_certificates_and_a_password_gets_them() {
+    let mut cluster = Cluster::start_over(Etcd::start_secured(), 2, with_alice, imageless);
+    let (node, other) = (&cluster.nodes[0], &cluster.nodes[1]);
+    node.write_program("alice", "app/app.py", programs::INSTANCE);
+    add(node, "app");
+    wait::until("both know it", || cluster.nodes.iter().all(|node| sites(node).contains(&"app".into())));
+    let run = run_of(node, "app").text();
+    assert_eq!(run_of(other, "app").text(), run);
+    // Whoever was logged in is not any more.
+    cluster.etcd.kill();
+    cluster.etcd.begin();
+    for node in &cluster.nodes {
+        wait::until("it may serve again", || {
+            let status = cluster_status(node);
+            status["in_step"] == true && status["authority"] == "store"
+        });
+        assert_eq!(run_of(node, "app").text(), run);
+    }
+    cluster.nodes[1].cli(&["site", "remove", "plain"]);
+    let stranger = cluster::node(2).start();
+    let refused = stranger.try_cli(&["cluster", "init", "--name", "other", "--etcd", &cluster.etcd.url()]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("NGY0232") && said.contains("ca"), "{said}");
+    stranger.stop();
     cluster.stop();
 }
