@@ -42,7 +42,7 @@ const UID_BASE: u32 = 300_000;
 
 type Experiment = fn(&Setting) -> Result<()>;
 
-const EXPERIMENTS: [(&str, Experiment); 27] = [
+const EXPERIMENTS: [(&str, Experiment); 28] = [
     ("static", static_files::run),
     ("proxy", proxy::run),
     ("php", php::run),
@@ -70,6 +70,7 @@ const EXPERIMENTS: [(&str, Experiment); 27] = [
     ("false-alarm", cluster::false_alarm::run),
     ("forward-cost", cluster::forward_cost::run),
     ("drain", cluster::drain::run),
+    ("cmdb-scale", cluster::cmdb_scale::run),
 ];
 
 /// What was asked for on the command line, and a directory that lives as long as the experiment.

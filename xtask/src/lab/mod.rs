@@ -362,6 +362,11 @@ impl Lab {
         self.network.within(CLIENTS, work)
     }
 
+    /// The same, as somebody on one of its machines.
+    pub fn as_machine<T: Send>(&self, name: &str, work: impl FnOnce() -> T + Send) -> Result<T> {
+        self.network.within(&self.machine(name)?.name, work)
+    }
+
     /// Where a node's edge answers clients.
     pub fn address(&self, name: &str) -> Result<SocketAddr> {
         Ok((self.ip(name)?, node::PORT).into())

@@ -3,6 +3,7 @@
 //!
 //! Not here: the lab (`lab`), the applications (`content`).
 
+pub mod cmdb_scale;
 pub mod drain;
 pub mod false_alarm;
 pub mod forward_cost;

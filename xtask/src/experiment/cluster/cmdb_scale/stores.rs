@@ -1,0 +1,190 @@
+//! The two stores themselves, with all sites: loading by the same code as `nagaya site import`, changes one after the other,
+//! and a node that follows.
+//!
+//! Not here: many who follow (`crowd`).
+
+use std::io::{BufReader, BufWriter};
+use std::time::{Duration, Instant};
+use std::{fs::File, path::PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use nagaya_cmdb::store::etcd::{Claim, ClusterStore, seed};
+use nagaya_cmdb::store::import::import;
+use nagaya_cmdb::store::{Mode, RedbStore, Store};
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+
+use super::wire::{Follower, Wire, arrivals, follow, told};
+use super::{SITES, WRITER, changed_site, join_all, options, placement, runtime};
+use crate::clients::to_float;
+use crate::experiment::{Population, Setting};
+use crate::lab::Lab;
+use crate::report::Report;
+
+/// Changes whose bytes are counted.
+const COUNTED: usize = 100;
+
+/// How many placements are under way at once, in the second case.
+const AT_ONCE: usize = 64;
+
+pub fn redb(report: &mut Report, setting: &Setting, sites: &Population, round: usize) -> Result<()> {
+    eprintln!("loading {SITES} sites into redb");
+    let dir = tempfile::tempdir_in(setting.dir()).context("making a directory")?;
+    let store = RedbStore::open(&dir.path().join("alone.redb"))?;
+    report.sample(round, "load", "redb", "seconds", load(&store, &records(setting, sites)?)?);
+    report.sample(round, "updates", "redb", "per_second", updates(&store, setting, sites)?);
+    Ok(())
+}
+
+/// One store changes, in a node's network; one follows from the beginning, in the clients'; one comes when all is there.
+pub fn etcd(
+    report: &mut Report,
+    setting: &Setting,
+    lab: &Lab,
+    sites: &Population,
+    round: usize,
+) -> Result<()> {
+    eprintln!("loading {SITES} sites into etcd");
+    let options = options(lab, "scale")?;
+    let records = records(setting, sites)?;
+    let runtime = runtime()?;
+    let dir = tempfile::tempdir_in(setting.dir()).context("making a directory")?;
+    let empty = RedbStore::open(&dir.path().join("empty.redb"))?;
+    let writer = lab.as_machine(WRITER, || -> Result<Follower> {
+        super::runtime()?.block_on(seed(&options, &empty))?;
+        Follower::open(&options, dir.path(), None)
+    })??;
+    let store = &*writer.store;
+    let (tell, heard) = told();
+    let reader = follow(lab, &options, dir.path(), Some(tell))?;
+    runtime.block_on(reader.store.in_step(Duration::from_secs(60)))?;
+
+    let begun = Instant::now();
+    report.sample(round, "load", "etcd", "seconds", load(store, &records)?);
+    reader.until_told(SITES)?;
+    report.sample(round, "load", "node that follows", "seconds", begun.elapsed().as_secs_f64());
+    runtime.block_on(join_all(store))?;
+    runtime.block_on(reader.store.in_step(Duration::from_secs(60)))?;
+
+    let wire = Wire::idle(lab)?;
+    report.sample(round, "traffic", "idle", "bytes", wire.idle_per_second());
+    let bytes = wire.added(|| {
+        for turn in 0..COUNTED {
+            store.transaction(vec![changed_site(sites, turn, turn)?], Mode::Merge)?;
+            arrivals(&heard, turn as u64, 1)?;
+        }
+        Ok(())
+    })?;
+    report.sample(round, "traffic", "site", "bytes", bytes / to_float(COUNTED));
+    let bytes = wire.added(|| {
+        for epoch in 1..=COUNTED as u64 {
+            runtime.block_on(place(store, 0, epoch))?;
+            arrivals(&heard, epoch, 1)?;
+        }
+        Ok(())
+    })?;
+    report.sample(round, "traffic", "placement", "bytes", bytes / to_float(COUNTED));
+
+    report.sample(round, "updates", "etcd", "per_second", updates(store, setting, sites)?);
+    for (variant, at_once) in [("one at a time", 1), ("64 at a time", AT_ONCE)] {
+        let rate = placements(&runtime, &writer, setting, at_once)?;
+        report.sample(round, "placements", variant, "per_second", rate);
+    }
+    drop(reader);
+    let (bytes, seconds) = comes_later(lab, &options, dir.path().into())?;
+    report.sample(round, "load", "node that comes later", "seconds", seconds);
+    report.sample(round, "load", "node that comes later", "bytes_per_site", bytes / to_float(SITES));
+    Ok(())
+}
+
+/// A store whose copy is empty, until it has told of all sites. The bytes on its wire, and the seconds.
+fn comes_later(
+    lab: &Lab,
+    options: &nagaya_cmdb::store::etcd::EtcdOptions,
+    dir: PathBuf,
+) -> Result<(f64, f64)> {
+    let mut seconds = 0.0;
+    let wire = Wire::idle(lab)?;
+    let bytes = wire.added(|| {
+        let begun = Instant::now();
+        let late = follow(lab, options, &dir, None)?;
+        late.until_told(SITES)?;
+        seconds = begun.elapsed().as_secs_f64();
+        Ok(())
+    })?;
+    Ok((bytes, seconds))
+}
+
+/// A file with the records of all sites, written once.
+fn records(setting: &Setting, sites: &Population) -> Result<PathBuf> {
+    let path = setting.dir().join("scale.jsonl");
+    if !path.exists() {
+        let file = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        sites.write_records(BufWriter::new(file))?;
+    }
+    Ok(path)
+}
+
+/// Seconds until all are stored.
+fn load(store: &dyn Store, records: &PathBuf) -> Result<f64> {
+    let file = File::open(records).with_context(|| format!("opening {}", records.display()))?;
+    let begun = Instant::now();
+    import(store, BufReader::new(file), Mode::Merge)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    ensure!(store.counts()?.sites == SITES as u64, "{} sites are there", store.counts()?.sites);
+    Ok(seconds)
+}
+
+fn lasts(setting: &Setting) -> Duration {
+    Duration::from_secs(if setting.quick { 3 } else { 10 })
+}
+
+/// Sites changed in a second, one after the other, each durable before the next.
+fn updates(store: &dyn Store, setting: &Setting, sites: &Population) -> Result<f64> {
+    let begun = Instant::now();
+    let mut done = 0;
+    while begun.elapsed() < lasts(setting) {
+        // Spread over all, so that no page of a tree is the only one that is written.
+        let index = done * 7_919 % SITES;
+        store.transaction(vec![changed_site(sites, index, SITES + done)?], Mode::Merge)?;
+        done += 1;
+    }
+    Ok(to_float(done) / begun.elapsed().as_secs_f64())
+}
+
+/// Placements written in a second. Each of those at once has sites of its own, as different sites never wait for each other.
+fn placements(runtime: &Runtime, writer: &Follower, setting: &Setting, at_once: usize) -> Result<f64> {
+    let begun = Instant::now();
+    let end = begun + lasts(setting);
+    // The first was moved by those who counted bytes.
+    let first = 1 + at_once;
+    let done = runtime.block_on(async {
+        let mut movers = JoinSet::new();
+        for index in first..first + at_once {
+            let store = writer.store.clone();
+            movers.spawn(async move {
+                let mut epoch = 0;
+                while Instant::now() < end {
+                    epoch += 1;
+                    place(&store, index, epoch).await?;
+                }
+                Ok::<u64, anyhow::Error>(epoch)
+            });
+        }
+        let mut done = 0;
+        while let Some(moved) = movers.join_next().await {
+            done += moved.context("a mover panicked")??;
+        }
+        Ok::<u64, anyhow::Error>(done)
+    })?;
+    Ok(done as f64 / begun.elapsed().as_secs_f64())
+}
+
+/// The site goes to the next node, as when the one that had it does not answer.
+pub async fn place(store: &ClusterStore, index: usize, epoch: u64) -> Result<()> {
+    let (placement, from) = placement(index, epoch)?;
+    let (seen, from) = if epoch == 1 { (None, None) } else { (Some(epoch - 1), Some(&from)) };
+    let claim = store.place(placement, seen, from).await?;
+    ensure!(claim == Claim::Won, "site-{index} was not placed: {claim:?}");
+    Ok(())
+}
