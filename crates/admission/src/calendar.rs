@@ -287,6 +287,20 @@ impl Calendar {
         Some(Promise { ticket, is_new: true, ahead: self.ahead(self.holders.get(&nonce)?) })
     }
 
+    /// All promises that are out, as they were stored, in the order of their slots.
+    pub fn records(&self) -> Vec<Record> {
+        let mut holders: Vec<&Holder> = self.holders.values().collect();
+        holders.sort_unstable_by_key(|holder| (holder.ticket.begins, holder.ticket.nonce));
+        let mut records = Vec::with_capacity(holders.len());
+        for Holder { ticket, client, state, .. } in holders {
+            records.push(Record::Promised { ticket: *ticket, client: *client });
+            if matches!(state, State::Called(_)) {
+                records.push(Record::Called { nonce: ticket.nonce });
+            }
+        }
+        records
+    }
+
     /// Takes back a promise that was not given to anybody, as it could not be stored.
     pub fn forget(&mut self, now: Moment, nonce: Nonce) -> Option<Record> {
         self.settle(now);
@@ -632,7 +646,7 @@ impl Record {
         match self {
             Self::Promised { ticket, .. } => Some(after(ticket.ends, LATE_FOR)),
             Self::Spent { until, .. } => Some(*until),
-            Self::Called { .. } | Self::Forgotten { .. } => None,
+            Self::Called { .. } | Self::Forgotten { .. } | Self::Paced { .. } => None,
         }
     }
 }

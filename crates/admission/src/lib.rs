@@ -220,6 +220,11 @@ pub enum Record {
     Forgotten {
         nonce: Nonce,
     },
+    /// What a request of this lane takes while there is a line: the next start gives slots by it before any has ended.
+    Paced {
+        lane: LaneName,
+        service_us: u64,
+    },
 }
 
 /// How hard it is for what runs in a lane, as measured outside since the last time.

@@ -223,6 +223,13 @@ impl Learned {
         }
     }
 
+    /// What an earlier start had learned of any request while there was a line: until this one has seen one end.
+    pub(crate) fn recall(&mut self, now: Moment, service_us: f64) {
+        if self.any_in_line().is_none() {
+            self.all.add(now, service_us as f32, Times::Queued);
+        }
+    }
+
     /// Learns from a request of this lane that ended as it should.
     pub(crate) fn learn(&mut self, now: Moment, slot: Slot, service_us: f64, times: Times) {
         self.service.add(service_us);

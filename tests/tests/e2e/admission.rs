@@ -35,6 +35,9 @@ pub const SUITE: Suite = Suite {
 /// How long the site's requests take as far as the node has learned, milliseconds.
 const SERVICE_MS: u64 = 50;
 
+/// What runs while others wait, and was learned from.
+const RUNNING: &str = "/running";
+
 /// A site of which one request runs at once, none waits if it is predicted to wait, and slots of two seconds are promised. Clients
 /// are told apart by the address a proxy names.
 fn node(held: &Held) -> World {
@@ -49,8 +52,8 @@ fn node(held: &Held) -> World {
             "backend": { "kind": "http", "address": held.backend.address.to_string() } })
     };
     world.import(&[site(60)]);
-    // It learns how long a request takes, and how fast a line goes.
-    let mut line: Vec<_> = (0..12).map(|n| ask(&world, &format!("/learn{n}"), n, "")).collect();
+    // It learns how long a request of this kind takes, and how fast a line goes.
+    let mut line: Vec<_> = (0..12).map(|n| ask(&world, RUNNING, n, "")).collect();
     for connection in &mut line {
         // The time an answer takes.
         let _ = wait::within(Duration::from_millis(SERVICE_MS), || None::<()>);
@@ -74,7 +77,7 @@ fn ask(world: &World, target: &str, client: u8, fields: &str) -> Connection {
 /// One request that runs until it is let go.
 fn occupy(world: &World, held: &Held) -> Connection {
     let before = held.arrived().len();
-    let running = ask(world, "/running", 250, "");
+    let running = ask(world, RUNNING, 250, "");
     wait::until("it runs", || held.arrived().len() > before);
     running
 }

@@ -25,6 +25,7 @@ impl Calendar {
             }
             Record::Called { nonce } => drop(self.restored_calls.insert(nonce)),
             Record::Forgotten { nonce } => drop(self.remove(nonce)),
+            Record::Paced { .. } => {}
         }
     }
 

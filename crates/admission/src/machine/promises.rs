@@ -11,7 +11,8 @@ use super::{Admission, later, order_of};
 use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX};
 use crate::predict::Slot;
 use crate::{
-    Ask, Counts, Effect, LaneId, Moment, Nonce, Offer, Pass, Promise, Record, Refused, Standing, Ticket,
+    Ask, Counts, Effect, LaneId, LaneName, Moment, Nonce, Offer, Pass, Promise, Record, Refused, Standing,
+    Ticket,
 };
 
 /// Part of what drains in a window below which the line is short enough to call somebody who was to come later.
@@ -19,6 +20,9 @@ const CALL_BELOW: f64 = 0.5;
 
 /// Holders who come may take so many times the bytes that newcomers may: these cannot fill up what those were promised.
 const HOLDER_BYTES: u64 = 2;
+
+/// What a request takes is stored anew when it is so many times as much, or as little, as what is stored.
+const PACE_CHANGE: f64 = 1.25;
 
 /// The calendars of all lanes that promise, or have promised.
 #[derive(Debug, Default)]
@@ -32,6 +36,8 @@ pub(super) struct Promised {
     lanes_until: BTreeSet<(Moment, Nonce)>,
     /// Requests that run on a ticket, with what is to be stored when they end: until then a crash leaves the ticket good.
     running: HashMap<Pass, Record>,
+    /// What was stored last of what a request takes, microseconds.
+    paced: HashMap<u32, f64>,
 }
 
 /// A request came on this ticket.
@@ -66,15 +72,45 @@ impl Admission {
     /// What was stored before a restart, told before anybody is served.
     pub fn restore(&mut self, now: Moment, lane: LaneId, record: Record) {
         let Some(index) = self.find(lane) else { return };
+        if let Record::Paced { service_us, .. } = record {
+            self.at_mut(index).learned.recall(now, service_us as f64);
+            self.promised.paced.insert(index, service_us as f64);
+            return;
+        }
         let (name, next) = (self.at(index).name, self.at(index).bounds.next);
         let calendar = self.promised.calendars.entry(index).or_insert_with(|| Calendar::new(name, next));
         calendar.restore(now, record);
         match record {
             Record::Promised { ticket, .. } => self.promised.remember(index, &ticket),
             Record::Spent { nonce, until } => self.promised.remember_until(index, nonce, until),
-            Record::Called { .. } | Record::Forgotten { .. } => {}
+            Record::Called { .. } | Record::Forgotten { .. } | Record::Paced { .. } => {}
         }
         self.promised.arrange(now, index);
+    }
+
+    /// All promises that are out, as they were stored: for a store that has lost them.
+    pub fn promises(&self) -> Vec<Record> {
+        let mut lanes: Vec<_> = self.promised.calendars.iter().collect();
+        lanes.sort_unstable_by_key(|(index, _)| **index);
+        let mut records: Vec<Record> = lanes.iter().flat_map(|(_, calendar)| calendar.records()).collect();
+        let mut known: Vec<_> = self.promised.paced.iter().collect();
+        known.sort_unstable_by_key(|(index, _)| **index);
+        records.extend(known.iter().map(|(index, service_us)| paced(self.at(**index).name, **service_us)));
+        records
+    }
+
+    /// Stores what a request takes, if that has changed by much: after a restart slots can be given by it.
+    fn note_pace(&mut self, index: u32) {
+        if self.promised_of(index) == 0 {
+            return;
+        }
+        let lane = self.at(index);
+        let Some(service_us) = lane.learned.expected_of_any() else { return };
+        let noted = self.promised.paced.get(&index).copied().unwrap_or(0.0);
+        if !(noted / PACE_CHANGE..noted * PACE_CHANGE).contains(&service_us) {
+            self.effects.push(Effect::Store(paced(lane.name, service_us)));
+            self.promised.paced.insert(index, service_us);
+        }
     }
 
     /// Takes back a promise that could not be stored, before anybody was told of it.
@@ -103,6 +139,7 @@ impl Admission {
     /// A lane is removed, and with it what it promised.
     pub(super) fn stop_promising(&mut self, index: u32) {
         self.promised.calendars.remove(&index);
+        self.promised.paced.remove(&index);
         if let Some(due) = self.promised.due_of.remove(&index) {
             self.promised.due.remove(&(due, index));
         }
@@ -324,6 +361,7 @@ impl Admission {
             self.promised.due.remove(&(due, index));
             self.promised.due_of.remove(&index);
             self.call_early(now, index);
+            self.note_pace(index);
             self.promised.arrange(now, index);
             if self.promised.due_of.get(&index).is_some_and(|again| *again <= now) {
                 debug_assert!(false, "a calendar that was told the time has nothing due before it");
@@ -333,6 +371,11 @@ impl Admission {
         self.promised.drop_old(now);
         self.promised.due.first().map(|(due, _)| *due)
     }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it saturates")]
+fn paced(lane: LaneName, service_us: f64) -> Record {
+    Record::Paced { lane, service_us: service_us.round() as u64 }
 }
 
 impl Promised {

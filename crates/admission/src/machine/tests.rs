@@ -369,3 +369,50 @@ fn a_ticket_is_spent_for_good_when_its_request_has_ended() {
     let spent = effects(&mut admission);
     assert!(matches!(spent[..], [Effect::Store(crate::Record::Spent { nonce: Nonce(7), .. })]), "{spent:?}");
 }
+
+#[test]
+fn after_a_restart_slots_are_given_before_anything_has_ended() {
+    let next = crate::Next {
+        window: Duration::from_secs(10),
+        horizon: Duration::from_secs(600),
+        tickets: 10,
+        share: 1.0,
+    };
+    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let mut admission = Admission::new(START, bounds(10));
+    let lane = admission.lane(START, admission.root(), name(1), promising.clone());
+    let first = runs(&mut admission, at(0), lane);
+    admission.release(at(1_000), first, used(1_000));
+    runs(&mut admission, at(1_000), lane);
+    let asks = |nonce| Ask { nonce: Some(Nonce(nonce)), client: ClientKey(nonce as u64), ..ask() };
+    assert!(matches!(admission.offer(at(1_000), lane, asks(7)), Offer::Next(_)));
+    assert!(matches!(admission.offer(at(1_000), lane, asks(8)), Offer::Next(_)));
+    let mut now = at(1_000);
+    while let Some(due) = admission.tick(now).filter(|due| *due < at(15_000)) {
+        now = due;
+    }
+    let stored: Vec<crate::Record> = effects(&mut admission)
+        .into_iter()
+        .filter_map(|effect| if let Effect::Store(record) = effect { Some(record) } else { None })
+        .collect();
+    let paced = crate::Record::Paced { lane: name(1), service_us: 1_000_000 };
+    assert_eq!(stored.iter().filter(|record| **record == paced).count(), 1, "{stored:?}");
+    let again = admission.promises();
+    assert!(again.len() == 3 && again.iter().all(|record| stored.contains(record)), "{again:?}");
+
+    let mut restarted = Admission::new(now, bounds(10));
+    let lane = restarted.lane(now, restarted.root(), name(1), promising);
+    runs(&mut restarted, now, lane);
+    let Offer::Wait(waiting, prediction) = restarted.offer(now, lane, asks(9)) else {
+        panic!("no rate is known")
+    };
+    assert_eq!((prediction.wait, prediction.guess), (None, None));
+    restarted.cancel(now, waiting);
+    for record in again {
+        restarted.restore(now, lane, record);
+    }
+    let offer = restarted.offer(now, lane, asks(9));
+    assert!(matches!(offer, Offer::Next(promise) if promise.is_new), "{offer:?}");
+    let told = restarted.explain(now, lane).map(|lane| lane.wait);
+    assert_eq!(told, Some(None), "to decide by, not to tell");
+}

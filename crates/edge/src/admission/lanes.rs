@@ -458,6 +458,11 @@ impl Lanes {
         if is_it(&site) { Some(Arc::clone(site)) } else { state.by_id.values().find(is_it).cloned() }
     }
 
+    /// All promises that are out.
+    pub fn promises(&self) -> Vec<Record> {
+        self.state.lock().machine.promises()
+    }
+
     /// Takes what is to be stored.
     pub fn take_records(&self) -> Vec<Record> {
         std::mem::take(&mut self.state.lock().records)

@@ -16,6 +16,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -75,6 +76,8 @@ pub struct Store {
     /// None: closed.
     sender: RwLock<Option<SyncSender<Keep>>>,
     keys: Arc<RwLock<Option<Arc<Keys>>>>,
+    /// A file was lost that had been open, and the new one knows none of what was stored.
+    has_lost: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -99,11 +102,12 @@ impl Store {
         let (opened, stored) = oneshot::channel();
         let keys = Arc::new(RwLock::new(None));
         let mut keeper = Keeper::new(directory, pace, Arc::clone(&keys), opened);
+        let has_lost = Arc::clone(&keeper.has_lost);
         // On the caller's thread, so that nobody is served before what was promised is known.
         keeper.open();
         let (sender, receiver) = sync_channel(QUEUE_MAX);
         let thread = thread::Builder::new().name("tickets".into()).spawn(move || keeper.run(&receiver))?;
-        Ok((Self { sender: RwLock::new(Some(sender)), keys, thread: Some(thread) }, stored))
+        Ok((Self { sender: RwLock::new(Some(sender)), keys, has_lost, thread: Some(thread) }, stored))
     }
 
     /// Stores records, after all that came before them. With none, waits for those. Nothing may be promised before it says `Ok`.
@@ -125,6 +129,16 @@ impl Store {
     /// The keys of now: to be asked for each time, as a new one comes every month. `None`: the file has not been opened yet.
     pub fn keys(&self) -> Option<Arc<Keys>> {
         self.keys.read().clone()
+    }
+
+    /// Whether what was stored is lost, and has to be stored again by who knows it. Said once.
+    pub fn take_lost(&self) -> bool {
+        self.has_lost.swap(false, Ordering::AcqRel)
+    }
+
+    /// It was not stored again: it is still to be.
+    pub fn still_lost(&self) {
+        self.has_lost.store(true, Ordering::Release);
     }
 
     /// Stores what waits, then frees the file for the edge that comes after this one. `keep` fails from now on. Does not wait.
@@ -153,6 +167,7 @@ struct Keeper {
     /// The keys that sign and verify now, kept here too so that a file that begins anew has them.
     key_rows: Vec<KeyRow>,
     keys: Arc<RwLock<Option<Arc<Keys>>>>,
+    has_lost: Arc<AtomicBool>,
     /// Until what was stored has been told.
     opened: Option<oneshot::Sender<Stored>>,
     trouble: Option<Trouble>,
@@ -181,6 +196,7 @@ impl Keeper {
             file: None,
             key_rows: Vec::new(),
             keys,
+            has_lost: Arc::default(),
             opened: Some(opened),
             trouble: None,
             committed: now,
@@ -268,6 +284,8 @@ impl Keeper {
                         name,
                         "the file of tickets is damaged: it was set aside, and a new one begun"
                     );
+                    // At the start nobody knows what was in it.
+                    self.has_lost.store(self.opened.is_none(), Ordering::Release);
                     guarded(|| TicketFile::open(directory, &mut self.key_rows, now))
                 }
                 Err(error) => Err(error.into()),

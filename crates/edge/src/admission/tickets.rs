@@ -127,11 +127,18 @@ pub fn used(node: &Node, account: &mut Account, shown: Option<&Shown>) {
 /// Takes to the store what nobody waits for: that tickets were used, or have ended.
 pub fn keep_rest(node: &Node) {
     let Some(tickets) = node.shared.tickets() else { return };
-    let records = node.shared.lanes.take_records();
+    let mut records = node.shared.lanes.take_records();
+    let has_lost = tickets.store.take_lost();
+    if has_lost {
+        // Before what has become of them since.
+        records.splice(0..0, node.shared.lanes.promises());
+    }
     if !records.is_empty() {
         tokio::task::spawn_local(async move {
             // The store says by itself that it cannot keep them.
-            let _ = tickets.store.keep(records).await;
+            if tickets.store.keep(records).await.is_err() && has_lost {
+                tickets.store.still_lost();
+            }
         });
     }
 }

@@ -7,10 +7,12 @@
 //! | `called` | nonce of a promised one | nothing |
 //! | `spent` | nonce | lane, until when to remember it |
 //! | `over` | from when on it is not needed, nonce | nothing |
+//! | `paced` | lane | what a request takes while there is a line (microseconds), when that was stored |
 //! | `keys` | id | its 32 bytes in two halves, when it was made, until when it is needed (0: it signs) |
 //!
-//! A format is never changed in place: a new one gets a new number and a migration when it is opened. A file without `called` is of
-//! the same one, and so is one of whose calls a program knows nothing: they only bring somebody in before his slot. Not here: when
+//! A format is never changed in place: a new one gets a new number and a migration when it is opened. A file without `called` or `paced`
+//! is of the same one, and so is one of which a program knows neither: calls only bring somebody in before his slot, and a pace is
+//! learned anew. Not here: when
 //! what is written, and what is done about errors (`store`).
 
 use std::ffi::CStr;
@@ -54,14 +56,19 @@ const KEY_MARGIN: Duration = Duration::from_secs(3_600);
 /// Records that are removed with each transaction because they are over, beside twice as many as it adds.
 const OVER_MAX: usize = 256;
 
+/// Lanes whose pace is kept. Of more, those that were stored longest ago go.
+const PACED_MAX: u64 = 16_384;
+
 type Promised = (u128, u64, u64, u32, u64);
 type Spent = (u128, u64);
+type Paced = (u64, u64);
 type Key = (u128, u128, u64, u64);
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const PROMISED: TableDefinition<'_, u128, Promised> = TableDefinition::new("promised");
 const CALLED: TableDefinition<'_, u128, ()> = TableDefinition::new("called");
 const SPENT: TableDefinition<'_, u128, Spent> = TableDefinition::new("spent");
+const PACED: TableDefinition<'_, u128, Paced> = TableDefinition::new("paced");
 const OVER: TableDefinition<'_, (u64, u128), ()> = TableDefinition::new("over");
 const KEYS: TableDefinition<'_, u32, Key> = TableDefinition::new("keys");
 
@@ -146,7 +153,7 @@ impl TicketFile {
             let mut tables = Tables::open(&write)?;
             let mut count = 0;
             for record in records {
-                tables.put(&record)?;
+                tables.put(&record, now)?;
                 count += 1;
             }
             tables.remove_over(now, 2 * count + OVER_MAX)?;
@@ -232,6 +239,7 @@ impl TicketFile {
                 Record::Called { nonce } | Record::Spent { nonce, .. } | Record::Forgotten { nonce } => {
                     (Moment(0), *nonce)
                 }
+                Record::Paced { .. } => (Moment(0), Nonce(0)),
             });
             stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
             let called = load_called(&read, &stored)?;
@@ -243,6 +251,7 @@ impl TicketFile {
             }
             stored.retain(|(_, record)| record.over_at().is_some_and(|over| over > now));
             stored.extend(called);
+            stored.extend(load_paced(&read)?);
             Ok(stored)
         };
         read().map_err(|error: redb::Error| error.into())
@@ -387,11 +396,28 @@ fn load_called(read: &ReadTransaction, promised: &Stored) -> Fallible<Stored> {
     Ok(found)
 }
 
+/// What requests took.
+fn load_paced(read: &ReadTransaction) -> Fallible<Stored> {
+    let paced = match read.open_table(PACED) {
+        Ok(table) => table,
+        Err(TableError::TableDoesNotExist(_)) => return Ok(Stored::new()),
+        Err(error) => return Err(error.into()),
+    };
+    let mut found = Stored::new();
+    for row in paced.iter()? {
+        let (lane, paced) = row?;
+        let (lane, (service_us, _)) = (LaneName(lane.value().to_be_bytes()), paced.value());
+        found.push((lane, Record::Paced { lane, service_us }));
+    }
+    Ok(found)
+}
+
 /// All tables of one write transaction.
 struct Tables<'txn> {
     promised: Table<'txn, u128, Promised>,
     called: Table<'txn, u128, ()>,
     spent: Table<'txn, u128, Spent>,
+    paced: Table<'txn, u128, Paced>,
     over: Table<'txn, (u64, u128), ()>,
     keys: Table<'txn, u32, Key>,
 }
@@ -402,12 +428,13 @@ impl<'txn> Tables<'txn> {
             promised: write.open_table(PROMISED)?,
             called: write.open_table(CALLED)?,
             spent: write.open_table(SPENT)?,
+            paced: write.open_table(PACED)?,
             over: write.open_table(OVER)?,
             keys: write.open_table(KEYS)?,
         })
     }
 
-    fn put(&mut self, record: &Record) -> Fallible<()> {
+    fn put(&mut self, record: &Record, now: Moment) -> Fallible<()> {
         match *record {
             Record::Promised { ticket, client } => {
                 let Ticket { lane, begins, ends, epoch, nonce } = ticket;
@@ -428,8 +455,23 @@ impl<'txn> Tables<'txn> {
                 }
             }
             Record::Forgotten { nonce } => drop(self.forget(nonce)?),
+            Record::Paced { lane, service_us } => {
+                self.paced.insert(u128::from_be_bytes(lane.0), (service_us, now.0))?;
+                if self.paced.len()? > PACED_MAX {
+                    self.drop_old_paces()?;
+                }
+            }
         }
         Ok(())
+    }
+
+    /// Away with the older half: this comes once in a very long time.
+    fn drop_old_paces(&mut self) -> Fallible<()> {
+        let rows: Fallible<Vec<u64>> = self.paced.iter()?.map(|row| Ok(row?.1.value().1)).collect();
+        let mut stored = rows?;
+        stored.sort_unstable();
+        let middle = stored.get(stored.len() / 2).copied().unwrap_or(0);
+        Ok(self.paced.retain(|_, (_, at)| at > middle)?)
     }
 
     fn remember(&mut self, record: &Record, nonce: Nonce) -> Fallible<()> {

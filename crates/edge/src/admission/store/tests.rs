@@ -46,6 +46,7 @@ fn nonces(stored: Stored) -> BTreeSet<u128> {
         .map(|(_, record)| match record {
             Record::Promised { ticket, .. } => ticket.nonce.0,
             Record::Called { nonce } | Record::Spent { nonce, .. } | Record::Forgotten { nonce } => nonce.0,
+            Record::Paced { lane, .. } => u128::from_be_bytes(lane.0),
         })
         .collect()
 }
@@ -127,7 +128,8 @@ fn a_closed_store_stores_what_waits_and_then_nothing_more() {
 fn the_queue_to_the_disk_is_bounded() {
     // Nobody takes from it: a disk that hangs.
     let (sender, receiver) = sync_channel(QUEUE_MAX);
-    let store = Store { sender: RwLock::new(Some(sender)), keys: Arc::default(), thread: None };
+    let (keys, has_lost) = (Arc::default(), Arc::default());
+    let store = Store { sender: RwLock::new(Some(sender)), keys, has_lost, thread: None };
     let waiting: Vec<_> = (0..QUEUE_MAX).map(|_| store.keep(Vec::new())).collect();
     runtime().block_on(async {
         assert_eq!(store.keep(Vec::new()).await, Err(StoreError::Full));
@@ -171,6 +173,26 @@ fn a_damaged_file_is_set_aside_and_a_new_one_begun() {
     let aside: Vec<String> = names.filter(|name| name.starts_with("tickets.redb.damaged-")).collect();
     assert_eq!(aside.len(), 1);
     assert_eq!(fs::read(dir.path().join(&aside[0])).unwrap(), b"not a database");
+}
+
+#[test]
+fn what_a_file_lost_that_was_open_is_asked_for_once_and_at_the_start_never() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tickets.redb");
+    fs::write(&file, "not a database").unwrap();
+    let (opened, mut found) = oneshot::channel();
+    let mut keeper = Keeper::new(directory(dir.path()), QUICK, Arc::default(), opened);
+    keeper.open();
+    assert_eq!(found.try_recv(), Ok(Vec::new()));
+    let has_lost = |keeper: &Keeper| keeper.has_lost.swap(false, Ordering::AcqRel);
+    assert!(!has_lost(&keeper), "nobody knows what was in it");
+    keeper.fail(&FileError::Io(io::Error::other("the disk is gone for a moment")));
+    keeper.open();
+    assert!(!has_lost(&keeper), "it is as it was");
+    keeper.close_file();
+    fs::write(&file, "not a database").unwrap();
+    keeper.open();
+    assert!(keeper.file.is_some() && has_lost(&keeper) && !has_lost(&keeper));
 }
 
 /// Counts what is said with a code, on the thread that it is set for.

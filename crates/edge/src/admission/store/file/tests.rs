@@ -115,7 +115,7 @@ fn a_file_from_before_calls_were_stored_is_as_good() {
     let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
     file.store([promised(1, at(60))], NOW).unwrap();
     let write = file.database.begin_write().unwrap();
-    assert!(write.delete_table(CALLED).unwrap());
+    assert!(write.delete_table(CALLED).unwrap() && write.delete_table(PACED).unwrap());
     write.commit().unwrap();
     drop(file);
     assert_eq!(place.stored(), [promised(1, at(60))]);
@@ -123,6 +123,22 @@ fn a_file_from_before_calls_were_stored_is_as_good() {
     file.store([Record::Called { nonce: Nonce(1) }], NOW).unwrap();
     drop(file);
     assert_eq!(place.stored(), [promised(1, at(60)), Record::Called { nonce: Nonce(1) }]);
+}
+
+#[test]
+fn what_requests_take_is_kept_of_so_many_lanes() {
+    let place = Place::new();
+    let paced = |lane: u128, service_us| Record::Paced { lane: LaneName(lane.to_be_bytes()), service_us };
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store([paced(7, 1_000), promised(1, at(60)), paced(7, 2_000), paced(8, 3_000)], NOW).unwrap();
+    drop(file);
+    assert_eq!(place.stored(), [promised(1, at(60)), paced(7, 2_000), paced(8, 3_000)]);
+    let (mut file, _) = place.open(&mut Vec::new(), NOW).unwrap();
+    file.store((0..u128::from(PACED_MAX)).map(|lane| paced(100 + lane, 1)), at(1)).unwrap();
+    file.store([paced(8, 4_000)], at(2)).unwrap();
+    drop(file);
+    let stored = place.stored();
+    assert!(stored.len() as u64 <= PACED_MAX && stored.contains(&paced(8, 4_000)), "{}", stored.len());
 }
 
 #[test]
