@@ -224,6 +224,17 @@ impl Allotment {
         Some(made)
     }
 
+    /// What ends in it ends soon.
+    fn lift(&self) {
+        // On either version the first directory has the quota.
+        for (file, none) in [("cpu.cfs_quota_us", "-1"), ("cpu.max", "max")] {
+            let file = self.dirs[0].join(file);
+            if file.exists() {
+                fs::write(file, none).expect("our own directory");
+            }
+        }
+    }
+
     /// The words by which a shell enters it, before it becomes what follows.
     fn enter(&self) -> [String; 4] {
         let files = self.dirs.iter().map(|dir| format!("echo $$ > {}/cgroup.procs && ", dir.display()));
@@ -350,5 +361,6 @@ fn a_busy_application_moves_to_a_better_node_without_an_error() {
     let (answered, failed) = visitors.leave();
     assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
     drop(hog);
+    allotments.iter().for_each(Allotment::lift);
     cluster.stop();
 }
