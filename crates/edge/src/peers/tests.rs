@@ -461,6 +461,45 @@ fn a_client_that_leaves_ends_the_request_at_the_other_node() {
 }
 
 #[test]
+fn a_connection_outlasts_that_all_it_brought_was_given_up_while_its_node_stood_still() {
+    run(async {
+        let ca = Ca::new();
+        let (come, came) = mpsc::channel();
+        let (go, gone_on) = mpsc::channel::<()>();
+        let gone_on = std::sync::Mutex::new(gone_on);
+        let remote = Remote::start(ca.options("b", "b"), move |request: Request| {
+            if request.head.method == Method::POST {
+                come.send(()).unwrap();
+                // The whole thread stands still.
+                let _ = gone_on.lock().unwrap().recv();
+            }
+            async { text("served") }
+        });
+        let pool = Rc::new(Pool::new(shared(ca.options("a", "a"))));
+        let record = record("b", remote.address);
+        let begin = |request: Request| {
+            let (pool, record) = (Rc::clone(&pool), record.clone());
+            spawn_local(async move { send(&pool, &record, request).await.map(|response| response.status) })
+        };
+        let kept = begin(request(Method::POST, RequestBody::empty()));
+        until(|| came.try_recv().is_ok()).await;
+        let given_up: Vec<_> = (0..100).map(|_| begin(get())).collect();
+        // They are written, and then that nobody wants them.
+        for _ in 0..100 {
+            yield_now().await;
+        }
+        given_up.iter().for_each(tokio::task::JoinHandle::abort);
+        for _ in 0..100 {
+            yield_now().await;
+        }
+        let later = begin(get());
+        drop(go);
+        assert_eq!(kept.await.unwrap(), Ok(StatusCode::OK));
+        assert_eq!(later.await.unwrap(), Ok(StatusCode::OK));
+    });
+}
+
+#[test]
 fn a_body_that_is_broken_off_there_is_broken_off_here() {
     run(async {
         let ca = Ca::new();
