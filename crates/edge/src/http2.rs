@@ -50,7 +50,7 @@ use incoming::Arriving;
 use streams::Streams;
 
 /// Streams a client may reset before they were taken up. Honest clients reset a few at a time.
-const PENDING_RESETS_MAX: usize = 20;
+pub const PENDING_RESETS_MAX: usize = 20;
 
 /// Streams that may be reset because what the client sent on them was wrong.
 const OWN_RESETS_MAX: usize = 128;
@@ -93,8 +93,9 @@ where
     let streams = Streams::new(Duration::from_millis(limits.idle_body_ms));
     let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
     let io = TokioIo::new(Preread { input, io });
-    let mut connection =
-        pin!(builder(&limits, host.windows(), streams.clone()).serve_connection(io, service));
+    let mut builder = builder(&limits, host.windows(), streams.clone());
+    builder.max_pending_accept_reset_streams(host.pending_resets());
+    let mut connection = pin!(builder.serve_connection(io, service));
     let idle = Duration::from_millis(limits.keep_alive_ms);
     tokio::select! {
         ended = connection.as_mut() => return ended,
@@ -115,7 +116,6 @@ fn builder(limits: &Limits, (stream, connection): (u32, u32), streams: Streams) 
         .timer(TokioTimer::new())
         .max_concurrent_streams(limits.h2_streams)
         .max_header_list_size(u32::try_from(limits.head_bytes).unwrap_or(u32::MAX))
-        .max_pending_accept_reset_streams(PENDING_RESETS_MAX)
         .max_local_error_reset_streams(OWN_RESETS_MAX)
         .initial_stream_window_size(stream)
         .initial_connection_window_size(connection)

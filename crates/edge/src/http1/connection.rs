@@ -49,6 +49,10 @@ pub trait Host: 'static {
     fn windows(&self) -> (u32, u32) {
         (http2::STREAM_WINDOW_BYTES, http2::CONNECTION_WINDOW_BYTES)
     }
+    /// Over HTTP/2: so many streams may be reset before they were taken up.
+    fn pending_resets(&self) -> usize {
+        http2::PENDING_RESETS_MAX
+    }
 }
 
 /// Serves the connection to its end. `input` is what was already read of it.

@@ -298,4 +298,9 @@ impl<H: Host> Host for Ours<H> {
     fn windows(&self) -> (u32, u32) {
         (STREAM_WINDOW_BYTES, CONNECTION_WINDOW_BYTES)
     }
+
+    /// A node that stood still finds that all it had not taken up was given up, which is no attack.
+    fn pending_resets(&self) -> usize {
+        STREAMS_MAX
+    }
 }
