@@ -35,6 +35,9 @@ const NOT_DONE: Code = Code(521);
 /// A step that failed is not decided again at once: so many looks go by.
 const FAILED_PAUSE_LOOKS: u32 = 10;
 
+/// How much of a node's CPU use one look tells, against those before: nothing is moved for one good second.
+const NEW_PART: f32 = 0.25;
+
 type NodeLoad = balance::NodeLoad<String>;
 
 /// What the rest of the supervisor has of it.
@@ -75,6 +78,8 @@ struct Keeping {
     meter: Meter,
     /// Sites for which a step is being carried out, or failed a moment ago: how many looks they still wait.
     under_way: Rc<RefCell<HashMap<SiteName, u32>>>,
+    /// How busy nodes were over the last looks.
+    busy: HashMap<String, f32>,
 }
 
 /// What holds while nothing is changed in the file.
@@ -95,7 +100,13 @@ fn terms(configured: &Configured) -> Terms {
 
 impl Keeping {
     fn new(node: Arc<Node>) -> Self {
-        Self { decides: balance::Balance::default(), meter: Meter::default(), under_way: Rc::default(), node }
+        Self {
+            decides: balance::Balance::default(),
+            meter: Meter::default(),
+            under_way: Rc::default(),
+            busy: HashMap::new(),
+            node,
+        }
     }
 
     async fn look(&mut self, now: Moment, own: NodeLoad, configured: &Configured) {
@@ -110,6 +121,7 @@ impl Keeping {
             measured.into_iter().filter(|one| self.matters(now, one, &terms)).collect();
         let is_short = looked.iter().any(|one| one.starved >= terms.short);
         let nodes = if is_short { self.nodes(own).await } else { vec![own] };
+        let nodes = self.smoothed(nodes);
         let requests = if is_short { self.requests().await } else { HashMap::new() };
         let mut seen = Vec::with_capacity(looked.len());
         for one in looked {
@@ -154,6 +166,17 @@ impl Keeping {
         let arrivals = known.iter().find(|node| node.node == own.node).map_or(0, |node| node.arrivals);
         let others = known.into_iter().filter(|node| node.node != own.node);
         [NodeLoad { arrivals, ..own.clone() }].into_iter().chain(others).collect()
+    }
+
+    /// Nodes that were not asked for the last time begin anew.
+    fn smoothed(&mut self, mut nodes: Vec<NodeLoad>) -> Vec<NodeLoad> {
+        let mut before = std::mem::take(&mut self.busy);
+        for node in &mut nodes {
+            let last = before.remove(&node.node).unwrap_or(node.cpu_used);
+            node.cpu_used = last + (node.cpu_used - last) * NEW_PART;
+            self.busy.insert(node.node.clone(), node.cpu_used);
+        }
+        nodes
     }
 
     async fn requests(&self) -> HashMap<SiteName, u32> {

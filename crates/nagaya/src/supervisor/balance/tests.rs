@@ -217,6 +217,22 @@ async fn a_keeper_that_was_started_anew_is_measured_anew() {
 }
 
 #[tokio::test]
+async fn nothing_is_moved_for_one_good_second() {
+    let mut keeping = world(None).keeping;
+    let mut look = |here: f32, there: f32| {
+        let nodes = keeping.smoothed(vec![node_load("a", here), node_load("b", there)]);
+        (nodes[0].cpu_used, nodes[1].cpu_used)
+    };
+    assert_eq!(look(1.0, 1.0), (1.0, 1.0), "what is seen first is all that is known");
+    assert_eq!(look(1.0, 0.0), (1.0, 0.75));
+    assert_eq!(look(1.0, 1.0), (1.0, 0.8125));
+    let alone = keeping.smoothed(vec![node_load("a", 0.0)]);
+    assert_eq!(alone[0].cpu_used, 0.75);
+    let again = keeping.smoothed(vec![node_load("a", 0.75), node_load("b", 0.5)]);
+    assert_eq!(again[1].cpu_used, 0.5, "it was not asked in between");
+}
+
+#[tokio::test]
 async fn a_better_node_gets_it_once_and_an_error_is_told() {
     let (handle, mut orders) = cluster::channel();
     let mut world = world(Some(handle));

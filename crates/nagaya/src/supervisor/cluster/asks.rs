@@ -91,6 +91,9 @@ impl Desk {
 
     async fn relocate(&self, site: &SiteName, to: &str) -> Result<(), String> {
         let moved = match self.member() {
+            Ok(membership) if !membership.is_confirmed() => {
+                return Err("the cluster's store does not answer now".into());
+            }
             Ok(membership) => membership.relocate(site.as_str(), Some(to), Why::Load).await,
             Err(problem) => Err(problem),
         };

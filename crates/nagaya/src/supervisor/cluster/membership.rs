@@ -23,7 +23,7 @@ use super::load::{self, Load, Meter};
 use super::member::Member;
 use super::pki::{Secret, Stored};
 use super::relocating::Relocating;
-use super::trust::Trust;
+use super::trust::{By, Trust};
 use super::{Context, NO_AUTHORITY, NOWHERE, authority, credentials};
 use crate::admin::{Problem, list};
 
@@ -281,10 +281,17 @@ impl Membership {
         Ok(list("nodes", known.iter().map(row).collect()))
     }
 
+    /// The store has just answered that this node may serve, so it is there.
+    pub fn is_confirmed(&self) -> bool {
+        matches!(self.trust.borrow().by(authority::now()), By::Store)
+    }
+
     /// How busy each member is, for the balance of load.
     pub fn loads(&self) -> Vec<NodeLoad<String>> {
         let known = self.known_nodes().unwrap_or_default();
         let suspects = self.suspects.borrow();
+        // What others said of themselves is old otherwise, and a site that was ended here could not be placed there.
+        let is_confirmed = self.is_confirmed();
         let is_suspect =
             |name: &NodeName| suspects.get(name).is_some_and(|(since, _)| since.elapsed() < SUSPECT_FOR);
         let told = |node: super::placing::Known| {
@@ -296,7 +303,7 @@ impl Membership {
                 cpus: node.record.cpus,
                 cpu_used: load.cpu_used as f32,
                 memory_free: load.memory_available,
-                is_open: is_there && !node.record.draining && !is_suspect(name),
+                is_open: is_confirmed && is_there && !node.record.draining && !is_suspect(name),
                 arrivals: self.arrivals.borrow().get(name).copied().unwrap_or(0),
             }
         };
