@@ -543,7 +543,10 @@ fn a_node_whose_clock_is_wrong_is_a_node_like_any_other() {
         let at = cluster.node_of("app");
         let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
         let frozen = Frozen::stop(node);
-        let next = run_of(other, "app").text();
+        let next = wait::until_some("it runs on the other node", || {
+            let answer = other.get("app.test", "/run");
+            (answer.status == 200).then(|| answer.text())
+        });
         assert_ne!(next, run);
         run = next;
         drop(frozen);
