@@ -15,7 +15,7 @@ use nagaya_cmdb::store::import::import;
 use nagaya_cmdb::store::{Mode, RedbStore, Store as _};
 
 use super::stores::place;
-use super::wire::{Follower, Told, Wire, arrivals, told};
+use super::wire::{Follower, Told, arrivals, bytes_during, idle, told};
 use super::{WATCHERS, WRITER, changed_site, join_all, options, runtime};
 use crate::experiment::{Population, Setting};
 use crate::interrupt;
@@ -28,7 +28,7 @@ pub const SITES: usize = 1_000;
 /// Changes of each kind that are timed. Each has arrived everywhere before the next is made.
 const CHANGES: u64 = 30;
 
-/// Changes of each kind whose bytes are counted. They follow each other at once, so that little else goes over the wire meanwhile.
+/// Changes of each kind whose bytes are counted. They follow each other at once, so that nothing else goes over the wire meanwhile.
 const COUNTED: u64 = 100;
 
 /// Where files are in memory.
@@ -56,8 +56,7 @@ pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) 
         one.until_told(SITES)?;
         runtime.block_on(one.store.in_step(Duration::from_secs(60)))?;
     }
-    let wire = Wire::idle(lab)?;
-    report.sample(round, "traffic to 100", "idle", "bytes", wire.idle_per_second());
+    report.sample(round, "traffic to 100", "idle", "bytes", idle(lab)?);
     let change_site = |turn: u64| {
         let index = usize::try_from(turn).context("a turn")?;
         writer.store.transaction(vec![changed_site(&sites, index, index)?], Mode::Merge)?;
@@ -67,7 +66,7 @@ pub fn measure(report: &mut Report, setting: &Setting, lab: &Lab, round: usize) 
     let changes: [(&str, &Change<'_>); 2] = [("site", &change_site), ("placement", &change_placement)];
     for (kind, change) in changes {
         time(report, round, kind, &heard, change)?;
-        let bytes = wire.added(|| {
+        let bytes = bytes_during(lab, || {
             for turn in CHANGES + 1..=CHANGES + COUNTED {
                 interrupt::check()?;
                 change(turn)?;

@@ -14,7 +14,7 @@ use nagaya_cmdb::store::{Mode, RedbStore, Store};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
-use super::wire::{Follower, Wire, arrivals, follow, told};
+use super::wire::{Follower, arrivals, bytes_during, follow, idle, told};
 use super::{SITES, WRITER, changed_site, join_all, options, placement, runtime};
 use crate::clients::to_float;
 use crate::experiment::{Population, Setting};
@@ -66,9 +66,8 @@ pub fn etcd(
     runtime.block_on(join_all(store))?;
     runtime.block_on(reader.store.in_step(Duration::from_secs(60)))?;
 
-    let wire = Wire::idle(lab)?;
-    report.sample(round, "traffic", "idle", "bytes", wire.idle_per_second());
-    let bytes = wire.added(|| {
+    report.sample(round, "traffic", "idle", "bytes", idle(lab)?);
+    let bytes = bytes_during(lab, || {
         for turn in 0..COUNTED {
             store.transaction(vec![changed_site(sites, turn, turn)?], Mode::Merge)?;
             arrivals(&heard, turn as u64, 1)?;
@@ -76,7 +75,7 @@ pub fn etcd(
         Ok(())
     })?;
     report.sample(round, "traffic", "site", "bytes", bytes / to_float(COUNTED));
-    let bytes = wire.added(|| {
+    let bytes = bytes_during(lab, || {
         for epoch in 1..=COUNTED as u64 {
             runtime.block_on(place(store, 0, epoch))?;
             arrivals(&heard, epoch, 1)?;
@@ -104,8 +103,7 @@ fn comes_later(
     dir: PathBuf,
 ) -> Result<(f64, f64)> {
     let mut seconds = 0.0;
-    let wire = Wire::idle(lab)?;
-    let bytes = wire.added(|| {
+    let bytes = bytes_during(lab, || {
         let begun = Instant::now();
         let late = follow(lab, options, &dir, None)?;
         late.until_told(SITES)?;

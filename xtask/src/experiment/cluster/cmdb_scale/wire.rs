@@ -114,40 +114,23 @@ pub fn told() -> (Sender<Told>, Receiver<Told>) {
     channel()
 }
 
-/// Bytes on the clients' wire, both ways, with all headers from Ethernet's on.
-pub struct Wire<'l> {
-    lab: &'l Lab,
-    idle_per_second: f64,
+/// Bytes on the clients' wire a second while nothing changes: questions whether the watch is up to date, and their answers. Who hears
+/// something asks nothing for half a second, so none of it goes between changes that follow each other.
+pub fn idle(lab: &Lab) -> Result<f64> {
+    let begun = Instant::now();
+    let bytes = bytes_during(lab, || {
+        std::thread::sleep(IDLE);
+        interrupt::check()
+    })?;
+    Ok(bytes / begun.elapsed().as_secs_f64())
 }
 
-impl<'l> Wire<'l> {
-    /// Looks how much there is while nothing changes: questions whether the watch is up to date, and their answers.
-    pub fn idle(lab: &'l Lab) -> Result<Self> {
-        let mut wire = Self { lab, idle_per_second: 0.0 };
-        let (bytes, lasted) = wire.during(|| {
-            std::thread::sleep(IDLE);
-            interrupt::check()
-        })?;
-        wire.idle_per_second = bytes / lasted;
-        Ok(wire)
-    }
-
-    pub fn idle_per_second(&self) -> f64 {
-        self.idle_per_second
-    }
-
-    /// Bytes that this adds to what is there anyway.
-    pub fn added(&self, work: impl FnOnce() -> Result<()>) -> Result<f64> {
-        let (bytes, lasted) = self.during(work)?;
-        Ok(bytes - self.idle_per_second * lasted)
-    }
-
-    fn during(&self, work: impl FnOnce() -> Result<()>) -> Result<(f64, f64)> {
-        let read = || self.lab.as_client(bytes_here)?;
-        let (begun, before) = (Instant::now(), read()?);
-        work()?;
-        Ok((read()? - before, begun.elapsed().as_secs_f64()))
-    }
+/// Bytes on the clients' wire, both ways, with all headers from Ethernet's on, while this is done.
+pub fn bytes_during(lab: &Lab, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let read = || lab.as_client(bytes_here)?;
+    let before = read()?;
+    work()?;
+    Ok(read()? - before)
 }
 
 /// Received and sent by the interface of this thread's network.
