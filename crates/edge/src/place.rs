@@ -141,6 +141,23 @@ fn look(node: &Node, site: &str) -> Where {
 
 // === Sent here by another node ===
 
+/// Waits until this node's copy of the records has the placement by which another node has sent a request here, and with it the
+/// site, which is older. What has not come then is looked at as it is.
+pub async fn catch_up(node: &Node, carried: &Carried) {
+    let cluster = &node.shared.cluster;
+    let is_behind = || {
+        let placement = node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
+        placement.is_none_or(|placement| placement.epoch < carried.epoch)
+    };
+    if !is_behind() {
+        return;
+    }
+    let mut moves = cluster.follow_moves();
+    let caught_up = async { while is_behind() && moves.changed().await.is_ok() {} };
+    let left = carried.deadline.saturating_duration_since(Instant::now());
+    let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
+}
+
 /// Whether this request, which another node has sent here, may be served here. It goes nowhere else.
 async fn receive(
     node: &Node,
@@ -154,16 +171,7 @@ async fn receive(
     }
     let known = || node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
     let epoch_of = |placement: &Option<Placement>| placement.as_ref().map_or(0, |placement| placement.epoch);
-    let mut placement = known();
-    if epoch_of(&placement) < carried.epoch {
-        let mut moves = cluster.follow_moves();
-        let caught_up =
-            async { while epoch_of(&known()) < carried.epoch && moves.changed().await.is_ok() {} };
-        let left = carried.deadline.saturating_duration_since(Instant::now());
-        // Whether they have caught up is looked at below.
-        let _ = timeout(CATCH_UP_MAX.min(left), caught_up).await;
-        placement = known();
-    }
+    let placement = known();
     let me = cluster.member().map(|member| member.node.clone());
     let epoch = epoch_of(&placement);
     if epoch < carried.epoch || placement.map(|placement| placement.node) != me.clone() {

@@ -45,6 +45,11 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
         return Ok(node_options(&request.head.method));
     }
 
+    // Another node may know a site that has not come here yet.
+    if let Some(carried) = &request.head.conn.carried {
+        Box::pin(place::catch_up(node, carried)).await;
+    }
+
     // Who is this for? Unknown hosts leave here, before anything costs memory.
     let route = node.router.find(&request.head)?;
     if let Some(tls) = &request.head.conn.tls
