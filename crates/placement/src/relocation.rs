@@ -97,9 +97,7 @@ pub enum Effect<S, N> {
 pub enum Refused {
     /// No node can take the site.
     Nowhere,
-    /// This node may not take sites from the old one ([`Held::NotIntroduced`]); another one may.
-    Stranger,
-    /// The store did not agree or disagree in time.
+    /// The store did not agree or disagree in time, or the old node did not say that it knows this one.
     StoreSilent,
     /// A promise to the old node lasted longer than the request may wait.
     TooLate,
@@ -239,14 +237,15 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     }
 
     /// The commit was not sent, as this forbids it.
-    pub fn held(&mut self, site: &S, ask: AskId, why: Held, effects: &mut Vec<Effect<S, N>>) {
+    pub fn held(&mut self, now: Moment, site: &S, ask: AskId, why: Held) {
         let Some(state) = self.asking(site, ask) else { return };
         match why {
             Held::Promised(until) => {
                 state.step = Step::Held(until);
                 self.alarm(site);
             }
-            Held::NotIntroduced => self.give_up(site, Refused::Stranger, effects),
+            // It may have said so by now, and the word be on its way.
+            Held::NotIntroduced => self.pause(now, site),
         }
     }
 

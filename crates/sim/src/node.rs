@@ -464,7 +464,7 @@ impl Node {
                             let ask = StoreAsk::Commit { site, ask, node, from, expect, before };
                             sky.ask_store(self.id, ask);
                         }
-                        Err(why) => self.relocations.held(&site, ask, why, &mut effects),
+                        Err(why) => self.relocations.held(now, &site, ask, why),
                     }
                 }
                 Effect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),

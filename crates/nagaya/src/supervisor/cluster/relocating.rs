@@ -202,8 +202,8 @@ impl Membership {
         {
             let mut machine = self.relocating.machine.borrow_mut();
             match reason {
-                NotNow::Promised(until) => machine.held(site, ask, Held::Promised(until), &mut effects),
-                NotNow::NotIntroduced => machine.held(site, ask, Held::NotIntroduced, &mut effects),
+                NotNow::Promised(until) => machine.held(now(), site, ask, Held::Promised(until)),
+                NotNow::NotIntroduced => machine.held(now(), site, ask, Held::NotIntroduced),
                 NotNow::NoStore => machine.stored(now(), site, ask, Outcome::NotDone, &mut effects),
             }
         }
