@@ -210,7 +210,16 @@ impl Cluster {
                 nodes.push(world);
             }
         }
-        Self { etcd, nodes }
+        let cluster = Self { etcd, nodes };
+        wait::until("every node knows every other", || (0..count).all(|at| cluster.sees_all_up(at)));
+        cluster
+    }
+
+    fn sees_all_up(&self, asked: usize) -> bool {
+        let nodes: Value =
+            serde_json::from_str(&self.nodes[asked].cli(&["nodes", "--json"])).expect("nodes are JSON");
+        let nodes = nodes.as_array().expect("a list");
+        nodes.len() == self.nodes.len() && nodes.iter().all(|node| node["state"] == "up")
     }
 
     /// Where a site's application runs, as this node tells it.

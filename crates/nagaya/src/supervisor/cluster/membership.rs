@@ -256,6 +256,7 @@ impl Membership {
         let known = self
             .known_nodes()
             .map_err(|error| Problem::cluster(StatusCode::INTERNAL_SERVER_ERROR, NOWHERE, error))?;
+        let trust = self.trust.borrow();
         let row = |node: &super::placing::Known| {
             let load = node.load.clone().unwrap_or_default();
             let state = match (&node.load, node.record.draining) {
@@ -263,6 +264,9 @@ impl Membership {
                 (Some(_), true) if node.placements > 0 => "draining",
                 (Some(_), true) => "drained",
                 (Some(load), false) if !load.serves => "fenced",
+                (Some(_), false) if node.record.name != self.node && !trust.is_known_by(&node.record) => {
+                    "new"
+                }
                 (Some(_), false) => "up",
             };
             json!({

@@ -249,6 +249,11 @@ impl Trust {
         self.can_vouch
     }
 
+    /// Whether that node has said that it knows this one, so that this one may take sites from it.
+    pub fn is_known_by(&self, record: &NodeRecord) -> bool {
+        self.since.is_some_and(|since| record.knows >= since)
+    }
+
     /// A change that takes a site from a node which has not given it up leaves now, if it may. `record`: of that node, as far as it is
     /// still a member.
     pub fn begin(
@@ -262,8 +267,7 @@ impl Trust {
             return Err(NotNow::NoStore);
         }
         let is_own = *from == self.node;
-        let knows_me = record.is_none_or(|record| self.since.is_some_and(|since| record.knows >= since));
-        if !is_own && !knows_me {
+        if !is_own && !record.is_none_or(|record| self.is_known_by(record)) {
             return Err(NotNow::NotIntroduced);
         }
         // An operator who removes a node says that it is gone.
