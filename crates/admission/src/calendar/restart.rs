@@ -2,11 +2,12 @@
 //!
 //! Not here: everything that happens after that (`calendar`), the store (`edge`).
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use super::slots::{SLOTS_MAX, SlotNumber};
-use super::{Calendar, LATE_FOR, TICKETS_MAX, after, micros};
-use crate::{ClientKey, Moment, Record, Ticket};
+use super::{Calendar, Holder, LATE_FOR, State, TICKETS_MAX, after, micros};
+use crate::{ClientKey, Moment, Nonce, Record, Ticket};
 
 /// A record of a ticket whose slot is farther ahead is none: nobody configures such a horizon.
 const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
@@ -61,9 +62,7 @@ impl Calendar {
         for nonce in nonces {
             // Used up or forgotten by what was restored after it, or put already as it was told twice.
             let holder = self.holders.get(&nonce).filter(|holder| holder.slot.is_none() && !holder.has_ended);
-            let Some((ticket, number)) = holder.map(|holder| (holder.ticket, holder.number)) else {
-                continue;
-            };
+            let Some(ticket) = holder.map(|holder| holder.ticket) else { continue };
             if ticket.ends <= self.now {
                 // It was over before anybody was here again.
                 self.end(nonce, Moment(0));
@@ -71,10 +70,22 @@ impl Calendar {
                 self.put(nonce, slot);
                 let now = self.now;
                 self.slots.change(slot, |slot| slot.is_whole &= slot.begins > now);
-                // Whoever was called was on his way, or in line, when the process ended: he is awaited once more.
-                if ticket.begins > now && calls.contains(&nonce) {
-                    self.keep_place(nonce, (ticket.begins, number), Some(slot));
-                }
+            }
+        }
+        self.restore_calls(calls);
+    }
+
+    /// Whoever was called was on his way, or in line, when the process ended: he is awaited once more. Calls are told after their
+    /// promises, which may have been put into slots by then.
+    fn restore_calls(&mut self, calls: HashSet<Nonce>) {
+        let mut calls: Vec<Nonce> = calls.into_iter().collect();
+        calls.sort_unstable();
+        for nonce in calls {
+            let is_out = |holder: &&Holder| holder.state == State::Out && !holder.has_ended;
+            let Some(holder) = self.holders.get(&nonce).filter(is_out) else { continue };
+            let (begins, number, slot) = (holder.ticket.begins, holder.number, holder.slot);
+            if slot.is_some() && begins > self.now {
+                self.keep_place(nonce, (begins, number), slot);
             }
         }
     }

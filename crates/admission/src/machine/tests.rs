@@ -371,6 +371,39 @@ fn a_ticket_is_spent_for_good_when_its_request_has_ended() {
 }
 
 #[test]
+fn who_was_called_before_a_restart_is_let_in_after_it() {
+    let next = crate::Next {
+        window: Duration::from_secs(10),
+        horizon: Duration::from_secs(600),
+        tickets: 10,
+        share: 1.0,
+    };
+    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let mut admission = Admission::new(START, bounds(10));
+    let lane = admission.lane(START, admission.root(), name(1), promising.clone());
+    let first = runs(&mut admission, at(0), lane);
+    admission.release(at(1_000), first, used(1_000));
+    runs(&mut admission, at(1_000), lane);
+    let asks = Ask { nonce: Some(Nonce(7)), client: ClientKey(7), ..ask() };
+    let Offer::Next(promise) = admission.offer(at(1_000), lane, asks) else {
+        panic!("a second is more than 50 ms")
+    };
+    let (ticket, client) = (promise.ticket, ClientKey(7));
+    assert!(ticket.begins > at(1_600));
+    for is_called in [false, true] {
+        let mut restarted = Admission::new(at(1_500), bounds(10));
+        let again = restarted.lane(at(1_500), restarted.root(), name(1), promising.clone());
+        restarted.restore(at(1_500), again, crate::Record::Promised { ticket, client });
+        if is_called {
+            restarted.restore(at(1_500), again, crate::Record::Called { nonce: Nonce(7) });
+        }
+        runs(&mut restarted, at(1_600), again);
+        let offer = restarted.offer(at(1_600), again, Ask { ticket: Some(ticket), client, ..ask() });
+        assert_eq!(matches!(offer, Offer::Early(_)), !is_called, "{offer:?}");
+    }
+}
+
+#[test]
 fn after_a_restart_slots_are_given_before_anything_has_ended() {
     let next = crate::Next {
         window: Duration::from_secs(10),
