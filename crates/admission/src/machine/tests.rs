@@ -331,13 +331,7 @@ fn who_stands_in_line_goes_before_a_slot_as_far_as_there_is_time() {
 
 #[test]
 fn a_ticket_is_spent_for_good_when_its_request_has_ended() {
-    let next = crate::Next {
-        window: Duration::from_secs(10),
-        horizon: Duration::from_secs(600),
-        tickets: 10,
-        share: 1.0,
-    };
-    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let promising = promising();
     let mut admission = Admission::new(START, bounds(10));
     let lane = admission.lane(START, admission.root(), name(1), promising.clone());
     let first = runs(&mut admission, at(0), lane);
@@ -370,15 +364,20 @@ fn a_ticket_is_spent_for_good_when_its_request_has_ended() {
     assert!(matches!(spent[..], [Effect::Store(crate::Record::Spent { nonce: Nonce(7), .. })]), "{spent:?}");
 }
 
-#[test]
-fn who_was_called_before_a_restart_is_let_in_after_it() {
+/// One at a time, hardly a line, and tickets for slots of ten seconds.
+fn promising() -> Bounds {
     let next = crate::Next {
         window: Duration::from_secs(10),
         horizon: Duration::from_secs(600),
         tickets: 10,
         share: 1.0,
     };
-    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) }
+}
+
+#[test]
+fn who_was_called_before_a_restart_is_let_in_after_it() {
+    let promising = promising();
     let mut admission = Admission::new(START, bounds(10));
     let lane = admission.lane(START, admission.root(), name(1), promising.clone());
     let first = runs(&mut admission, at(0), lane);
@@ -405,13 +404,7 @@ fn who_was_called_before_a_restart_is_let_in_after_it() {
 
 #[test]
 fn after_a_restart_slots_are_given_before_anything_has_ended() {
-    let next = crate::Next {
-        window: Duration::from_secs(10),
-        horizon: Duration::from_secs(600),
-        tickets: 10,
-        share: 1.0,
-    };
-    let promising = Bounds { wait: Duration::from_millis(50), next: Some(next), ..bounds(1) };
+    let promising = promising();
     let mut admission = Admission::new(START, bounds(10));
     let lane = admission.lane(START, admission.root(), name(1), promising.clone());
     let first = runs(&mut admission, at(0), lane);

@@ -142,14 +142,6 @@ impl Desk {
         Ok(Joined::Waiting(receiver, true))
     }
 
-    /// Tells the supervisor something that is not a request's question. Whoever calls keeps count of what may be under way.
-    pub fn tell(&self, news: Up) {
-        if let Some(writer) = &*self.writer.lock() {
-            // A feed that is broken ends the process by its other end.
-            let _ = writer.send(news);
-        }
-    }
-
     /// The supervisor's answer.
     pub fn answer(&self, tag: u64, placed: &Placed) {
         let mut open = self.open.lock();

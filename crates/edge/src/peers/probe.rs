@@ -270,7 +270,7 @@ impl Prober {
         let Some(member) = self.shared.cluster.member() else { return };
         if vouch::is_one(bytes) {
             if let Some(news) = self.vouching.take(Instant::now(), bytes, from, &member) {
-                self.shared.cluster.desk.tell(news);
+                self.shared.cluster.desk.say(news);
             }
             return;
         }
