@@ -290,13 +290,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// The request has ended by itself, e.g. because its client left.
-    pub fn cancel(&mut self, site: &S, waiter: Waiter) {
-        if let Some(state) = self.sites.get_mut(site) {
-            state.waiters.retain(|waiting| waiting.waiter != waiter);
-        }
-    }
-
     /// When [`Self::tick`] is next needed.
     pub fn next_at(&self) -> Option<Moment> {
         self.alarms.first().map(|(at, _)| *at)
@@ -379,10 +372,6 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     /// The store did not answer: it is left alone for a while, then read.
     fn pause(&mut self, now: Moment, site: &S) {
         let Some(state) = self.sites.get_mut(site) else { return };
-        if state.waiters.is_empty() {
-            self.drop_site(site);
-            return;
-        }
         let pause = (PAUSE * 2u32.pow(state.attempts.min(8))).min(PAUSE_LONGEST);
         state.step = Step::Pausing(now + pause);
         self.alarm(site);

@@ -204,16 +204,6 @@ fn a_site_that_is_gone_is_not_tried_again() {
     assert!(sites.is_empty());
 }
 
-#[test]
-fn a_client_that_left_is_not_answered() {
-    let mut sites = new();
-    let ask = asked(&mut sites, 7);
-    sites.cancel(&7, Waiter(1));
-    let mut effects = Vec::new();
-    sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
-    assert!(effects.is_empty() && sites.is_empty());
-}
-
 /// A store that does some commits later, or without saying so.
 #[derive(Default)]
 struct LossyStore {
