@@ -14,6 +14,7 @@ use bytes::BytesMut;
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::NodeName;
 use nagaya_keeper::client::Keeper;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
@@ -39,6 +40,10 @@ const CONNECTIONS_MAX: usize = 4096;
 
 /// Longest for a handshake.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(3);
+
+/// A connection that is refused is read for so long, and so far, until the other side has learnt it.
+const LINGER_MAX: Duration = Duration::from_secs(1);
+const LINGER_BYTES: u64 = 64 << 10;
 
 /// A connection without a request for so long is closed. The asking side does so sooner.
 const IDLE: Duration = Duration::from_secs(300);
@@ -178,8 +183,24 @@ impl<H: Host> Acceptor<H> {
         member: &Member,
     ) -> Result<(tokio_rustls::server::TlsStream<TcpStream>, NodeName), Untrusted> {
         let acceptor = TlsAcceptor::from(Arc::clone(&member.credentials.server));
-        let stream = acceptor.accept(stream).await?;
-        let tls = stream.get_ref().1;
+        let mut stream = match acceptor.accept(stream).into_fallible().await {
+            Ok(stream) => stream,
+            Err((error, stream)) => {
+                linger(stream).await;
+                return Err(error.into());
+            }
+        };
+        match self.trusted(stream.get_ref().1) {
+            Ok(node) => Ok((stream, node)),
+            Err(error) => {
+                linger(&mut stream).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Which member is on the other side.
+    fn trusted(&self, tls: &rustls::ServerConnection) -> Result<NodeName, Untrusted> {
         let certificate = tls.peer_certificates().and_then(<[_]>::first);
         let node = certificate.and_then(node_of).ok_or(Untrusted::Nameless)?;
         if self.shared.with_table(|table| table.node(node.as_str())).is_none() {
@@ -188,7 +209,7 @@ impl<H: Host> Acceptor<H> {
         if tls.alpn_protocol() != Some(ALPN) {
             return Err(Untrusted::Protocol);
         }
-        Ok((stream, node))
+        Ok(node)
     }
 
     fn report(&self, from: SocketAddr, error: &Untrusted) {
@@ -203,6 +224,16 @@ impl<H: Host> Acceptor<H> {
             );
         }
     }
+}
+
+/// Ends a connection so that the other side learns why. With TLS 1.3 it has spoken on before it is refused; closing
+/// with that unread resets the connection, and a reset overtakes the alert that says the reason.
+async fn linger(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
+    let _ = timeout(LINGER_MAX, async {
+        stream.shutdown().await?;
+        tokio::io::copy(&mut stream.take(LINGER_BYTES), &mut tokio::io::sink()).await
+    })
+    .await;
 }
 
 /// Counts a connection while it lives.
