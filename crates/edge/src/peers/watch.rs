@@ -6,7 +6,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::NodeRecord;
 use nagaya_placement::liveness::Verdict;
@@ -23,6 +23,12 @@ const GRACE: Duration = Duration::from_millis(2);
 /// While requests wait for their answers, their node is asked again so often: a node that dies then is found out, too.
 const REASK: Duration = Duration::from_millis(100);
 
+/// Requests that come just after something was heard wake nobody. So often it is looked whether one of them still waits.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// Looks in a row at which nobody waits, after which there are no more until a request comes.
+const IDLE_LOOKS: u32 = 10;
+
 /// Over one node, again and again.
 #[derive(Default)]
 pub(super) struct Watch(RefCell<Rc<Turn>>);
@@ -33,7 +39,9 @@ struct Turn {
     waiting: Cell<usize>,
     /// A task looks after it.
     is_kept: Cell<bool>,
-    /// A request has come, and nothing was heard from the node just before.
+    /// A request has come for which the node was not asked yet.
+    is_new: Cell<bool>,
+    /// The same, and nothing was heard from the node just before.
     came: Notify,
     found: Cell<Option<Verdict>>,
     told: Notify,
@@ -45,6 +53,7 @@ impl Watch {
     pub async fn against(&self, shared: &Arc<Shared>, record: &Arc<NodeRecord>) -> Verdict {
         let turn = self.turn();
         let _waiting = Waiting::new(&turn);
+        turn.is_new.set(true);
         if !turn.is_kept.replace(true) {
             spawn_local(Rc::clone(&turn).keep(Arc::clone(shared), Arc::clone(record)));
         } else if !shared.cluster.peers.probes.is_fresh(&record.name) {
@@ -71,11 +80,15 @@ impl Turn {
     /// Until there is a verdict, or nobody waits any more.
     async fn keep(self: Rc<Self>, shared: Arc<Shared>, record: Arc<NodeRecord>) {
         let probes = &shared.cluster.peers.probes;
+        let is_silent = || self.waiting.get() > 0 && !probes.is_fresh(&record.name);
+        let (mut idle, mut asked) = (0, None::<Instant>);
+        if is_silent() {
+            sleep(GRACE).await;
+        }
         loop {
-            if !probes.is_fresh(&record.name) {
-                sleep(GRACE).await;
-            }
-            if self.waiting.get() > 0 && !probes.is_fresh(&record.name) {
+            let is_due = asked.is_none_or(|at| at.elapsed() >= REASK);
+            if is_silent() && (self.is_new.replace(false) || is_due) {
+                asked = Some(Instant::now());
                 let verdict = probes.ask(&record).await;
                 if matches!(verdict, Verdict::Refuses | Verdict::Silent) {
                     self.found.set(Some(verdict));
@@ -83,10 +96,12 @@ impl Turn {
                 }
             }
             tokio::select! {
-                () = self.came.notified() => {}
-                () = sleep(REASK) => if self.waiting.get() == 0 {
-                    return self.is_kept.set(false);
-                }
+                () = self.came.notified() => sleep(GRACE).await,
+                () = sleep(LOOK_EVERY) => {}
+            }
+            idle = if self.waiting.get() > 0 { 0 } else { idle + 1 };
+            if idle == IDLE_LOOKS {
+                return self.is_kept.set(false);
             }
         }
     }
