@@ -140,6 +140,8 @@ pub enum BodyError {
     Stalled,
     #[error("the backend broke off its response: {0}")]
     Backend(String),
+    #[error("the node that runs the application was lost: {0}")]
+    NodeLost(String),
     #[error("reading a file failed: {0}")]
     File(#[from] std::io::Error),
 }

@@ -7,6 +7,7 @@
 //!
 //! Not here: connections to other nodes (`peers`), whether they are there (`peers::probe`), choosing one (the supervisor).
 
+mod beginning;
 mod hop;
 mod keep;
 mod repeat;

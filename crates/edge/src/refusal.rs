@@ -238,7 +238,7 @@ impl From<BodyError> for Refusal {
             BodyError::Malformed(what) => Self::BadRequest(what),
             BodyError::TooLarge(_) => Self::BodyTooLarge,
             BodyError::Stalled => Self::RequestTimeout,
-            BodyError::Backend(what) => Self::BackendInvalid(what),
+            BodyError::Backend(what) | BodyError::NodeLost(what) => Self::BackendInvalid(what),
             BodyError::File(error) => Self::SiteBroken(error.to_string()),
         }
     }

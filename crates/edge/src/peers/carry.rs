@@ -274,7 +274,11 @@ impl Body for Incoming {
             this.is_over = true;
             return Poll::Ready(Some(Err(error)));
         }
-        let broken = |error: h2::Error| Some(Err(BodyError::Backend(error.to_string())));
+        // A stream that was reset is the application's doing, not the node's.
+        let broken = |error: h2::Error| {
+            let what = error.to_string();
+            Some(Err(if error.is_reset() { BodyError::Backend(what) } else { BodyError::NodeLost(what) }))
+        };
         match this.recv.poll_data(cx) {
             Poll::Pending => return this.poll_silence(cx),
             Poll::Ready(Some(Ok(data))) => {

@@ -12,7 +12,7 @@ use nagaya_cmdb::{Backend, NodeName, NodeRecord};
 use nagaya_placement::liveness::Verdict;
 use tokio::time::sleep_until;
 
-use super::{Keep, Passed, RELOCATIONS_MAX};
+use super::{Keep, Passed, RELOCATIONS_MAX, beginning};
 use crate::account::Account;
 use crate::message::{Head, Response};
 use crate::node::Node;
@@ -90,7 +90,7 @@ impl<'a> Hop<'a> {
         Self { node, route, head, deadline }
     }
 
-    /// Sends it there, and waits for the head of the answer.
+    /// Sends it there, and waits for the beginning of the answer.
     pub async fn send(
         &self,
         record: &Arc<NodeRecord>,
@@ -150,6 +150,13 @@ impl<'a> Hop<'a> {
         match answer {
             Answer::Response { response, served } => {
                 let stages = served.map(|served| served.stages).unwrap_or_default();
+                let response = beginning::hold(response).await.map_err(|why| Lost {
+                    why: Some(Why::Broken),
+                    handed: true,
+                    refusal: Refusal::BackendUnreachable(format!(
+                        "the node that runs the application: {why}"
+                    )),
+                })?;
                 Ok((response, connect.unwrap_or_default(), stages))
             }
             Answer::Denied(Denied::Fenced) => Err(Lost::untouched(Why::Fenced)),
