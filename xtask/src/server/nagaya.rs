@@ -84,6 +84,11 @@ impl Node {
         self.dir.join("run/keeper.sock")
     }
 
+    /// Where its images of applications are.
+    pub fn images(&self) -> PathBuf {
+        self.dir.join("state/images/images")
+    }
+
     /// A node with this configuration, which makes it listen on `address`.
     pub fn with_config(program: &Path, dir: &Path, address: SocketAddr, config: &str) -> Result<Self> {
         write(&dir.join("nagaya.toml"), config)?;
