@@ -15,7 +15,7 @@ require_once ABSPATH . 'wp-admin/includes/upgrade.php';
 
 wp_install('WordPress on nagaya', 'admin', 'admin@wordpress.example', false, '', getenv('ADMIN_PASSWORD'));
 $posts = [
-    'A weblog that rests' => 'Apache, PHP and this page stand still while nobody reads them. The database goes on: it is another program.',
+    'A weblog that rests' => 'PHP and this page stand still while nobody reads them. The database goes on: it is another program.',
     'Write something' => 'Log in, write a post, let the site rest and come back: the post is there, and you are still logged in.',
 ];
 foreach ($posts as $title => $text) {

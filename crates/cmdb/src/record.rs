@@ -20,8 +20,8 @@ use crate::names::{HostPattern, NodeName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, RELEASE_LEN_MAX,
-    Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, Protocol,
+    RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
 pub use cluster::{NodeRecord, Placement, Why};
@@ -130,11 +130,12 @@ impl Backend {
         }
     }
 
-    /// The document root and what goes with it, for the kinds that have one.
+    /// The document root and what goes with it, where there is one: also of an application that speaks FastCGI.
     pub fn files(&self) -> Option<&Files> {
         match self {
             Self::Static(files) | Self::Cgi(files) | Self::Php(files) => Some(files),
-            Self::Http(_) | Self::App(_) => None,
+            Self::App(app) => app.files.as_deref(),
+            Self::Http(_) => None,
         }
     }
 }
@@ -163,7 +164,7 @@ pub struct Files {
     /// A program beneath the root that also gets every path with no file, e.g. `index.php` for WordPress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub front_controller: Option<String>,
-    /// CGI only: file name endings that are programs. Empty: `.cgi`.
+    /// CGI and applications that speak FastCGI: file name endings that are programs. Empty: `.cgi`, or `.php` for FastCGI.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extensions: Vec<String>,
     /// CGI and PHP: variables for each program, set by the operator.

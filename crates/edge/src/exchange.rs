@@ -3,11 +3,12 @@
 //! Not here: how each kind works (`files`, `programs`, `upstream`), which cell that is (`rules`), how bodies are held to
 //! limits that no program's cell can hold them to (`pace`), the order of a request's steps (`request`).
 
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use http::Method;
 use nagaya_cmdb::Backend;
-use nagaya_cmdb::record::{App, Files, Http};
+use nagaya_cmdb::record::{App, Files, Http, Protocol};
 use nagaya_keeper::protocol::InstanceId;
 
 use crate::account::Account;
@@ -19,11 +20,11 @@ use crate::pace;
 use crate::path::SitePath;
 use crate::peers::fields;
 use crate::place;
-use crate::programs::{Outcome, Script};
+use crate::programs::{Outcome, Script, Unanswered};
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::rules;
-use crate::upstream::{self, Address, Bounds, Connector, Failed, Outgoing};
+use crate::upstream::{self, Address, Bounds, Connector, Failed, NoConnection, Outgoing, Socket};
 
 /// What the fields of a request to an application mostly take, in bytes.
 const FIELDS_LEN: usize = 1024;
@@ -34,9 +35,13 @@ const LOCAL_REDIRECTS_MAX: u32 = 10;
 /// An instance that ended between two requests is woken anew this often for one request.
 const RENEWALS_MAX: u32 = 1;
 
-/// Begins what takes long and can go on while the request waits its turn: waking an application that rests.
-pub fn prepare(node: &Node, route: &Route, account: &mut Account) {
-    if let Backend::App(_) = &route.site.backend {
+/// Begins what takes long and can go on while the request waits its turn: waking an application that rests. Not where a
+/// file may be all that is asked for: that is found out when it is looked for.
+pub fn prepare(node: &Node, route: &Route, head: &Head, account: &mut Account) {
+    let Backend::App(app) = &route.site.backend else { return };
+    let names_script =
+        |files: &Files| head.path.split('/').any(|name| Programs::FastCgi.contains(files, name));
+    if app.files.as_deref().is_none_or(names_script) {
         let epoch = account.stint().map(|stint| stint.epoch());
         account.need(|| node.instances.hold(&route.site.name, epoch));
     }
@@ -60,6 +65,9 @@ pub async fn run(
             Box::pin(from_files(node, route, files, request, account)).await
         }
         Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
+        Backend::App(App { protocol: Protocol::FastCgi, files: Some(files), .. }) => {
+            Box::pin(from_files(node, route, files, request, account)).await
+        }
         Backend::App(app) => Box::pin(from_app(node, route, app, request, account)).await,
     }?;
     account.backend_answered();
@@ -80,7 +88,7 @@ async fn from_files(
     route: &Route,
     files: &Files,
     mut request: Request,
-    account: &Account,
+    account: &mut Account,
 ) -> Result<Response, Refusal> {
     let programs = Programs::of(&route.site.backend);
     let root = node.root(&route.site).await?;
@@ -99,10 +107,12 @@ async fn from_files(
             variables: rules::variables(account),
         };
         let mut again = request.head.clone();
-        let stay = account.stay();
         let outcome = match programs {
-            Programs::Php => node.programs.php(&route.site, &route.tenant, script, request, &stay).await?,
-            _ => node.programs.cgi(&route.site, &route.tenant, script, request, &stay).await?,
+            Programs::Php => {
+                node.programs.php(&route.site, &route.tenant, script, request, &account.stay()).await?
+            }
+            Programs::FastCgi => from_script(node, route, script, request, account).await?,
+            _ => node.programs.cgi(&route.site, &route.tenant, script, request, &account.stay()).await?,
         };
         match outcome {
             Outcome::Response(response) => return Ok(response),
@@ -129,6 +139,73 @@ async fn from_server(node: &Node, http: &Http, request: Request) -> Result<Respo
     Ok(proxy.exchange(&address, node, body).await?)
 }
 
+/// A script, run by the site's instance over a connection of its own.
+async fn from_script(
+    node: &Node,
+    route: &Route,
+    script: Script,
+    request: Request,
+    account: &mut Account,
+) -> Result<Outcome, Refusal> {
+    let Backend::App(app) = &route.site.backend else {
+        return Err(Refusal::SiteBroken(format!("site {} is no application", route.site.name)));
+    };
+    let limits = node.limits();
+    let connect = Duration::from_millis(limits.backend_connect_ms);
+    let silence = head_patience(&request.head, limits.backend_ms, app.timeout_seconds);
+    let mut call = node.programs.call(&route.site, &route.tenant, script, request, silence).await?;
+    let (hold, mut instance) = ready_instance(node, route, account).await?;
+    let mut renewals = 0;
+    loop {
+        let Unanswered { refusal, again } =
+            match node.upstream.open(&Address::Instance(instance), &*hold, connect).await {
+                Ok(Socket::Unix(stream)) => match call.over(stream).await {
+                    Ok(outcome) => return Ok(stripped(node, outcome)),
+                    Err(unanswered) => unanswered,
+                },
+                Ok(Socket::Tcp(_)) => {
+                    return Err(Refusal::SiteBroken(
+                        "FastCGI goes over a Unix socket: use socket or fd".into(),
+                    ));
+                }
+                Err(NoConnection::Refused(refusal)) => Unanswered { refusal, again: Some(call) },
+                Err(silent) => return Err(silent.into()),
+            };
+        let Some(again) = again.filter(|_| renewals < RENEWALS_MAX) else { return Err(refusal) };
+        renewals += 1;
+        node.upstream.count_retry();
+        hold.renew(instance);
+        let Ok(renewed) = awake(&hold, account).await else { return Err(refusal) };
+        (instance, call) = (renewed, again);
+    }
+}
+
+fn stripped(node: &Node, outcome: Outcome) -> Outcome {
+    match outcome {
+        Outcome::Response(mut response) if node.shared.cluster.is_member() => {
+            fields::strip(&mut response.headers);
+            Outcome::Response(response)
+        }
+        outcome => outcome,
+    }
+}
+
+/// The site's instance, once it can answer and may.
+async fn ready_instance(
+    node: &Node,
+    route: &Route,
+    account: &mut Account,
+) -> Result<(Rc<Hold>, InstanceId), Refusal> {
+    let epoch = account.stint().map(|stint| stint.epoch());
+    let hold = account.need(|| node.instances.hold(&route.site.name, epoch));
+    let instance = awake(&hold, account).await?;
+    // Where sites are placed: the instance may be awake before it may serve.
+    if let Some(stint) = account.stint() {
+        stint.begin(place::HOLD_MAX).await?;
+    }
+    Ok((hold, instance))
+}
+
 /// The site's instance, which the keeper wakes if it rests; connections to it come from there.
 async fn from_app(
     node: &Node,
@@ -139,13 +216,7 @@ async fn from_app(
 ) -> Result<Response, Refusal> {
     let Request { head, mut body } = request;
     let proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
-    let epoch = account.stint().map(|stint| stint.epoch());
-    let hold = account.need(|| node.instances.hold(&route.site.name, epoch));
-    let mut instance = awake(&hold, account).await?;
-    // Where sites are placed: the instance may be awake before it may serve.
-    if let Some(stint) = account.stint() {
-        stint.begin(place::HOLD_MAX).await?;
-    }
+    let (hold, mut instance) = ready_instance(node, route, account).await?;
     let mut renewals = 0;
     loop {
         let failed = match proxy.exchange(&Address::Instance(instance), &*hold, body).await {

@@ -162,7 +162,9 @@ impl Instances {
         }
         *used.guard.borrow_mut() = Some(guard);
         *used.tally.borrow_mut() = tally.map(Rc::new);
-        *used.first.borrow_mut() = Some(socket);
+        // Nobody is about to use it: left open, it would occupy a program that serves one connection after the other.
+        let is_waited_for = used.phase.receiver_count() > 0;
+        *used.first.borrow_mut() = is_waited_for.then_some(socket);
         used.phase.send_replace(Phase::Awake { instance, wake: wake.map(Arc::new) });
         used.until_needless().await;
         self.forget(&used);

@@ -81,7 +81,7 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
     }
 
     // An application that rests is woken while the request waits its turn, and kept awake until its body has ended.
-    exchange::prepare(node, &route, account);
+    exchange::prepare(node, &route, &request.head, account);
 
     // May it run now? It gets its permit, waits its turn in line, or is told when to come back. The account holds the permit
     // until the body ends, not just until its head is sent.

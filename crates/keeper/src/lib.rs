@@ -7,6 +7,7 @@
 
 pub mod client;
 pub mod codec;
+pub mod fastcgi;
 pub mod image;
 pub mod protocol;
 pub mod roll;

@@ -11,6 +11,7 @@ mod cells;
 mod cgi;
 mod cluster;
 mod failures;
+mod fastcgi;
 mod http1;
 mod http2;
 mod instances;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         app::SUITE,
         instances::SUITE,
         instances::ALONE,
+        fastcgi::SUITE,
         tenants::SUITE,
         sites::SUITE,
         limits::SUITE,

@@ -1,15 +1,14 @@
-//! WordPress on Apache with PHP in it, and its tables in MariaDB: sources and PHP's module from Debian's packages, which
-//! are unpacked and not installed, so that no Apache of the system's is there after the next boot.
+//! WordPress, on Apache with PHP in it or on php-fpm, and its tables in MariaDB: sources and PHP's module from Debian's
+//! packages, which are unpacked and not installed, so that no Apache of the system's is there after the next boot.
 //!
-//! Not here: the database server (`mariadb`), which server runs it. There is no WordPress on php-fpm: that speaks FastCGI,
-//! and an application of nagaya's speaks HTTP.
+//! Not here: the database server (`mariadb`), which node runs it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result};
-use serde_json::json;
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Value, json};
 
 use super::mariadb::Account;
 use super::{App, LOGIN, Page, copy_entries, give, libraries, need, packages, run, secret};
@@ -17,16 +16,31 @@ use crate::workspace;
 
 const APACHE: &str = "/usr/sbin/apache2";
 
+/// php-fpm has its version in its name.
+const PHP_FPM: (&str, &str) = ("/usr/sbin", "php-fpm");
+
 /// Makes its tables; what serves its pages is a module of Apache's.
 const PHP: &str = "/usr/bin/php";
 
+/// What runs its scripts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Server {
+    /// Speaks HTTP, and serves its files too.
+    Apache,
+    /// Speaks FastCGI.
+    PhpFpm,
+}
+
 /// WordPress of its own in `tree`, which then belongs to `uid`, with its tables in the account's database. Takes about two
 /// seconds once the packages are there.
-pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
-    need(&[APACHE, PHP])?;
+pub fn create(tree: &Path, uid: u32, account: &Account, server: Server) -> Result<App> {
+    need(&[PHP])?;
     let mut names = vec!["wordpress".to_owned(), "wordpress-theme-twentytwentythree".into()];
     names.extend(libraries("wordpress", &["libjs-", "php-getid3"])?);
-    names.extend(libraries("libapache2-mod-php", &["libapache2-mod-php"])?);
+    if server == Server::Apache {
+        need(&[APACHE])?;
+        names.extend(libraries("libapache2-mod-php", &["libapache2-mod-php"])?);
+    }
     let from = packages(&names)?;
 
     let html = tree.join("html");
@@ -38,7 +52,6 @@ pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
     };
     copy("wp-config.php", html.join("wp-config.php"))?;
     database(tree, account)?;
-    let version = apache(&from, tree)?;
     let ini = tree.join("php");
     fs::create_dir_all(&ini).with_context(|| format!("creating {}", ini.display()))?;
     copy("site.ini", ini.join("site.ini"))?;
@@ -47,28 +60,61 @@ pub fn create(tree: &Path, uid: u32, account: &Account) -> Result<App> {
         .arg(&html)
         .env("ADMIN_PASSWORD", LOGIN.password)
         .current_dir(tree))?;
+    let mut backend = json!({
+        "kind": "app",
+        "directory": tree,
+        "writable": [html.join("wp-content")],
+        "databases": [{"socket": account.socket}],
+        "ready": {"path": "/wp-login.php"},
+        "warm_up": ["/", "/?p=1", "/wp-login.php"],
+        "release": "1",
+    });
+    let more = match server {
+        Server::Apache => on_apache(&from, tree, &ini)?,
+        Server::PhpFpm => {
+            copy("php-fpm.conf", tree.join("php-fpm.conf"))?;
+            on_php_fpm(tree, &ini)?
+        }
+    };
+    for (key, value) in more.as_object().context("an object")? {
+        backend[key] = value.clone();
+    }
     give(tree, uid)?;
+    let page = Page { path: "/", text: "A weblog that rests" };
+    Ok(App { backend, files: None, page, login: "/wp-login.php" })
+}
 
+fn on_apache(from: &Path, tree: &Path, ini: &Path) -> Result<Value> {
+    let version = apache(from, tree)?;
     // Extensions of PHP as they are set up for CGI; Apache's own set belongs to a package that is not installed.
     let scanned = format!("/etc/php/{version}/cgi/conf.d:{}", ini.display());
     let config = tree.join("apache/apache.conf");
-    Ok(App {
-        backend: json!({
-            "kind": "app",
-            "command": [APACHE, "-DFOREGROUND", "-f", config],
-            "directory": tree,
-            "listen": "port",
-            "env": {"PHP_INI_SCAN_DIR": scanned},
-            "writable": [html.join("wp-content")],
-            "databases": [{"socket": account.socket}],
-            "ready": {"path": "/wp-login.php"},
-            "warm_up": ["/", "/?p=1", "/wp-login.php"],
-            "release": "1",
-        }),
-        files: None,
-        page: Page { path: "/", text: "A weblog that rests" },
-        login: "/wp-login.php",
-    })
+    Ok(json!({
+        "command": [APACHE, "-DFOREGROUND", "-f", config],
+        "listen": "port",
+        "env": {"PHP_INI_SCAN_DIR": scanned},
+    }))
+}
+
+fn on_php_fpm(tree: &Path, ini: &Path) -> Result<Value> {
+    let (dir, prefix) = PHP_FPM;
+    let names = fs::read_dir(dir).with_context(|| format!("reading {dir}"))?;
+    let found = names.flatten().find_map(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let version = name.strip_prefix(prefix)?.to_owned();
+        Some((entry.path(), version))
+    });
+    let Some((program, version)) = found else {
+        need(&[&format!("{dir}/{prefix}")])?;
+        bail!("{dir}/{prefix} has no version in its name");
+    };
+    let scanned = format!("/etc/php/{version}/fpm/conf.d:{}", ini.display());
+    Ok(json!({
+        "command": [program, "--nodaemonize", "--force-stderr", "--fpm-config", tree.join("php-fpm.conf")],
+        "protocol": "fastcgi",
+        "files": {"root": tree.join("html"), "front_controller": "index.php"},
+        "env": {"PHP_INI_SCAN_DIR": scanned},
+    }))
 }
 
 /// What WordPress must know of its database, and nobody else.

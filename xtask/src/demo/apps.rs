@@ -1,5 +1,5 @@
-//! The demo's applications that rest when nobody visits them: a journal (Django), Redmine (Rails) and WordPress with
-//! MariaDB, each of a tenant of its own.
+//! The demo's applications that rest when nobody visits them: a journal (Django), Redmine (Rails) and WordPress, once
+//! on Apache and once on php-fpm, with MariaDB; each of a tenant of its own.
 //!
 //! Not here: how they are made (`content`), the sites that are files or programs (the parent module).
 
@@ -12,7 +12,8 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use serde_json::json;
 
 use crate::content::mariadb::MariaDb;
-use crate::content::{self, App, LOGIN, Missing, django, redmine, wordpress};
+use crate::content::wordpress::{self, Server};
+use crate::content::{self, App, LOGIN, Missing, django, redmine};
 use crate::server::nagaya::Node;
 
 /// MariaDB runs under a uid that no tenant has.
@@ -41,7 +42,7 @@ pub struct Place {
 }
 
 /// In the order in which they are shown.
-static PLACES: [Place; 3] = [
+static PLACES: [Place; 4] = [
     Place {
         kind: Kind::Django,
         site: "journal",
@@ -62,6 +63,13 @@ static PLACES: [Place; 3] = [
         tenant: "bloggers",
         uid: 310_005,
         what: "WordPress: PHP in Apache, with MariaDB",
+    },
+    Place {
+        kind: Kind::WordPress,
+        site: "weblog",
+        tenant: "columnists",
+        uid: 310_006,
+        what: "WordPress on php-fpm, with MariaDB",
     },
 ];
 
@@ -102,18 +110,29 @@ pub struct Apps {
 impl Apps {
     /// Makes all of them. Redmine takes longest; `meanwhile` is done beside it.
     pub fn create(dir: &Path, meanwhile: impl FnOnce() -> Result<()>) -> Result<Self> {
-        let [journal, redmine, wordpress] = &PLACES;
+        let [journal, redmine, wordpress, weblog] = &PLACES;
         let mut mariadb = None;
         let made = std::thread::scope(|scope| {
             let slow = scope.spawn(|| redmine.make(dir, |tree| redmine::create(tree, redmine.uid)));
-            let blog = wordpress.make(dir, |tree| {
-                let server = mariadb.insert(MariaDb::start(&dir.join("mariadb"), MARIADB_UID)?);
-                wordpress::create(tree, wordpress.uid, &server.database("wordpress")?)
-            })?;
+            let mut word = |place: &'static Place, server: Server| {
+                place.make(dir, |tree| {
+                    let database = match &mut mariadb {
+                        Some(database) => database,
+                        None => mariadb.insert(MariaDb::start(&dir.join("mariadb"), MARIADB_UID)?),
+                    };
+                    wordpress::create(tree, place.uid, &database.database(place.site)?, server)
+                })
+            };
+            let (apache, fpm) = (word(wordpress, Server::Apache)?, word(weblog, Server::PhpFpm)?);
             let diary = journal.make(dir, |tree| django::create(tree, journal.uid))?;
             meanwhile()?;
             let tracker = slow.join().map_err(|_| anyhow!("making Redmine panicked"))??;
-            Ok::<_, anyhow::Error>(vec![(journal, diary), (redmine, tracker), (wordpress, blog)])
+            Ok::<_, anyhow::Error>(vec![
+                (journal, diary),
+                (redmine, tracker),
+                (wordpress, apache),
+                (weblog, fpm),
+            ])
         })?;
         Ok(Self { mariadb, made })
     }

@@ -223,16 +223,26 @@ fn redmine(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     ])
 }
 
-/// Logs in and comments on the first post.
+/// Logs in, comments on the first post, and writes another one as the editor in the browser does.
 fn wordpress(visitor: &Visitor, host: &str) -> Result<Vec<Seen>> {
     const LOGIN_PAGE: &str = "/wp-login.php";
+    const NONCE: &str = "createNonceMiddleware( \"";
     let login = [("log", LOGIN.name), ("pwd", LOGIN.password), ("testcookie", "1")];
     submit(visitor, host, (LOGIN_PAGE, None), LOGIN_PAGE, &login)?;
     let text = words();
     let comment = [("comment_post_ID", "1"), ("comment", text.as_str())];
     submit(visitor, host, ("/?p=1", None), "/wp-comments-post.php", &comment)?;
+    let editor = visitor.get(host, "/wp-admin/post-new.php")?;
+    editor.expect(200, NONCE)?;
+    let nonce = editor.body.split(NONCE).nth(1).and_then(|rest| rest.split('"').next());
+    let nonce = format!("X-WP-Nonce: {}", nonce.context("no nonce for posts")?);
+    let post = format!("Post of process {}", std::process::id());
+    let title = format!("title={post}");
+    let fields = ["--header", &nonce, "--data-urlencode", &title, "--data-urlencode", "status=publish"];
+    visitor.ask(host, "/index.php?rest_route=/wp/v2/posts", &fields)?.expect(201, &post)?;
     Ok(vec![
         Seen { path: "/?p=1".into(), text },
+        Seen { path: "/".into(), text: post },
         Seen { path: "/wp-admin/profile.php".into(), text: "Log Out".into() },
     ])
 }

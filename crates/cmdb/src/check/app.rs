@@ -4,10 +4,10 @@
 
 use std::path::Path;
 
-use super::{Findings, directory, env, is_variable};
+use super::{Findings, directory, env, files_of_any_kind, is_variable};
 use crate::record::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, IDLE_SECONDS_MAX, Idle, Listen,
-    Outbound, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, Files, IDLE_SECONDS_MAX, Idle, Listen,
+    Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.
@@ -19,6 +19,7 @@ const TAG_LEN_MAX: usize = 128;
 pub(super) fn app(app: &App, to: &mut Findings) {
     command(app, to);
     directory("directory", &app.directory, to);
+    protocol(app, to);
     env(&app.env, to);
     secrets(app, to);
     to.at_least_one("start_seconds", app.start_seconds);
@@ -72,6 +73,43 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     for Database { socket, inside } in &app.databases {
         absolute("databases.socket", socket, to);
         inside.iter().for_each(|path| absolute("databases.inside", path, to));
+    }
+}
+
+fn protocol(app: &App, to: &mut Findings) {
+    match (app.protocol, &app.files) {
+        (Protocol::Http, None) => {}
+        (Protocol::Http, Some(files)) => {
+            let hint =
+                "has no effect on an application that speaks HTTP: remove it, or use protocol = fastcgi";
+            to.add("root", files.root.display(), hint);
+        }
+        (Protocol::FastCgi, None) => {
+            to.add("root", "", "is missing: with protocol = fastcgi name the document root of its scripts");
+        }
+        (Protocol::FastCgi, Some(files)) => scripts(app, files, to),
+    }
+    if app.protocol == Protocol::FastCgi && app.listen == Listen::Port {
+        to.add("listen", "port", "is not possible with protocol = fastcgi: use socket or fd");
+    }
+}
+
+/// The files of an application that speaks FastCGI.
+fn scripts(app: &App, files: &Files, to: &mut Findings) {
+    files_of_any_kind(files, to);
+    // The tenant's home is not there for it, only these parts of it.
+    let mut seen = std::iter::once(&app.directory).chain(&app.writable);
+    let is_seen = |path: &Path| path == Path::new(".") || files.root.starts_with(path);
+    if files.root.is_relative() && app.directory.is_relative() && !seen.any(|path| is_seen(path)) {
+        let hint =
+            "is not beneath its directory nor what it may write to, so that it would not see its scripts";
+        to.add("root", files.root.display(), hint);
+    }
+    if let Some(name) = files.env.keys().next() {
+        to.add("files.env", name, "has no effect: set the application's own env");
+    }
+    if let Some(seconds) = files.timeout_seconds {
+        to.add("files.timeout_seconds", seconds, "has no effect: set the application's own timeout_seconds");
     }
 }
 
@@ -215,6 +253,8 @@ mod tests {
             r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1,"cpu_max":"150%""#,
             r#""outbound":["203.0.113.7:443","[2001:db8::1]:443","db.internal:3306"],"listen":"port""#,
             r#""outbound":[]"#,
+            r#""protocol":"fastcgi","files":{"root":"a/html","front_controller":"index.php","extensions":[".phtml"]}"#,
+            r#""protocol":"fastcgi","files":{"root":"/usr/share/wiki"},"listen":"fd""#,
             r#""outbound":"host","databases":[{"socket":"/run/a.sock","inside":"/tmp/a.sock"}],"min":1"#,
         ] {
             assert_eq!(fields(more), [""; 0], "{more}");
@@ -245,6 +285,16 @@ mod tests {
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":0}"#.to_owned()),
             ("ready.within_seconds", r#""ready":{"path":"/","within_seconds":301}"#.to_owned()),
             ("listen", r#""listen":"port","outbound":"host""#.to_owned()),
+            ("listen", r#""listen":"port","protocol":"fastcgi","files":{"root":"a/html"}"#.to_owned()),
+            ("root", r#""protocol":"fastcgi""#.to_owned()),
+            ("root", r#""files":{"root":"a"}"#.to_owned()),
+            ("root", r#""protocol":"fastcgi","files":{"root":"b"}"#.to_owned()),
+            ("deny", r#""protocol":"fastcgi","files":{"root":"a","deny":["x"]}"#.to_owned()),
+            ("files.env", r#""protocol":"fastcgi","files":{"root":"a","env":{"A":"b"}}"#.to_owned()),
+            (
+                "files.timeout_seconds",
+                r#""protocol":"fastcgi","files":{"root":"a","timeout_seconds":1}"#.to_owned(),
+            ),
             ("outbound", r#""outbound":["db.internal"]"#.to_owned()),
             ("outbound", r#""outbound":["a:1","a:1"]"#.to_owned()),
             ("outbound", r#""outbound":["a:8080"],"listen":"port""#.to_owned()),

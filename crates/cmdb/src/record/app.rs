@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Amount, Base, Outbound};
+use super::{Amount, Base, Files, Outbound};
 
 /// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
@@ -33,6 +33,11 @@ pub struct App {
     pub directory: PathBuf,
     #[serde(default)]
     pub listen: Listen,
+    #[serde(default, skip_serializing_if = "Protocol::is_default")]
+    pub protocol: Protocol,
+    /// FastCGI: the document root, which of its files are scripts for the application, and how the others are served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub files: Option<Box<Files>>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
     /// Variables whose values are in files that the tenant may read: beneath its home if relative. What is in them is in no
@@ -87,6 +92,23 @@ pub enum Listen {
     Port,
     /// A Unix socket that nagaya listens on and hands to it as descriptor 3 (`LISTEN_FDS=1`, sd_listen_fds(3)).
     Fd,
+}
+
+/// What is spoken with an application.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Protocol {
+    /// HTTP/1.1: the application gets all requests as they are.
+    #[default]
+    Http,
+    /// The application gets requests for scripts, each over a connection of its own; the edge serves the other files.
+    FastCgi,
+}
+
+impl Protocol {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// An answer an application must give, with a status below 500, before it is taken to be ready.
@@ -178,6 +200,14 @@ mod tests {
         let text = r#"{"command":["x"],"directory":"a","listen":"socket"}"#;
         let app: App = serde_json::from_str(text).unwrap();
         assert_eq!((&app.outbound, app.min, app.idle), (&Outbound::None, None, Idle::default()));
+        assert_eq!(serde_json::to_string(&app).unwrap(), text);
+    }
+
+    #[test]
+    fn a_fastcgi_application_has_files() {
+        let text = r#"{"command":["php-fpm"],"directory":"wp","listen":"socket","protocol":"fastcgi","files":{"root":"wp/html","front_controller":"index.php"}}"#;
+        let app: App = serde_json::from_str(text).unwrap();
+        assert_eq!(app.protocol, Protocol::FastCgi);
         assert_eq!(serde_json::to_string(&app).unwrap(), text);
     }
 

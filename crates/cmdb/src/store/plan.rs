@@ -463,6 +463,7 @@ fn field_beneath_home(site: &Site) -> Option<&'static str> {
         Backend::App(app) if app.directory.is_relative() => Some("directory"),
         Backend::App(app) if app.writable.iter().any(|path| path.is_relative()) => Some("writable"),
         Backend::App(app) if app.secrets.values().any(|path| path.is_relative()) => Some("secrets"),
+        Backend::App(app) if app.files.as_ref().is_some_and(|files| files.root.is_relative()) => Some("root"),
         Backend::App(_) | Backend::Http(_) => None,
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Not here: running it (`cgi`, `php`), or its rights: the keeper looks at those when it starts the program.
 
-use nagaya_cmdb::record::{Backend, Files};
+use nagaya_cmdb::record::{Backend, Files, Protocol};
 
 use super::{FileServer, Found, Root, refuse_denied};
 use crate::path::{RelPath, is_hidden};
@@ -14,6 +14,8 @@ pub enum Programs {
     None,
     Cgi,
     Php,
+    /// Scripts for an application.
+    FastCgi,
 }
 
 /// A program, and what of the path it is to interpret itself.
@@ -30,6 +32,7 @@ impl Programs {
         match backend {
             Backend::Cgi(_) => Self::Cgi,
             Backend::Php(_) => Self::Php,
+            Backend::App(app) if app.protocol == Protocol::FastCgi => Self::FastCgi,
             Backend::Static(_) | Backend::Http(_) | Backend::App(_) => Self::None,
         }
     }
@@ -40,8 +43,9 @@ impl Programs {
         match self {
             Self::None => false,
             Self::Php => ends_with(name, ".php"),
+            Self::FastCgi if files.extensions.is_empty() => ends_with(name, ".php"),
             Self::Cgi if files.extensions.is_empty() => ends_with(name, ".cgi"),
-            Self::Cgi => files.extensions.iter().any(|extension| ends_with(name, extension)),
+            Self::Cgi | Self::FastCgi => files.extensions.iter().any(|extension| ends_with(name, extension)),
         }
     }
 
@@ -51,7 +55,7 @@ impl Programs {
             _ if !files.index.is_empty() => &[],
             Self::None => &["index.html"],
             Self::Cgi => &["index.cgi", "index.html"],
-            Self::Php => &["index.php", "index.html"],
+            Self::Php | Self::FastCgi => &["index.php", "index.html"],
         };
         files.index.iter().map(String::as_str).chain(defaults.iter().copied())
     }

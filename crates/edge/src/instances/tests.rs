@@ -166,6 +166,19 @@ fn requests_that_come_together_ask_once_and_the_first_gets_the_connection() {
 }
 
 #[test]
+fn a_connection_that_nobody_waits_for_is_not_kept() {
+    run(|mut peer, instances| async move {
+        let in_line = instances.hold(&site(), None);
+        let app = peer.use_asked().await.using(7, None);
+        rustix::io::ioctl_fionbio(&app, true).unwrap();
+        let app = UnixStream::from_std(app.into()).unwrap();
+        app.readable().await.unwrap();
+        assert_eq!(app.try_read(&mut [0]).unwrap(), 0, "it is closed before the request's turn has come");
+        assert_eq!(in_line.awake().await.unwrap().instance, InstanceId(7), "and the instance is kept awake");
+    });
+}
+
+#[test]
 fn it_is_given_back_once_no_request_has_needed_it_for_a_while() {
     run(|mut peer, instances| async move {
         let hold = instances.hold(&site(), None);

@@ -41,9 +41,9 @@ pub(super) fn for_cgi(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Re
     })
 }
 
-/// Calls `put` with each variable of a PHP script, each name once. What the operator set for the site (`env`)
+/// Calls `put` with each variable of a script that is reached by FastCGI, each name once. What the operator set for the site (`env`)
 /// replaces a variable of the same name, so that no client's header can take its place.
-pub(super) fn for_php(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
+pub(super) fn for_fastcgi(facts: &Facts<'_>, mut put: impl FnMut(&str, &[u8])) -> Result<(), Refusal> {
     by_rules(facts, &mut put);
     let mut put = |name: &str, value: &[u8]| {
         if !is_by_rules(facts, name) {

@@ -1,19 +1,22 @@
-//! Programs of a site: CGI, one process per request, and PHP, workers that serve one request at a time.
+//! Programs of a site: CGI, one process per request; PHP, workers that serve one request at a time; and the scripts of an
+//! application that speaks FastCGI.
 //!
-//! Not here: which file of a site is a program (`files`, `path`), the processes themselves (`keeper`), redirects that a program
-//! wants followed inside the server (`request`, which bounds them).
+//! Not here: which file of a site is a program (`files`, `path`), the processes themselves (`keeper`), waking an application
+//! (`instances`), redirects that a program wants followed inside the server (`exchange`, which bounds them).
 //!
-//! Read in this order: `environment` (what a program is told), `cgi` or `pool` and `php` (how it is run),
-//! `response` and `answer` (what becomes of its output), `patience` (how long it may take).
+//! Read in this order: `environment` (what a program is told), `cgi`, `pool` and `php`, or `instance` (how it is run),
+//! `responder` (FastCGI over one connection), `response` and `answer` (what becomes of its output), `patience` (how long it
+//! may take).
 
 mod after;
 mod answer;
 mod cgi;
 mod environment;
-mod fastcgi;
+mod instance;
 mod patience;
 mod php;
 mod pool;
+mod responder;
 mod response;
 mod spool;
 
@@ -28,17 +31,19 @@ use std::time::Duration;
 use nagaya_cmdb::record::Files;
 use nagaya_cmdb::{Site, Tenant};
 use nagaya_keeper::client::{ClientError, Keeper};
+use nagaya_keeper::fastcgi::{Connection, Opening};
 use nagaya_keeper::protocol::Failure as KeeperFailure;
 
 use self::after::After;
 use self::answer::{Failure, Timed};
 use self::environment::Facts;
 pub use self::environment::document_root;
-use self::fastcgi::Opening;
+pub use self::instance::{Call, Unanswered};
 use self::patience::{Alarm, Gauge, Patience};
-use self::php::{ErrorLines, Exchange, Retry, Serving};
+use self::php::Serving;
 pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
+use self::responder::{ErrorLines, Exchange, Retry};
 use self::spool::Spool;
 use crate::message::{Request, Response, ResponseBody};
 use crate::metrics::Metrics;
@@ -158,7 +163,7 @@ impl Programs {
         let files = files_of(site)?;
         let body = self.spool.take_in(body).await?;
         let facts = Facts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
-        let opening = opening(&facts)?;
+        let opening = opening(&facts, Connection::Kept)?;
         self.after.begin();
         let mut lease = self.pools.lease(tenant, || self.start_php(tenant)).await?;
         if self.enter(&mut lease, site, stay).await.is_err() {
@@ -168,7 +173,7 @@ impl Programs {
         }
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
-        let errors = ErrorLines::new(site.name.clone(), head.id);
+        let errors = ErrorLines::new("PHP", site.name.clone(), head.id);
         let alarm = |lease: &mut Lease| {
             let id = lease.worker().id;
             Alarm::new(patience, Gauge::of(&self.keeper, id, (site, tenant), stay.confinement()))
@@ -185,8 +190,8 @@ impl Programs {
                 let Some(retry) = exchange.into_output().and_then(Exchange::into_retry) else {
                     return Err(refusal(Failure::Unread));
                 };
-                let Retry { serving, opening, body, errors } = retry;
-                let (mut lease, due) = serving.into_lease();
+                let Retry { link, opening, body, errors } = retry;
+                let (mut lease, due) = link.into_lease();
                 lease.renew(|| self.start_php(tenant)).await?;
                 self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
                 let set = alarm(&mut lease);
@@ -293,10 +298,10 @@ fn files_of(site: &Site) -> Result<&Files, Refusal> {
         .ok_or_else(|| Refusal::SiteBroken(format!("site {} has no document root", site.name)))
 }
 
-fn opening(facts: &Facts<'_>) -> Result<Vec<u8>, Refusal> {
-    let mut opening = Opening::new();
+fn opening(facts: &Facts<'_>, connection: Connection) -> Result<Vec<u8>, Refusal> {
+    let mut opening = Opening::new(connection);
     let mut fits = true;
-    environment::for_php(facts, |name, value| {
+    environment::for_fastcgi(facts, |name, value| {
         fits = fits && opening.put(name.as_bytes(), value).is_ok();
     })?;
     if fits { Ok(opening.finish()) } else { Err(Refusal::HeadTooLarge) }

@@ -13,8 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_LENGTH, HeaderValue};
 use http::{Method, StatusCode, Version};
 
-use pool::NoConnection;
-pub use pool::{Address, Connector, Pool, Socket, dial};
+pub use pool::{Address, Connector, NoConnection, Pool, Socket, dial};
 use transfer::{Broken, Transfer};
 
 use crate::http1::framing::Framing;

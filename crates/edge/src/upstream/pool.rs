@@ -144,19 +144,29 @@ impl Pool {
             self.metrics.upstream_connection(UpstreamConnection::Reused);
             return Ok((connection, true));
         }
+        let connection = Connection {
+            socket: self.open(address, connector, limit).await?,
+            input: BytesMut::new(),
+            output: BytesMut::new(),
+            silence: Silence::new(limit),
+        };
+        Ok((connection, false))
+    }
+
+    /// A new connection, for one exchange.
+    pub async fn open(
+        &self,
+        address: &Address,
+        connector: &impl Connector,
+        limit: Duration,
+    ) -> Result<Socket, NoConnection> {
         let connected = match timeout(limit, connector.connect(address)).await {
             Ok(connected) => connected.map_err(NoConnection::Refused),
             Err(_) => Err(NoConnection::Silent(limit)),
         };
         let how = if connected.is_ok() { UpstreamConnection::Opened } else { UpstreamConnection::Failed };
         self.metrics.upstream_connection(how);
-        let connection = Connection {
-            socket: connected?,
-            input: BytesMut::new(),
-            output: BytesMut::new(),
-            silence: Silence::new(limit),
-        };
-        Ok((connection, false))
+        connected
     }
 
     fn take_idle(&self, address: &Address) -> Option<Connection> {

@@ -1,17 +1,25 @@
 //! nagaya's own requests to an instance, before anybody else's: whether it is ready, and warming it up. A `GET` of
-//! HTTP/1.1 over a connection that serves nothing else, its answer read and thrown away.
+//! HTTP/1.1, or of a script by FastCGI, over a connection that serves nothing else, its answer read and thrown away.
 //!
-//! Not here: which paths (`start`), visitors' requests (`edge`).
+//! Not here: which paths (`start`), visitors' requests (`edge`), FastCGI's records (`fastcgi`).
+
+mod scripts;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use bytes::BytesMut;
+use nagaya_cmdb::record::App;
+use nagaya_cmdb::{Site, Tenant};
 use rustix::io::Errno;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 
+use self::scripts::Scripts;
+use crate::fastcgi::{Decoder, END_OF_BODY, Event};
+use crate::fault::Fault;
 use crate::sys;
 
 /// Of an answer so much is read, bytes: more than any page's start, so that the program comes to its end.
@@ -20,26 +28,85 @@ const ANSWER_MAX: usize = 4 << 20;
 /// Longest first line of an answer, bytes.
 const STATUS_LINE_MAX: usize = 512;
 
-/// Asks for this path, and returns the status.
-pub async fn get(socket: OwnedFd, host: &str, path: &str, within: Duration) -> io::Result<u16> {
-    timeout(within, ask(socket, host, path)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+/// Longest head of a script's answer, bytes, in which its status is looked for.
+const HEAD_MAX: usize = 64 * 1024;
+
+/// Who is asked.
+pub struct Asked {
+    host: String,
+    /// None: it speaks HTTP.
+    scripts: Option<Scripts>,
 }
 
-async fn ask(socket: OwnedFd, host: &str, path: &str) -> io::Result<u16> {
-    let socket = sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?;
+impl Asked {
+    pub fn of(site: &Site, tenant: &Tenant, app: &App) -> Result<Self, Fault> {
+        // A name the application is known by. One that stands for many stands for none here.
+        let plain = site.hosts.iter().map(|host| host.as_str()).find(|host| !host.contains('*'));
+        let scripts = app.files.as_deref().map(|files| Scripts::of(site, tenant, files)).transpose()?;
+        Ok(Self { host: plain.unwrap_or("localhost").to_owned(), scripts })
+    }
+
+    /// Asks for this path, and returns the status.
+    pub async fn get(&self, socket: OwnedFd, path: &str, within: Duration) -> io::Result<u16> {
+        let asked = async {
+            let socket = sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?;
+            match &self.scripts {
+                None => ask(&socket, &self.host, path).await,
+                Some(scripts) => run(&socket, scripts, &self.host, path).await,
+            }
+        };
+        timeout(within, asked).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+async fn send(socket: &AsyncFd<OwnedFd>, mut left: &[u8]) -> io::Result<()> {
+    while !left.is_empty() {
+        let sent = turn(socket, Interest::WRITABLE, |fd| rustix::io::write(fd, left)).await?;
+        left = &left[sent..];
+    }
+    Ok(())
+}
+
+async fn run(socket: &AsyncFd<OwnedFd>, scripts: &Scripts, host: &str, path: &str) -> io::Result<u16> {
+    let mut request = scripts.opening(host, path)?;
+    request.extend_from_slice(&END_OF_BODY);
+    send(socket, &request).await?;
+    let mut piece = vec![0; 16 * 1024];
+    let (mut decoder, mut buffer) = (Decoder::default(), BytesMut::new());
+    let (mut head, mut read) = (Vec::new(), 0);
+    loop {
+        let ended = loop {
+            match decoder.next(&mut buffer).map_err(io::Error::other)? {
+                Some(Event::Stdout(output)) => {
+                    head.extend_from_slice(&output[..output.len().min(HEAD_MAX - head.len())]);
+                }
+                Some(Event::Stderr(_)) => {}
+                Some(Event::End { .. }) => break true,
+                None => break false,
+            }
+        };
+        if ended || read >= ANSWER_MAX {
+            return scripts::status_of(&head);
+        }
+        let len = turn(socket, Interest::READABLE, |fd| rustix::io::read(fd, &mut piece[..])).await?;
+        if len == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        read += len;
+        buffer.extend_from_slice(&piece[..len]);
+    }
+}
+
+async fn ask(socket: &AsyncFd<OwnedFd>, host: &str, path: &str) -> io::Result<u16> {
     let request = format!(
         "GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: nagaya\r\nAccept: */*\r\nConnection: close\r\n\r\n"
     );
-    let mut left = request.as_bytes();
-    while !left.is_empty() {
-        let sent = turn(&socket, Interest::WRITABLE, |fd| rustix::io::write(fd, left)).await?;
-        left = &left[sent..];
-    }
+    send(socket, request.as_bytes()).await?;
     let mut buffer = vec![0; 16 * 1024];
     let (mut head, mut read) = (Vec::new(), 0);
     let mut status = None;
     loop {
-        let len = turn(&socket, Interest::READABLE, |fd| rustix::io::read(fd, &mut buffer[..])).await?;
+        let len = turn(socket, Interest::READABLE, |fd| rustix::io::read(fd, &mut buffer[..])).await?;
         if status.is_none() {
             head.extend_from_slice(&buffer[..len.min(STATUS_LINE_MAX)]);
             status = status_of(&head)?;
@@ -93,32 +160,57 @@ mod tests {
         }
     }
 
-    fn asked(answer: &'static [u8]) -> (io::Result<u16>, String) {
+    /// The status of an answer to a request that ends in `last`, and the request.
+    fn asked(backend: &str, last: &'static [u8], answer: &'static [u8]) -> (io::Result<u16>, Vec<u8>) {
         use std::io::{Read, Write};
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let server = std::thread::spawn(move || {
             let mut seen = Vec::new();
-            while !seen.ends_with(b"\r\n\r\n") {
+            while !seen.ends_with(last) {
                 let mut byte = [0];
                 theirs.read_exact(&mut byte).unwrap();
                 seen.push(byte[0]);
             }
             // Whoever asked may not read all of it.
             let _ = theirs.write_all(answer);
-            String::from_utf8(seen).unwrap()
+            seen
         });
+        let site = format!(
+            r#"{{"name":"a","tenant":"t","hosts":["*.x","a.test"],"backend":{{"kind":"app","command":["x"],"directory":"d"{backend}}}}}"#
+        );
+        let site: Site = serde_json::from_str(&site).unwrap();
+        let tenant: Tenant =
+            serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
+        let nagaya_cmdb::Backend::App(app) = &site.backend else { panic!("an application") };
+        let asked = Asked::of(&site, &tenant, app).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let status = runtime.block_on(get(ours.into(), "a.test", "/up?x=1", Duration::from_secs(20)));
+        let status = runtime.block_on(asked.get(ours.into(), "/up?x=1", Duration::from_secs(20)));
         (status, server.join().unwrap())
     }
 
     #[test]
+    fn a_script_is_asked_by_fastcgi() {
+        const FASTCGI: &str =
+            r#","protocol":"fastcgi","files":{"root":"d/html","front_controller":"index.php"}"#;
+        let answer = b"\x01\x06\0\x01\0\x19\0\0Status: 404 no\r\nA: b\r\n\r\nx\x01\x03\0\x01\0\x08\0\0\0\0\0\0\0\0\0\0";
+        let (status, seen) = asked(FASTCGI, &END_OF_BODY, answer);
+        assert_eq!(status.unwrap(), 404);
+        let seen = String::from_utf8_lossy(&seen);
+        for pair in ["SCRIPT_FILENAME/home/t/d/html/index.php", "REQUEST_URI/up?x=1", "HTTP_HOSTa.test"] {
+            assert!(seen.contains(pair), "{pair}: {seen:?}");
+        }
+        for bad in [&b""[..], b"HTTP/1.1 200 OK\r\n\r\n", &answer[..40]] {
+            assert!(asked(FASTCGI, &END_OF_BODY, bad).0.is_err(), "{}", bad.escape_ascii());
+        }
+    }
+
+    #[test]
     fn a_real_answer_is_read_to_its_end() {
-        let (status, seen) = asked(b"HTTP/1.1 302 Found\r\nLocation: /x\r\n\r\nbody");
+        let (status, seen) = asked("", b"\r\n\r\n", b"HTTP/1.1 302 Found\r\nLocation: /x\r\n\r\nbody");
         assert_eq!(status.unwrap(), 302);
-        assert!(seen.starts_with("GET /up?x=1 HTTP/1.1\r\nHost: a.test\r\n"), "{seen}");
-        let (status, _) = asked(b"");
+        assert!(seen.starts_with(b"GET /up?x=1 HTTP/1.1\r\nHost: a.test\r\n"), "{}", seen.escape_ascii());
+        let (status, _) = asked("", b"\r\n\r\n", b"");
         assert_eq!(status.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{App, Idle, Listen};
+use nagaya_cmdb::record::{App, Files, Idle, Listen};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -363,5 +363,10 @@ pub fn of_sandbox(error: &SandboxError) -> Fault {
 /// What of a record a running instance was made from.
 pub fn what_runs(app: &App) -> App {
     let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
-    App { start_seconds: None, cpu_max: None, ..when }
+    // Of its files, which scripts are where. What the edge makes of the others is not its concern.
+    let files = app.files.as_ref().map(|files| {
+        let Files { root, index, front_controller, extensions, .. } = (**files).clone();
+        Box::new(Files { root, index, front_controller, extensions, ..Files::default() })
+    });
+    App { start_seconds: None, cpu_max: None, files, ..when }
 }

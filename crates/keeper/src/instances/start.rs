@@ -21,10 +21,11 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::door::Door;
+use super::get::Asked;
 use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
-use super::{Instance, PER_TENANT_MAX, START_MAX, address, get, surroundings};
+use super::{Instance, PER_TENANT_MAX, START_MAX, address, surroundings};
 use crate::bases::{Sought, Unpacked};
 use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
@@ -460,18 +461,19 @@ async fn make_ready(
     };
     instance.mark(Stage::Ready, Instant::now().into());
     let until = if body.image.is_some() { until.min(Instant::now() + TRIAL_MAX) } else { until };
-    let said = timeout_at(until, until_answered(body, &host(&site), path, below)).await;
+    let asked = Asked::of(&site, &instance.tenant(), app)?;
+    let said = timeout_at(until, until_answered(body, &asked, path, below)).await;
     said.map_err(|_| {
         let why = format!("listens, but does not answer GET {path} with a status below {below} in time");
         broken(&site, fault::NOT_READY, &why)
     })
 }
 
-async fn until_answered(body: &Body, host: &str, path: &str, below: u16) {
+async fn until_answered(body: &Body, asked: &Asked, path: &str, below: u16) {
     let mut pause = TRY_FIRST;
     loop {
         if let Ok(socket) = body.connect().await
-            && get::get(socket, host, path, START_MAX).await.is_ok_and(|status| status < below)
+            && asked.get(socket, path, START_MAX).await.is_ok_and(|status| status < below)
         {
             return;
         }
@@ -491,7 +493,7 @@ pub async fn take_image(
     let unfit = || Fault::new(Failure::Broken, fault::BAD_IMAGE, "it runs in no sandbox");
     let Inside { housing, made } = inside.ok_or_else(unfit)?;
     let subject = made.subject.ok_or_else(unfit)?;
-    warm_up(&housing.site, &housing.app, body).await;
+    warm_up(&housing, body).await;
     instance.mark(Stage::Image, Instant::now().into());
     let what = Arc::new((housing, images, made.sandbox, made.handover, subject.clone()));
     let mut pauses = TAKE_PAUSES.into_iter();
@@ -515,24 +517,23 @@ pub async fn take_image(
 }
 
 /// nagaya's own requests, so that what a first visitor's would load is loaded. What they answer is of no account.
-async fn warm_up(site: &Site, app: &App, body: &Body) {
+async fn warm_up(housing: &Housing, body: &Body) {
+    let Housing { site, tenant, app, .. } = housing;
     let until = Instant::now() + WARM_UP_MAX;
+    let asked = match Asked::of(site, tenant, app) {
+        Ok(asked) => asked,
+        Err(fault) => return tracing::info!(site = %site.name, "it is not warmed up: {fault}"),
+    };
     for path in &app.warm_up {
         let left = until.saturating_duration_since(Instant::now());
         let Ok(socket) = body.connect().await else { return };
-        match get::get(socket, &host(site), path, left).await {
+        match asked.get(socket, path, left).await {
             Ok(status) => tracing::debug!(site = %site.name, path, status, "warmed up"),
             Err(error) => {
                 tracing::info!(site = %site.name, path, %error, "warming it up with this path failed")
             }
         }
     }
-}
-
-/// A name the application is known by. One that stands for many stands for none here.
-fn host(site: &Site) -> String {
-    let plain = site.hosts.iter().map(|host| host.as_str()).find(|host| !host.contains('*'));
-    plain.unwrap_or("localhost").to_owned()
 }
 
 fn broken(site: &Site, code: nagaya_base::Code, why: &str) -> Fault {

@@ -93,6 +93,15 @@ pub enum Listen {
     Fd,
 }
 
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Protocol {
+    /// HTTP/1.1
+    Http,
+    /// FastCGI: it gets requests for scripts, and the other files below --root are served without it
+    #[value(name = "fastcgi")]
+    FastCgi,
+}
+
 #[derive(Debug, Default, clap::Args)]
 pub struct Fields {
     /// The tenant it belongs to
@@ -131,7 +140,7 @@ pub struct Fields {
 }
 
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "Files (static, cgi, php)")]
+#[command(next_help_heading = "Files (static, cgi, php, app with --protocol fastcgi)")]
 pub struct FileFields {
     /// Document root, beneath the tenant's home if relative
     #[arg(long, value_name = "DIR")]
@@ -154,7 +163,7 @@ pub struct FileFields {
     /// Program that also gets every path without a file, like index.php
     #[arg(long, value_name = "FILE")]
     pub front_controller: Option<String>,
-    /// File name ending of programs (cgi), like .cgi; repeat for more
+    /// File name ending of programs (cgi, app), like .cgi; repeat for more
     #[arg(long = "extension", value_name = "ENDING")]
     pub extensions: Vec<String>,
 }
@@ -177,6 +186,9 @@ pub struct ServerFields {
     /// What it listens on (app)
     #[arg(long, value_enum)]
     pub listen: Option<Listen>,
+    /// What is spoken with it (app)
+    #[arg(long, value_enum)]
+    pub protocol: Option<Protocol>,
     /// How long it may take until it listens (app), in seconds
     #[arg(long, value_name = "N")]
     pub start_seconds: Option<u32>,
@@ -313,7 +325,12 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
         other => other.replace('-', "_"),
     };
     let backend = record.get_mut("backend").and_then(Value::as_object_mut);
-    let removed = backend.and_then(|backend| backend.remove(&field)).or_else(|| record.remove(&field));
+    let removed = backend
+        .and_then(|backend| {
+            let own = backend.remove(&field);
+            own.or_else(|| backend.get_mut("files")?.as_object_mut()?.remove(&field))
+        })
+        .or_else(|| record.remove(&field));
     match removed {
         Some(_) => Ok(()),
         None => Err(CliError::Usage(format!("the site has no {option} to unset"))),
@@ -335,7 +352,13 @@ impl Fields {
         if let Some(kind) = self.backend {
             backend = for_kind(backend, kind);
         }
-        self.files.apply(&mut backend);
+        if backend.get("kind").and_then(Value::as_str) == Some(word(&Kind::App).as_str()) {
+            let mut files = part(&backend, "files");
+            self.files.apply(&mut files);
+            put_part(&mut backend, "files", files);
+        } else {
+            self.files.apply(&mut backend);
+        }
         self.server.apply(&mut backend);
         self.instance.apply(&mut backend);
         put_map(&mut backend, "env", &self.env);
@@ -365,6 +388,7 @@ impl ServerFields {
         put_list(backend, "command", &self.command);
         put(backend, "directory", self.directory.as_ref());
         put(backend, "listen", self.listen.map(|listen| word(&listen)));
+        put(backend, "protocol", self.protocol.map(|protocol| word(&protocol)));
         put(backend, "start_seconds", self.start_seconds);
     }
 }

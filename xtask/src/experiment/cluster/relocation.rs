@@ -14,7 +14,8 @@ use serde_json::json;
 use super::{host, import, is_on, lab, place_on, setting_note, until};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
-use crate::content::{App, django, redmine, wordpress};
+use crate::content::wordpress::{self, Server};
+use crate::content::{App, django, redmine};
 use crate::experiment::{Setting, UID_BASE};
 use crate::http::{self, Visit};
 use crate::interrupt;
@@ -134,7 +135,11 @@ fn apps(lab: &Lab, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
     let hosted = |name, uid, app| Hosted { name, uid, app };
     Ok(vec![
         hosted("django", UID_BASE, django::create(&dir("django"), UID_BASE)?),
-        hosted("wordpress", UID_BASE + 1, wordpress::create(&dir("wordpress"), UID_BASE + 1, &account)?),
+        hosted(
+            "wordpress",
+            UID_BASE + 1,
+            wordpress::create(&dir("wordpress"), UID_BASE + 1, &account, Server::Apache)?,
+        ),
         hosted("redmine", UID_BASE + 2, redmine::create(&dir("redmine"), UID_BASE + 2)?),
     ])
 }

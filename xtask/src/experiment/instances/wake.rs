@@ -1,5 +1,5 @@
 //! `wake`: how long a visitor waits for the first byte of a page from a database, through the edge, when its application
-//! rests at each tier; Django on gunicorn, WordPress on Apache, Redmine on puma.
+//! rests at each tier; Django on gunicorn, WordPress on Apache and on php-fpm, Redmine on puma.
 //!
 //! Not here: many at once (`parallel`), what resting costs (`rest_cost`).
 
@@ -12,7 +12,8 @@ use serde_json::json;
 use super::{Hosted, Hosting, has_swap, place, uid};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
-use crate::content::{App, django, redmine, wordpress};
+use crate::content::wordpress::{self, Server};
+use crate::content::{App, django, redmine};
 use crate::experiment::{Setting, UID_BASE};
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
@@ -71,12 +72,14 @@ impl From {
     }
 }
 
-const GOALS: [Goal; 7] = [
+const GOALS: [Goal; 9] = [
     Goal { key: "django_image_ms", bound: Bound::AtMost(50.0), aim: 25.0 },
     Goal { key: "wordpress_apache_image_ms", bound: Bound::AtMost(85.0), aim: 50.0 },
+    Goal { key: "wordpress_fpm_image_ms", bound: Bound::AtMost(85.0), aim: 50.0 },
     Goal { key: "redmine_image_ms", bound: Bound::AtMost(95.0), aim: 50.0 },
     Goal { key: "django_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
     Goal { key: "wordpress_apache_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
+    Goal { key: "wordpress_fpm_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
     Goal { key: "redmine_frozen_added_ms", bound: Bound::AtMost(5.0), aim: 1.0 },
     Goal { key: "errors", bound: Bound::AtMost(0.0), aim: 0.0 },
 ];
@@ -120,16 +123,25 @@ pub fn run(setting: &Setting) -> Result<()> {
 
 fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
     eprintln!("preparing Django, WordPress and Redmine");
-    let account = mariadb.database("wordpress")?;
     let dir = |name: &str| place(setting.dir(), name);
-    let (django_uid, wordpress_uid, redmine_uid) = (uid(0)?, uid(1)?, uid(2)?);
+    let (django_uid, apache_uid, redmine_uid, fpm_uid) = (uid(0)?, uid(1)?, uid(2)?, uid(3)?);
     let hosted = |name: &str, uid: u32, app: App| Hosted { name: name.into(), uid, app };
     Ok(vec![
         hosted("django", django_uid, django::create(&dir("django"), django_uid)?),
         hosted(
             "wordpress_apache",
-            wordpress_uid,
-            wordpress::create(&dir("wordpress"), wordpress_uid, &account)?,
+            apache_uid,
+            wordpress::create(
+                &dir("wordpress"),
+                apache_uid,
+                &mariadb.database("wordpress")?,
+                Server::Apache,
+            )?,
+        ),
+        hosted(
+            "wordpress_fpm",
+            fpm_uid,
+            wordpress::create(&dir("wordpress-fpm"), fpm_uid, &mariadb.database("fpm")?, Server::PhpFpm)?,
         ),
         hosted("redmine", redmine_uid, redmine::create(&dir("redmine"), redmine_uid)?),
     ])

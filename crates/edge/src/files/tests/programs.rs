@@ -95,3 +95,15 @@ fn the_endings_of_a_cgi_site_are_its_own() {
     world.programs = Programs::None;
     assert_eq!(find(&world, "/a.pl"), Ok(None));
 }
+
+#[test]
+fn an_applications_scripts_end_as_its_record_says() {
+    let mut world = php();
+    world.programs = Programs::FastCgi;
+    let script = |name: &str| Ok(Some((name.to_owned(), String::new())));
+    assert_eq!((find(&world, "/doku.php"), find(&world, "/")), (script("doku.php"), script("index.php")));
+    world.write("run.fcgi", "");
+    assert_eq!(find(&world, "/run.fcgi"), Ok(None), "a file");
+    world.files.extensions = vec![".fcgi".into()];
+    assert_eq!((find(&world, "/run.fcgi"), find(&world, "/doku.php")), (script("run.fcgi"), Ok(None)));
+}

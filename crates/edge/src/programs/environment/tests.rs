@@ -75,7 +75,7 @@ fn php(
     let tenant = tenant();
     let files = site.backend.files().unwrap();
     let facts = Facts { head, body_len, site, tenant: &tenant, files, script };
-    collected(|put| for_php(&facts, put))
+    collected(|put| for_fastcgi(&facts, put))
 }
 
 fn cgi(head: &Head, site: &Site) -> BTreeMap<String, String> {
@@ -190,7 +190,7 @@ fn what_rules_set_comes_before_everything_else() {
     let head = head(&[("accept", b"a")]);
     let (tenant, files) = (tenant(), site.backend.files().unwrap());
     let facts = Facts { head: &head, body_len: None, site: &site, tenant: &tenant, files, script: &script };
-    for all in [collected(|put| for_php(&facts, put)), collected(|put| for_cgi(&facts, put))] {
+    for all in [collected(|put| for_fastcgi(&facts, put)), collected(|put| for_cgi(&facts, put))] {
         let all = all.unwrap();
         assert_eq!((&*all["APP_ENV"], &*all["REMOTE_USER"]), ("test", "ann"));
         assert!(!all.contains_key("HTTP_ACCEPT"));

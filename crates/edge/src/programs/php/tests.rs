@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::Method;
 use nagaya_cmdb::cell::{self, Confinement, CpuQuota};
+use nagaya_keeper::fastcgi::{Connection, Opening};
 
 use crate::message::{BodyError, RequestBody};
 use crate::options::{Limits, Options};
@@ -168,7 +169,7 @@ fn a_body_of_unknown_length_gets_one() {
 
 /// A request as FastCGI records, which a visitor could send as the body of a `PUT`.
 fn smuggled(file: &str) -> Vec<u8> {
-    let mut opening = crate::programs::fastcgi::Opening::new();
+    let mut opening = Opening::new(Connection::Kept);
     for (name, value) in [("SCRIPT_FILENAME", file), ("REQUEST_METHOD", "GET"), ("SCRIPT_NAME", "/x")] {
         opening.put(name.as_bytes(), value.as_bytes()).unwrap();
     }
@@ -418,19 +419,6 @@ fn a_worker_moves_to_another_thread() {
         });
         assert_eq!(pid(&thread).await, here, "and back, though that runtime is gone");
     });
-}
-
-#[test]
-fn error_output_is_bounded_whatever_its_lines() {
-    let mut errors =
-        super::ErrorLines::new(nagaya_cmdb::SiteName::new("demo").unwrap(), nagaya_base::RequestId(1));
-    errors.take(&vec![b'x'; 3 * super::ERROR_LINE_LEN_MAX]);
-    assert_eq!(errors.line.len(), super::ERROR_LINE_LEN_MAX);
-    assert_eq!(errors.lines, 0, "a line is logged when it ends");
-    errors.take(b"y\n\nsecond\nthird");
-    assert_eq!((errors.lines, errors.line.as_slice()), (2, &b"third"[..]));
-    errors.end();
-    assert_eq!((errors.lines, errors.line.len()), (3, 0));
 }
 
 const BUSY: &str = "<?php $end = hrtime(true) + 5e6; while (hrtime(true) < $end); echo getmypid();";

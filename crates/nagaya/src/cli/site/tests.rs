@@ -318,3 +318,26 @@ fn an_applications_surroundings_and_rest_are_set_and_its_mistakes_told_together(
         assert!(Line::try_parse_from(line.split_whitespace()).is_err(), "{line}");
     }
 }
+
+#[test]
+fn an_application_that_speaks_fastcgi_has_files() {
+    let world = world();
+    world.ok("tenant add demo --home /srv/demo");
+    world.ok(
+        "site add wp --tenant demo --host wp --backend app --directory wp --command php-fpm --protocol fastcgi \
+         --root wp/html --front-controller index.php --deny /private",
+    );
+    let expected = json!({
+        "kind": "app", "command": ["php-fpm"], "directory": "wp", "listen": "socket", "protocol": "fastcgi",
+        "files": {"root": "wp/html", "deny": ["/private"], "front_controller": "index.php"},
+    });
+    assert_eq!(world.site("wp")["backend"], expected);
+    world.ok("site set wp --cache-control max-age=60 --unset deny --unset front-controller");
+    let files = &world.site("wp")["backend"]["files"];
+    assert_eq!(*files, json!({"root": "wp/html", "cache_control": "max-age=60"}));
+    let told = world.refused("site set wp --protocol http --listen port");
+    assert!(told.contains("root: 'wp/html' has no effect"), "{told}");
+    let told = world.refused("site set wp --listen port");
+    assert!(told.contains("listen: 'port' is not possible with protocol = fastcgi"), "{told}");
+    world.ok("site set wp --protocol http --unset files");
+}

@@ -1,11 +1,12 @@
-//! FastCGI records: what a web server sends to a worker, and what a worker sends back.
+//! FastCGI records: what a web server sends to a program, and what the program sends back.
 //!
 //! Own code rather than a crate: `fastcgi-client` 0.12, the one that is kept up, writes the whole request body before it
 //! reads the first byte of the answer (a script that answers while it reads would block both sides for ever), copies
 //! every piece, and cannot say whether the connection is still clean. What is needed of the protocol is one
 //! request at a time, which is little.
 //!
-//! Not here: the connection and its life (`php`, `pool`), the meaning of the output (`response`).
+//! Used by the edge, for PHP workers and for instances that speak it, and by the keeper for its own requests to those.
+//! Not here: the connection and its life (`edge::programs`, `instances::get`), the meaning of the output.
 //!
 //! A record is: version, type, request id (2 bytes), content length (2), padding length, reserved; then content and padding.
 
@@ -27,28 +28,41 @@ const END_REQUEST_LEN: usize = 8;
 const REQUEST_ID: [u8; 2] = [0, 1];
 
 /// Longest content of one record.
-pub(super) const CONTENT_MAX: usize = u16::MAX as usize;
+pub const CONTENT_MAX: usize = u16::MAX as usize;
 
 // === What is sent ===
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a variable is longer than a FastCGI record")]
-pub(super) struct TooLong;
+pub struct TooLong;
 
 /// The first bytes of a request: its beginning and its parameters.
 #[derive(Debug)]
-pub(super) struct Opening {
+pub struct Opening {
     bytes: Vec<u8>,
     /// Where the parameter record that is still open begins.
     record: usize,
 }
 
+/// What becomes of the connection when the request has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Connection {
+    /// It carries another request.
+    Kept,
+    /// The program closes it.
+    Closed,
+}
+
 impl Opening {
-    pub fn new() -> Self {
+    pub fn new(connection: Connection) -> Self {
+        let flags = match connection {
+            Connection::Kept => KEEP_CONN,
+            Connection::Closed => 0,
+        };
         // A usual request has about 1,500 bytes of parameters.
         let mut bytes = Vec::with_capacity(4096);
         bytes.extend_from_slice(&header(BEGIN_REQUEST, 8));
-        bytes.extend_from_slice(&[0, ROLE_RESPONDER, KEEP_CONN, 0, 0, 0, 0, 0]);
+        bytes.extend_from_slice(&[0, ROLE_RESPONDER, flags, 0, 0, 0, 0, 0]);
         let record = bytes.len();
         bytes.extend_from_slice(&header(PARAMS, 0));
         Self { bytes, record }
@@ -74,9 +88,9 @@ impl Opening {
 
     /// Ends the parameters. The bytes to send, behind which the body follows, if there is one.
     ///
-    /// The empty record that would end the body is never sent. PHP takes the length from `CONTENT_LENGTH` and does not
-    /// read that record, and so it would hide what matters more: whether the worker has read *everything* it was
-    /// sent. If so, the connection is clean; if not when it dies, it had not begun (see `php`).
+    /// The empty record that ends the body (`END_OF_BODY`) is not sent to PHP workers. PHP takes the length from
+    /// `CONTENT_LENGTH` and does not read that record, and so it would hide what matters more: whether the worker has read
+    /// *everything* it was sent. If so, the connection is clean; if not when it dies, it had not begun.
     pub fn finish(mut self) -> Vec<u8> {
         if self.open_len() > 0 {
             self.close_record();
@@ -95,8 +109,11 @@ impl Opening {
     }
 }
 
+/// The record that ends a request's body.
+pub const END_OF_BODY: [u8; HEADER_LEN] = [VERSION, STDIN, REQUEST_ID[0], REQUEST_ID[1], 0, 0, 0, 0];
+
 /// The header of a record that carries `len` bytes of request body.
-pub(super) fn body_header(len: u16) -> [u8; HEADER_LEN] {
+pub fn body_header(len: u16) -> [u8; HEADER_LEN] {
     header(STDIN, len)
 }
 
@@ -121,7 +138,7 @@ fn put_len(bytes: &mut Vec<u8>, text: &[u8]) {
 
 /// What a worker said.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Event {
+pub enum Event {
     /// A piece of output, perhaps only a part of its record.
     Stdout(Bytes),
     Stderr(Bytes),
@@ -133,7 +150,7 @@ pub(super) enum Event {
 
 /// The worker does not speak the protocol; nothing it says can be trusted from here on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ProtocolError {
+pub enum ProtocolError {
     #[error("a FastCGI record of version {0}")]
     Version(u8),
     #[error("a FastCGI record of type {0}, which no worker sends")]
@@ -148,7 +165,7 @@ pub(super) enum ProtocolError {
 
 /// Cuts what a worker sends into events, without copying.
 #[derive(Debug, Default)]
-pub(super) struct Decoder {
+pub struct Decoder {
     open: Option<Record>,
 }
 

@@ -78,13 +78,17 @@ fn pairs(mut content: &[u8]) -> Vec<(Vec<u8>, Vec<u8>)> {
 
 #[test]
 fn a_request_without_parameters_is_begun_and_ended() {
-    let sent = records(&Opening::new().finish());
+    let sent = records(&Opening::new(Connection::Kept).finish());
     assert_eq!(sent, [(BEGIN_REQUEST, vec![0, 1, 1, 0, 0, 0, 0, 0]), (PARAMS, vec![])]);
+    let mut once = Opening::new(Connection::Closed).finish();
+    once.extend_from_slice(&END_OF_BODY);
+    let closed = (BEGIN_REQUEST, vec![0, 1, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(records(&once), [closed, (PARAMS, vec![]), (STDIN, vec![])]);
 }
 
 #[test]
 fn a_parameter_longer_than_a_record_is_refused() {
-    let mut opening = Opening::new();
+    let mut opening = Opening::new(Connection::Kept);
     assert_eq!(opening.put(b"A", &vec![b'x'; CONTENT_MAX]), Err(TooLong));
     // Five bytes of lengths and the name.
     assert_eq!(opening.put(b"A", &vec![b'x'; CONTENT_MAX - 6]), Ok(()));
@@ -141,7 +145,7 @@ proptest! {
     ) {
         let all: Vec<(Vec<u8>, Vec<u8>)> =
             sizes.into_iter().map(|(name, value)| (vec![b'N'; name], vec![b'v'; value])).collect();
-        let mut opening = Opening::new();
+        let mut opening = Opening::new(Connection::Kept);
         for (name, value) in &all {
             opening.put(name, value).unwrap();
         }
