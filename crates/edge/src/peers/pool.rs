@@ -50,7 +50,7 @@ pub const IDLE_MAX: Duration = Duration::from_secs(60);
 
 /// A connection on which requests wait and nothing was heard for so long is asked whether it lives, and so long it may take
 /// to say so. Whether the node lives is the probe's question, and answered sooner: this ends connections, not waits.
-const PING_EVERY: Duration = Duration::from_secs(15);
+const PING_EVERY: Duration = Duration::from_secs(5);
 const PING_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why there is no connection to a node.
@@ -163,6 +163,11 @@ impl Pool {
     pub async fn against(&self, record: &Arc<NodeRecord>) -> Verdict {
         let node = self.node(record);
         node.watch.against(&self.shared, record).await
+    }
+
+    /// An answer has begun, and `against` goes on for the rest of it.
+    pub fn began(&self, record: &Arc<NodeRecord>) {
+        self.node(record).watch.renew();
     }
 
     /// After a change of credentials the connections made with those before take no new requests.

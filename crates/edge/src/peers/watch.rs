@@ -67,6 +67,11 @@ impl Watch {
         }
     }
 
+    /// What was heard is not all that is waited for: should the rest not come, the node is asked as for a new request.
+    pub fn renew(&self) {
+        self.turn().is_new.set(true);
+    }
+
     fn turn(&self) -> Rc<Turn> {
         let mut turn = self.0.borrow_mut();
         if turn.found.get().is_some() {

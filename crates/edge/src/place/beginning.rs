@@ -22,9 +22,9 @@ use crate::message::{BodyError, Response, ResponseBody};
 /// So much of a body is held.
 const HELD_BYTES: usize = 64 << 10;
 
-/// And for so long, from its head. It covers finding out that a node is silent on a calm network; an answer that is meant to be
-/// seen while it is written comes no later than this.
-const HELD_FOR: Duration = Duration::from_millis(50);
+/// And for so long, from its head: as long as it takes to find out that a node is silent, unless the network is slow. An answer that
+/// is meant to be seen while it is written begins no later than this.
+const HELD_FOR: Duration = Duration::from_millis(100);
 
 type Piece = Result<Frame<Bytes>, BodyError>;
 type Rest = Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>;

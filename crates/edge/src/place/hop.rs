@@ -150,6 +150,7 @@ impl<'a> Hop<'a> {
         match answer {
             Answer::Response { response, served } => {
                 let stages = served.map(|served| served.stages).unwrap_or_default();
+                self.node.peers.began(record);
                 let response = beginning::hold(response).await.map_err(|why| Lost {
                     why: Some(Why::Broken),
                     handed: true,
