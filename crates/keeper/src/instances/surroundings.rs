@@ -137,14 +137,19 @@ impl Scratch {
     }
 }
 
-/// The sandbox of this application.
+/// Where the keeper listens for its database of this number, in the directory of its sockets.
+pub fn database_socket(sockets: &Path, number: usize) -> PathBuf {
+    sockets.join(format!("db.{number}"))
+}
+
+/// The sandbox of this application: on `base`, with its databases' sockets from the directory `sockets`.
 pub fn spec(
     site: &Site,
     tenant: &Tenant,
     app: &App,
     scratch: &Scratch,
     options: &Options,
-    base: &Path,
+    (base, sockets): (&Path, &Path),
     (identity, entrance): (Identity, Entrance),
 ) -> Spec {
     let home = spawn::home(tenant);
@@ -158,9 +163,10 @@ pub fn spec(
         let path = home.join(path);
         binds.push(bind(path.clone(), path, true));
     }
-    for Database { socket, inside } in &app.databases {
-        // To connect is to write, as the kernel sees it.
-        binds.push(bind(socket.clone(), inside.as_ref().unwrap_or(socket).clone(), true));
+    for (number, Database { socket, inside }) in app.databases.iter().enumerate() {
+        // A socket of the keeper's in a directory that only root enters. To connect is to write, as the kernel sees it.
+        let (source, target) = (database_socket(sockets, number), inside.as_ref().unwrap_or(socket).clone());
+        binds.push(Bind { source, target, writable: true, as_tenant: false });
     }
     let host_network = app.outbound == Outbound::Host;
     if let Some(path) =
@@ -235,7 +241,8 @@ mod tests {
         let options = Options::default();
         let scratch = Scratch::of(&site, &options);
         let whose = (Identity { uid: 9, gid: 9 }, Entrance::default());
-        spec(&site, &tenant, &app, &scratch, &options, Path::new("/"), whose).binds
+        let from = (Path::new("/"), Path::new("/run/nagaya/apps/blog.1"));
+        spec(&site, &tenant, &app, &scratch, &options, from, whose).binds
     }
 
     fn binds(backend: &str) -> Vec<(String, String, bool)> {
@@ -274,11 +281,15 @@ mod tests {
     }
 
     #[test]
-    fn a_database_is_reached_by_its_socket_alone() {
+    fn a_database_is_reached_through_a_socket_of_the_keepers() {
         let backend = r#"{"kind":"app","command":["x"],"directory":"app",
             "databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/a.sock","inside":"/tmp/b.sock"}]}"#;
-        let binds = binds(backend);
-        assert_eq!(binds[1], same("/run/mysqld/mysqld.sock", true));
-        assert_eq!(binds[2], ("/run/a.sock".into(), "/tmp/b.sock".into(), true));
+        let binds = binds_and_rights(backend);
+        for (bind, name, target) in
+            [(&binds[1], "db.0", "/run/mysqld/mysqld.sock"), (&binds[2], "db.1", "/tmp/b.sock")]
+        {
+            assert_eq!(bind.source, Path::new("/run/nagaya/apps/blog.1").join(name));
+            assert!(bind.target == Path::new(target) && bind.writable);
+        }
     }
 }

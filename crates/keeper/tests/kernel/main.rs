@@ -6,6 +6,7 @@
 
 mod bases;
 mod cells;
+mod databases;
 mod exec;
 mod faults;
 mod files;
@@ -58,6 +59,7 @@ fn main() {
         exec::ROOT,
         faults::ROOT,
         outbound::ROOT,
+        databases::ROOT,
         rest::ROOT,
         life::ROOT,
         sandbox::ROOT,
@@ -94,7 +96,7 @@ fn main() {
             .chain(transfer::CRIU)
             .map(of_criu),
     );
-    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).map(of_found));
+    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts =
