@@ -129,10 +129,8 @@ impl Metrics {
                 "Time in which applications waited for answers of databases",
                 [],
             ),
-            database_queries: r.counter(
-                "instance_database_queries",
-                "Questions of applications that databases answered",
-            ),
+            database_queries: r
+                .counter("instance_database_queries", "Questions of applications that databases answered"),
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),

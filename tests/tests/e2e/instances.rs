@@ -522,9 +522,8 @@ fn a_command_runs_in_an_instance_as_if_it_ran_here(world: &World) {
 
 /// Speaks as much of MySQL's protocol as it takes: greets, lets anybody in, and answers each query once it is told to.
 fn serve_queries(mut stream: impl std::io::Read + std::io::Write, held: &mpsc::Receiver<()>) {
-    let packet = |number: u8, body: &[u8]| {
-        [&[u8::try_from(body.len()).expect("short"), 0, 0, number], body].concat()
-    };
+    let packet =
+        |number: u8, body: &[u8]| [&[u8::try_from(body.len()).expect("short"), 0, 0, number], body].concat();
     let mut piece = [0; 4096];
     let mut go = stream.write_all(&packet(0, b"\x0a8.0.36\0greeting")).is_ok();
     go = go && stream.read(&mut piece).is_ok_and(|len| len > 0);
@@ -573,11 +572,7 @@ fn figure(answer: &Response, name: &str) -> Option<u64> {
 }
 
 fn time_in_a_database_is_told(world: &World, name: &str, tell: &mpsc::Sender<()>) {
-    assert_eq!(
-        figure(&get(world, name, "/run").expect(200), "db"),
-        Some(0),
-        "it has asked for nothing yet"
-    );
+    assert_eq!(figure(&get(world, name, "/run").expect(200), "db"), Some(0), "it has asked for nothing yet");
     // Two queries, answered at once.
     (tell.send(()), tell.send(())).0.expect("the database listens");
     let answer = get(world, name, "/query?2").expect(200);

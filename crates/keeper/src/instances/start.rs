@@ -364,7 +364,8 @@ pub async fn housing(
     let workers = engine.workers.clone();
     let unpacked = unpacked(engine, instance, app, runner.identity).await?;
     let (app, listens_at, authority) = (app.clone(), listens_at.to_owned(), engine.authority.clone());
-    let of = Housing { site, tenant, app, runner, options, listens_at, outside, workers, unpacked, authority };
+    let of =
+        Housing { site, tenant, app, runner, options, listens_at, outside, workers, unpacked, authority };
     Ok(Arc::new(of))
 }
 

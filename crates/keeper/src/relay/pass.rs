@@ -50,7 +50,9 @@ pub trait Way: Display + 'static {
 /// Takes up instances until the keeper ends.
 pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
     let open = Rc::new(Cell::new(0));
-    while let Some(Order { ways: Ways { places, sockets }, counts, tally, wanted, busy }) = incoming.recv().await {
+    while let Some(Order { ways: Ways { places, sockets }, counts, tally, wanted, busy }) =
+        incoming.recv().await
+    {
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
         places.into_iter().for_each(|(listener, place)| begin(listener, place, &instance, &busy));

@@ -149,7 +149,8 @@ fn find(path: &Path) -> io::Result<OwnedFd> {
             return Err(Errno::LOOP.into());
         }
         if !is_roots_alone(&rustix::fs::fstat(&at)?) {
-            let why = format!("{} leads through a link that is not root's: name where it leads", path.display());
+            let why =
+                format!("{} leads through a link that is not root's: name where it leads", path.display());
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         let to = rustix::fs::readlinkat(&found, "", Vec::new())?;

@@ -20,7 +20,10 @@ use crate::world::{ALICE, World, set_mode, site_name, until_so, wait_dead};
 use crate::{Fact, FoundFact, image};
 
 pub const ROOT: &[Fact] = &[
-    ("a database is told that an application's tenant connects, and nothing of the keeper's rights", who_connects),
+    (
+        "a database is told that an application's tenant connects, and nothing of the keeper's rights",
+        who_connects,
+    ),
     ("a database that begins anew is found again", begins_anew),
     ("a database that its tenant may not reach is not reached", not_for_the_tenant),
     ("a link of a tenant's leads the keeper to no other socket", no_link_of_its_own),
@@ -131,6 +134,8 @@ impl Drop for Server {
 fn place() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     set_mode(dir.path(), 0o755);
+    fs::create_dir(dir.path().join("tmp")).unwrap();
+    set_mode(&dir.path().join("tmp"), 0o777);
     dir
 }
 
@@ -272,7 +277,9 @@ fn users(dir: &Path) -> PathBuf {
         // It is mounted where a server reads it.
         return path;
     }
-    let text = format!("root:x:0:0::/root:/bin/sh\nalice:x:{ALICE}:{ALICE}::/:/bin/sh\nserver:x:{SERVER}:{SERVER}::/:/bin/sh\n");
+    let text = format!(
+        "root:x:0:0::/root:/bin/sh\nalice:x:{ALICE}:{ALICE}::/:/bin/sh\nserver:x:{SERVER}:{SERVER}::/:/bin/sh\n"
+    );
     fs::write(&path, text).unwrap();
     path
 }
@@ -281,9 +288,11 @@ fn users(dir: &Path) -> PathBuf {
 fn as_server(dir: &Path, command: &[&str]) -> Command {
     let uid = SERVER.to_string();
     let mut all = Command::new("unshare");
-    all.args(["--mount", "sh", "-ec", "mount --bind \"$0\" /etc/passwd; exec setpriv \"$@\""]).arg(users(dir));
+    all.args(["--mount", "sh", "-ec", "mount --bind \"$0\" /etc/passwd; exec setpriv \"$@\""])
+        .arg(users(dir));
     all.args(["--reuid", &uid, "--regid", &uid, "--clear-groups", "--pdeathsig", "KILL"]).args(command);
-    all.current_dir(dir).stdin(Stdio::null());
+    // MariaDB removes others' files from a directory it shares with them.
+    all.current_dir(dir).env("TMPDIR", dir.join("tmp")).stdin(Stdio::null());
     all
 }
 
@@ -307,7 +316,8 @@ fn mariadb(dir: &Path) -> Result<(Server, PathBuf), String> {
     fs::create_dir(&home).unwrap();
     std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
     let data = format!("--datadir={}", home.join("data").display());
-    let install = ["/usr/bin/mariadb-install-db", "--no-defaults", &data, "--skip-test-db", "--skip-name-resolve"];
+    let install =
+        ["/usr/bin/mariadb-install-db", "--no-defaults", &data, "--skip-test-db", "--skip-name-resolve"];
     done(as_server(dir, &[&install[..], &["--auth-root-authentication-method=normal"]].concat()));
     let first = dir.join("first.sql");
     let statements = "ALTER USER root@localhost IDENTIFIED VIA unix_socket;\nCREATE DATABASE alice;\n\
@@ -355,12 +365,18 @@ fn postgresql_knows_its_peer() -> Result<(), String> {
     fs::create_dir(&home).unwrap();
     std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
     let (data, at) = (home.join("data").display().to_string(), home.display().to_string());
-    done(as_server(dir.path(), &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"]));
+    done(as_server(
+        dir.path(),
+        &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"],
+    ));
     let serve = [&*program("postgres"), "-D", &data, "-k", &at, "-c", "listen_addresses=", "-c", "fsync=off"];
     let log = fs::File::create(dir.path().join("postgresql.log")).unwrap();
     let _server = Server(as_server(dir.path(), &serve).stderr(log).spawn().unwrap());
     let say = |statement: &str| {
-        as_server(dir.path(), &[&program("psql"), "-h", &at, "-U", "server", "-d", "postgres", "-c", statement])
+        as_server(
+            dir.path(),
+            &[&program("psql"), "-h", &at, "-U", "server", "-d", "postgres", "-c", statement],
+        )
     };
     until("PostgreSQL answers", || say("SELECT 1").output().unwrap().status.success());
     done(say("CREATE ROLE alice LOGIN"));
@@ -404,7 +420,11 @@ fn imaged_with_a_connection() -> Result<(), String> {
             let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
             let wake = used.wake.clone().unwrap();
             assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Restore), "{wake:?}");
-            assert_eq!(get(&used, &hold).await, "2 alice@localhost", "as it was, with a connection of its own");
+            assert_eq!(
+                get(&used, &hold).await,
+                "2 alice@localhost",
+                "as it was, with a connection of its own"
+            );
         }
         until_so(|| show(&world, "app")["outbound"]["open"] == 1).await;
     });
