@@ -7,6 +7,8 @@
 //! know how long the application waits for them. Not here: the sockets inside (`sandbox::outlet`), who has which places
 //! (`instances`).
 
+mod names;
+mod outside;
 mod pass;
 mod place;
 mod plan;
@@ -29,6 +31,7 @@ use tokio::task::LocalSet;
 use tokio::time::timeout;
 
 use crate::metrics::Metrics;
+use crate::sandbox::Capture;
 use crate::tally::Tally;
 
 pub use plan::Plan;
@@ -58,6 +61,8 @@ pub struct Relay {
 pub struct Ways {
     pub places: Vec<(OwnedFd, Endpoint)>,
     pub sockets: Vec<(OwnedFd, Socket)>,
+    /// All else.
+    pub outside: Option<Capture>,
 }
 
 struct Order {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{App, Database, Files, Idle, Listen};
+use nagaya_cmdb::record::{App, Database, Files, Idle, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -26,7 +26,7 @@ use crate::options::Options;
 use crate::process::Root;
 use crate::protocol::Failure;
 use crate::relay::{self, Outlets, Plan, Relay, Socket, Ways};
-use crate::sandbox::{Identity, Launcher, Program, ROOT_PID, Sandbox, SandboxError, Task};
+use crate::sandbox::{Identity, Launcher, Program, RESOLVER, ROOT_PID, Sandbox, SandboxError, Task};
 use crate::spawn::{self, Runner, Started};
 use crate::sys;
 use crate::workers::Workers;
@@ -107,12 +107,20 @@ impl Housing {
         launcher.create(&spec).map_err(|error| of_sandbox(&error))
     }
 
+    /// All that is outside of the node.
+    fn reaches_all(&self) -> bool {
+        self.app.outbound == Outbound::Nat
+    }
+
     /// Its directories, and files of the keeper's for it.
     fn make_scratch(&self) -> Result<Scratch, Fault> {
         let scratch = self.scratch();
         scratch.make(self.identity())?;
         if let Some(text) = self.outside.as_ref().and_then(|(plan, _)| plan.hosts()) {
-            scratch.write_hosts(&text)?;
+            scratch.write(&scratch.hosts, &text)?;
+        }
+        if self.reaches_all() {
+            scratch.write(&scratch.resolver, &format!("nameserver {}\n", RESOLVER.ip()))?;
         }
         Ok(scratch)
     }
@@ -141,7 +149,9 @@ impl Housing {
         let Some((plan, relay)) = &self.outside else { return Ok(None) };
         let listen = || if plan.is_empty() { Ok(Vec::new()) } else { sandbox.outlets(&plan.addresses()) };
         let opened = listen().and_then(|listeners| {
-            relay.open(Ways { places: listeners.into_iter().zip(plan.endpoints()).collect(), sockets })
+            let places = listeners.into_iter().zip(plan.endpoints()).collect();
+            let outside = self.reaches_all().then(|| sandbox.capture()).transpose()?;
+            relay.open(Ways { places, sockets, outside })
         });
         opened.map(Some).map_err(|error| {
             let failure =

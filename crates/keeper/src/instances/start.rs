@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
-use nagaya_cmdb::record::{App, Base, Ready};
+use nagaya_cmdb::record::{App, Base, Outbound, Ready};
 use nagaya_cmdb::{Backend, Site};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -359,7 +359,7 @@ pub async fn housing(
     let (site, tenant) = (instance.site(), instance.tenant());
     let (runner, options) = (engine.runner(&tenant)?, Arc::new((*engine.options()).clone()));
     let plan = Plan::new(app.outbound.endpoints());
-    let reaches_nothing = plan.is_empty() && app.databases.is_empty();
+    let reaches_nothing = plan.is_empty() && app.databases.is_empty() && app.outbound != Outbound::Nat;
     let outside = if reaches_nothing { None } else { Some((plan, engine.relay()?)) };
     let workers = engine.workers.clone();
     let unpacked = unpacked(engine, instance, app, runner.identity).await?;

@@ -41,8 +41,9 @@ pub struct Scratch {
     /// What was in them when its image was taken.
     pub carried_tmp: PathBuf,
     pub carried_run: PathBuf,
-    /// Its `/etc/hosts`, if it is one of its own. The keeper's.
+    /// Its `/etc/hosts` and `/etc/resolv.conf`, if they are of its own. The keeper's.
     pub hosts: PathBuf,
+    pub resolver: PathBuf,
 }
 
 /// The same, opened, for who has the tenant's rights and could not come there by their paths.
@@ -74,9 +75,9 @@ impl Scratch {
     pub fn of(site: &Site, options: &Options) -> Self {
         // Beside the images: on disk, because images do not carry what is in memory.
         let dir = options.instances.images.with_file_name("instances").join(site.name.as_str());
-        let [tmp, run, carried_tmp, carried_run, hosts] =
-            ["tmp", "run", "carried-tmp", "carried-run", "hosts"].map(|name| dir.join(name));
-        Self { tmp, run, carried_tmp, carried_run, hosts }
+        let [tmp, run, carried_tmp, carried_run, hosts, resolver] =
+            ["tmp", "run", "carried-tmp", "carried-run", "hosts", "resolv.conf"].map(|name| dir.join(name));
+        Self { tmp, run, carried_tmp, carried_run, hosts, resolver }
     }
 
     pub fn open(&self) -> io::Result<OpenScratch> {
@@ -123,17 +124,17 @@ impl Scratch {
 }
 
 impl Scratch {
-    /// Writes its `/etc/hosts`, unless it is as it should be.
-    pub fn write_hosts(&self, text: &str) -> Result<(), Fault> {
-        if fs::read(&self.hosts).is_ok_and(|now| now == text.as_bytes()) {
+    /// Writes one of the keeper's files for it, unless that is as it should be.
+    pub fn write(&self, file: &Path, text: &str) -> Result<(), Fault> {
+        if fs::read(file).is_ok_and(|now| now == text.as_bytes()) {
             return Ok(());
         }
         // It is read in the sandbox, by whoever is there.
         let write = || -> io::Result<()> {
-            fs::write(&self.hosts, text)?;
-            fs::set_permissions(&self.hosts, fs::Permissions::from_mode(0o644))
+            fs::write(file, text)?;
+            fs::set_permissions(file, fs::Permissions::from_mode(0o644))
         };
-        write().map_err(|error| Fault::of_path(fault::OUTLET, "cannot write", &self.hosts, error))
+        write().map_err(|error| Fault::of_path(fault::OUTLET, "cannot write", file, error))
     }
 }
 
@@ -169,11 +170,15 @@ pub fn spec(
         binds.push(Bind { source, target, writable: true, as_tenant: false });
     }
     let host_network = app.outbound == Outbound::Host;
-    if let Some(path) =
-        Path::new(RESOLVER).canonicalize().ok().filter(|path| host_network && path.starts_with("/run"))
-    {
-        // Where a service of the node writes it.
+    // Where a service of the node writes it. A base of its own has no link there.
+    let service = Path::new(RESOLVER).canonicalize().ok().filter(|path| path.starts_with("/run"));
+    if let Some(path) = service.clone().filter(|_| host_network) {
         binds.push(Bind { source: path.clone(), target: path, writable: false, as_tenant: true });
+    }
+    if app.outbound == Outbound::Nat {
+        let is_linked = base == Path::new("/");
+        let target = service.filter(|_| is_linked).unwrap_or_else(|| RESOLVER.into());
+        binds.push(Bind { source: scratch.resolver.clone(), target, writable: false, as_tenant: false });
     }
     if Plan::new(app.outbound.endpoints()).hosts().is_some() {
         // A file of the keeper's in a directory that only root enters.
@@ -278,6 +283,8 @@ mod tests {
         assert!(named[1].source.ends_with("instances/blog/hosts") && !named[1].writable);
         assert_eq!(named[1].target, Path::new("/etc/hosts"));
         assert_eq!(with(r#"["203.0.113.7:443"]"#).len(), 1, "an address needs no name");
+        let all = with(r#""nat""#);
+        assert!(all[1].source.ends_with("instances/blog/resolv.conf") && !all[1].writable);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The relay's thread: taking connections inside, making those outside, and passing on what comes.
 //!
-//! Not here: the keeper's end of it (`super`), what kinds of ways out there are (`place`, `socket`).
+//! Not here: the keeper's end of it (`super`), what kinds of ways out there are (`place`, `socket`, `outside`).
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -17,9 +17,12 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
+use super::names::{self, LongQuestions};
+use super::outside::Outside;
 use super::watched::{Conversation, Questions, Side, Watched};
 use super::{Busy, CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX, Wanted, Ways};
 use crate::metrics::Metrics;
+use crate::sandbox::Capture;
 
 /// How long a connection outside may take to be made, with all that is looked up and tried for it.
 const DIAL_MAX: Duration = Duration::from_secs(10);
@@ -40,8 +43,8 @@ pub trait Way: Display + 'static {
 
     fn listener(socket: OwnedFd) -> io::Result<Self::Listener>;
     async fn accept(listener: &Self::Listener) -> io::Result<Self::Stream>;
-    /// Makes the connection outside.
-    async fn dial(&self) -> io::Result<Self::Stream>;
+    /// Makes the connection outside that belongs to this one.
+    async fn dial(&self, inside: &Self::Stream) -> io::Result<Self::Stream>;
     fn set_up(inside: &Self::Stream, outside: &Self::Stream);
     /// To be closed so that the other end learns that not all is well.
     fn reset(inside: &Self::Stream);
@@ -50,13 +53,18 @@ pub trait Way: Display + 'static {
 /// Takes up instances until the keeper ends.
 pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
     let open = Rc::new(Cell::new(0));
-    while let Some(Order { ways: Ways { places, sockets }, counts, tally, wanted, busy }) =
-        incoming.recv().await
-    {
+    while let Some(Order { ways, counts, tally, wanted, busy }) = incoming.recv().await {
+        let Ways { places, sockets, outside } = ways;
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
         places.into_iter().for_each(|(listener, place)| begin(listener, place, &instance, &busy));
         sockets.into_iter().for_each(|(listener, socket)| begin(listener, socket, &instance, &busy));
+        if let Some(Capture { listener, questions, long_questions, hold }) = outside {
+            begin(listener, Outside::new(hold), &instance, &busy);
+            begin(long_questions, LongQuestions, &instance, &busy);
+            let answer = names::answer(questions, Arc::clone(&instance.counts));
+            spawn_local(instance.clone().until_gone(answer));
+        }
     }
 }
 
@@ -178,7 +186,7 @@ async fn resume(instance: &mut Instance, busy: Option<Busy>) -> Option<Busy> {
 
 async fn pass<W: Way>(mut inside: W::Stream, way: &W, counted: &Counted) {
     let Counted(Instance { counts, questions, .. }) = counted;
-    let dialled = timeout(DIAL_MAX, way.dial()).await;
+    let dialled = timeout(DIAL_MAX, way.dial(&inside)).await;
     let mut outside = match dialled.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(outside) => outside,
         Err(error) => {

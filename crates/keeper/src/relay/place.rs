@@ -37,25 +37,37 @@ impl Way for Endpoint {
         Ok(listener.accept().await?.0)
     }
 
-    async fn dial(&self) -> io::Result<TcpStream> {
+    async fn dial(&self, _: &TcpStream) -> io::Result<TcpStream> {
         let stream = match &self.host {
             EndpointHost::Address(address) => TcpStream::connect((*address, self.port)).await?,
             EndpointHost::Name(name) => dial_name(name, self.port).await?,
         };
-        rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
-        rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
+        keep_alive(&stream)?;
         Ok(stream)
     }
 
     fn set_up(inside: &TcpStream, outside: &TcpStream) {
-        // Small messages, such as queries, are not held back for more to come.
-        let _ = (inside.set_nodelay(true), outside.set_nodelay(true));
+        hurry(inside, outside);
     }
 
     fn reset(inside: &TcpStream) {
-        // What cannot be set closes as usual.
-        let _ = inside.set_zero_linger();
+        reset(inside);
     }
+}
+
+pub fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    rustix::net::sockopt::set_socket_keepalive(stream, true)?;
+    Ok(rustix::net::sockopt::set_tcp_keepidle(stream, KEEPALIVE)?)
+}
+
+/// Small messages, such as queries, are not held back for more to come.
+pub fn hurry(inside: &TcpStream, outside: &TcpStream) {
+    let _ = (inside.set_nodelay(true), outside.set_nodelay(true));
+}
+
+pub fn reset(inside: &TcpStream) {
+    // What cannot be set closes as usual.
+    let _ = inside.set_zero_linger();
 }
 
 async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {
@@ -78,7 +90,7 @@ async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {
 
 /// Whether a name may lead there. Whoever owns a name can let it lead anywhere, to the node's own services too: those must
 /// be named by their addresses.
-fn is_elsewhere(address: IpAddr) -> bool {
+pub fn is_elsewhere(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => {
             let is_this = address.octets()[0] == 0;

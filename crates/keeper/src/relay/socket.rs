@@ -75,7 +75,7 @@ impl Way for Socket {
         Ok(listener.accept().await?.0)
     }
 
-    async fn dial(&self) -> io::Result<UnixStream> {
+    async fn dial(&self, _: &UnixStream) -> io::Result<UnixStream> {
         let mut pause = FULL_PAUSE;
         loop {
             let (path, whose) = (self.path.clone(), self.whose);

@@ -16,6 +16,7 @@ mod instances;
 mod layers;
 mod life;
 mod limits;
+mod nat;
 mod outbound;
 mod php;
 mod placed;
@@ -60,6 +61,7 @@ fn main() {
         faults::ROOT,
         outbound::ROOT,
         databases::ROOT,
+        nat::ROOT,
         rest::ROOT,
         life::ROOT,
         sandbox::ROOT,
@@ -93,6 +95,7 @@ fn main() {
             .chain(wake::CRIU)
             .chain(faults::CRIU)
             .chain(outbound::CRIU)
+            .chain(nat::CRIU)
             .chain(transfer::CRIU)
             .map(of_criu),
     );
