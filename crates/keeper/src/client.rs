@@ -148,7 +148,7 @@ pub struct InstanceUse {
     /// Non-blocking; Unix or TCP as its record says.
     pub socket: OwnedFd,
     pub guard: InstanceGuard,
-    /// How long it waits for databases outside, if it may reach any place there.
+    /// How long it waits for databases, if it may reach any, or any place outside.
     pub tally: Option<TallyReader>,
     /// What this call waited for. None: it ran.
     pub wake: Option<Wake>,

@@ -167,7 +167,7 @@ pub struct Lease {
 pub struct Using {
     pub id: InstanceId,
     pub socket: OwnedFd,
-    /// How long it waits for databases outside, if it may reach any place there.
+    /// How long it waits for databases, if it may reach any, or any place outside.
     pub tally: Option<OwnedFd>,
     /// What was waited for. None: it ran.
     pub wake: Option<Wake>,

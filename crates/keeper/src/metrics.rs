@@ -126,13 +126,11 @@ impl Metrics {
             images: r.counters("keeper_images", "Images of instances, by what became of them", [IMAGE]),
             database_time: r.time_counters(
                 "instance_database",
-                "Time in which applications waited for answers of databases outside",
+                "Time in which applications waited for answers of databases",
                 [],
             ),
-            database_queries: r.counter(
-                "instance_database_queries",
-                "Questions of applications that databases outside answered",
-            ),
+            database_queries: r
+                .counter("instance_database_queries", "Questions of applications that databases answered"),
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),

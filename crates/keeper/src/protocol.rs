@@ -50,7 +50,7 @@ pub enum Verb {
     /// for those in `resume` it does so no more. Answer: `Done`.
     GiveWay { give_way: Vec<TenantName>, resume: Vec<TenantName> },
     /// A request needs the site's instance, which is woken if it rests. Answer: `Using` with one descriptor, a connection
-    /// to it, once it can answer; and a second one where it has databases outside, its `tally`. From then on this connection of the edge keeps it awake.
+    /// to it, once it can answer; and a second one where it has databases or places outside, its `tally`. From then on this connection of the edge keeps it awake.
     /// In a cluster it must be placed here: `epoch` is of the placement that the edge goes by. One that the keeper has not
     /// heard of yet is waited for, for a moment. Answer: `Elsewhere`, or `Failed` with `Failure::Fenced`.
     UseInstance { site: SiteName, epoch: Option<u64> },

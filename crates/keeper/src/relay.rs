@@ -1,32 +1,41 @@
-//! The relay: connections of applications to what their records name outside, passed on byte by byte.
+//! The relay: connections of applications to what their records name, passed on byte by byte: places outside, and sockets
+//! of databases on the node.
 //!
-//! It listens inside each sandbox at the addresses of those places (`plan`), and connects outside from the node's own
-//! network. It has one thread, so that however much passes holds up none of the keeper's verbs. What an application has
-//! open here ends with its processes. Conversations with databases are listened to as far as it takes to know how long the
-//! application waits for them. Not here: the sockets inside (`sandbox::outlet`), who has which places
+//! It listens inside each sandbox at the addresses of those places (`plan`), or behind a socket that is bound into it, and
+//! connects from the node's own network. It has one thread, so that however much passes holds up none of the keeper's verbs. What
+//! an application has open here ends with its processes. Conversations with databases are listened to as far as it takes to
+//! know how long the application waits for them. Not here: the sockets inside (`sandbox::outlet`), who has which places
 //! (`instances`).
 
+mod names;
+mod outside;
 mod pass;
+mod place;
 mod plan;
+mod socket;
 mod turns;
 mod watched;
 
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::thread;
+use std::time::Duration;
 
 use nagaya_cmdb::record::Endpoint;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::task::LocalSet;
+use tokio::time::timeout;
 
 use crate::metrics::Metrics;
+use crate::sandbox::Capture;
 use crate::tally::Tally;
 
 pub use plan::Plan;
+pub use socket::{Socket, listen};
 
 /// Connections at once: of one instance, and of the node. Each takes two descriptors and two buffers.
 pub const PER_INSTANCE_MAX: u64 = 256;
@@ -38,20 +47,73 @@ const ORDERS_MAX: usize = 4096;
 /// Threads that look up names, so that one name that nobody answers for does not hold up the others.
 const RESOLVERS_MAX: usize = 8;
 
+/// How long a pause may take to begin. The relay's thread waits for nothing outside then.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
 /// The keeper's end.
 #[derive(Debug, Clone)]
 pub struct Relay {
     orders: mpsc::Sender<Order>,
 }
 
-/// What one instance is to reach.
-#[derive(Debug)]
+/// What one instance is to reach, and the sockets that listen for it there. Not blocking.
+#[derive(Default)]
+pub struct Ways {
+    pub places: Vec<(OwnedFd, Endpoint)>,
+    pub sockets: Vec<(OwnedFd, Socket)>,
+    /// All else.
+    pub outside: Option<Capture>,
+}
+
 struct Order {
-    listeners: Vec<(OwnedFd, Endpoint)>,
+    ways: Ways,
     counts: Arc<Counts>,
     tally: Arc<Tally>,
     /// Its sender goes with the instance.
-    gone: watch::Receiver<()>,
+    wanted: watch::Receiver<Wanted>,
+    /// Until it is taken up.
+    busy: Busy,
+}
+
+/// What the keeper wants of connections that no image carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    Pass,
+    /// Those there are are closed, and no other is taken: who connects waits.
+    Pause,
+}
+
+/// Who may have such a connection open, or take one. Each value counts.
+#[derive(Debug)]
+struct Busy(Idle);
+
+/// The same, not counted.
+#[derive(Debug, Clone)]
+struct Idle(Arc<watch::Sender<usize>>);
+
+impl Idle {
+    fn begin(&self) -> Busy {
+        self.0.send_modify(|busy| *busy += 1);
+        Busy(self.clone())
+    }
+}
+
+impl Busy {
+    fn rest(self) -> Idle {
+        self.0.clone()
+    }
+}
+
+impl Clone for Busy {
+    fn clone(&self) -> Self {
+        self.0.begin()
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.0.send_modify(|busy| *busy -= 1);
+    }
 }
 
 /// The open places of one instance. Dropping it closes them, and all connections through them.
@@ -59,7 +121,18 @@ struct Order {
 pub struct Outlets {
     counts: Arc<Counts>,
     tally: Arc<Tally>,
-    _gone: watch::Sender<()>,
+    wanted: watch::Sender<Wanted>,
+    busy: watch::Receiver<usize>,
+}
+
+/// A pause of what no image carries. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Pause<'a>(&'a Outlets);
+
+impl Drop for Pause<'_> {
+    fn drop(&mut self) {
+        self.0.wanted.send_replace(Wanted::Pass);
+    }
 }
 
 /// What went through the places of one instance.
@@ -98,6 +171,16 @@ impl Outlets {
         self.tally.reader()
     }
 
+    /// Closes what no image carries, as the application would find it after its image has come back, and keeps it closed.
+    pub async fn pause(&self) -> Pause<'_> {
+        self.wanted.send_replace(Wanted::Pause);
+        let mut busy = self.busy.clone();
+        if timeout(PAUSE_MAX, busy.wait_for(|busy| *busy == 0)).await.is_err() {
+            tracing::debug!("the relay is late in closing connections: an image may not be possible");
+        }
+        Pause(self)
+    }
+
     pub fn traffic(&self) -> Traffic {
         let Counts { open, taken, failed, last_failure, waited_us, queries } = &*self.counts;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -120,25 +203,32 @@ impl Relay {
             .enable_all()
             .max_blocking_threads(RESOLVERS_MAX)
             .build()?;
-        let serve = move || LocalSet::new().block_on(&runtime, pass::serve(incoming, metrics));
+        let (begun, begins) = sync_channel(1);
+        let serve = move || {
+            let is_root = rustix::process::geteuid().is_root();
+            let own = if is_root { socket::write_as_nobody() } else { Ok(()) };
+            let may_serve = own.is_ok();
+            // Whoever starts it waits for this.
+            let _ = begun.send(own);
+            if may_serve {
+                LocalSet::new().block_on(&runtime, pass::serve(incoming, metrics));
+            }
+        };
         thread::Builder::new().name("keeper-relay".into()).spawn(serve)?;
+        begins.recv().map_err(io::Error::other)??;
         Ok(Self { orders })
     }
 
-    /// Opens the places of one instance: `listen` makes the sockets inside, one for each address. Does not wait for
-    /// anything outside.
-    pub fn open(
-        &self,
-        plan: &Plan,
-        listen: impl FnOnce(&[SocketAddr]) -> io::Result<Vec<OwnedFd>>,
-    ) -> io::Result<Outlets> {
-        let listeners = listen(&plan.addresses())?.into_iter().zip(plan.endpoints()).collect();
-        let (sender, gone) = watch::channel(());
+    /// Opens the ways of one instance. Does not wait for anything outside.
+    pub fn open(&self, ways: Ways) -> io::Result<Outlets> {
+        let (sender, wanted) = watch::channel(Wanted::Pass);
+        let (count, counted) = watch::channel(0);
+        let busy = Idle(Arc::new(count)).begin();
         let (counts, tally) = (Arc::new(Counts::default()), Arc::new(Tally::new()?));
-        let order = Order { listeners, counts: Arc::clone(&counts), tally: Arc::clone(&tally), gone };
+        let order = Order { ways, counts: Arc::clone(&counts), tally: Arc::clone(&tally), wanted, busy };
         self.orders
             .try_send(order)
             .map_err(|_| io::Error::new(io::ErrorKind::WouldBlock, "the relay is busy"))?;
-        Ok(Outlets { counts, tally, _gone: sender })
+        Ok(Outlets { counts, tally, wanted: sender, busy: counted })
     }
 }

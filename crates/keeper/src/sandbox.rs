@@ -11,6 +11,7 @@
 //! (`image`).
 
 mod birth;
+mod capture;
 mod cgroup;
 mod channel;
 mod checkpoint;
@@ -47,6 +48,7 @@ use kernel::{Alone, Fork};
 use order::{Ask, Birth, Bound, Order, Role, Run, Told};
 
 pub use crate::sys::{Entrance, Identity};
+pub use capture::{Capture, RESOLVER};
 pub(crate) use channel::{receive, send};
 pub(crate) use kernel::timespec;
 pub use network::Address;
@@ -517,6 +519,11 @@ impl Sandbox {
     /// whosever address it is, comes there and nowhere else.
     pub fn outlets(&self, addresses: &[SocketAddr]) -> io::Result<Vec<OwnedFd>> {
         network::outlets(self.pidfd.as_fd(), addresses)
+    }
+
+    /// Takes every connection that a program in it makes to an address that is not its loopback, whosever it is.
+    pub fn capture(&self) -> io::Result<Capture> {
+        network::capture(self.pidfd.as_fd())
     }
 
     /// A connection to what listens in it, not blocking. `WouldBlock`: its queue is full.

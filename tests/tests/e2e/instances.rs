@@ -37,6 +37,7 @@ pub const SUITE: Suite = Suite {
             an_operator_lists_wakes_rests_and_stops_instances,
             a_command_runs_in_an_instance_as_if_it_ran_here,
             time_in_a_database_is_told_of_a_request_that_was_alone,
+            time_in_a_database_on_a_unix_socket_is_told_too,
             what_an_operator_cannot_do_is_said,
             top_shows_who_runs_and_rests,
             a_record_with_mistakes_is_refused_with_all_of_them,
@@ -520,49 +521,61 @@ fn a_command_runs_in_an_instance_as_if_it_ran_here(world: &World) {
 }
 
 /// Speaks as much of MySQL's protocol as it takes: greets, lets anybody in, and answers each query once it is told to.
-fn database(held: mpsc::Receiver<()>) -> std::net::SocketAddr {
-    use std::io::{Read as _, Write as _};
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let address = listener.local_addr().expect("it is bound");
-    std::thread::spawn(move || {
-        while let Ok((mut stream, _)) = listener.accept() {
-            let packet = |number: u8, body: &[u8]| {
-                [&[u8::try_from(body.len()).expect("short"), 0, 0, number], body].concat()
-            };
-            let said = |stream: &mut std::net::TcpStream| {
-                let mut piece = [0; 4096];
-                stream.read(&mut piece).is_ok_and(|len| len > 0)
-            };
-            let mut go = stream.write_all(&packet(0, b"\x0a8.0.36\0greeting")).is_ok() && said(&mut stream);
-            go = go && stream.write_all(&packet(2, b"\0\0\0")).is_ok();
-            while go && said(&mut stream) && held.recv().is_ok() {
-                go = stream.write_all(&packet(1, b"answer")).is_ok();
-            }
-        }
-    });
-    address
+fn serve_queries(mut stream: impl std::io::Read + std::io::Write, held: &mpsc::Receiver<()>) {
+    let packet =
+        |number: u8, body: &[u8]| [&[u8::try_from(body.len()).expect("short"), 0, 0, number], body].concat();
+    let mut piece = [0; 4096];
+    let mut go = stream.write_all(&packet(0, b"\x0a8.0.36\0greeting")).is_ok();
+    go = go && stream.read(&mut piece).is_ok_and(|len| len > 0);
+    go = go && stream.write_all(&packet(2, b"\0\0\0")).is_ok();
+    while go && stream.read(&mut piece).is_ok_and(|len| len > 0) && held.recv().is_ok() {
+        go = stream.write_all(&packet(1, b"answer")).is_ok();
+    }
 }
 
 fn time_in_a_database_is_told_of_a_request_that_was_alone(world: &World) {
     let (tell, held) = mpsc::channel();
-    let address = database(held);
-    add(
-        world,
-        "asks",
-        json!({ "outbound": [address.to_string()], "env": { "NAME": "asks", "DB": address.to_string() } }),
-    );
-    let figure = |answer: &Response, name: &str| -> Option<u64> {
-        let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
-        receipt.split(", ").find_map(|item| item.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
-    };
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = listener.local_addr().expect("it is bound").to_string();
+    std::thread::spawn(move || {
+        listener.incoming().flatten().for_each(|stream| serve_queries(stream, &held));
+    });
+    let more = json!({ "outbound": [address], "env": { "NAME": "asks", "DB": address } });
+    add(world, "asks", more);
+    time_in_a_database_is_told(world, "asks", &tell);
+    add(world, "asks-nobody", json!({}));
     assert_eq!(
-        figure(&get(world, "asks", "/run").expect(200), "db"),
-        Some(0),
-        "it has asked for nothing yet"
+        figure(&get(world, "asks-nobody", "/who").expect(200), "db"),
+        None,
+        "an application without a database or a place outside has none"
     );
+}
+
+fn time_in_a_database_on_a_unix_socket_is_told_too(world: &World) {
+    let (tell, held) = mpsc::channel();
+    let path = world.path("database.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&path).expect("a new socket");
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("it is ours");
+    std::thread::spawn(move || {
+        listener.incoming().flatten().for_each(|stream| serve_queries(stream, &held));
+    });
+    let databases = json!([{ "socket": path, "inside": "/run/db.sock" }]);
+    let env = json!({ "NAME": "asks-here", "DB": "/run/db.sock" });
+    add(world, "asks-here", json!({ "databases": databases, "env": env }));
+    time_in_a_database_is_told(world, "asks-here", &tell);
+}
+
+/// A figure of a receipt.
+fn figure(answer: &Response, name: &str) -> Option<u64> {
+    let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
+    receipt.split(", ").find_map(|item| item.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+}
+
+fn time_in_a_database_is_told(world: &World, name: &str, tell: &mpsc::Sender<()>) {
+    assert_eq!(figure(&get(world, name, "/run").expect(200), "db"), Some(0), "it has asked for nothing yet");
     // Two queries, answered at once.
     (tell.send(()), tell.send(())).0.expect("the database listens");
-    let answer = get(world, "asks", "/query?2").expect(200);
+    let answer = get(world, name, "/query?2").expect(200);
     assert_eq!(answer.text(), "answer answer");
     let (db, backend) =
         (figure(&answer, "db").expect("it was alone"), figure(&answer, "backend").expect("a figure"));
@@ -571,26 +584,20 @@ fn time_in_a_database_is_told_of_a_request_that_was_alone(world: &World) {
     assert!(timing.contains("db;dur="), "{timing}");
     // Another comes and goes while this one waits for its answer.
     let answer = std::thread::scope(|scope| {
-        let asking = scope.spawn(|| get(world, "asks", "/query?1").expect(200));
-        let path = world.home("alice").join("app/asks.queries");
+        let asking = scope.spawn(|| get(world, name, "/query?1").expect(200));
+        let path = world.home("alice").join(format!("app/{name}.queries"));
         wait::until("the query is under way", || {
             std::fs::read_to_string(&path).is_ok_and(|text| text.lines().count() == 3)
         });
-        let other = get(world, "asks", "/run").expect(200);
+        let other = get(world, name, "/run").expect(200);
         assert_eq!(figure(&other, "db"), None, "whose waits they are is not known");
         tell.send(()).expect("the database listens");
         asking.join().expect("it is answered")
     });
     assert_eq!(figure(&answer, "db"), None, "{answer:?}");
-    let outbound = show(world, "asks")["outbound"].clone();
+    let outbound = show(world, name)["outbound"].clone();
     assert_eq!((&outbound["queries"], &outbound["failed"]), (&json!(3), &json!(0)), "{outbound}");
     assert!(world.metric("nagaya_instance_database_queries_total", "") >= 3.0);
-    add(world, "asks-nobody", json!({}));
-    assert_eq!(
-        figure(&get(world, "asks-nobody", "/who").expect(200), "db"),
-        None,
-        "an application without a place outside has none"
-    );
 }
 
 fn show(world: &World, name: &str) -> Value {

@@ -56,8 +56,12 @@ database = []
 def query():
     packet = lambda number, body: len(body).to_bytes(3, "little") + bytes([number]) + body
     if not database:
-        host, port = os.environ["DB"].rsplit(":", 1)
-        database.append(socket.create_connection((host, int(port))))
+        if os.environ["DB"].startswith("/"):
+            database.append(socket.socket(socket.AF_UNIX))
+            database[0].connect(os.environ["DB"])
+        else:
+            host, port = os.environ["DB"].rsplit(":", 1)
+            database.append(socket.create_connection((host, int(port))))
         database[0].recv(4096)
         database[0].sendall(packet(1, bytes(36)))
         database[0].recv(4096)

@@ -1,4 +1,5 @@
-//! What of the network an application reaches besides its own loopback: nothing, all that the node does, or what is named.
+//! What of the network an application reaches besides its own loopback: nothing, all but the node itself, all that
+//! the node does, or what is named.
 //!
 //! Not here: the way there (`keeper::relay`), other checks of the record (`check::app`).
 
@@ -16,6 +17,8 @@ const LABEL_LEN_MAX: usize = 63;
 pub enum Outbound {
     #[default]
     None,
+    /// All outside of the node, by TCP, and the names of it. The node itself and link-local addresses are not among it.
+    Nat,
     /// All that the node reaches, with the node's own addresses. It has no network namespace of its own then.
     Host,
     /// Only these, by TCP: each is an `Endpoint` in a record without mistakes.
@@ -30,7 +33,7 @@ impl Outbound {
     /// What it reaches by name or address.
     pub fn endpoints(&self) -> Vec<Endpoint> {
         match self {
-            Self::None | Self::Host => Vec::new(),
+            Self::None | Self::Nat | Self::Host => Vec::new(),
             Self::Only(list) => list.iter().filter_map(|text| text.parse().ok()).collect(),
         }
     }
@@ -40,6 +43,7 @@ impl Serialize for Outbound {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::None => "none".serialize(to),
+            Self::Nat => "nat".serialize(to),
             Self::Host => "host".serialize(to),
             Self::Only(list) => list.serialize(to),
         }
@@ -49,16 +53,17 @@ impl Serialize for Outbound {
 impl<'de> Deserialize<'de> for Outbound {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        #[serde(untagged, expecting = "none, host, or a list of HOST:PORT")]
+        #[serde(untagged, expecting = "none, nat, host, or a list of HOST:PORT")]
         enum Written {
             Word(String),
             List(Vec<String>),
         }
         match Written::deserialize(from)? {
             Written::Word(word) if word == "none" => Ok(Self::None),
+            Written::Word(word) if word == "nat" => Ok(Self::Nat),
             Written::Word(word) if word == "host" => Ok(Self::Host),
             Written::Word(word) => Err(serde::de::Error::custom(format!(
-                "outbound '{word}' is unknown: use none, host, or a list of HOST:PORT"
+                "outbound '{word}' is unknown: use none, nat, host, or a list of HOST:PORT"
             ))),
             Written::List(list) => Ok(Self::Only(list)),
         }
@@ -174,14 +179,15 @@ mod tests {
     fn a_record_says_a_word_or_a_list() {
         for (text, outbound) in [
             (r#""none""#, Outbound::None),
+            (r#""nat""#, Outbound::Nat),
             (r#""host""#, Outbound::Host),
             (r#"["a:1","b:2"]"#, Outbound::Only(vec!["a:1".into(), "b:2".into()])),
         ] {
             assert_eq!(serde_json::from_str::<Outbound>(text).unwrap(), outbound);
             assert_eq!(serde_json::to_string(&outbound).unwrap(), text);
         }
-        let error = serde_json::from_str::<Outbound>(r#""nat""#).unwrap_err().to_string();
-        assert!(error.contains("'nat' is unknown: use none, host, or a list"), "{error}");
+        let error = serde_json::from_str::<Outbound>(r#""all""#).unwrap_err().to_string();
+        assert!(error.contains("'all' is unknown: use none, nat, host, or a list"), "{error}");
         assert!(serde_json::from_str::<Outbound>("7").is_err());
     }
 }

@@ -14,8 +14,8 @@ const LINE_LEN_MAX: usize = 300;
 const KNOWN: [(&str, &str); 12] = [
     (
         "External socket is used",
-        "a Unix socket is connected to something outside of the sandbox, such as a database: close such connections \
-         when the application is idle, or let it connect for each request",
+        "a Unix socket is connected to something outside of the sandbox: close such connections when the application \
+         is idle, let it connect for each request, or name a database's socket in its record (--database)",
     ),
     ("unix: Unix socket ", OUTSIDE),
     ("Can't dump half of stream unix connection", OUTSIDE),

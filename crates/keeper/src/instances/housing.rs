@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{App, Files, Idle, Listen};
+use nagaya_cmdb::record::{App, Database, Files, Idle, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -25,10 +25,11 @@ use crate::image::{Digest, Found, Handed, Image, ImageError, Images, Subject, ba
 use crate::options::Options;
 use crate::process::Root;
 use crate::protocol::Failure;
-use crate::relay::{Outlets, Plan, Relay};
-use crate::sandbox::{Identity, Launcher, Program, ROOT_PID, Sandbox, SandboxError, Task};
+use crate::relay::{self, Outlets, Plan, Relay, Socket, Ways};
+use crate::sandbox::{Identity, Launcher, Program, RESOLVER, ROOT_PID, Sandbox, SandboxError, Task};
 use crate::spawn::{self, Runner, Started};
 use crate::sys;
+use crate::workers::Workers;
 
 /// In its `/run`: other bytes after each restoration, for programs that would go on with the random numbers of the image.
 const WAKE_FILE: &str = "nagaya.wake";
@@ -42,8 +43,10 @@ pub struct Housing {
     pub options: Arc<Options>,
     /// On the node, for a socket the keeper listens on.
     pub listens_at: PathBuf,
-    /// What it may reach outside, and what leads there. None: nothing.
+    /// What it may reach outside, and what leads there and to its databases. None: nothing.
     pub outside: Option<(Plan, Relay)>,
+    /// Where its databases are looked up.
+    pub workers: Workers,
     /// Its base, where that is an image of a layout.
     pub unpacked: Option<Arc<Unpacked>>,
     pub authority: Authority,
@@ -99,8 +102,14 @@ impl Housing {
     fn sandbox(&self, launcher: &Launcher, leaf: &Leaf) -> Result<Sandbox, Fault> {
         let whose = (self.identity(), leaf.entrance());
         let Self { site, tenant, app, options, .. } = self;
-        let spec = surroundings::spec(site, tenant, app, &self.scratch(), options, self.base(), whose);
+        let from = (self.base(), self.sockets_dir());
+        let spec = surroundings::spec(site, tenant, app, &self.scratch(), options, from, whose);
         launcher.create(&spec).map_err(|error| of_sandbox(&error))
+    }
+
+    /// All that is outside of the node.
+    fn reaches_all(&self) -> bool {
+        self.app.outbound == Outbound::Nat
     }
 
     /// Its directories, and files of the keeper's for it.
@@ -108,15 +117,42 @@ impl Housing {
         let scratch = self.scratch();
         scratch.make(self.identity())?;
         if let Some(text) = self.outside.as_ref().and_then(|(plan, _)| plan.hosts()) {
-            scratch.write_hosts(&text)?;
+            scratch.write(&scratch.hosts, &text)?;
+        }
+        if self.reaches_all() {
+            scratch.write(&scratch.resolver, &format!("nameserver {}\n", RESOLVER.ip()))?;
         }
         Ok(scratch)
     }
 
+    /// Listens where its databases are in its sight. Before its sandbox is made: what listens is bound into it.
+    fn listen_for_databases(&self) -> Result<Vec<(OwnedFd, Socket)>, Fault> {
+        if !self.app.databases.is_empty() {
+            self.make_sockets_dir()?;
+        }
+        let listen = |(number, database): (usize, &Database)| {
+            let at = surroundings::database_socket(self.sockets_dir(), number);
+            let listener = relay::listen(&at)
+                .map_err(|error| Fault::of_path(fault::OUTLET, "cannot listen on", &at, error))?;
+            let (path, workers) = (database.socket.clone(), self.workers.clone());
+            Ok((listener, Socket { path, whose: self.identity(), workers }))
+        };
+        self.app.databases.iter().enumerate().map(listen).collect()
+    }
+
     /// Opens what it may reach outside. Nothing outside is asked for that.
-    fn open_outlets(&self, sandbox: &Sandbox) -> Result<Option<Outlets>, Fault> {
+    fn open_outlets(
+        &self,
+        sandbox: &Sandbox,
+        sockets: Vec<(OwnedFd, Socket)>,
+    ) -> Result<Option<Outlets>, Fault> {
         let Some((plan, relay)) = &self.outside else { return Ok(None) };
-        let opened = relay.open(plan, |addresses| sandbox.outlets(addresses));
+        let listen = || if plan.is_empty() { Ok(Vec::new()) } else { sandbox.outlets(&plan.addresses()) };
+        let opened = listen().and_then(|listeners| {
+            let places = listeners.into_iter().zip(plan.endpoints()).collect();
+            let outside = self.reaches_all().then(|| sandbox.capture()).transpose()?;
+            relay.open(Ways { places, sockets, outside })
+        });
         opened.map(Some).map_err(|error| {
             let failure =
                 if error.kind() == io::ErrorKind::WouldBlock { Failure::Busy } else { Failure::Broken };
@@ -132,8 +168,9 @@ impl Housing {
             .subject(&secrets)
             .map_err(|error| Fault::of_path(fault::APP, "cannot look at the base", self.base(), error))?;
         self.make_scratch()?;
+        let databases = self.listen_for_databases()?;
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
-        let outlets = self.open_outlets(&sandbox)?;
+        let outlets = self.open_outlets(&sandbox, databases)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
         let address = surroundings::told(self.app.listen, &self.listens_at);
@@ -176,9 +213,10 @@ impl Housing {
             images.quarantine(&image, &why);
             NotRestored::PutAside(Fault::new(Failure::Broken, fault::BAD_IMAGE, why))
         })?;
+        let databases = self.listen_for_databases()?;
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
         // Before: sockets that come back may be bound to these addresses.
-        let outlets = self.open_outlets(&sandbox)?;
+        let outlets = self.open_outlets(&sandbox, databases)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
         // What stood still meanwhile says nothing about its image.
@@ -317,10 +355,25 @@ impl Housing {
     }
 
     fn listen(&self, sandbox: &Sandbox) -> Result<OwnedFd, Fault> {
-        let dir = self.listens_at.parent().expect("a file in a directory");
-        let listening =
-            fs::DirBuilder::new().mode(0o700).create(dir).and_then(|()| sandbox.listener(&self.listens_at));
-        listening.map_err(|error| Fault::of_path(fault::APP, "cannot listen on", &self.listens_at, error))
+        self.make_sockets_dir()?;
+        sandbox
+            .listener(&self.listens_at)
+            .map_err(|error| Fault::of_path(fault::APP, "cannot listen on", &self.listens_at, error))
+    }
+
+    /// On the node, for sockets the keeper listens on for it.
+    fn sockets_dir(&self) -> &Path {
+        self.listens_at.parent().expect("a file in a directory")
+    }
+
+    /// Makes that, for root alone.
+    fn make_sockets_dir(&self) -> Result<(), Fault> {
+        match fs::DirBuilder::new().mode(0o700).create(self.sockets_dir()) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                Err(Fault::of_path(fault::APP, "cannot make", self.sockets_dir(), error))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
-use nagaya_cmdb::record::{App, Base, Ready};
+use nagaya_cmdb::record::{App, Base, Outbound, Ready};
 use nagaya_cmdb::{Backend, Site};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -70,7 +70,7 @@ pub struct Body {
     inside: RefCell<Option<Inside>>,
     /// None: nobody counts.
     kills: Option<Kills>,
-    /// The ways out of its sandbox, which go with it.
+    /// The ways out of its sandbox, and to its databases, which go with it.
     outlets: Option<Outlets>,
     /// It stays on disk as long as the processes see it.
     _base: Option<Arc<Unpacked>>,
@@ -159,13 +159,13 @@ impl Body {
         self.kills.as_ref().map_or(0, Kills::count)
     }
 
-    /// For who is to know how long it waits for databases outside.
+    /// For who is to know how long it waits for databases.
     pub fn tally(&self) -> Option<OwnedFd> {
         // Without it only a figure is missing.
         self.outlets.as_ref().and_then(|outlets| outlets.tally().ok())
     }
 
-    /// What it has open outside. None: its record names nothing there.
+    /// What it has open outside and with databases. None: its record names none.
     pub fn traffic(&self) -> Option<Traffic> {
         self.outlets.as_ref().map(Outlets::traffic)
     }
@@ -359,10 +359,14 @@ pub async fn housing(
     let (site, tenant) = (instance.site(), instance.tenant());
     let (runner, options) = (engine.runner(&tenant)?, Arc::new((*engine.options()).clone()));
     let plan = Plan::new(app.outbound.endpoints());
-    let outside = if plan.is_empty() { None } else { Some((plan, engine.relay()?)) };
+    let reaches_nothing = plan.is_empty() && app.databases.is_empty() && app.outbound != Outbound::Nat;
+    let outside = if reaches_nothing { None } else { Some((plan, engine.relay()?)) };
+    let workers = engine.workers.clone();
     let unpacked = unpacked(engine, instance, app, runner.identity).await?;
     let (app, listens_at, authority) = (app.clone(), listens_at.to_owned(), engine.authority.clone());
-    Ok(Arc::new(Housing { site, tenant, app, runner, options, listens_at, outside, unpacked, authority }))
+    let of =
+        Housing { site, tenant, app, runner, options, listens_at, outside, workers, unpacked, authority };
+    Ok(Arc::new(of))
 }
 
 async fn spawn_sandboxed(
@@ -504,7 +508,14 @@ pub async fn take_image(
             let taken = housing.take(images, sandbox, of, handover);
             taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
         };
-        match (engine.on_worker(take).await, pauses.next()) {
+        // What no image carries is closed meanwhile.
+        let closed = match &body.outlets {
+            Some(outlets) => Some(outlets.pause().await),
+            None => None,
+        };
+        let taken = engine.on_worker(take).await;
+        drop(closed);
+        match (taken, pauses.next()) {
             (Err(fault), Some(pause)) if fault.code == image::UNFIT => {
                 tracing::debug!(site = %instance.site().name, "an image of it is tried again: {fault}");
                 sleep(pause).await;

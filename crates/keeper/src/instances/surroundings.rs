@@ -41,8 +41,9 @@ pub struct Scratch {
     /// What was in them when its image was taken.
     pub carried_tmp: PathBuf,
     pub carried_run: PathBuf,
-    /// Its `/etc/hosts`, if it is one of its own. The keeper's.
+    /// Its `/etc/hosts` and `/etc/resolv.conf`, if they are of its own. The keeper's.
     pub hosts: PathBuf,
+    pub resolver: PathBuf,
 }
 
 /// The same, opened, for who has the tenant's rights and could not come there by their paths.
@@ -74,9 +75,9 @@ impl Scratch {
     pub fn of(site: &Site, options: &Options) -> Self {
         // Beside the images: on disk, because images do not carry what is in memory.
         let dir = options.instances.images.with_file_name("instances").join(site.name.as_str());
-        let [tmp, run, carried_tmp, carried_run, hosts] =
-            ["tmp", "run", "carried-tmp", "carried-run", "hosts"].map(|name| dir.join(name));
-        Self { tmp, run, carried_tmp, carried_run, hosts }
+        let [tmp, run, carried_tmp, carried_run, hosts, resolver] =
+            ["tmp", "run", "carried-tmp", "carried-run", "hosts", "resolv.conf"].map(|name| dir.join(name));
+        Self { tmp, run, carried_tmp, carried_run, hosts, resolver }
     }
 
     pub fn open(&self) -> io::Result<OpenScratch> {
@@ -123,28 +124,33 @@ impl Scratch {
 }
 
 impl Scratch {
-    /// Writes its `/etc/hosts`, unless it is as it should be.
-    pub fn write_hosts(&self, text: &str) -> Result<(), Fault> {
-        if fs::read(&self.hosts).is_ok_and(|now| now == text.as_bytes()) {
+    /// Writes one of the keeper's files for it, unless that is as it should be.
+    pub fn write(&self, file: &Path, text: &str) -> Result<(), Fault> {
+        if fs::read(file).is_ok_and(|now| now == text.as_bytes()) {
             return Ok(());
         }
         // It is read in the sandbox, by whoever is there.
         let write = || -> io::Result<()> {
-            fs::write(&self.hosts, text)?;
-            fs::set_permissions(&self.hosts, fs::Permissions::from_mode(0o644))
+            fs::write(file, text)?;
+            fs::set_permissions(file, fs::Permissions::from_mode(0o644))
         };
-        write().map_err(|error| Fault::of_path(fault::OUTLET, "cannot write", &self.hosts, error))
+        write().map_err(|error| Fault::of_path(fault::OUTLET, "cannot write", file, error))
     }
 }
 
-/// The sandbox of this application.
+/// Where the keeper listens for its database of this number, in the directory of its sockets.
+pub fn database_socket(sockets: &Path, number: usize) -> PathBuf {
+    sockets.join(format!("db.{number}"))
+}
+
+/// The sandbox of this application: on `base`, with its databases' sockets from the directory `sockets`.
 pub fn spec(
     site: &Site,
     tenant: &Tenant,
     app: &App,
     scratch: &Scratch,
     options: &Options,
-    base: &Path,
+    (base, sockets): (&Path, &Path),
     (identity, entrance): (Identity, Entrance),
 ) -> Spec {
     let home = spawn::home(tenant);
@@ -158,16 +164,21 @@ pub fn spec(
         let path = home.join(path);
         binds.push(bind(path.clone(), path, true));
     }
-    for Database { socket, inside } in &app.databases {
-        // To connect is to write, as the kernel sees it.
-        binds.push(bind(socket.clone(), inside.as_ref().unwrap_or(socket).clone(), true));
+    for (number, Database { socket, inside }) in app.databases.iter().enumerate() {
+        // A socket of the keeper's in a directory that only root enters. To connect is to write, as the kernel sees it.
+        let (source, target) = (database_socket(sockets, number), inside.as_ref().unwrap_or(socket).clone());
+        binds.push(Bind { source, target, writable: true, as_tenant: false });
     }
     let host_network = app.outbound == Outbound::Host;
-    if let Some(path) =
-        Path::new(RESOLVER).canonicalize().ok().filter(|path| host_network && path.starts_with("/run"))
-    {
-        // Where a service of the node writes it.
+    // Where a service of the node writes it. A base of its own has no link there.
+    let service = Path::new(RESOLVER).canonicalize().ok().filter(|path| path.starts_with("/run"));
+    if let Some(path) = service.clone().filter(|_| host_network) {
         binds.push(Bind { source: path.clone(), target: path, writable: false, as_tenant: true });
+    }
+    if app.outbound == Outbound::Nat {
+        let is_linked = base == Path::new("/");
+        let target = service.filter(|_| is_linked).unwrap_or_else(|| RESOLVER.into());
+        binds.push(Bind { source: scratch.resolver.clone(), target, writable: false, as_tenant: false });
     }
     if Plan::new(app.outbound.endpoints()).hosts().is_some() {
         // A file of the keeper's in a directory that only root enters.
@@ -235,7 +246,8 @@ mod tests {
         let options = Options::default();
         let scratch = Scratch::of(&site, &options);
         let whose = (Identity { uid: 9, gid: 9 }, Entrance::default());
-        spec(&site, &tenant, &app, &scratch, &options, Path::new("/"), whose).binds
+        let from = (Path::new("/"), Path::new("/run/nagaya/apps/blog.1"));
+        spec(&site, &tenant, &app, &scratch, &options, from, whose).binds
     }
 
     fn binds(backend: &str) -> Vec<(String, String, bool)> {
@@ -271,14 +283,20 @@ mod tests {
         assert!(named[1].source.ends_with("instances/blog/hosts") && !named[1].writable);
         assert_eq!(named[1].target, Path::new("/etc/hosts"));
         assert_eq!(with(r#"["203.0.113.7:443"]"#).len(), 1, "an address needs no name");
+        let all = with(r#""nat""#);
+        assert!(all[1].source.ends_with("instances/blog/resolv.conf") && !all[1].writable);
     }
 
     #[test]
-    fn a_database_is_reached_by_its_socket_alone() {
+    fn a_database_is_reached_through_a_socket_of_the_keepers() {
         let backend = r#"{"kind":"app","command":["x"],"directory":"app",
             "databases":[{"socket":"/run/mysqld/mysqld.sock"},{"socket":"/run/a.sock","inside":"/tmp/b.sock"}]}"#;
-        let binds = binds(backend);
-        assert_eq!(binds[1], same("/run/mysqld/mysqld.sock", true));
-        assert_eq!(binds[2], ("/run/a.sock".into(), "/tmp/b.sock".into(), true));
+        let binds = binds_and_rights(backend);
+        for (bind, name, target) in
+            [(&binds[1], "db.0", "/run/mysqld/mysqld.sock"), (&binds[2], "db.1", "/tmp/b.sock")]
+        {
+            assert_eq!(bind.source, Path::new("/run/nagaya/apps/blog.1").join(name));
+            assert!(bind.target == Path::new(target) && bind.writable);
+        }
     }
 }

@@ -1,236 +1,207 @@
 //! The relay's thread: taking connections inside, making those outside, and passing on what comes.
 //!
-//! Not here: the keeper's end of it (`super`).
+//! Not here: the keeper's end of it (`super`), what kinds of ways out there are (`place`, `socket`, `outside`).
 
 use std::cell::Cell;
-use std::future::Future;
+use std::fmt::Display;
+use std::future::{Future, pending};
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use nagaya_cmdb::record::{Endpoint, EndpointHost};
-use tokio::io::copy_bidirectional_with_sizes;
-use tokio::net::{TcpListener, TcpStream, lookup_host};
+use tokio::io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
+use super::names::{self, LongQuestions};
+use super::outside::Outside;
 use super::watched::{Conversation, Questions, Side, Watched};
-use super::{CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX};
+use super::{Busy, CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX, Wanted, Ways};
 use crate::metrics::Metrics;
+use crate::sandbox::Capture;
 
-/// How long a name may take to be looked up and one of its addresses to answer.
+/// How long a connection outside may take to be made, with all that is looked up and tried for it.
 const DIAL_MAX: Duration = Duration::from_secs(10);
-
-/// How long one of several addresses may take.
-const ADDRESS_MAX: Duration = Duration::from_secs(3);
-
-/// Addresses of one name that are tried.
-const ADDRESSES_MAX: usize = 8;
 
 /// Bytes of one connection that wait to be passed on, in each direction.
 const BUFFER_LEN: usize = 16 * 1024;
 
-/// How long nothing may come before it is asked whether the other end is still there.
-const KEEPALIVE: Duration = Duration::from_secs(60);
-
 /// Pause after a connection was not taken for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// One way out of a sandbox. Its text is how it is named in a record.
+pub trait Way: Display + 'static {
+    type Listener;
+    type Stream: AsyncRead + AsyncWrite + Unpin;
+
+    /// Whether an image can be taken while a connection of this kind is open.
+    const GOES_WITH_IMAGES: bool;
+
+    fn listener(socket: OwnedFd) -> io::Result<Self::Listener>;
+    async fn accept(listener: &Self::Listener) -> io::Result<Self::Stream>;
+    /// Makes the connection outside that belongs to this one.
+    async fn dial(&self, inside: &Self::Stream) -> io::Result<Self::Stream>;
+    fn set_up(inside: &Self::Stream, outside: &Self::Stream);
+    /// To be closed so that the other end learns that not all is well.
+    fn reset(inside: &Self::Stream);
+}
 
 /// Takes up instances until the keeper ends.
 pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
     let open = Rc::new(Cell::new(0));
-    while let Some(Order { listeners, counts, tally, gone }) = incoming.recv().await {
+    while let Some(Order { ways, counts, tally, wanted, busy }) = incoming.recv().await {
+        let Ways { places, sockets, outside } = ways;
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
-        for (listener, endpoint) in listeners {
-            let listener = match TcpListener::from_std(listener.into()) {
-                Ok(listener) => listener,
-                Err(error) => {
-                    counts.failed(format!("{endpoint}: {error}"));
-                    continue;
-                }
-            };
-            let shared = Shared {
-                endpoint: Rc::new(endpoint),
-                counts: Arc::clone(&counts),
-                questions: Rc::clone(&questions),
-                open: Rc::clone(&open),
-            };
-            spawn_local(until_gone(gone.clone(), take(listener, shared, gone.clone())));
+        let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
+        places.into_iter().for_each(|(listener, place)| begin(listener, place, &instance, &busy));
+        sockets.into_iter().for_each(|(listener, socket)| begin(listener, socket, &instance, &busy));
+        if let Some(Capture { listener, questions, long_questions, hold }) = outside {
+            begin(listener, Outside::new(hold), &instance, &busy);
+            begin(long_questions, LongQuestions, &instance, &busy);
+            let answer = names::answer(questions, Arc::clone(&instance.counts));
+            spawn_local(instance.clone().until_gone(answer));
         }
     }
 }
 
-/// What all connections to one place have.
+/// What all connections of one instance have.
 #[derive(Clone)]
-struct Shared {
-    endpoint: Rc<Endpoint>,
+struct Instance {
     counts: Arc<Counts>,
     questions: Rc<Questions>,
     /// On the node.
     open: Rc<Cell<u64>>,
+    wanted: watch::Receiver<Wanted>,
 }
 
-/// One connection, as long as it counts.
-struct Place(Shared);
+impl Instance {
+    /// Does this until the instance is gone.
+    async fn until_gone(mut self, work: impl Future<Output = ()>) {
+        tokio::select! {
+            () = work => {}
+            // Nothing of the kind is ever sent: it ends with its sender.
+            _ = self.wanted.wait_for(|_| false) => {}
+        }
+    }
 
-impl Place {
-    fn take(shared: &Shared) -> Result<Self, &'static str> {
-        // Only this thread counts.
-        if shared.counts.open.load(Ordering::Relaxed) >= PER_INSTANCE_MAX {
-            return Err("as many connections as one instance may have are open");
+    /// Resolves when the keeper wants this.
+    async fn until(&mut self, wanted: Wanted) {
+        if self.wanted.wait_for(|now| *now == wanted).await.is_err() {
+            // Gone: see `until_gone`.
+            pending().await
         }
-        if shared.open.get() >= CONNECTIONS_MAX {
-            return Err("as many connections as the node may have are open");
-        }
-        shared.counts.open.fetch_add(1, Ordering::Relaxed);
-        shared.open.set(shared.open.get() + 1);
-        Ok(Self(shared.clone()))
     }
 }
 
-impl Drop for Place {
+/// One connection, as long as it counts.
+struct Counted(Instance);
+
+impl Counted {
+    fn take(instance: &Instance) -> Result<Self, &'static str> {
+        // Only this thread counts.
+        if instance.counts.open.load(Ordering::Relaxed) >= PER_INSTANCE_MAX {
+            return Err("as many connections as one instance may have are open");
+        }
+        if instance.open.get() >= CONNECTIONS_MAX {
+            return Err("as many connections as the node may have are open");
+        }
+        instance.counts.open.fetch_add(1, Ordering::Relaxed);
+        instance.open.set(instance.open.get() + 1);
+        Ok(Self(instance.clone()))
+    }
+}
+
+impl Drop for Counted {
     fn drop(&mut self) {
         self.0.counts.open.fetch_sub(1, Ordering::Relaxed);
         self.0.open.set(self.0.open.get() - 1);
     }
 }
 
-/// Does this until its instance is gone.
-async fn until_gone(mut gone: watch::Receiver<()>, work: impl Future<Output = ()>) {
-    tokio::select! {
-        () = work => {}
-        // Nothing is ever sent: it ends with its sender.
-        _ = gone.changed() => {}
+fn begin<W: Way>(listener: OwnedFd, way: W, instance: &Instance, busy: &Busy) {
+    match W::listener(listener) {
+        Ok(listener) => {
+            let busy = (!W::GOES_WITH_IMAGES).then(|| busy.clone());
+            let take = take(listener, Rc::new(way), instance.clone(), busy);
+            spawn_local(instance.clone().until_gone(take));
+        }
+        Err(error) => instance.counts.failed(format!("{way}: {error}")),
     }
 }
 
-async fn take(listener: TcpListener, shared: Shared, gone: watch::Receiver<()>) {
+/// `busy`: of what must be closed before an image is taken.
+async fn take<W: Way>(listener: W::Listener, way: Rc<W>, mut instance: Instance, mut busy: Option<Busy>) {
     loop {
-        let inside = match listener.accept().await {
-            Ok((inside, _)) => inside,
+        let accepted = tokio::select! {
+            accepted = W::accept(&listener) => accepted,
+            () = instance.until(Wanted::Pause), if busy.is_some() => {
+                busy = resume(&mut instance, busy).await;
+                continue;
+            }
+        };
+        let inside = match accepted {
+            Ok(inside) => inside,
             Err(error) => {
-                shared.counts.failed(format!("{}: {error}", shared.endpoint));
+                instance.counts.failed(format!("{way}: {error}"));
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        shared.counts.taken.fetch_add(1, Ordering::Relaxed);
-        match Place::take(&shared) {
-            Ok(place) => drop(spawn_local(until_gone(gone.clone(), pass(inside, place)))),
+        instance.counts.taken.fetch_add(1, Ordering::Relaxed);
+        match Counted::take(&instance) {
+            Ok(counted) => {
+                let (way, busy, mut of) = (Rc::clone(&way), busy.clone(), instance.clone());
+                spawn_local(instance.clone().until_gone(async move {
+                    tokio::select! {
+                        () = pass(inside, &*way, &counted) => {}
+                        () = of.until(Wanted::Pause), if busy.is_some() => {}
+                    }
+                    drop(busy);
+                }));
+            }
             Err(why) => {
-                shared.counts.failed(format!("{}: {why}", shared.endpoint));
-                reset(&inside);
+                instance.counts.failed(format!("{way}: {why}"));
+                W::reset(&inside);
             }
         }
     }
 }
 
-async fn pass(mut inside: TcpStream, place: Place) {
-    let Place(Shared { endpoint, counts, questions, .. }) = &place;
-    let dialled = timeout(DIAL_MAX, dial(endpoint)).await;
+/// Counts as not busy until the pause is over.
+async fn resume(instance: &mut Instance, busy: Option<Busy>) -> Option<Busy> {
+    let idle = busy?.rest();
+    loop {
+        instance.until(Wanted::Pass).await;
+        let busy = idle.begin();
+        // Whoever pauses it again from here on counts this one.
+        if *instance.wanted.borrow() == Wanted::Pass {
+            return Some(busy);
+        }
+    }
+}
+
+async fn pass<W: Way>(mut inside: W::Stream, way: &W, counted: &Counted) {
+    let Counted(Instance { counts, questions, .. }) = counted;
+    let dialled = timeout(DIAL_MAX, way.dial(&inside)).await;
     let mut outside = match dialled.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
         Ok(outside) => outside,
         Err(error) => {
-            tracing::debug!(%endpoint, %error, "an application's connection is not made");
-            counts.failed(format!("{endpoint}: {error}"));
+            tracing::debug!(%way, %error, "an application's connection is not made");
+            counts.failed(format!("{way}: {error}"));
             // As near to a refusal as it can be: the connection inside is there already.
-            return reset(&inside);
+            return W::reset(&inside);
         }
     };
-    // Small messages, such as queries, are not held back for more to come.
-    let _ = (inside.set_nodelay(true), outside.set_nodelay(true));
+    W::set_up(&inside, &outside);
     // Who breaks off at one end is broken off at the other, by both being dropped.
     let conversation = Conversation::new(Rc::clone(questions));
     let mut asking = Watched::new(&mut inside, Side::Application, Rc::clone(&conversation));
     let mut answering = Watched::new(&mut outside, Side::Server, conversation);
     if copy_bidirectional_with_sizes(&mut asking, &mut answering, BUFFER_LEN, BUFFER_LEN).await.is_err() {
-        reset(&inside);
-    }
-}
-
-/// Closes so that the other end learns that not all is well.
-fn reset(stream: &TcpStream) {
-    // What cannot be set closes as usual.
-    let _ = stream.set_zero_linger();
-}
-
-async fn dial(endpoint: &Endpoint) -> io::Result<TcpStream> {
-    let stream = match &endpoint.host {
-        EndpointHost::Address(address) => TcpStream::connect((*address, endpoint.port)).await?,
-        EndpointHost::Name(name) => dial_name(name, endpoint.port).await?,
-    };
-    rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
-    rustix::net::sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
-    Ok(stream)
-}
-
-async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    let found: Vec<SocketAddr> = lookup_host((name, port)).await?.take(ADDRESSES_MAX).collect();
-    for address in found {
-        if !is_elsewhere(address.ip()) {
-            let why = format!("the name leads to {}, which may only be named itself", address.ip());
-            last = io::Error::new(io::ErrorKind::PermissionDenied, why);
-            continue;
-        }
-        match timeout(ADDRESS_MAX, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => last = error,
-            Err(_) => last = io::ErrorKind::TimedOut.into(),
-        }
-    }
-    Err(last)
-}
-
-/// Whether a name may lead there. Whoever owns a name can let it lead anywhere, to the node's own services too: those must
-/// be named by their addresses.
-fn is_elsewhere(address: IpAddr) -> bool {
-    match address.to_canonical() {
-        IpAddr::V4(address) => {
-            let is_this = address.octets()[0] == 0;
-            !(address.is_loopback()
-                || address.is_link_local()
-                || address.is_multicast()
-                || address.is_broadcast()
-                || is_this)
-        }
-        IpAddr::V6(address) => {
-            !(address.is_loopback()
-                || address.is_unicast_link_local()
-                || address.is_multicast()
-                || address.is_unspecified())
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_name_leads_to_no_service_of_the_node() {
-        for bad in [
-            "127.0.0.1",
-            "127.77.0.9",
-            "0.0.0.0",
-            "0.1.2.3",
-            "169.254.169.254",
-            "224.0.0.1",
-            "255.255.255.255",
-            "::1",
-            "::",
-            "fe80::1",
-            "ff02::1",
-            "::ffff:127.0.0.1",
-        ] {
-            assert!(!is_elsewhere(bad.parse().unwrap()), "{bad}");
-        }
-        for good in ["203.0.113.7", "10.0.0.5", "192.168.1.9", "2001:db8::1", "fd00::1"] {
-            assert!(is_elsewhere(good.parse().unwrap()), "{good}");
-        }
+        W::reset(&inside);
     }
 }

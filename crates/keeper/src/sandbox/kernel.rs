@@ -1,4 +1,5 @@
-//! The kernel calls of sandboxes no safe wrapper has: forks of a process with one thread, seccomp, mount attributes.
+//! The kernel calls of sandboxes no safe wrapper has: forks of a process with one thread, seccomp, mount attributes,
+//! programs of the kernel's.
 //!
 //! Not here: what is done with them (`birth`, `init`, `program`), calls of the keeper's own process (`crate::sys`).
 #![allow(unsafe_code)]
@@ -7,6 +8,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
 use std::time::Duration;
 
 use nix::libc;
@@ -354,6 +356,101 @@ pub fn filter_bytes(program: &[Instruction]) -> Vec<u8> {
         bytes
     };
     program.iter().flat_map(bytes).collect()
+}
+
+// === bpf ===
+
+/// Commands, kinds and places of `bpf(2)` (`linux/bpf.h`).
+const BPF_MAP_CREATE: libc::c_long = 0;
+const BPF_MAP_UPDATE_ELEM: libc::c_long = 2;
+const BPF_PROG_LOAD: libc::c_long = 5;
+const BPF_LINK_CREATE: libc::c_long = 28;
+const BPF_MAP_TYPE_SOCKMAP: u32 = 15;
+const BPF_PROG_TYPE_SK_LOOKUP: u32 = 30;
+const BPF_SK_LOOKUP: u32 = 36;
+
+/// The attributes of these commands, as far as they are used: the kernel takes the rest for 0.
+#[repr(C)]
+struct MapCreate {
+    kind: u32,
+    key_len: u32,
+    value_len: u32,
+    entries: u32,
+}
+
+#[repr(C)]
+struct MapUpdate {
+    map: u64,
+    key: u64,
+    value: u64,
+    flags: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct ProgramLoad {
+    kind: u32,
+    count: u32,
+    instructions: u64,
+    licence: u64,
+    log: [u64; 2],
+    version_and_flags: u64,
+    name: [u64; 2],
+    device: u32,
+    attaches_as: u32,
+}
+
+#[repr(C)]
+struct LinkCreate {
+    program: u32,
+    target: u32,
+    attaches_as: u32,
+    flags: u32,
+}
+
+fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<i64> {
+    // SAFETY: the kernel reads so many bytes of the attributes; what they point to lives as long as they do.
+    check(unsafe { libc::syscall(libc::SYS_bpf, command, ptr::from_ref(attributes), size_of::<T>()) })
+}
+
+fn new_fd(fd: i64) -> OwnedFd {
+    // SAFETY: what these commands return is a new descriptor that nobody else owns.
+    unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd).unwrap_or(-1)) }
+}
+
+fn number_of(fd: impl AsFd) -> u32 {
+    u32::try_from(fd.as_fd().as_raw_fd()).expect("an open descriptor")
+}
+
+/// A map of sockets for programs of the kernel's, with this one in it.
+pub fn socket_map(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let create = MapCreate { kind: BPF_MAP_TYPE_SOCKMAP, key_len: 4, value_len: 8, entries: 1 };
+    let map = new_fd(bpf(BPF_MAP_CREATE, &create)?);
+    let (key, value) = (0_u32, u64::from(number_of(socket)));
+    let mut number = [0; 8];
+    number[..4].copy_from_slice(&number_of(&map).to_ne_bytes());
+    let (key, value) = (&raw const key as u64, &raw const value as u64);
+    bpf(BPF_MAP_UPDATE_ELEM, &MapUpdate { map: u64::from_ne_bytes(number), key, value, flags: 0 })?;
+    Ok(map)
+}
+
+/// A program that chooses the socket of a new connection, checked by the kernel.
+pub fn lookup_program(instructions: &[u64]) -> io::Result<OwnedFd> {
+    let load = ProgramLoad {
+        kind: BPF_PROG_TYPE_SK_LOOKUP,
+        count: u32::try_from(instructions.len()).unwrap_or(u32::MAX),
+        instructions: instructions.as_ptr() as u64,
+        licence: c"Apache-2.0".as_ptr() as u64,
+        attaches_as: BPF_SK_LOOKUP,
+        ..ProgramLoad::default()
+    };
+    bpf(BPF_PROG_LOAD, &load).map(new_fd)
+}
+
+/// Puts it to work in a network, for as long as the descriptor is open.
+pub fn attach_lookup(program: BorrowedFd<'_>, network: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let (program, target) = (number_of(program), number_of(network));
+    bpf(BPF_LINK_CREATE, &LinkCreate { program, target, attaches_as: BPF_SK_LOOKUP, flags: 0 }).map(new_fd)
 }
 
 /// Time as `poll` takes it.

@@ -17,6 +17,7 @@ use rustix::thread::{
     LinkNameSpaceType, ThreadNameSpaceType, move_into_link_name_space, move_into_thread_name_spaces,
 };
 
+use super::capture::{self, Capture};
 use super::kernel::timespec;
 use super::outlet;
 
@@ -77,6 +78,11 @@ pub fn outlets(init: BorrowedFd<'_>, addresses: &[SocketAddr]) -> io::Result<Vec
             .map_err(|error| io::Error::new(error.kind(), format!("listening at {address} inside: {error}")))
     };
     inside(init, || addresses.iter().map(at).collect())
+}
+
+/// See `Sandbox::capture`.
+pub fn capture(init: BorrowedFd<'_>) -> io::Result<Capture> {
+    inside(init, capture::capture)
 }
 
 /// See `Sandbox::connect`.

@@ -6,6 +6,7 @@
 
 mod bases;
 mod cells;
+mod databases;
 mod exec;
 mod faults;
 mod files;
@@ -15,6 +16,7 @@ mod instances;
 mod layers;
 mod life;
 mod limits;
+mod nat;
 mod outbound;
 mod php;
 mod placed;
@@ -58,6 +60,8 @@ fn main() {
         exec::ROOT,
         faults::ROOT,
         outbound::ROOT,
+        databases::ROOT,
+        nat::ROOT,
         rest::ROOT,
         life::ROOT,
         sandbox::ROOT,
@@ -91,10 +95,11 @@ fn main() {
             .chain(wake::CRIU)
             .chain(faults::CRIU)
             .chain(outbound::CRIU)
+            .chain(nat::CRIU)
             .chain(transfer::CRIU)
             .map(of_criu),
     );
-    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).map(of_found));
+    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts =

@@ -52,7 +52,7 @@ log.write('ready\n')
 "#;
 
 /// An application that does what it is asked to with the network, and says what came of it.
-const PROGRAM: &str = r#"
+pub const PROGRAM: &str = r#"
 import os, socket, socketserver
 from urllib.parse import unquote
 held = []
@@ -66,6 +66,13 @@ def act(words):
         held.append(socket.create_connection((words[1], int(words[2])), 20))
         return say(held[-1])
     if words[0] == 'held': return say(held[-1])
+    if words[0] == 'connect':
+        socket.create_connection((words[1], int(words[2])), 20)
+        return 'connected'
+    if words[0] == 'udp':
+        connection = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        connection.connect((words[1], int(words[2])))
+        return say(connection)
     return f'{os.getpid()} {len(held)}'
 class Handler(socketserver.StreamRequestHandler):
     def handle(self):
@@ -122,11 +129,11 @@ fn without_images(outbound: Value) -> (World, PathBuf) {
     (world, log)
 }
 
-async fn until_service(log: &PathBuf) {
+pub async fn until_service(log: &PathBuf) {
     until_so(|| fs::read_to_string(log).is_ok_and(|text| text.contains("ready"))).await;
 }
 
-async fn told(keeper: &Keeper, what: &str) -> String {
+pub async fn told(keeper: &Keeper, what: &str) -> String {
     let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
     get(&used, what).await
 }

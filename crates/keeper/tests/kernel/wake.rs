@@ -206,13 +206,12 @@ fn other_release() {
 }
 
 fn not_imaged() {
-    let dir = tempfile::tempdir().unwrap();
-    crate::world::set_mode(dir.path(), 0o755);
-    let database = dir.path().join("db.sock");
-    let _listener = std::os::unix::net::UnixListener::bind(&database).unwrap();
-    crate::world::set_mode(&database, 0o777);
-    let world = world(json!({"databases": [{"socket": database, "inside": "/srv/db.sock"}]}));
-    let held = "import socket\ndb = socket.socket(socket.AF_UNIX)\ndb.connect('/srv/db.sock')\n";
+    let world = world(json!({}));
+    // Nobody's socket but its own: no relay is between them.
+    let other = world.home("alice").join("www/other.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&other).unwrap();
+    crate::world::set_mode(&other, 0o777);
+    let held = "import socket\nheld = socket.socket(socket.AF_UNIX)\nheld.connect('other.sock')\n";
     world.script("server.py", &format!("{held}{SERVER}"));
     let world = world.start();
     world.run(async |keeper| {

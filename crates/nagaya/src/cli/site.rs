@@ -230,7 +230,7 @@ pub struct InstanceFields {
     /// How far its CPU limit (--cpu) may be raised while it is short of CPU, like 200%
     #[arg(long, value_name = "SHARE")]
     pub cpu_max: Option<String>,
-    /// What of the network it reaches: none, host (all that the node does), or HOST:PORT; repeat for more
+    /// What of the network it reaches: none, nat (all outside of the node, by TCP), host (all that the node does), or HOST:PORT; repeat for more
     #[arg(long, value_name = "PLACE")]
     pub outbound: Vec<String>,
     /// Socket of a database on this node, and where it finds it if that is not the same path; repeat for more

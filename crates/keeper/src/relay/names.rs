@@ -1,0 +1,164 @@
+//! Names for a sandbox that reaches all outside: its questions go to the resolver that the node itself asks, as they are.
+//!
+//! Nothing in them is read. Each is answered by whoever is asked first and does answer, or not at all, and then the
+//! application asks again. Not here: where the sandbox asks (`sandbox::RESOLVER`), names in records (`place`).
+
+use std::fmt;
+use std::fs;
+use std::future::pending;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::sync::Semaphore;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::timeout;
+
+use super::Counts;
+use super::pass::Way;
+use super::place::{hurry, reset};
+
+/// Whom the node asks (resolv.conf(5)).
+const RESOLVERS: &str = "/etc/resolv.conf";
+
+/// So many of them, as the C library does.
+const RESOLVERS_MAX: usize = 3;
+
+/// The port of name servers.
+const PORT: u16 = 53;
+
+/// Questions of one instance that wait for their answers. More are not taken before one of these is done.
+const QUESTIONS_MAX: usize = 64;
+
+/// How long one of the node's resolvers may take.
+const ANSWER_MAX: Duration = Duration::from_secs(3);
+
+/// The longest datagram.
+const DATAGRAM_MAX: usize = 65_535;
+
+/// Answers short questions as long as it is polled.
+pub async fn answer(questions: OwnedFd, counts: Arc<Counts>) {
+    let socket = match UdpSocket::from_std(questions.into()) {
+        Ok(socket) => Rc::new(socket),
+        Err(error) => {
+            counts.failed(format!("names: {error}"));
+            return pending().await;
+        }
+    };
+    let permits = Arc::new(Semaphore::new(QUESTIONS_MAX));
+    // They end with this.
+    let mut asked = JoinSet::new();
+    let mut buffer = vec![0; DATAGRAM_MAX];
+    loop {
+        let permit = Arc::clone(&permits).acquire_owned().await;
+        while asked.try_join_next().is_some() {}
+        // What cannot be received is asked again.
+        let Ok((len, from)) = socket.recv_from(&mut buffer).await else { continue };
+        let (question, socket, counts) = (buffer[..len].to_vec(), Rc::clone(&socket), Arc::clone(&counts));
+        asked.spawn_local(async move {
+            match ask(&question).await {
+                Ok(answer) => drop(socket.send_to(&answer, from).await),
+                Err(error) => counts.failed(format!("names: {error}")),
+            }
+            drop(permit);
+        });
+    }
+}
+
+async fn ask(question: &[u8]) -> io::Result<Vec<u8>> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for resolver in resolvers().await {
+        match timeout(ANSWER_MAX, ask_one(resolver, question)).await {
+            Ok(Ok(answer)) => return Ok(answer),
+            Ok(Err(error)) => last = io::Error::new(error.kind(), format!("{resolver}: {error}")),
+            Err(_) => last = io::Error::new(io::ErrorKind::TimedOut, format!("{resolver} does not answer")),
+        }
+    }
+    Err(last)
+}
+
+async fn ask_one(resolver: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
+    let any = if resolver.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    let socket = UdpSocket::bind(any).await?;
+    // From nobody else is anything received.
+    socket.connect(resolver).await?;
+    socket.send(question).await?;
+    let mut answer = vec![0; DATAGRAM_MAX];
+    let len = socket.recv(&mut answer).await?;
+    answer.truncate(len);
+    Ok(answer)
+}
+
+/// As the node's own file says now.
+async fn resolvers() -> Vec<SocketAddr> {
+    let text = spawn_blocking(|| fs::read_to_string(RESOLVERS)).await;
+    read(&text.ok().and_then(Result::ok).unwrap_or_default())
+}
+
+fn read(text: &str) -> Vec<SocketAddr> {
+    let named = text.lines().filter_map(|line| {
+        let mut words = line.split_ascii_whitespace();
+        let address = (words.next()? == "nameserver").then(|| words.next())??;
+        Some(SocketAddr::new(address.parse().ok()?, PORT))
+    });
+    let mut found: Vec<SocketAddr> = named.take(RESOLVERS_MAX).collect();
+    if found.is_empty() {
+        found.push(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT));
+    }
+    found
+}
+
+/// Questions whose answers are too long for one datagram.
+pub struct LongQuestions;
+
+impl fmt::Display for LongQuestions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("names")
+    }
+}
+
+impl Way for LongQuestions {
+    type Listener = TcpListener;
+    type Stream = TcpStream;
+
+    const GOES_WITH_IMAGES: bool = true;
+
+    fn listener(socket: OwnedFd) -> io::Result<TcpListener> {
+        TcpListener::from_std(socket.into())
+    }
+
+    async fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
+        Ok(listener.accept().await?.0)
+    }
+
+    async fn dial(&self, _: &TcpStream) -> io::Result<TcpStream> {
+        TcpStream::connect(&resolvers().await[..]).await
+    }
+
+    fn set_up(inside: &TcpStream, outside: &TcpStream) {
+        hurry(inside, outside);
+    }
+
+    fn reset(inside: &TcpStream) {
+        reset(inside);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nodes_resolvers_are_read_as_the_c_library_does() {
+        let text = "# nameserver 9.9.9.9\nsearch x\nnameserver 192.0.2.1\n nameserver\t2001:db8::1 \nnameserver nonsense\n";
+        let expected: Vec<SocketAddr> =
+            vec!["192.0.2.1:53".parse().unwrap(), "[2001:db8::1]:53".parse().unwrap()];
+        assert_eq!(read(text), expected);
+        assert_eq!(read(""), ["127.0.0.1:53".parse().unwrap()]);
+        assert_eq!(read(&"nameserver 192.0.2.1\n".repeat(9)).len(), RESOLVERS_MAX);
+    }
+}

@@ -1,0 +1,107 @@
+//! All of the network but the node as a way out: each connection goes on to the address it was made to.
+//!
+//! Not here: how those connections come here (`sandbox::capture`), names (`names`), passing on (`pass`).
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::pass::Way;
+use super::place::{hurry, is_elsewhere, keep_alive, reset};
+
+/// Holds the capture: with it ends that connections come here.
+pub struct Outside {
+    _hold: OwnedFd,
+}
+
+impl Outside {
+    pub fn new(hold: OwnedFd) -> Self {
+        Self { _hold: hold }
+    }
+}
+
+impl fmt::Display for Outside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("outside")
+    }
+}
+
+impl Way for Outside {
+    type Listener = TcpListener;
+    type Stream = TcpStream;
+
+    const GOES_WITH_IMAGES: bool = true;
+
+    fn listener(socket: OwnedFd) -> io::Result<TcpListener> {
+        TcpListener::from_std(socket.into())
+    }
+
+    async fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
+        Ok(listener.accept().await?.0)
+    }
+
+    async fn dial(&self, inside: &TcpStream) -> io::Result<TcpStream> {
+        let asked = inside.local_addr()?;
+        let to = SocketAddr::new(asked.ip().to_canonical(), asked.port());
+        let because = |error: io::Error| io::Error::new(error.kind(), format!("{to}: {error}"));
+        may_go_to(to.ip()).map_err(because)?;
+        let stream = TcpStream::connect(to).await.map_err(because)?;
+        keep_alive(&stream)?;
+        Ok(stream)
+    }
+
+    fn set_up(inside: &TcpStream, outside: &TcpStream) {
+        hurry(inside, outside);
+    }
+
+    fn reset(inside: &TcpStream) {
+        reset(inside);
+    }
+}
+
+/// Not to the node, by whichever of its addresses: what listens there trusts who comes from there. Nor to link-local
+/// addresses, where clouds keep what only the node is to know.
+fn may_go_to(address: IpAddr) -> io::Result<()> {
+    let refuse = |why| Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    if !is_elsewhere(address) {
+        return refuse("such an address may only be reached by its name in `outbound`");
+    }
+    if is_own(address)? {
+        return refuse("that is the node itself, which may only be reached by its name in `outbound`");
+    }
+    Ok(())
+}
+
+/// Only an own address can be bound to.
+fn is_own(address: IpAddr) -> io::Result<bool> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    match rustix::net::bind(&socket, &SocketAddr::new(address, 0)) {
+        Ok(()) => Ok(true),
+        Err(Errno::ADDRNOTAVAIL) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_node_and_what_is_beside_it_are_not_outside() {
+        for bad in
+            ["127.0.0.1", "127.1.2.3", "0.0.0.0", "169.254.169.254", "::1", "fe80::1", "255.255.255.255"]
+        {
+            let error = may_go_to(bad.parse().unwrap()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{bad}: {error}");
+        }
+        // For documentation: no machine has it.
+        may_go_to("203.0.113.254".parse().unwrap()).unwrap();
+        assert!(is_own("127.0.0.1".parse().unwrap()).unwrap());
+    }
+}

@@ -1,0 +1,432 @@
+//! Databases on the node that applications reach through the relay: who they say is connected, what an image finds, real
+//! MariaDB and PostgreSQL that let users in by their uid.
+//!
+//! Not here: places outside (`outbound`), what is told of the time in them (`tests/e2e`).
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nagaya_cmdb::instance::{Act, Stage, Tier};
+use nagaya_keeper::client::Keeper;
+use serde_json::{Value, json};
+
+use crate::rest::{NEVER, get, pids, show, until_idle};
+use crate::wake::until_images;
+use crate::world::{ALICE, World, set_mode, site_name, until_so, wait_dead};
+use crate::{Fact, FoundFact, image};
+
+pub const ROOT: &[Fact] = &[
+    (
+        "a database is told that an application's tenant connects, and nothing of the keeper's rights",
+        who_connects,
+    ),
+    ("a database that begins anew is found again", begins_anew),
+    ("a database that its tenant may not reach is not reached", not_for_the_tenant),
+    ("a link of a tenant's leads the keeper to no other socket", no_link_of_its_own),
+];
+
+pub const FOUND: &[FoundFact] = &[
+    ("MariaDB lets a tenant in by its uid, and as nobody else", mariadb_knows_its_peer),
+    ("PostgreSQL lets a tenant in by its uid, and as nobody else", postgresql_knows_its_peer),
+    (
+        "an image is taken with a connection to MariaDB open, and after the wake the application asks it again",
+        imaged_with_a_connection,
+    ),
+];
+
+/// Whose the databases' processes are.
+const SERVER: u32 = 61_009;
+
+/// The longest that a new database takes until it answers, on an emulated machine.
+const START_MAX: Duration = Duration::from_secs(120);
+
+/// Listens at the path it is given, and tells each connection who the kernel says has made it, and who has written.
+const ASKING: &str = r#"
+import ctypes, os, socket, struct, sys, threading
+ctypes.CDLL(None).prctl(1, 9)
+path, name = sys.argv[1:3]
+server = socket.socket(socket.AF_UNIX)
+server.bind(path)
+os.chmod(path, 0o777)
+server.setsockopt(socket.SOL_SOCKET, 16, 1)  # SO_PASSCRED
+server.listen(16)
+def serve(peer):
+    pid, uid, gid = struct.unpack('3i', peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    groups = len(peer.getsockopt(socket.SOL_SOCKET, 59, 400))  # SO_PEERGROUPS
+    while True:
+        data, control, _, _ = peer.recvmsg(100, 1000)
+        if not data: return
+        fds = [item for item in control if item[1] == socket.SCM_RIGHTS]
+        writer = [struct.unpack('3i', item[2])[1:] for item in control if item[1] == 2]
+        peer.sendall(f'{name} {uid} {gid} {groups} {writer} {len(fds)}'.encode())
+while True:
+    peer, _ = server.accept()
+    threading.Thread(target=serve, args=(peer,), daemon=True).start()
+"#;
+
+/// An application that asks its database as it is told to, and says what came of it.
+const PROGRAM: &str = r#"
+import os, socket, socketserver, subprocess
+from urllib.parse import unquote
+held = []
+def act(words):
+    if words[0] == 'ask':
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(20)
+        connection.connect(os.environ['DB'])
+        connection.sendmsg([b'who?'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b'\x01\0\0\0')])
+        return connection.recv(1000).decode() or 'closed'
+    if words[0] == 'run':
+        done = subprocess.run(['sh', '-c', unquote(words[1])], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return done.stdout.decode()
+    if words[0] == 'php':
+        if not held:
+            held.append(subprocess.Popen(['php', 'ask.php'], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        held[0].stdin.write(unquote(words[1]).encode() + b'\n')
+        held[0].stdin.flush()
+        return held[0].stdout.readline().decode().strip()
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        line = self.rfile.readline().decode()
+        if not line: return
+        while self.rfile.readline().strip(): pass
+        try: said = act(line.split(' ')[1].strip('/').split('/'))
+        except OSError as error: said = type(error).__name__
+        self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n' + said.encode())
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+Server(os.environ['NAGAYA_SOCKET'], Handler).serve_forever()
+"#;
+
+/// Keeps a connection with the driver that most PHP programs have, and makes another where that one is gone. Says how
+/// many it has made.
+const ASK_PHP: &str = r#"<?php
+mysqli_report(MYSQLI_REPORT_OFF);
+[$db, $made] = [null, 0];
+while (($line = fgets(STDIN)) !== false) {
+    $said = 'nothing';
+    for ($try = 0; $try < 2; $try++) {
+        if (!$db) { $db = @mysqli_connect('localhost', 'alice', '', 'alice', 0, getenv('DB')) ?: null; $made++; }
+        $rows = $db ? @mysqli_query($db, trim($line)) : false;
+        if ($rows) { $said = implode(' ', array_map('strval', mysqli_fetch_row($rows))); break; }
+        $db = null;
+    }
+    echo "$made $said\n";
+}
+"#;
+
+/// A server that ends with this.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It has ended itself, or is to.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A place for servers and what they listen on, for all to enter.
+fn place() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    set_mode(dir.path(), 0o755);
+    fs::create_dir(dir.path().join("tmp")).unwrap();
+    set_mode(&dir.path().join("tmp"), 0o777);
+    dir
+}
+
+fn asking(path: &Path, name: &str) -> Server {
+    let script = path.with_extension("py");
+    fs::write(&script, ASKING).unwrap();
+    let server = Command::new("python3").arg(&script).arg(path).arg(name).spawn().unwrap();
+    until_connected(path);
+    Server(server)
+}
+
+fn until_connected(path: &Path) {
+    until(&format!("a server listens at {}", path.display()), || UnixStream::connect(path).is_ok());
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + START_MAX;
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came: {what}");
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+}
+
+/// A site whose application has this socket of the node for its database, at another path.
+fn world(socket: &Path, more: Value) -> World {
+    let mut world = World::new();
+    world.script("program.py", PROGRAM);
+    world.script("ask.php", ASK_PHP);
+    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
+        "idle": {"quiet": "never", "frozen": "never", "reclaimed": "never", "image": "never", "cold": "never"},
+        "databases": [{"socket": socket, "inside": "/run/db/db.sock"}], "env": {"DB": "/run/db/db.sock"}});
+    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    world.site("app", "alice", record);
+    world.start()
+}
+
+async fn told(keeper: &Keeper, what: &str) -> String {
+    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+    get(&used, what).await
+}
+
+fn last_failure(world: &World) -> String {
+    show(world, "app")["outbound"]["last_failure"].as_str().unwrap_or_default().to_owned()
+}
+
+/// What an application is told whose connection was not made.
+fn is_closed(said: &str) -> bool {
+    ["closed", "ConnectionResetError", "BrokenPipeError"].contains(&said)
+}
+
+fn who_connects() {
+    let dir = place();
+    let _server = asking(&dir.path().join("db.sock"), "db");
+    let world = world(&dir.path().join("db.sock"), json!({}));
+    world.run(async |keeper| {
+        // Its uid and gid, no groups; what is written is nobody's, and no descriptor goes through.
+        let nobody = (1_u32 << 31).cast_signed();
+        for _ in 0..3 {
+            let said = told(&keeper, "/ask").await;
+            assert_eq!(said, format!("db {ALICE} {ALICE} 0 [({nobody}, {nobody})] 0"));
+        }
+        let outbound = show(&world, "app")["outbound"].clone();
+        assert_eq!((&outbound["taken"], &outbound["failed"]), (&json!(3), &json!(0)), "{outbound}");
+    });
+}
+
+fn begins_anew() {
+    let dir = place();
+    let path = dir.path().join("db.sock");
+    let first = asking(&path, "first");
+    let world = world(&path, json!({}));
+    world.run(async |keeper| {
+        assert!(told(&keeper, "/ask").await.starts_with("first "));
+        drop(first);
+        fs::remove_file(&path).unwrap();
+        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(last_failure(&world).contains("No such file"), "{}", last_failure(&world));
+        let _second = asking(&path, "second");
+        assert!(told(&keeper, "/ask").await.starts_with("second "));
+    });
+}
+
+fn not_for_the_tenant() {
+    let dir = place();
+    let path = dir.path().join("db.sock");
+    let _server = asking(&path, "db");
+    set_mode(&path, 0o700);
+    let world = world(&path, json!({}));
+    world.run(async |keeper| {
+        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(last_failure(&world).contains("Permission denied"), "{}", last_failure(&world));
+        set_mode(&path, 0o777);
+        set_mode(dir.path(), 0o700);
+        assert!(is_closed(&told(&keeper, "/ask").await));
+        set_mode(dir.path(), 0o755);
+        assert!(told(&keeper, "/ask").await.starts_with("db "));
+    });
+}
+
+fn no_link_of_its_own() {
+    let dir = place();
+    let (own, other) = (dir.path().join("own.sock"), dir.path().join("other.sock"));
+    let _servers = [asking(&own, "own"), asking(&other, "other")];
+    // A link in a directory of the tenant's, and one in a directory of root's.
+    let world = world(&dir.path().join("link.sock"), json!({}));
+    symlink(&own, dir.path().join("link.sock")).unwrap();
+    world.run(async |keeper| {
+        assert!(told(&keeper, "/ask").await.starts_with("own "));
+        fs::remove_file(dir.path().join("link.sock")).unwrap();
+        symlink(world.home("alice").join("www/link.sock"), dir.path().join("link.sock")).unwrap();
+        let link = "ln -s ".to_owned() + &other.display().to_string() + " link.sock; readlink link.sock";
+        let linked = told(&keeper, &format!("/run/{}", encoded(&link))).await;
+        assert_eq!(linked.trim(), other.display().to_string());
+        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(last_failure(&world).contains("a link that is not root's"), "{}", last_failure(&world));
+    });
+}
+
+/// As a part of a path in a request.
+fn encoded(text: &str) -> String {
+    text.bytes()
+        .map(|byte| match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'-' => char::from(byte).to_string(),
+            _ => format!("%{byte:02x}"),
+        })
+        .collect()
+}
+
+async fn run(keeper: &Keeper, command: &str) -> String {
+    told(keeper, &format!("/run/{}", encoded(command))).await.trim().to_owned()
+}
+
+// === Real databases ===
+
+/// Users as the databases know them, who look names up by uid.
+fn users(dir: &Path) -> PathBuf {
+    let path = dir.join("passwd");
+    if path.exists() {
+        // It is mounted where a server reads it.
+        return path;
+    }
+    let text = format!(
+        "root:x:0:0::/root:/bin/sh\nalice:x:{ALICE}:{ALICE}::/:/bin/sh\nserver:x:{SERVER}:{SERVER}::/:/bin/sh\n"
+    );
+    fs::write(&path, text).unwrap();
+    path
+}
+
+/// A command under the servers' uid, among those users.
+fn as_server(dir: &Path, command: &[&str]) -> Command {
+    let uid = SERVER.to_string();
+    let mut all = Command::new("unshare");
+    all.args(["--mount", "sh", "-ec", "mount --bind \"$0\" /etc/passwd; exec setpriv \"$@\""])
+        .arg(users(dir));
+    all.args(["--reuid", &uid, "--regid", &uid, "--clear-groups", "--pdeathsig", "KILL"]).args(command);
+    // MariaDB removes others' files from a directory it shares with them.
+    all.current_dir(dir).env("TMPDIR", dir.join("tmp")).stdin(Stdio::null());
+    all
+}
+
+fn done(mut command: Command) {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let said = [stdout, stderr].concat();
+    assert!(status.success(), "{command:?}: {}", String::from_utf8_lossy(&said));
+}
+
+fn has(programs: &[&str]) -> Result<(), String> {
+    match programs.iter().find(|program| !Path::new(program).exists()) {
+        Some(missing) => Err(format!("there is no {missing}")),
+        None => Ok(()),
+    }
+}
+
+/// A MariaDB whose users are alice and root, each known by its uid alone.
+fn mariadb(dir: &Path) -> Result<(Server, PathBuf), String> {
+    has(&["/usr/bin/mariadb-install-db", "/usr/sbin/mariadbd", "/usr/bin/mariadb", "/usr/bin/php"])?;
+    let home = dir.join("mariadb");
+    fs::create_dir(&home).unwrap();
+    std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
+    let data = format!("--datadir={}", home.join("data").display());
+    let install =
+        ["/usr/bin/mariadb-install-db", "--no-defaults", &data, "--skip-test-db", "--skip-name-resolve"];
+    done(as_server(dir, &[&install[..], &["--auth-root-authentication-method=normal"]].concat()));
+    let first = dir.join("first.sql");
+    let statements = "ALTER USER root@localhost IDENTIFIED VIA unix_socket;\nCREATE DATABASE alice;\n\
+        CREATE USER alice@localhost IDENTIFIED VIA unix_socket;\nGRANT ALL ON alice.* TO alice@localhost;\n";
+    fs::write(&first, statements).unwrap();
+    let socket = home.join("db.sock");
+    let (at, first) = (format!("--socket={}", socket.display()), format!("--init-file={}", first.display()));
+    let serve = ["/usr/sbin/mariadbd", "--no-defaults", &data, &at, &first, "--skip-networking"];
+    let less = ["--innodb-buffer-pool-size=16M", "--innodb-use-native-aio=0"];
+    let mut command = as_server(dir, &[&serve[..], &less].concat());
+    let log = fs::File::create(dir.join("mariadb.log")).unwrap();
+    let server = Server(command.stderr(log).spawn().unwrap());
+    until_connected(&socket);
+    Ok((server, socket))
+}
+
+fn mariadb_knows_its_peer() -> Result<(), String> {
+    let dir = place();
+    let (_server, socket) = mariadb(dir.path())?;
+    let world = world(&socket, json!({}));
+    world.run(async |keeper| {
+        let ask = |user: &str| {
+            format!(
+                "mariadb --no-defaults --socket=$DB --user={user} --batch --skip-column-names -e 'SELECT CURRENT_USER()'"
+            )
+        };
+        assert_eq!(run(&keeper, &ask("alice")).await, "alice@localhost");
+        let queries = show(&world, "app")["outbound"]["queries"].as_u64().unwrap();
+        assert!(queries > 0 && show(&world, "app")["outbound"]["database_us"].as_u64().unwrap() > 0);
+        for other in ["root", "server", "nobody"] {
+            let said = run(&keeper, &ask(other)).await;
+            assert!(said.contains("Access denied for user"), "{other}: {said}");
+        }
+    });
+    Ok(())
+}
+
+fn postgresql_knows_its_peer() -> Result<(), String> {
+    let dir = place();
+    let found = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten().map(|entry| entry.path());
+    let bin = found.map(|version| version.join("bin")).find(|bin| bin.join("initdb").exists());
+    let bin = bin.ok_or("there is no PostgreSQL in /usr/lib/postgresql")?;
+    let program = |name: &str| bin.join(name).display().to_string();
+    let home = dir.path().join("postgresql");
+    fs::create_dir(&home).unwrap();
+    std::os::unix::fs::chown(&home, Some(SERVER), Some(SERVER)).unwrap();
+    let (data, at) = (home.join("data").display().to_string(), home.display().to_string());
+    done(as_server(
+        dir.path(),
+        &[&program("initdb"), "-D", &data, "--auth=peer", "-U", "server", "--no-sync"],
+    ));
+    let serve = [&*program("postgres"), "-D", &data, "-k", &at, "-c", "listen_addresses=", "-c", "fsync=off"];
+    let log = fs::File::create(dir.path().join("postgresql.log")).unwrap();
+    let _server = Server(as_server(dir.path(), &serve).stderr(log).spawn().unwrap());
+    let say = |statement: &str| {
+        as_server(
+            dir.path(),
+            &[&program("psql"), "-h", &at, "-U", "server", "-d", "postgres", "-c", statement],
+        )
+    };
+    until("PostgreSQL answers", || say("SELECT 1").output().unwrap().status.success());
+    done(say("CREATE ROLE alice LOGIN"));
+    let inside = json!([{"socket": home.join(".s.PGSQL.5432"), "inside": "/run/postgresql/.s.PGSQL.5432"}]);
+    let world = world(Path::new("/"), json!({"databases": inside}));
+    world.run(async |keeper| {
+        let ask = |user: &str| {
+            let psql = program("psql");
+            format!("{psql} -h /run/postgresql -U {user} -d postgres -Atc 'SELECT session_user'")
+        };
+        assert_eq!(run(&keeper, &ask("alice")).await, "alice");
+        assert!(show(&world, "app")["outbound"]["queries"].as_u64().unwrap() > 0);
+        let said = run(&keeper, &ask("server")).await;
+        assert!(said.contains("Peer authentication failed for user \"server\""), "{said}");
+    });
+    Ok(())
+}
+
+fn imaged_with_a_connection() -> Result<(), String> {
+    if let Some(missing) = image::missing() {
+        return Err(missing.to_owned());
+    }
+    let dir = place();
+    let (_server, socket) = mariadb(dir.path())?;
+    let idle = NEVER();
+    // It connects before its image is taken, as many do at their start.
+    let hold = format!("/php/{}", encoded("SELECT CURRENT_USER()"));
+    let world = world(&socket, json!({"warm_up": [hold], "idle": idle}));
+    world.run(async |keeper| {
+        until_images(&world).await;
+        // Who was there before its image is told that its connection is gone, and makes another.
+        assert_eq!(told(&keeper, &hold).await, "2 alice@localhost", "{}", show(&world, "app"));
+        assert!(show(&world, "app")["note"].is_null(), "{}", show(&world, "app"));
+        assert_eq!(told(&keeper, &hold).await, "2 alice@localhost", "and keeps it");
+        for _ in 0..2 {
+            until_idle(&world, "app").await;
+            let all = pids(&world, "app");
+            let row = world.act("app", Act::Rest { to: Some(Tier::Image) });
+            assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("image")), "{row}");
+            all.into_iter().for_each(wait_dead);
+            let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+            let wake = used.wake.clone().unwrap();
+            assert!(wake.stages.iter().any(|(stage, _)| *stage == Stage::Restore), "{wake:?}");
+            assert_eq!(
+                get(&used, &hold).await,
+                "2 alice@localhost",
+                "as it was, with a connection of its own"
+            );
+        }
+        until_so(|| show(&world, "app")["outbound"]["open"] == 1).await;
+    });
+    Ok(())
+}
