@@ -128,12 +128,14 @@ pub enum Up {
         text: String,
     },
     /// The edge: this site is to be placed, because it is not, or because the node that has it cannot serve it. `seen` is the
-    /// epoch that did not do: if there is a higher one, that is the answer. Answered by `Down::Placed`.
+    /// epoch that did not do: if there is a higher one, that is the answer. `lost`: of several nodes that have it, the one that cannot
+    /// serve it; else the first. Answered by `Down::Placed`.
     Place {
         tag: u64,
         site: SiteName,
         seen: Option<u64>,
         why: Why,
+        lost: Option<NodeName>,
     },
     /// The edge: the member with this id asks this node to vouch for it.
     VouchAsked {

@@ -20,11 +20,11 @@ use crate::names::{HostPattern, NodeName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, Idle, Listen, Never, Protocol,
-    RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, INSTANCES_MAX, Idle, Listen, Never,
+    Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
-pub use cluster::{NodeRecord, Placement, Why};
+pub use cluster::{Copied, NodeRecord, Part, Placement, Why};
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
@@ -88,6 +88,16 @@ pub struct Site {
     /// Steps in which a request that uses much CPU time is slowed down, in rising order. CGI and PHP.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub demotions: Vec<Demotion>,
+}
+
+impl Site {
+    /// On how many nodes of a cluster its application may run at once.
+    pub fn instances_max(&self) -> u32 {
+        match &self.backend {
+            Backend::App(app) => app.max.unwrap_or(1),
+            _ => 1,
+        }
+    }
 }
 
 fn root_path() -> String {

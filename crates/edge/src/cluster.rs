@@ -24,6 +24,7 @@ pub use tenure::{Tenure, boottime};
 
 use crate::options::{ClusterOptions, Options};
 use crate::peers::{Credentials, Peers};
+use crate::place::Spread;
 
 const CODE_BAD_CREDENTIALS: Code = Code(465);
 
@@ -47,6 +48,8 @@ pub struct Cluster {
     pub tenure: Tenure,
     pub desk: Desk,
     pub peers: Peers,
+    /// Requests of sites that several nodes have.
+    pub spread: Spread,
     /// What the supervisor answered, until the records say it too.
     ahead: RwLock<HashMap<SiteName, Placement>>,
     /// From when on what is placed here may be served here.
@@ -65,6 +68,7 @@ impl Cluster {
             tenure: Tenure::default(),
             desk: Desk::default(),
             peers: Peers::default(),
+            spread: Spread::default(),
             ahead: RwLock::default(),
             arrivals: Mutex::new(Arrivals::new(fence::TERM)),
             leaving: RwLock::default(),
@@ -114,15 +118,19 @@ impl Cluster {
         self.moved.subscribe()
     }
 
-    /// The newest that is known of where this site's application runs.
+    /// The newest that is known of where this site's application runs. Copies that its record does not allow are not there:
+    /// they go, but may not have gone yet.
     pub fn placement(&self, table: &Table, site: &str) -> Option<Placement> {
         let known = table.placement(site);
-        let ahead = self.ahead.read();
-        let Some(ahead) = ahead.get(site) else { return known };
-        match known {
-            Some(known) if known.epoch >= ahead.epoch => Some(known),
-            _ => Some(ahead.clone()),
-        }
+        let newest = match (known, self.ahead.read().get(site)) {
+            (Some(known), Some(ahead)) if known.epoch < ahead.epoch => Some(ahead.clone()),
+            (None, ahead) => ahead.cloned(),
+            (known, _) => known,
+        };
+        newest.map(|placement| match placement.copies.is_empty() {
+            true => placement,
+            false => placement.at_most(table.site(site).map_or(1, |site| site.instances_max())),
+        })
     }
 
     /// The store has agreed on this placement; the records will say so in a moment.
@@ -157,12 +165,13 @@ impl Cluster {
 
     /// This node knows from now on where the site is placed.
     fn arrive(&self, placement: &Placement) {
-        let is_here = self.member().is_some_and(|member| member.node == placement.node);
+        let member = self.member();
+        let part = member.as_ref().and_then(|member| placement.part(&member.node));
         let mut arrivals = self.arrivals.lock();
-        if is_here {
+        if let Some(part) = part {
             // Counted from now: whoever wrote it did so no later. Learned again, it does not begin anew.
-            let from = boottime() + Duration::from_millis(placement.wait_ms.into());
-            arrivals.placed(from, placement.site.clone(), placement.epoch, Before::Released, Duration::ZERO);
+            let from = boottime() + Duration::from_millis(part.wait_ms.into());
+            arrivals.placed(from, placement.site.clone(), part.epoch, Before::Released, Duration::ZERO);
         } else if self.is_member() {
             arrivals.left(&placement.site);
             self.leaving.write().remove(&placement.site);

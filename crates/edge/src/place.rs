@@ -2,7 +2,7 @@
 //!
 //! Only sites with an application are placed, and only in a cluster: every other request passes with one look. What is placed
 //! here goes on here, for as long as this node may run it. What is placed elsewhere is sent there, one hop, and its answer
-//! comes back. Where that node is silent, refuses, is fenced or has left, the supervisor is asked for another one,
+//! comes back. Where several nodes have it, one is chosen (`spread`), and another one stands in for it. Where that node is silent, refuses, is fenced or has left, the supervisor is asked for another one,
 //! and the same request goes there. It is sent a second time only if that can do no harm (`repeat`).
 //!
 //! Not here: connections to other nodes (`peers`), whether they are there (`peers::probe`), choosing one (the supervisor).
@@ -11,6 +11,7 @@ mod beginning;
 mod hop;
 mod keep;
 mod repeat;
+mod spread;
 mod stint;
 pub mod told;
 
@@ -20,7 +21,8 @@ use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
 use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::{Backend, NodeRecord, Placement, Site, SiteName, Why};
+use nagaya_cmdb::{Backend, NodeName, NodeRecord, Part, Placement, Site, SiteName, Table, Why};
+use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use crate::account::Account;
@@ -34,6 +36,8 @@ use crate::route::Route;
 use hop::{Hop, Lost};
 use keep::Keep;
 use repeat::{Repeat, may_repeat};
+pub use spread::Spread;
+use spread::Way;
 pub use stint::Stint;
 pub use told::{Passed, Relocated};
 
@@ -109,35 +113,88 @@ pub async fn answer(
 enum Where {
     Here {
         epoch: u64,
+        /// Others could do it, too.
+        is_one_of_many: bool,
     },
     There {
         record: Arc<NodeRecord>,
         epoch: u64,
+        is_one_of_many: bool,
     },
-    /// Its place does not do, or it has none.
+    /// None of its places does, or it has none.
     Ask {
         seen: Option<Placement>,
+        lost: Option<NodeName>,
         why: Why,
     },
 }
 
-fn look(node: &Node, site: &str) -> Where {
+/// Parts of a placement under which this request was not served.
+type Tried = Vec<(NodeName, u64)>;
+
+fn look(node: &Node, site: &SiteName, head: &Head, tried: &Tried) -> Where {
     let cluster = &node.shared.cluster;
     let me = cluster.member().map(|member| member.node.clone());
     node.shared.with_table(|table| {
-        let Some(placement) = cluster.placement(table, site) else {
-            return Where::Ask { seen: None, why: Why::First };
+        let Some(placement) = cluster.placement(table, site.as_str()) else {
+            return Where::Ask { seen: None, lost: None, why: Why::First };
         };
-        let Some(record) = table.node(placement.node.as_str()) else {
-            return Where::Ask { seen: Some(placement), why: Why::Draining };
+        let is_one_of_many = !placement.copies.is_empty();
+        let part = match is_one_of_many {
+            false => Some((&placement.node, placement.first_epoch())),
+            true => among(cluster, table, &placement, me.as_ref(), head, tried),
         };
-        let epoch = placement.epoch;
-        if me.as_ref() == Some(&placement.node) {
-            Where::Here { epoch }
-        } else {
-            Where::There { record, epoch }
+        let Some((name, epoch)) = part.filter(|(name, epoch)| !has(tried, name, *epoch)) else {
+            let lost = tried.last().map(|(node, _)| node.clone());
+            let why = if lost.is_some() { Why::Silent } else { Why::Draining };
+            return Where::Ask { seen: Some(placement), lost, why };
+        };
+        if me.as_ref() == Some(name) {
+            return Where::Here { epoch, is_one_of_many };
+        }
+        match table.node(name.as_str()) {
+            Some(record) => Where::There { record, epoch, is_one_of_many },
+            None => {
+                let lost = Some(name.clone());
+                Where::Ask { seen: Some(placement), lost, why: Why::Draining }
+            }
         }
     })
+}
+
+fn has(tried: &Tried, node: &NodeName, epoch: u64) -> bool {
+    tried.iter().any(|(name, of)| name == node && *of == epoch)
+}
+
+/// Of several nodes the one that gets this request: of those that can answer at once, if there are any.
+fn among<'a>(
+    cluster: &Cluster,
+    table: &Table,
+    placement: &'a Placement,
+    me: Option<&NodeName>,
+    head: &Head,
+    tried: &Tried,
+) -> Option<(&'a NodeName, u64)> {
+    let site = &placement.site;
+    let is_fit = |part: &Part<'_>| {
+        let can = match me == Some(part.node) {
+            true => cluster.tenure.holds() && !cluster.is_leaving(site),
+            false => !cluster.spread.is_shunned(part.node),
+        };
+        part.ready && can
+    };
+    let is_member = |part: &Part<'_>| me == Some(part.node) || table.node(part.node.as_str()).is_some();
+    let open = placement.parts().filter(|part| !has(tried, part.node, part.epoch) && is_member(part));
+    let (fit, rest): (Vec<_>, Vec<_>) = open.partition(is_fit);
+    let parts = if fit.is_empty() { rest } else { fit };
+    let load = |part: &Part<'_>| spread::Load {
+        is_here: me == Some(part.node),
+        under_way: cluster.spread.under_way(site, part.node),
+    };
+    let loads: Vec<_> = parts.iter().map(load).collect();
+    // A request's number is random.
+    let chosen = (!loads.is_empty()).then(|| spread::choose(&loads, head.id.0 as u64))?;
+    parts.get(chosen).map(|part| (part.node, part.epoch))
 }
 
 // === Sent here by another node ===
@@ -170,27 +227,30 @@ async fn receive(
     if carried.site != route.site.name {
         return Err(Refusal::OtherSite);
     }
-    let known = || node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
-    let epoch_of = |placement: &Option<Placement>| placement.as_ref().map_or(0, |placement| placement.epoch);
-    let placement = known();
     let me = cluster.member().map(|member| member.node.clone());
-    let epoch = epoch_of(&placement);
-    if epoch < carried.epoch || placement.map(|placement| placement.node) != me.clone() {
-        return Err(Refusal::NotPlacedHere { epoch });
-    }
+    // Under which epoch this node has it, if it does, and whether others do, too.
+    let known = || {
+        let placement = node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
+        let newest = placement.as_ref().map_or(0, |placement| placement.epoch);
+        let part = placement.as_ref().zip(me.as_ref()).and_then(|(at, me)| at.part(me));
+        let epoch = part.map(|part| part.epoch).filter(|epoch| *epoch >= carried.epoch);
+        let is_one_of_many = placement.as_ref().is_some_and(|placement| !placement.copies.is_empty());
+        epoch.map(|epoch| (epoch, is_one_of_many)).ok_or(Refusal::NotPlacedHere { epoch: newest })
+    };
+    let (mut epoch, is_one_of_many) = known()?;
     if cluster.is_leaving(&route.site.name) {
+        if is_one_of_many {
+            return Err(Refusal::NotPlacedHere { epoch });
+        }
         leaves(cluster, &route.site.name, account).await?;
         // Mostly it has moved now, and whoever sent this finds out where.
-        let placement = known();
-        if placement.as_ref().map(|placement| &placement.node) != me.as_ref() {
-            return Err(Refusal::NotPlacedHere { epoch: epoch_of(&placement) });
-        }
+        epoch = known()?.0;
     }
     let left = carried.deadline.saturating_duration_since(Instant::now());
     if !cluster.tenure.regained(HOLD_FORWARDED_MAX.min(left)).await {
         return Err(Refusal::FencedHere);
     }
-    account.stay_here(Stint::new(&node.shared, &route.site.name, epoch));
+    account.stay_here(Stint::new(&node.shared, &route.site.name, epoch, None));
     Ok(())
 }
 
@@ -223,17 +283,23 @@ async fn seek(
     let cluster = &node.shared.cluster;
     let hop = Hop::new(node, route, head);
     let (mut resends, mut strays) = (0, 0);
+    let mut tried = Tried::new();
+    let way =
+        |to: &NodeName, is_one_of_many: bool| is_one_of_many.then(|| Way::begin(&node.shared, site, to));
     loop {
-        match look(node, site.as_str()) {
+        match look(node, site, head, &tried) {
             Where::Here { .. } if cluster.is_leaving(site) => leaves(cluster, site, account).await?,
-            Where::Here { epoch } => {
+            Where::Here { epoch, is_one_of_many } => {
                 if cluster.tenure.holds() || held(cluster, account).await? {
-                    account.stay_here(Stint::new(&node.shared, site, epoch));
+                    let me = cluster.member().map(|member| member.node.clone());
+                    let way = me.and_then(|me| way(&me, is_one_of_many));
+                    account.stay_here(Stint::new(&node.shared, site, epoch, way));
                     return Ok(None);
                 }
             }
-            Where::There { record, epoch } => {
+            Where::There { record, epoch, is_one_of_many } => {
                 let began = Instant::now();
+                let _way = way(&record.name, is_one_of_many);
                 let lost = match hop.send(&record, epoch, keep, account).await {
                     Ok(response) => return Ok(Some(response)),
                     Err(lost) => lost,
@@ -251,18 +317,53 @@ async fn seek(
                     continue;
                 }
                 let seen = node.shared.with_table(|table| cluster.placement(table, site.as_str()));
-                if seen.as_ref().is_some_and(|seen| seen.epoch != epoch) && strays < RELOCATIONS_MAX {
+                let part = seen.as_ref().and_then(|seen| seen.part(&record.name)).map(|part| part.epoch);
+                if part != Some(epoch) && seen.is_some() && strays < RELOCATIONS_MAX {
                     // It has moved while this was found out.
                     strays += 1;
                     continue;
                 }
-                relocate(node, route, seen, why.as_record(), began.elapsed(), account).await?;
+                tried.push((record.name.clone(), epoch));
+                if stands_in(node, site, head, &tried, seen.as_ref(), why) {
+                    continue;
+                }
+                tried.clear();
+                let lost = Some(record.name.clone());
+                relocate(node, route, seen, lost, why.as_record(), began.elapsed(), account).await?;
             }
-            Where::Ask { seen, why } => {
-                relocate(node, route, seen, why, Duration::ZERO, account).await?;
+            Where::Ask { seen, lost, why } => {
+                tried.clear();
+                relocate(node, route, seen, lost, why, Duration::ZERO, account).await?;
             }
         }
     }
+}
+
+/// Whether another node has the site, too, after the last of these did not serve it. Then the request goes there, and that one
+/// is taken out meanwhile.
+fn stands_in(
+    node: &Node,
+    site: &SiteName,
+    head: &Head,
+    tried: &Tried,
+    seen: Option<&Placement>,
+    why: hop::Why,
+) -> bool {
+    let (Some((lost, _)), Some(seen)) = (tried.last().cloned(), seen) else { return false };
+    if matches!(look(node, site, head, tried), Where::Ask { .. }) {
+        return false;
+    }
+    node.shared.cluster.spread.shun(&lost);
+    if !matches!(why, hop::Why::NotThere) {
+        let (shared, site, seen) = (Arc::clone(&node.shared), site.clone(), seen.epoch);
+        spawn_local(async move {
+            let asked = shared.cluster.desk.ask(&site, Some(seen), why.as_record(), Some(&lost)).await;
+            if let Ok((Placed::At { placement, .. }, _)) = asked {
+                shared.cluster.placed(placement);
+            }
+        });
+    }
+    true
 }
 
 /// The site is about to move away: waits until it has, or stays after all.
@@ -308,6 +409,7 @@ async fn relocate(
     node: &Node,
     route: &Route,
     seen: Option<Placement>,
+    lost: Option<NodeName>,
     why: Why,
     detect: Duration,
     account: &mut Account,
@@ -318,7 +420,8 @@ async fn relocate(
     let cluster = &node.shared.cluster;
     let began = Instant::now();
     let epoch = seen.as_ref().map(|seen| seen.epoch);
-    let (placed, _) = cluster.desk.ask(&route.site.name, epoch, why).await.map_err(Refusal::Unplaced)?;
+    let placed = cluster.desk.ask(&route.site.name, epoch, why, lost.as_ref()).await;
+    let (placed, _) = placed.map_err(Refusal::Unplaced)?;
     match placed {
         Placed::At { placement, decide_us, store_us } => {
             if epoch.is_some_and(|epoch| placement.epoch <= epoch) {
@@ -326,7 +429,7 @@ async fn relocate(
             }
             let relocated = Relocated {
                 why,
-                from: seen.map(|seen| seen.node),
+                from: lost.or_else(|| seen.map(|seen| seen.node)),
                 to: placement.node.clone(),
                 epoch: placement.epoch,
                 detect,

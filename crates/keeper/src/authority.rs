@@ -119,7 +119,7 @@ impl Authority {
         let commit = state.commits;
         for change in changes {
             match change {
-                Change::PutPlacement(placement) if placement.node == node => {
+                Change::PutPlacement(placement) if placement.part(&node).is_some() => {
                     state.away.remove(&placement.site);
                 }
                 Change::PutPlacement(placement) => state.leave(&placement.site, commit),

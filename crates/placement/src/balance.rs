@@ -1,8 +1,9 @@
 //! What is done for an instance that is short of CPU, and taken back when it is not any more.
 //!
 //! In this order, each step only if the one before does not do: its limit is raised where it is, at once, while its node has CPU left;
-//! it is moved to a node with clearly more left, at a quiet moment. Back down the same way, much later than up. A site that was moved
-//! rests, and a node takes part in only so many moves a minute: a balance that swings does more harm than one that is a little off.
+//! it is moved to a node with clearly more left, at a quiet moment; one more node gets it, too, if it may run on several. Back down the
+//! same way, much later than up. What was moved or copied rests, and a node takes part in only so many moves a minute: a balance that
+//! swings does more harm than one that is a little off.
 //!
 //! Not here: measuring (`nagaya-keeper`), where a site goes when its node is gone (`planner`), carrying it out (`nagaya`).
 
@@ -94,6 +95,23 @@ pub struct SiteLoad<S, N> {
     pub memory_bytes: u64,
     /// How long ago another node gave it to this one for its load.
     pub came: Option<Duration>,
+    /// All nodes that have it. Of one that is not known to have any, its own counts.
+    pub nodes: Vec<N>,
+    /// How many may.
+    pub nodes_max: u32,
+    /// This node is the last that got it, and goes first.
+    pub is_last: bool,
+    /// CPUs that the others use for it. None: that is not known now, or there are none.
+    pub others_used: Option<f32>,
+}
+
+impl<S, N> SiteLoad<S, N> {
+    /// All that is used of it would be little for one node fewer, by the limit that its record gives it on each.
+    fn is_spare(&self) -> bool {
+        let rest = self.nodes.len().saturating_sub(1) as f32;
+        let used = self.others_used.map(|others| others + self.cpus_used);
+        self.is_last && rest > 0.0 && used.is_some_and(|used| used < rest * self.limit_base * LITTLE_USED)
+    }
 }
 
 /// What a node has left.
@@ -118,6 +136,10 @@ pub enum Step<N> {
     Lower(f32),
     /// To this node, under the next epoch, without an error: new requests wait, old ones finish.
     Move(N),
+    /// This node gets it, too.
+    Copy(N),
+    /// This node gives it up to the others that have it.
+    Uncopy,
 }
 
 /// A step, and why, in words for `nagaya explain`.
@@ -144,6 +166,10 @@ struct Memory {
     moved: Option<Moment>,
     /// Times that it was moved soon after it had rested.
     restless: u32,
+    /// One node fewer would do.
+    spare_since: Option<Moment>,
+    /// When this node last gave it to one more, and how many had it before.
+    copied: Option<(Moment, usize)>,
     seen: Moment,
 }
 
@@ -180,9 +206,11 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             _ if load.limit > load.limit_max => Some(Self::bound(load)),
             (Some(short), _) => self
                 .raise(now, load, here, &memory)
-                .or_else(|| self.relocate(now, load, here, nodes, &memory, short)),
-            (None, Some(calm)) => self.give_back(load, calm),
-            (None, None) => None,
+                .or_else(|| self.relocate(now, load, here, nodes, &memory, short))
+                .or_else(|| self.copy(now, load, here, nodes, &memory, short)),
+            (None, calm) => {
+                self.uncopy(now, load, &memory).or_else(|| calm.and_then(|calm| self.give_back(load, calm)))
+            }
         }?;
         self.done(now, load, &decision.step);
         Some(decision)
@@ -202,9 +230,9 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
     /// The site does not run on this node any more.
     pub fn left(&mut self, site: &S) {
         if let Some(memory) = self.sites.get_mut(site) {
-            // That it was moved is remembered, as it may come back.
-            let Memory { moved, restless, seen, .. } = *memory;
-            *memory = Memory { moved, restless, seen, ..Memory::default() };
+            // That it was moved or copied is remembered, as it may come back.
+            let Memory { moved, restless, copied, seen, .. } = *memory;
+            *memory = Memory { moved, restless, copied, seen, ..Memory::default() };
         }
     }
 
@@ -228,6 +256,10 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             memory.calm_since.get_or_insert(now);
         } else {
             memory.calm_since = None;
+        }
+        match load.is_spare() {
+            true => _ = memory.spare_since.get_or_insert(now),
+            false => memory.spare_since = None,
         }
         let came = load.came.map(|ago| now.before(ago));
         memory.moved = memory.moved.max(came);
@@ -274,10 +306,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         if !is_short || !is_quiet || !self.may_move(now, memory, here) {
             return None;
         }
-        let (to, busy) = self.best(now, load, nodes)?;
-        if busy + self.terms.better_by > here.cpu_used {
-            return None;
-        }
+        let (to, _) = self.better(now, load, here, nodes)?;
         let words = format!(
             "short of CPU for {} s on {}, which uses {}% of its own: moved to {}, which uses {}%{}",
             short.as_secs(),
@@ -288,6 +317,81 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             if load.in_flight <= QUIET { ", at a quiet moment" } else { ", as no moment was quiet" },
         );
         Some(Decision { site: load.site.clone(), step: Step::Move(to.node.clone()), words })
+    }
+
+    /// The node that it should rather be on.
+    fn better<'n>(
+        &self,
+        now: Moment,
+        load: &SiteLoad<S, N>,
+        here: &NodeLoad<N>,
+        nodes: &'n [NodeLoad<N>],
+    ) -> Option<(&'n NodeLoad<N>, f32)> {
+        let best = self.best(now, load, nodes, load.wants)?;
+        (best.1 + self.terms.better_by <= here.cpu_used).then_some(best)
+    }
+
+    fn copy(
+        &self,
+        now: Moment,
+        load: &SiteLoad<S, N>,
+        here: &NodeLoad<N>,
+        nodes: &[NodeLoad<N>],
+        memory: &Memory,
+        short: Duration,
+    ) -> Option<Decision<S, N>> {
+        let count = load.nodes.len().max(1);
+        let is_short = load.starved >= self.terms.short && short >= self.terms.move_after;
+        let is_limited = load.throttled >= self.terms.short && load.limit < load.limit_max;
+        if is_limited && here.cpu_used <= self.terms.busy {
+            // It gets more here in a moment.
+            return None;
+        }
+        if !is_short || count >= load.nodes_max as usize || !self.has_budget(now, here) {
+            return None;
+        }
+        // What the last one has changed must have been measured; one that came to nothing is not tried again soon.
+        let pause = match memory.copied {
+            Some((_, before)) if count <= before => self.terms.site_rests,
+            _ => self.terms.move_after,
+        };
+        if memory.copied.is_some_and(|(at, _)| now.since(at) < pause) {
+            return None;
+        }
+        // One that may be moved there at a quiet moment costs less than two.
+        if self.may_move(now, memory, here) && self.better(now, load, here, nodes).is_some() {
+            return None;
+        }
+        let (to, _) = self.best(now, load, nodes, load.wants / (count + 1) as f32)?;
+        let words = format!(
+            "short of CPU for {} s at {:.2} CPUs on {}, which uses {}% of its own, and no node is better for all of it: {}, which uses {}%, gets one, too ({} of {})",
+            short.as_secs(),
+            load.limit,
+            here.node,
+            percent(here.cpu_used),
+            to.node,
+            percent(to.cpu_used),
+            count + 1,
+            load.nodes_max,
+        );
+        Some(Decision { site: load.site.clone(), step: Step::Copy(to.node.clone()), words })
+    }
+
+    fn uncopy(&self, now: Moment, load: &SiteLoad<S, N>, memory: &Memory) -> Option<Decision<S, N>> {
+        let spare = now.since(memory.spare_since?);
+        let has_rested = load.came.is_none_or(|came| came >= self.terms.site_rests);
+        if spare < self.terms.lower_after || !has_rested {
+            return None;
+        }
+        let count = load.nodes.len();
+        let words = format!(
+            "its {count} nodes used {:.2} CPUs together for {} s, little for {}: {} gives it up",
+            load.cpus_used + load.others_used.unwrap_or(0.0),
+            spare.as_secs(),
+            count - 1,
+            load.node,
+        );
+        Some(Decision { site: load.site.clone(), step: Step::Uncopy, words })
     }
 
     /// It has more than it may, since a record or setting was changed.
@@ -314,17 +418,19 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         Some(Decision { site: load.site.clone(), step: Step::Lower(cpus), words })
     }
 
-    /// The node with the least in use once the site is there, if that is little enough.
+    /// The node with the least in use once so much of the site is there, if that is little enough.
     fn best<'n>(
         &self,
         now: Moment,
         load: &SiteLoad<S, N>,
         nodes: &'n [NodeLoad<N>],
+        wants: f32,
     ) -> Option<(&'n NodeLoad<N>, f32)> {
-        let with_it = |node: &NodeLoad<N>| node.cpu_used + load.wants / node.cpus.max(1) as f32;
+        let with_it = |node: &NodeLoad<N>| node.cpu_used + wants / node.cpus.max(1) as f32;
         let open = nodes.iter().filter(|node| {
             node.is_open
                 && node.node != load.node
+                && !load.nodes.contains(&node.node)
                 && node.memory_free >= load.memory_bytes
                 && self.has_budget(now, node)
         });
@@ -347,18 +453,22 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
     fn done(&mut self, now: Moment, load: &SiteLoad<S, N>, step: &Step<N>) {
         let memory = self.sites.entry(load.site.clone()).or_default();
         memory.changed = Some(now);
-        memory.calm_since = None;
-        if let Step::Move(to) = step {
+        (memory.calm_since, memory.spare_since) = (None, None);
+        if let Step::Copy(_) = step {
+            memory.copied = Some((now, load.nodes.len().max(1)));
+        }
+        if let Step::Move(_) = step {
             let soon = memory.rests(&self.terms) * 3;
             let is_soon = memory.moved.is_some_and(|moved| now.since(moved) < soon);
             memory.restless = if is_soon { memory.restless + 1 } else { 0 };
             memory.moved = Some(now);
             memory.short_since = None;
-            for node in [to, &load.node] {
-                let moves = self.moves.entry(node.clone()).or_default();
-                moves.retain(|at| now.since(*at) < MINUTE);
-                moves.push_back(now);
-            }
+        }
+        let (Step::Move(to) | Step::Copy(to)) = step else { return };
+        for node in [to, &load.node] {
+            let moves = self.moves.entry(node.clone()).or_default();
+            moves.retain(|at| now.since(*at) < MINUTE);
+            moves.push_back(now);
         }
     }
 }

@@ -12,7 +12,7 @@ use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation::{At, Effect, Outcome, Relocations, Waiter};
 
 use crate::store::{Change, Happened};
-use crate::wire::{Instead, NodeId, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
+use crate::wire::{Instead, NodeId, Parts, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
 use crate::world::Sky;
 
 /// A request is sent to so many places before it is refused.
@@ -28,6 +28,10 @@ const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_mi
 const LET_GO_AFTER: Duration = Duration::from_secs(4);
 const LET_GO_AGAIN: Duration = Duration::from_secs(1);
 const GIB: u64 = 1 << 30;
+/// Of a hundred reads of the store so many are followed by a change of who has some site, where several may.
+const SHIFTS: u64 = 40;
+/// From this number on nobody waits for what a relocation comes to: requests have lower ones.
+const NOBODY: u64 = 1 << 40;
 
 const fn nanos(time: Duration) -> u64 {
     time.as_nanos() as u64
@@ -58,6 +62,9 @@ pub(crate) struct Node {
     probe_times: BTreeMap<NodeId, u64>,
     next_tick: u64,
     unsettled: Vec<Unsettled>,
+    /// Of several nodes that have a site, the one that did not serve it last.
+    lost: BTreeMap<SiteId, NodeId>,
+    nobodies: u64,
 }
 
 /// A commit whose fate is not known: the epoch that it replaces, and the node that it takes the site from.
@@ -88,6 +95,8 @@ impl Node {
             probe_times: BTreeMap::new(),
             next_tick: u64::MAX,
             unsettled: Vec::new(),
+            lost: BTreeMap::new(),
+            nobodies: NOBODY,
         }
     }
 
@@ -180,8 +189,28 @@ impl Node {
                 sky.send(self.id, member, What::VouchAsk { from: self.id, round });
             }
         }
+        if sky.shape.copies_max > 1 && sky.dice.chance(SHIFTS) {
+            self.shift(sky);
+        }
         let next = sky.real(self.id, self.holder.renew_at(now));
         sky.later(self.id, next, What::Renew);
+    }
+
+    /// Load comes or goes: one more node gets some site of this one, or this one gives it up to the others.
+    fn shift(&mut self, sky: &mut Sky) {
+        let site = sky.dice.roll(u64::from(sky.shape.sites)) as SiteId;
+        let Some(parts) = self.placement(site, sky) else { return };
+        let Some(own) = parts.of(self.id).filter(|_| self.has(site, sky)) else { return };
+        let expect = parts.epoch;
+        let is_last = parts.all.len() > 1 && parts.all.last().is_some_and(|part| part.node == self.id);
+        if is_last && sky.dice.chance(50) {
+            self.given_up.insert(site, own);
+            self.instances.remove(&site);
+            sky.ask_store(self.id, StoreAsk::Leave { site, node: self.id, expect });
+        } else {
+            let node = sky.dice.roll(u64::from(sky.shape.nodes)) as NodeId;
+            sky.ask_store(self.id, StoreAsk::Copy { site, node, expect });
+        }
     }
 
     fn apply(&mut self, revision: u64, sky: &mut Sky) {
@@ -189,7 +218,7 @@ impl Node {
             return;
         }
         while self.applied < revision {
-            let change = sky.store.change(self.applied + 1);
+            let change = sky.store.change(self.applied + 1).clone();
             self.applied += 1;
             self.take(change, sky);
         }
@@ -207,12 +236,18 @@ impl Node {
 
     fn take(&mut self, Change { site, what, .. }: Change, sky: &mut Sky) {
         match what {
-            Happened::Placed { before, after } if after.node == self.id => {
+            Happened::Placed { before, after } => {
+                let had = before.as_ref().and_then(|parts| parts.of(self.id));
                 let before = if before.is_none() { Before::Nobody } else { Before::Other };
-                self.arrivals.placed(sky.local(self.id), site, after.epoch, before, Duration::ZERO);
+                match after.of(self.id) {
+                    Some(epoch) if had != Some(epoch) => {
+                        self.arrivals.placed(sky.local(self.id), site, epoch, before, Duration::ZERO);
+                    }
+                    None if had.is_some() => self.lose(site),
+                    _ => {}
+                }
             }
-            Happened::Placed { before, .. } if before == Some(self.id) => self.lose(site),
-            Happened::Placed { .. } | Happened::Added => {}
+            Happened::Added => {}
             Happened::Removed => {
                 self.instances.remove(&site);
                 self.let_go_later(site, LET_GO_AFTER, sky);
@@ -235,7 +270,7 @@ impl Node {
 
     /// If the removed site is placed here.
     fn let_go_later(&self, site: SiteId, after: Duration, sky: &mut Sky) {
-        let is_here = self.placement(site, sky).is_some_and(|at| at.node == self.id);
+        let is_here = self.placement(site, sky).is_some_and(|parts| parts.of(self.id).is_some());
         if let (true, Some(removed_at)) = (is_here, sky.store.removed_at(site, self.applied)) {
             let at = sky.real(self.id, sky.local(self.id) + after);
             sky.later(self.id, at, What::LetGo { site, removed_at });
@@ -244,17 +279,32 @@ impl Node {
 
     /// Unless it was added again meanwhile.
     fn let_go(&mut self, site: SiteId, removed_at: u64, sky: &mut Sky) {
-        let placed = self.placement(site, sky).filter(|at| at.node == self.id);
-        if let (Some(at), true) = (placed, sky.store.removed_at(site, self.applied) == Some(removed_at)) {
-            sky.ask_store(self.id, StoreAsk::Forget { site, epoch: at.epoch });
+        let placed = self.placement(site, sky).filter(|parts| parts.of(self.id).is_some());
+        let is_still = sky.store.removed_at(site, self.applied) == Some(removed_at);
+        if let Some((epoch, count)) = placed.filter(|_| is_still).map(|parts| (parts.epoch, parts.all.len()))
+        {
+            // Others had it, too: each says so for itself.
+            sky.ask_store(
+                self.id,
+                match count {
+                    1 => StoreAsk::Forget { site, epoch },
+                    _ => StoreAsk::Leave { site, node: self.id, expect: epoch },
+                },
+            );
             self.let_go_later(site, LET_GO_AGAIN, sky);
         }
     }
 
     // === Requests ===
 
-    fn placement(&self, site: SiteId, sky: &Sky) -> Option<At<NodeId>> {
+    fn placement<'s>(&self, site: SiteId, sky: &'s Sky) -> Option<&'s Parts> {
         sky.store.at(site, self.applied)
+    }
+
+    /// A placement as a relocation sees it: the part that it is about.
+    fn part(&self, site: SiteId, parts: &Parts) -> At<NodeId> {
+        let lost = self.lost.get(&site).filter(|lost| parts.of(**lost).is_some());
+        At { node: *lost.unwrap_or(&parts.all[0].node), epoch: parts.epoch }
     }
 
     fn route(&mut self, request: RequestId, sky: &mut Sky) {
@@ -265,15 +315,36 @@ impl Node {
         }
         match self.placement(site, sky) {
             None => self.need(request, None, sky),
-            Some(at) => self.go(request, at, None, sky),
+            Some(parts) => {
+                let parts = parts.clone();
+                self.spread(request, &parts, None, sky);
+            }
         }
     }
 
-    /// The request goes to where the site is placed.
-    fn go(&mut self, request: RequestId, at: At<NodeId>, committed: Option<(Moment, Before)>, sky: &mut Sky) {
+    /// The request goes to some node that has the site, not to the one that did not serve it. False: that is the only one.
+    fn spread(&mut self, request: RequestId, parts: &Parts, lost: Option<NodeId>, sky: &mut Sky) -> bool {
+        let others: Vec<_> = parts.all.iter().filter(|part| Some(part.node) != lost).collect();
+        if others.is_empty() {
+            return false;
+        }
+        let part = *others[if others.len() == 1 { 0 } else { sky.dice.index(others.len()) }];
+        self.go(request, part, parts.epoch, None, sky);
+        true
+    }
+
+    /// The request goes to where the site is placed. `seen`: the epoch of the whole placement.
+    fn go(
+        &mut self,
+        request: RequestId,
+        at: At<NodeId>,
+        seen: u64,
+        committed: Option<(Moment, Before)>,
+        sky: &mut Sky,
+    ) {
         let now = sky.local(self.id);
         let site = sky.requests[request as usize].site;
-        let work = Work { request, site, epoch: at.epoch, entry: self.id, since: sky.now };
+        let work = Work { request, site, epoch: at.epoch, seen, entry: self.id, since: sky.now };
         if at.node == self.id {
             if let Some((when, before)) = committed {
                 self.arrivals.placed(when, site, at.epoch, before, Duration::ZERO);
@@ -295,9 +366,9 @@ impl Node {
         let now = sky.local(self.id);
         let held = Duration::from_nanos(sky.now - work.since);
         let placement = self.placement(work.site, sky);
-        let lags = placement.is_none_or(|at| at.epoch < work.epoch);
+        let lags = placement.is_none_or(|parts| parts.epoch < work.epoch);
         let is_here = self.has(work.site, sky)
-            && placement == Some(At { node: self.id, epoch: work.epoch })
+            && placement.and_then(|parts| parts.of(self.id)) == Some(work.epoch)
             && self.given_up.get(&work.site) != Some(&work.epoch);
         if !lags && !is_here || held > HELD_LONGEST {
             self.give(work, false, sky);
@@ -356,7 +427,7 @@ impl Node {
         if is_served {
             sky.answer(work.request);
         } else {
-            self.need(work.request, Some(work.epoch), sky);
+            self.lost(from, work, sky);
         }
     }
 
@@ -421,8 +492,27 @@ impl Node {
 
     fn flights_failed(&mut self, node: NodeId, sky: &mut Sky) {
         for work in self.flights.remove(&node).unwrap_or_default() {
-            self.need(work.request, Some(work.epoch), sky);
+            self.lost(node, work, sky);
         }
+    }
+
+    /// A node did not serve a request. Another one that has the site does, and that one is taken out meanwhile; else a place is
+    /// looked for, and waited for.
+    fn lost(&mut self, node: NodeId, work: Work, sky: &mut Sky) {
+        self.lost.insert(work.site, node);
+        let open = &sky.requests[work.request as usize];
+        let may_try = open.is_open && open.attempts < ATTEMPTS_MAX && self.has(work.site, sky);
+        let parts = self.placement(work.site, sky).filter(|parts| parts.all.len() > 1 && may_try);
+        let Some(parts) = parts.cloned() else {
+            self.need(work.request, Some(work.seen), sky);
+            return;
+        };
+        sky.requests[work.request as usize].attempts += 1;
+        if parts.of(node) == Some(work.epoch) {
+            self.nobodies += 1;
+            self.relocate(work.site, Waiter(self.nobodies), Some(work.seen), sky);
+        }
+        self.spread(work.request, &parts, Some(node), sky);
     }
 
     // === Relocation ===
@@ -443,10 +533,14 @@ impl Node {
             sky.refuse(request, "attempts");
             return;
         }
-        let known = self.placement(site, sky);
+        self.relocate(site, Waiter(u64::from(request)), seen, sky);
+    }
+
+    fn relocate(&mut self, site: SiteId, waiter: Waiter, seen: Option<u64>, sky: &mut Sky) {
+        let known = self.placement(site, sky).map(|parts| self.part(site, parts));
         let mut effects = Vec::new();
         let now = sky.local(self.id);
-        self.relocations.need(now, site, Waiter(u64::from(request)), seen, known, &mut effects);
+        self.relocations.need(now, site, waiter, seen, known, &mut effects);
         self.carry_out(effects, sky);
     }
 
@@ -468,8 +562,9 @@ impl Node {
                     }
                 }
                 Effect::Look { site, ask } => sky.ask_store(self.id, StoreAsk::Look { site, ask }),
-                Effect::Serve { waiter, node, epoch, committed, .. } => {
-                    self.go(waiter.0 as RequestId, At { node, epoch }, committed, sky);
+                Effect::Serve { waiter, .. } | Effect::Refuse { waiter, .. } if waiter.0 >= NOBODY => {}
+                Effect::Serve { waiter, site, node, epoch, committed } => {
+                    self.serve(waiter.0 as RequestId, site, At { node, epoch }, committed, sky);
                 }
                 Effect::Refuse { waiter, why, .. } => sky.refuse(waiter.0 as RequestId, &format!("{why:?}")),
             }
@@ -480,6 +575,23 @@ impl Node {
                 self.next_tick = next;
                 sky.later(self.id, next, What::Tick);
             }
+        }
+    }
+
+    /// A place was found. The answer of a supervisor has the whole placement: what this node's copy does not have yet is looked up.
+    fn serve(
+        &mut self,
+        request: RequestId,
+        site: SiteId,
+        at: At<NodeId>,
+        committed: Option<(Moment, Before)>,
+        sky: &mut Sky,
+    ) {
+        match sky.store.whole(site, at.epoch).cloned() {
+            Some(parts) if parts.all.len() > 1 => _ = self.spread(request, &parts, None, sky),
+            // Its part may be older than the whole.
+            Some(parts) => self.go(request, parts.all[0], parts.epoch, committed, sky),
+            None => self.go(request, at, at.epoch, committed, sky),
         }
     }
 
@@ -494,7 +606,8 @@ impl Node {
     ) -> Result<Before, nagaya_placement::fence::Held> {
         let Some(from) = from else { return Ok(Before::Nobody) };
         if from == self.id {
-            self.given_up.insert(site, expect.unwrap_or_default());
+            let own = self.placement(site, sky).and_then(|parts| parts.of(self.id));
+            self.given_up.insert(site, own.or(expect).unwrap_or_default());
             self.instances.remove(&site);
             return Ok(Before::Released);
         }
@@ -508,6 +621,12 @@ impl Node {
 
     fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Option<NodeId> {
         let now = sky.local(self.id);
+        let others = self.placement(site, sky).into_iter().flat_map(|parts| &parts.all);
+        let others: Vec<_> = others.map(|part| part.node).filter(|node| Some(*node) != from).collect();
+        let is_there = |node: &NodeId| self.peers.get(node).is_none_or(|peer| peer.known(now).is_none());
+        if let Some(stands_in) = others.iter().find(|node| is_there(node)) {
+            return Some(*stands_in);
+        }
         let name = format!("site{site}");
         let mut candidates: Vec<Candidate> = sky.names.iter().zip(&sky.store.counts).map(candidate).collect();
         for (node, peer) in &self.peers {
@@ -530,23 +649,28 @@ impl Node {
                 self.voucher.synced(revision);
             }
             StoreSays::Found { site, ask, placement } => {
+                let placement = placement.map(|parts| self.part(site, &parts));
                 self.relocations.looked(now, &site, ask, Ok(placement), &mut effects);
             }
             StoreSays::Committed { site, ask, from, before, done } => {
-                self.settled(site, from, done.ok());
+                self.settled(site, from, done.as_ref().ok().copied());
                 let outcome = match done {
                     Ok(revision) => {
-                        let at = sky.store.at(site, revision).expect("it was committed");
+                        let parts = sky.store.at(site, revision).expect("it was committed");
                         let life = sky.store.life(site, revision);
-                        sky.observer.committed(&sky.store, site, (life, at.epoch), at.node);
+                        for part in &parts.all {
+                            sky.observer.committed(&sky.store, site, (life, part.epoch), part.node);
+                        }
                         Outcome::Committed { at: now, before }
                     }
-                    Err(Instead::Placement(placement)) => Outcome::Conflict(placement),
+                    Err(Instead::Placement(placement)) => {
+                        Outcome::Conflict(placement.map(|parts| self.part(site, &parts)))
+                    }
                     Err(Instead::NoSite) => Outcome::Void,
                 };
                 self.relocations.stored(now, &site, ask, outcome, &mut effects);
             }
-            StoreSays::Forgotten => {}
+            StoreSays::Heard => {}
         }
         self.carry_out(effects, sky);
     }

@@ -14,8 +14,8 @@ use crate::wire::{NodeId, RequestId, SiteId};
 /// A response that must not have left, or one that never did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
-    /// A site was served under an epoch after it had been served under a later one.
-    EpochWentBack { site: u32, epoch: u64, after: u64, node: u32, at_ns: u64 },
+    /// A site was served by more nodes at one time than may have it: under an epoch that others had replaced.
+    TooMany { site: u32, epoch: u64, others: Vec<u64>, node: u32, at_ns: u64 },
     /// A node served under an epoch that the store gave to another one, or to nobody.
     NotItsEpoch { site: u32, epoch: u64, node: u32, at_ns: u64 },
     /// A node served for longer after its successor was committed than the fence allows.
@@ -31,10 +31,10 @@ pub enum Violation {
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::EpochWentBack { site, epoch, after, node, at_ns } => {
+            Self::TooMany { site, epoch, others, node, at_ns } => {
                 write!(
                     f,
-                    "at {at_ns} ns node {node} served site {site} under {epoch}, after it was served under {after}"
+                    "at {at_ns} ns node {node} served site {site} under {epoch}, while it was served under {others:?}"
                 )
             }
             Self::NotItsEpoch { site, epoch, node, at_ns } => {
@@ -61,11 +61,24 @@ impl fmt::Display for Violation {
 /// An epoch of a site. When nothing is left of a removed one, those of its name begin anew; how often that was counts first.
 pub(crate) type Served = (u32, u64);
 
+/// From the first to the last answer under one epoch.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    under: Served,
+    first: u64,
+    last: u64,
+}
+
+/// Longer than anything of an old epoch could come late.
+const SPANS_FOR: Duration = Duration::from_secs(30);
+
 /// Counts and what was wrong.
 #[derive(Debug, Default)]
 pub struct Observer {
-    /// For each site under which epoch it was served last: how often it was forgotten before, and the number.
-    served: Vec<Served>,
+    /// For each site when it was served under which epoch.
+    served: Vec<Vec<Span>>,
+    /// How many nodes may have one site.
+    copies_max: usize,
     pub violations: Vec<Violation>,
     pub answers: u64,
     pub refusals: BTreeMap<String, u64>,
@@ -83,19 +96,15 @@ pub struct Observer {
 const VIOLATIONS_MAX: usize = 16;
 
 impl Observer {
-    pub(crate) fn new(sites: usize) -> Self {
-        Self { served: vec![(0, 0); sites], ..Self::default() }
+    pub(crate) fn new(sites: usize, copies_max: u32) -> Self {
+        Self { served: vec![Vec::new(); sites], copies_max: copies_max as usize, ..Self::default() }
     }
 
     /// A response leaves a node.
     pub(crate) fn serves(&mut self, now: u64, store: &Store, site: SiteId, under: Served, node: NodeId) {
         let (life, epoch) = under;
-        let highest = &mut self.served[site as usize];
-        if under < *highest {
-            let after = highest.1;
-            self.wrong(Violation::EpochWentBack { site, epoch, after, node, at_ns: now });
-        } else {
-            *highest = under;
+        if let Some(others) = self.too_many(now, store, site, under) {
+            self.wrong(Violation::TooMany { site, epoch, others, node, at_ns: now });
         }
         match store.epoch(site, life, epoch) {
             Some((owner, ended)) if owner == node => {
@@ -107,6 +116,35 @@ impl Observer {
             }
             _ => self.wrong(Violation::NotItsEpoch { site, epoch, node, at_ns: now }),
         }
+    }
+
+    /// The other epochs under which the site was served at some moment since it was last served under this one, if those were too
+    /// many. An epoch that nothing has replaced yet is one under which it is served all the time.
+    fn too_many(&mut self, now: u64, store: &Store, site: SiteId, under: Served) -> Option<Vec<u64>> {
+        let spans = &mut self.served[site as usize];
+        let is_over = |span: &Span| {
+            let (life, epoch) = span.under;
+            store.epoch(site, life, epoch).is_none_or(|(_, ended)| ended.is_some())
+        };
+        let known = spans.iter_mut().find(|span| span.under == under);
+        let before = known.as_ref().map_or(now, |span| span.last);
+        match known {
+            Some(span) => span.last = now,
+            None => spans.push(Span { under, first: now, last: now }),
+        }
+        spans.retain_mut(|span| {
+            let is_over = is_over(span);
+            if !is_over {
+                span.last = now;
+            }
+            !is_over || now - span.last < SPANS_FOR.as_nanos() as u64
+        });
+        let begun = spans.iter().map(|span| span.first).filter(|first| *first > before);
+        begun.chain([now]).find_map(|moment| {
+            let at_once = spans.iter().filter(|span| span.first <= moment && moment <= span.last);
+            let others: Vec<_> = at_once.map(|span| span.under).filter(|other| *other != under).collect();
+            (others.len() >= self.copies_max).then(|| others.into_iter().map(|(_, epoch)| epoch).collect())
+        })
     }
 
     /// A node was told that its commit has happened.

@@ -7,12 +7,10 @@
 
 use std::collections::BTreeSet;
 
-use nagaya_placement::relocation::At;
-
-use crate::wire::{Instead, NodeId, SiteId, StoreAsk, StoreSays};
+use crate::wire::{Instead, NodeId, Parts, SiteId, StoreAsk, StoreSays};
 
 /// One change.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Change {
     pub site: SiteId,
     pub what: Happened,
@@ -20,11 +18,11 @@ pub(crate) struct Change {
     pub at: u64,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Happened {
     Placed {
-        before: Option<NodeId>,
-        after: At<NodeId>,
+        before: Option<Parts>,
+        after: Parts,
     },
     /// Its placement stays.
     Removed,
@@ -34,11 +32,11 @@ pub(crate) enum Happened {
 }
 
 /// A site's placement from a revision on, and how often it was forgotten before.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Entry {
     made: u64,
     life: u32,
-    at: Option<At<NodeId>>,
+    at: Option<Parts>,
 }
 
 #[derive(Debug)]
@@ -51,21 +49,26 @@ pub(crate) struct Store {
     presence: Vec<Vec<u64>>,
     /// Sites that are removed, now.
     pub removed: BTreeSet<SiteId>,
+    /// How many nodes may have one site.
+    copies_max: usize,
     /// Sites placed on each node, now.
     pub counts: Vec<u32>,
     pub placed: u64,
+    pub copied: u64,
     pub forgotten: u64,
 }
 
 impl Store {
-    pub fn new(sites: usize, nodes: usize) -> Self {
+    pub fn new(sites: usize, nodes: usize, copies_max: u32) -> Self {
         Self {
             log: Vec::new(),
             history: vec![Vec::new(); sites],
             presence: vec![Vec::new(); sites],
             removed: BTreeSet::new(),
+            copies_max: copies_max as usize,
             counts: vec![0; nodes],
             placed: 0,
+            copied: 0,
             forgotten: 0,
         }
     }
@@ -75,13 +78,19 @@ impl Store {
     }
 
     /// The change that made this revision.
-    pub fn change(&self, revision: u64) -> Change {
-        self.log[revision as usize - 1]
+    pub fn change(&self, revision: u64) -> &Change {
+        &self.log[revision as usize - 1]
     }
 
     /// The placement as a copy of this revision has it.
-    pub fn at(&self, site: SiteId, revision: u64) -> Option<At<NodeId>> {
-        self.entry(site, revision)?.at
+    pub fn at(&self, site: SiteId, revision: u64) -> Option<&Parts> {
+        self.entry(site, revision)?.at.as_ref()
+    }
+
+    /// The newest placement of this epoch.
+    pub fn whole(&self, site: SiteId, epoch: u64) -> Option<&Parts> {
+        let all = self.history[site as usize].iter().rev().filter_map(|entry| entry.at.as_ref());
+        all.into_iter().find(|parts| parts.epoch == epoch)
     }
 
     /// How often the site's placement had been forgotten by then.
@@ -103,19 +112,22 @@ impl Store {
     /// Which node had the epoch in that life, and when that was over.
     pub fn epoch(&self, site: SiteId, life: u32, epoch: u64) -> Option<(NodeId, Option<u64>)> {
         let history = &self.history[site as usize];
-        let is_it = |entry: &Entry| entry.life == life && entry.at.is_some_and(|at| at.epoch == epoch);
-        let index = history.iter().position(is_it)?;
-        let ended = history.get(index + 1).map(|entry| self.log[entry.made as usize - 1].at);
-        Some((history[index].at?.node, ended))
+        let node_in = |entry: &Entry| {
+            let parts = entry.at.as_ref().filter(|_| entry.life == life)?;
+            parts.all.iter().find(|part| part.epoch == epoch).map(|part| part.node)
+        };
+        let index = history.iter().position(|entry| node_in(entry).is_some())?;
+        let after = history[index..].iter().find(|entry| node_in(entry).is_none());
+        let ended = after.map(|entry| self.log[entry.made as usize - 1].at);
+        Some((node_in(&history[index])?, ended))
     }
 
-    pub fn put(&mut self, now: u64, site: SiteId, node: NodeId) {
-        let before = self.at(site, self.head());
-        let after = At { node, epoch: before.map_or(1, |before| before.epoch + 1) };
-        self.count(before, Some(after));
+    pub fn put(&mut self, now: u64, site: SiteId, after: Parts) {
+        let before = self.at(site, self.head()).cloned();
+        self.count(before.as_ref(), Some(&after));
         self.placed += 1;
         let life = self.life(site, self.head());
-        let made = self.log(now, site, Happened::Placed { before: before.map(|before| before.node), after });
+        let made = self.log(now, site, Happened::Placed { before, after: after.clone() });
         self.history[site as usize].push(Entry { made, life, at: Some(after) });
     }
 
@@ -137,9 +149,9 @@ impl Store {
     /// What a removed site has left behind goes.
     pub fn forget(&mut self, now: u64, site: SiteId) {
         let head = self.head();
-        let Some(before) = self.at(site, head) else { return };
+        let Some(before) = self.at(site, head).cloned() else { return };
         let life = self.life(site, head) + 1;
-        self.count(Some(before), None);
+        self.count(Some(&before), None);
         self.forgotten += 1;
         let made = self.log(now, site, Happened::Forgotten);
         self.history[site as usize].push(Entry { made, life, at: None });
@@ -151,12 +163,33 @@ impl Store {
         self.head()
     }
 
-    fn count(&mut self, before: Option<At<NodeId>>, after: Option<At<NodeId>>) {
-        if let Some(before) = before {
-            self.counts[before.node as usize] -= 1;
+    fn count(&mut self, before: Option<&Parts>, after: Option<&Parts>) {
+        before.iter().flat_map(|parts| &parts.all).for_each(|part| self.counts[part.node as usize] -= 1);
+        after.iter().flat_map(|parts| &parts.all).for_each(|part| self.counts[part.node as usize] += 1);
+    }
+
+    /// What a node writes in the place of this placement, so that `node` has the site and `from` does not.
+    fn following(current: Option<&Parts>, node: NodeId, from: Option<NodeId>) -> Option<Parts> {
+        match (current, from) {
+            (Some(parts), Some(from)) if parts.of(node).is_some() => parts.without(from),
+            (Some(parts), Some(from)) => Some(parts.moved(from, node)),
+            (Some(parts), None) => Some(Parts::one(node, parts.epoch + 1)),
+            (None, _) => Some(Parts::one(node, 1)),
         }
-        if let Some(after) = after {
-            self.counts[after.node as usize] += 1;
+    }
+
+    /// A change of a placement that is still as it was seen.
+    fn change_parts(
+        &mut self,
+        now: u64,
+        site: SiteId,
+        expect: u64,
+        next: impl FnOnce(&Parts) -> Option<Parts>,
+    ) {
+        let current = self.at(site, self.head()).filter(|parts| parts.epoch == expect);
+        if let Some(next) = current.and_then(next) {
+            self.copied += 1;
+            self.put(now, site, next);
         }
     }
 
@@ -165,26 +198,40 @@ impl Store {
         match ask {
             StoreAsk::Renew(id) => StoreSays::Renewed { id, revision: self.head() },
             StoreAsk::Look { site, ask } => {
-                StoreSays::Found { site, ask, placement: self.at(site, self.head()) }
+                StoreSays::Found { site, ask, placement: self.at(site, self.head()).cloned() }
             }
             StoreAsk::Commit { site, ask, node, from, expect, before } => {
                 let current = self.at(site, self.head());
-                let done = if self.removed.contains(&site) {
-                    Err(Instead::NoSite)
-                } else if current.map(|at| at.epoch) == expect {
-                    self.put(now, site, node);
-                    Ok(self.head())
-                } else {
-                    Err(Instead::Placement(current))
+                let next = Self::following(current, node, from);
+                let is_same = current.map(|parts| parts.epoch) == expect;
+                let done = match next.filter(|_| is_same) {
+                    _ if self.removed.contains(&site) => Err(Instead::NoSite),
+                    Some(next) => {
+                        self.put(now, site, next);
+                        Ok(self.head())
+                    }
+                    None => Err(Instead::Placement(current.cloned())),
                 };
                 StoreSays::Committed { site, ask, from, before, done }
+            }
+            StoreAsk::Copy { site, node, expect } => {
+                let copies_max = self.copies_max;
+                let is_there = !self.removed.contains(&site);
+                let fits = |parts: &Parts| parts.all.len() < copies_max && parts.of(node).is_none();
+                let next = |parts: &Parts| (is_there && fits(parts)).then(|| parts.with(node));
+                self.change_parts(now, site, expect, next);
+                StoreSays::Heard
+            }
+            StoreAsk::Leave { site, node, expect } => {
+                self.change_parts(now, site, expect, |parts| parts.without(node));
+                StoreSays::Heard
             }
             StoreAsk::Forget { site, epoch } => {
                 let is_same = self.at(site, self.head()).is_some_and(|at| at.epoch == epoch);
                 if is_same && self.removed.contains(&site) {
                     self.forget(now, site);
                 }
-                StoreSays::Forgotten
+                StoreSays::Heard
             }
         }
     }

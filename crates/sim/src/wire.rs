@@ -13,6 +13,45 @@ pub(crate) type NodeId = u32;
 pub(crate) type SiteId = u32;
 pub(crate) type RequestId = u32;
 
+/// Which nodes have a site, each under its epoch, the first in front. It changes as a record does (`nagaya_cmdb`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// Of the whole: one more with each change.
+    pub epoch: u64,
+    pub all: Vec<At<NodeId>>,
+}
+
+impl Parts {
+    pub fn one(node: NodeId, epoch: u64) -> Self {
+        Self { epoch, all: vec![At { node, epoch }] }
+    }
+
+    /// The epoch under which this node has it.
+    pub fn of(&self, node: NodeId) -> Option<u64> {
+        self.all.iter().find(|part| part.node == node).map(|part| part.epoch)
+    }
+
+    pub fn with(&self, node: NodeId) -> Self {
+        let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
+        next.all.push(At { node, epoch: next.epoch });
+        next
+    }
+
+    /// None: it is the only one that has it, or does not.
+    pub fn without(&self, node: NodeId) -> Option<Self> {
+        let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
+        next.all.retain(|part| part.node != node);
+        (!next.all.is_empty() && next.all.len() < self.all.len()).then_some(next)
+    }
+
+    pub fn moved(&self, from: NodeId, to: NodeId) -> Self {
+        let mut next = Self { epoch: self.epoch + 1, ..self.clone() };
+        let epoch = next.epoch;
+        next.all.iter_mut().filter(|part| part.node == from).for_each(|part| *part = At { node: to, epoch });
+        next
+    }
+}
+
 /// Something that happens to a node: a message, or the end of a time.
 #[derive(Debug, Clone)]
 pub(crate) enum What {
@@ -77,6 +116,8 @@ pub(crate) struct Work {
     pub request: RequestId,
     pub site: SiteId,
     pub epoch: u64,
+    /// Of the whole placement by which it was sent.
+    pub seen: u64,
     /// The node whose client sent it.
     pub entry: NodeId,
     /// Real time at which it came here.
@@ -99,6 +140,18 @@ pub(crate) enum StoreAsk {
         expect: Option<u64>,
         before: Before,
     },
+    /// One more node gets the site.
+    Copy {
+        site: SiteId,
+        node: NodeId,
+        expect: u64,
+    },
+    /// This node has given its part up; others have the site, too.
+    Leave {
+        site: SiteId,
+        node: NodeId,
+        expect: u64,
+    },
     /// Nothing is left of a removed site under this epoch.
     Forget {
         site: SiteId,
@@ -107,9 +160,9 @@ pub(crate) enum StoreAsk {
 }
 
 /// What was there instead of what a commit expected.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Instead {
-    Placement(Option<At<NodeId>>),
+    Placement(Option<Parts>),
     NoSite,
 }
 
@@ -123,7 +176,7 @@ pub(crate) enum StoreSays {
     Found {
         site: SiteId,
         ask: AskId,
-        placement: Option<At<NodeId>>,
+        placement: Option<Parts>,
     },
     /// `done`: the revision of the commit.
     Committed {
@@ -134,5 +187,5 @@ pub(crate) enum StoreSays {
         done: Result<u64, Instead>,
     },
     /// Done, or it does not fit any more; the copy will show which.
-    Forgotten,
+    Heard,
 }

@@ -14,7 +14,7 @@ use crate::faults::{Fault, Faults};
 use crate::node::Node;
 use crate::observer::{Observer, Violation};
 use crate::store::Store;
-use crate::wire::{NodeId, RequestId, SiteId, StoreAsk, What};
+use crate::wire::{NodeId, Parts, RequestId, SiteId, StoreAsk, What};
 
 /// A request that has no end by then is refused by the node it came to.
 pub(crate) const REQUEST_LONGEST: Duration = Duration::from_secs(15);
@@ -39,6 +39,8 @@ pub struct Shape {
     pub nodes: u32,
     pub sites: u32,
     pub faults: Faults,
+    /// How many nodes may have one site.
+    pub copies_max: u32,
     /// Between two looks of the watch.
     pub watch_every: Duration,
     pub flaws: Flaws,
@@ -76,6 +78,8 @@ pub struct Report {
     pub latest: Duration,
     pub slowest: Duration,
     pub relocations: u64,
+    /// Changes of who has a site beside others, and of those that gave it up.
+    pub copied: u64,
     /// Placements of removed sites that were taken away.
     pub forgotten: u64,
     pub events: u64,
@@ -422,16 +426,16 @@ impl World {
             Clock { offset: 1_000_000_000_000 + dice.roll(1 << 50), ppm }
         });
         let clocks: Vec<Clock> = clocks.collect();
-        let mut store = Store::new(shape.sites as usize, shape.nodes as usize);
+        let mut store = Store::new(shape.sites as usize, shape.nodes as usize, shape.copies_max);
         for site in 0..shape.sites {
-            store.put(0, site, dice.roll(u64::from(shape.nodes)) as NodeId);
+            store.put(0, site, Parts::one(dice.roll(u64::from(shape.nodes)) as NodeId, 1));
         }
         let sky = Sky {
             now: 0,
             dice,
             shape,
             store,
-            observer: Observer::new(shape.sites as usize),
+            observer: Observer::new(shape.sites as usize, shape.copies_max),
             requests: Vec::new(),
             clocks,
             names: (0..shape.nodes).map(|node| format!("n{node}")).collect(),
@@ -510,7 +514,7 @@ impl World {
     pub fn placed_on(&self, node: u32) -> Vec<u32> {
         let head = self.sky.store.head();
         let sites = 0..self.sky.shape.sites;
-        sites.filter(|site| self.sky.store.at(*site, head).is_some_and(|at| at.node == node)).collect()
+        sites.filter(|site| self.sky.store.at(*site, head).is_some_and(|at| at.of(node).is_some())).collect()
     }
 
     /// Goes on for so long.
@@ -562,6 +566,7 @@ impl World {
             latest: observer.latest,
             slowest: observer.slowest,
             relocations: self.sky.store.placed - u64::from(self.sky.shape.sites),
+            copied: self.sky.store.copied,
             forgotten: self.sky.store.forgotten,
             events: self.sky.events,
         }

@@ -10,17 +10,22 @@ const SEEDS: u64 = 60;
 /// A mistake has to be found within so many seeds.
 const SEEDS_TO_FIND: u64 = 400;
 
-fn shape(seed: u64, flaws: Flaws) -> Shape {
+fn shape(seed: u64, copies_max: u32, flaws: Flaws) -> Shape {
     let nodes = 3 + (seed % 4) as u32;
     // From a bad minute to a bad quarter of an hour.
     let every = Duration::from_millis(150 + 350 * (seed % 3));
     let faults = Faults { every, ..Faults::ALL };
-    Shape { seed, nodes, sites: 12, faults, watch_every: Duration::from_millis(5), flaws }
+    Shape { seed, nodes, sites: 12, copies_max, faults, watch_every: Duration::from_millis(5), flaws }
 }
 
 /// A spell of requests under faults, then peace, in which all has to be as it should be.
 fn run(seed: u64, flaws: Flaws) -> Report {
-    let mut world = World::new(shape(seed, flaws));
+    run_several(seed, 1, flaws)
+}
+
+/// Where so many nodes may have one site.
+fn run_several(seed: u64, copies_max: u32, flaws: Flaws) -> Report {
+    let mut world = World::new(shape(seed, copies_max, flaws));
     world.run(Duration::from_secs(3));
     world.faults(true);
     for _ in 0..4_000 {
@@ -67,6 +72,36 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
     // Nothing was proved if nothing went on.
     assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
     assert!(forgotten > 0 || seeds.len() == 1, "no removed site was away for long");
+}
+
+#[test]
+fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
+    let (mut answers, mut refusals, mut copied, mut relocations) = (0, 0, 0, 0);
+    for seed in seeds(SEEDS) {
+        let report = run_several(seed, 2 + (seed % 2) as u32, Flaws::default());
+        let first = report.violations.first().map(ToString::to_string);
+        assert!(
+            first.is_none(),
+            "{}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim",
+            first.unwrap_or_default()
+        );
+        answers += report.answers;
+        refusals += report.refusals.values().sum::<u64>();
+        (copied, relocations) = (copied + report.copied, relocations + report.relocations);
+    }
+    println!("{answers} answers, {refusals} refusals, {copied} times more or fewer, {relocations} changes");
+    assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
+    assert!(copied > 0 && relocations > copied, "nothing was proved");
+}
+
+#[test]
+fn a_copy_that_is_served_without_the_wait_is_found_out() {
+    let flaws = Flaws { no_wait: true, ..Flaws::default() };
+    let is_found = |seed| {
+        let report = run_several(seed, 2, flaws);
+        report.violations.iter().any(|violation| matches!(violation, Violation::TooMany { .. }))
+    };
+    assert!((1..=SEEDS_TO_FIND).any(is_found), "not noticed with {SEEDS_TO_FIND} seeds");
 }
 
 /// The first seed that finds what this mistake leads to, and what that is.

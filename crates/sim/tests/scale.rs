@@ -11,8 +11,9 @@ const SITES: u32 = 100_000;
 fn a_rolling_failure_of_a_thousand_nodes_loses_no_request() {
     let flaws = Flaws::default();
     let watch_every = Duration::from_millis(50);
+    let (seed, copies_max, faults) = (1, 1, Faults::NONE);
     let mut world =
-        World::new(Shape { seed: 1, nodes: NODES, sites: SITES, faults: Faults::NONE, watch_every, flaws });
+        World::new(Shape { seed, nodes: NODES, sites: SITES, copies_max, faults, watch_every, flaws });
     world.run(Duration::from_secs(3));
     let mut asked = 0;
     for node in 0..NODES {

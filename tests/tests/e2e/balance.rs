@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nagaya_tests::client::{self, Connection};
-use nagaya_tests::cluster::Cluster;
+use nagaya_tests::cluster::{Cluster, Frozen};
 use nagaya_tests::suite::{Suite, Tests, skip};
 use nagaya_tests::wait;
 use nagaya_tests::world::{Builder, World};
@@ -25,6 +25,7 @@ pub const SUITE: Suite = Suite {
         a_busy_application_gets_more_cpu_while_it_runs_and_gives_it_back,
         nobody_gets_more_than_its_record_and_its_tenant_allow,
         a_busy_application_moves_to_a_better_node_without_an_error,
+        a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_it_back,
     ]),
 };
 
@@ -56,8 +57,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 pass
         self.send_response(200)
         self.send_header("Content-Length", str(len(run)))
-        self.end_headers()
-        self.wfile.write(run.encode())
+        # In one piece: an answer that has begun is not asked for again.
+        self._headers_buffer.append(b"\r\n" + run.encode())
+        self.flush_headers()
 
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True
@@ -272,16 +274,17 @@ impl Drop for Hog {
     }
 }
 
-fn cluster_within(allotments: &[Allotment]) -> Cluster {
+/// The same settings of their balance for all nodes, each in one of these.
+fn cluster_within(allotments: &[Allotment], settings: &[&str]) -> Cluster {
     let next = Cell::new(0);
     let alice = |builder: Builder| builder.tenant("alice");
     Cluster::start(allotments.len(), alice, |builder| {
         let enter = allotments[next.replace(next.get() + 1)].enter();
-        builder
+        let builder = builder
             .before(&enter.each_ref().map(String::as_str))
             .set("instances", "image_bytes = \"0B\"")
-            .set("balance", "every = \"200ms\"\nraise_max = 1\nbusy = 60\nmove_after = \"1s\"")
-            .set("balance", "move_anyway_after = \"2s\"\ntarget = 100\nbetter_by = 10")
+            .set("balance", "every = \"200ms\"\nraise_max = 1\nmove_after = \"1s\"\ntarget = 100");
+        settings.iter().fold(builder, |builder, setting| builder.set("balance", setting))
     })
 }
 
@@ -327,7 +330,8 @@ fn a_busy_application_moves_to_a_better_node_without_an_error() {
         skip("no control group can be made here");
     };
     let allotments = [one, other];
-    let cluster = cluster_within(&allotments);
+    let settings = ["busy = 60", "move_anyway_after = \"2s\"", "better_by = 10"];
+    let cluster = cluster_within(&allotments, &settings);
     let first = &cluster.nodes[0];
     if !has_cpu_cells(first) {
         cluster.stop();
@@ -361,6 +365,94 @@ fn a_busy_application_moves_to_a_better_node_without_an_error() {
     let (answered, failed) = visitors.leave();
     assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
     drop(hog);
+    allotments.iter().for_each(Allotment::lift);
+    cluster.stop();
+}
+
+/// The nodes that have an application and are awake, by name.
+fn awake_on(cluster: &Cluster, asked: usize) -> Vec<String> {
+    let placement = cluster.placement(asked, "app").expect("it is placed");
+    let copies = placement["copies"].as_array().into_iter().flatten();
+    let ready = copies.filter(|copy| copy["ready"] == true).map(|copy| &copy["node"]);
+    let all = std::iter::once(&placement["node"]).chain(ready);
+    all.map(|node| node.as_str().expect("a name").to_owned()).collect()
+}
+
+#[track_caller]
+fn until_awake_on(cluster: &Cluster, asked: usize, count: usize) -> Vec<String> {
+    let reached = wait::within(PATIENCE, || Some(awake_on(cluster, asked)).filter(|on| on.len() == count));
+    let why = || cluster.nodes[asked].cli(&["explain", "app"]);
+    reached.unwrap_or_else(|| panic!("{:?}: {}", awake_on(cluster, asked), why()))
+}
+
+fn run_of(node: &World) -> String {
+    node.get("app.test", "/run").expect(200).text()
+}
+
+fn a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_it_back() {
+    let (Some(one), Some(other)) = (Allotment::make(), Allotment::make()) else {
+        skip("no control group can be made here");
+    };
+    let allotments = [one, other];
+    // No node is ever the better one for all of it.
+    let settings =
+        ["better_by = 100", "lower_after = \"1s\"", "site_rests = \"2s\"", "moves_per_minute = 100"];
+    let cluster = cluster_within(&allotments, &settings);
+    let first = &cluster.nodes[0];
+    if !has_cpu_cells(first) {
+        cluster.stop();
+        skip("no cell can limit CPU time here");
+    }
+    add(first, "app", "alice", "10%", json!({ "max": 2 }));
+    for node in &cluster.nodes {
+        wait::until("every node knows the application", || {
+            node.try_cli(&["site", "show", "app"]).status.success()
+        });
+    }
+    let run = run_of(first);
+    let at = cluster.node_of("app");
+    let (busy, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    let epoch = cluster.placement(at, "app").expect("it is placed")["epoch"].clone();
+
+    // Load: one more.
+    let visitors = Visitors::come(busy, 4);
+    until_awake_on(&cluster, at, 2);
+    let why = busy.cli(&["explain", "app"]);
+    assert!(why.contains("gets one, too (2 of 2)") && why.contains("it runs on 2 of the 2 nodes"), "{why}");
+    let shared = cluster.placement(at, "app").expect("it is placed");
+    assert_eq!(shared["node_epoch"], epoch, "the first is left alone: {shared}");
+    let on_other = wait::within(PATIENCE, || Some(run_of(other)).filter(|on_other| *on_other != run));
+    let on_other = on_other.expect("the other node answers for itself");
+    let name = cluster.placement(at, "app").expect("it is placed")["copies"][0]["node"].clone();
+    let outcome = format!("node={name},outcome=\"answered\"");
+    wait::until("some of the load goes there", || busy.metric("nagaya_peer_requests_total", &outcome) > 3.0);
+    let (answered, failed) = visitors.leave();
+    assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
+
+    // No load: one fewer, and the first is the one that it was.
+    until_awake_on(&cluster, at, 1);
+    let why = other.cli(&["explain", "app"]);
+    assert!(why.contains("little for 1") && !why.contains("not done"), "{why}");
+    assert_eq!((run_of(busy), run_of(other)), (run.clone(), run.clone()));
+
+    // The first node falls silent under load: whoever asks the other one sees nothing of it.
+    let visitors = Visitors::come(busy, 4);
+    until_awake_on(&cluster, at, 2);
+    visitors.leave();
+    let visitors = Visitors::come(other, 6);
+    let second = wait::within(PATIENCE, || Some(run_of(other)).filter(|second| *second != run));
+    let second = second.expect("the other node answers for itself");
+    assert_ne!(second, on_other, "it was started anew");
+    let frozen = Frozen::stop(busy);
+    let alone = wait::within(PATIENCE, || {
+        let placement = cluster.placement(1 - at, "app")?;
+        (placement["node"] == name && placement["copies"].is_null()).then_some(placement)
+    });
+    let alone = alone.expect("it has taken the silent one out");
+    assert_eq!((run_of(other), &alone["why"]), (second, &json!("silent")));
+    let (answered, failed) = visitors.leave();
+    assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
+    drop(frozen);
     allotments.iter().for_each(Allotment::lift);
     cluster.stop();
 }

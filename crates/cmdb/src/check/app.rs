@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::{Findings, directory, env, files_of_any_kind, is_variable};
 use crate::record::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, Files, IDLE_SECONDS_MAX, Idle, Listen,
-    Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, Files, IDLE_SECONDS_MAX, INSTANCES_MAX,
+    Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.
@@ -51,10 +51,10 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     app.warm_up.iter().for_each(|path| url("warm_up", path, to));
     idle(&app.idle, to);
     if let Some(min) = app.min.filter(|min| *min > 1) {
-        to.add("min", min, "is not possible: an application has one instance, so use 0 or 1");
+        to.add("min", min, "is not possible: one instance of it is always there or none is, so use 0 or 1");
     }
-    if let Some(max) = app.max.filter(|max| *max != 1) {
-        to.add("max", max, "is not possible: an application has one instance, so use 1 or leave it out");
+    if let Some(max) = app.max.filter(|max| !(1..=INSTANCES_MAX).contains(max)) {
+        to.add("max", max, format!("is not possible: between 1 and {INSTANCES_MAX}"));
     }
     if let Some(most) = &app.cpu_max
         && let Err(wrong) = most.cpu()
@@ -250,7 +250,7 @@ mod tests {
         for more in [
             r#""listen":"fd","base":"/srv/base","writable":["media","/srv/shared"],"secrets":{"KEY":"k.txt"}"#,
             r#""ready":{"path":"/up?deep=1","within_seconds":300},"warm_up":["/","/login"],"release":"v1.2+git3""#,
-            r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":1,"cpu_max":"150%""#,
+            r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":2,"cpu_max":"150%""#,
             r#""outbound":["203.0.113.7:443","[2001:db8::1]:443","db.internal:3306"],"listen":"port""#,
             r#""outbound":[]"#,
             r#""protocol":"fastcgi","files":{"root":"a/html","front_controller":"index.php","extensions":[".phtml"]}"#,
@@ -314,6 +314,7 @@ mod tests {
             ("idle.image", r#""idle":{"image":31536001}"#.to_owned()),
             ("min", r#""min":2"#.to_owned()),
             ("max", r#""max":0"#.to_owned()),
+            ("max", r#""max":17"#.to_owned()),
             ("cpu_max", r#""cpu_max":"2""#.to_owned()),
             ("databases.socket", r#""databases":[{"socket":"run/a"}]"#.to_owned()),
             ("databases.inside", r#""databases":[{"socket":"/run/a","inside":"a"}]"#.to_owned()),

@@ -21,6 +21,9 @@ pub const IDLE_SECONDS_MAX: u32 = 31_536_000;
 /// The port that an application is told to listen on in its sandbox, where all are free.
 pub const APP_PORT: u16 = 8080;
 
+/// Most instances an application may have, each on a node of its own.
+pub const INSTANCES_MAX: u32 = 16;
+
 /// Longest start an application may be given, in seconds.
 pub const START_SECONDS_MAX: u32 = 300;
 
@@ -69,7 +72,7 @@ pub struct App {
     /// Processes of it that are always there: 1 starts it without a request and never lets it rest below reclaimed. None: 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min: Option<u32>,
-    /// How many of it there may be. None: 1, and nothing else is possible on one node.
+    /// How many of it there may be, each on a node of its own. None: 1. A node alone has one, whatever this says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<u32>,
     /// How far its site's CPU limit may be raised while it is short of CPU: `200%`. None: as the node's settings say.

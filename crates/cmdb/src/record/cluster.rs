@@ -34,17 +34,17 @@ fn is_none(revision: &u64) -> bool {
     *revision == 0
 }
 
-/// Which node runs a site's application. There is one for each such site that was ever asked for, and for one that was removed until
-/// nothing of it can run.
+/// Which nodes run a site's application: one, or more if its record allows that. There is one for each such site that was ever
+/// asked for, and for one that was removed until nothing of it can run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Placement {
     pub site: SiteName,
     pub node: NodeName,
-    /// The fencing number: one more with each move, never less. What was started under a lower one may serve and write
-    /// nothing any more. The first is 1, also of a name that nothing is left of.
+    /// The fencing number: one more with each change, never less. What was started under one that is gone from here may serve
+    /// and write nothing any more. The first is 1, also of a name that nothing is left of.
     pub epoch: u64,
-    /// When it was written, Unix time, milliseconds, by the clock of the node that wrote it. For people, and for how long load leaves
+    /// When `node` got it, Unix time, milliseconds, by the clock of the node that wrote it. For people, and for how long load leaves
     /// it where it is: nothing that must hold rests on it.
     pub since_ms: u64,
     pub why: Why,
@@ -52,10 +52,141 @@ pub struct Placement {
     /// into the application until that has passed. 0: the other has given it up, or there was none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub wait_ms: u32,
+    /// The epoch under which `node` has it. 0: `epoch`, as nothing was changed since; else only copies were.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub node_epoch: u64,
+    /// Other nodes that run it, too, the oldest first. None of them is `node`, and no two are the same.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<Copied>,
+}
+
+/// One more node that runs a site's application.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Copied {
+    pub node: NodeName,
+    /// Of the same count as the placement's: what it was when this was added.
+    pub epoch: u64,
+    pub since_ms: u64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub wait_ms: u32,
+    /// It is awake there: requests may be sent to it.
+    #[serde(default, skip_serializing_if = "super::is_false")]
+    pub ready: bool,
+}
+
+/// A node's part in a placement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part<'a> {
+    pub node: &'a NodeName,
+    pub epoch: u64,
+    pub since_ms: u64,
+    pub why: Why,
+    pub wait_ms: u32,
+    /// Requests may be sent to it.
+    pub ready: bool,
 }
 
 fn is_zero(number: &u32) -> bool {
     *number == 0
+}
+
+impl Placement {
+    /// The epoch under which `node` has it.
+    pub fn first_epoch(&self) -> u64 {
+        if self.node_epoch == 0 { self.epoch } else { self.node_epoch }
+    }
+
+    /// All nodes that have it, `node` first.
+    pub fn parts(&self) -> impl Iterator<Item = Part<'_>> {
+        let Self { node, since_ms, why, wait_ms, .. } = self;
+        let first = Part {
+            node,
+            epoch: self.first_epoch(),
+            since_ms: *since_ms,
+            why: *why,
+            wait_ms: *wait_ms,
+            ready: true,
+        };
+        std::iter::once(first).chain(self.copies.iter().map(|copy| Part {
+            node: &copy.node,
+            epoch: copy.epoch,
+            since_ms: copy.since_ms,
+            why: Why::Load,
+            wait_ms: copy.wait_ms,
+            ready: copy.ready,
+        }))
+    }
+
+    pub fn part(&self, node: &NodeName) -> Option<Part<'_>> {
+        self.parts().find(|part| part.node == node)
+    }
+
+    /// Without the copies that are too many: for a site that may have so many of it.
+    pub fn at_most(mut self, max: u32) -> Self {
+        self.copies.truncate(max.max(1) as usize - 1);
+        self
+    }
+
+    // === What may follow it. Each has the next epoch, and leaves alone the parts that it is not about ===
+
+    /// One more node has it.
+    pub fn with_copy(&self, node: NodeName, since_ms: u64, wait_ms: u32) -> Self {
+        let mut next = self.next();
+        next.copies.push(Copied { node, epoch: next.epoch, since_ms, wait_ms, ready: false });
+        next
+    }
+
+    /// The copy on this node is awake. None: there is none, or that is known.
+    pub fn with_ready(&self, node: &NodeName) -> Option<Self> {
+        let mut next = self.next();
+        let copy = next.copies.iter_mut().find(|copy| copy.node == *node && !copy.ready)?;
+        copy.ready = true;
+        Some(next)
+    }
+
+    /// This node does not have it any more, but others do. None: it has no part in it, or is the only one.
+    pub fn without(&self, node: &NodeName, since_ms: u64, why: Why) -> Option<Self> {
+        let mut next = self.next();
+        if let Some(at) = next.copies.iter().position(|copy| copy.node == *node) {
+            next.copies.remove(at);
+            return Some(next);
+        }
+        if next.node != *node || next.copies.is_empty() {
+            return None;
+        }
+        // One that is awake has the least to do until it answers.
+        let heir = next.copies.iter().position(|copy| copy.ready).unwrap_or(0);
+        let Copied { node, epoch, wait_ms, .. } = next.copies.remove(heir);
+        Some(Self { node, node_epoch: epoch, wait_ms, since_ms, why, ..next })
+    }
+
+    /// `to` has it in the place of `node`. None: `node` has no part in it, or `to` has one.
+    pub fn moved(
+        &self,
+        node: &NodeName,
+        to: NodeName,
+        since_ms: u64,
+        why: Why,
+        wait_ms: u32,
+    ) -> Option<Self> {
+        if self.part(&to).is_some() {
+            return None;
+        }
+        let next = self.next();
+        if next.node == *node {
+            return Some(Self { node: to, node_epoch: 0, since_ms, why, wait_ms, ..next });
+        }
+        let mut next = next;
+        let epoch = next.epoch;
+        let copy = next.copies.iter_mut().find(|copy| copy.node == *node)?;
+        *copy = Copied { node: to, epoch, since_ms, wait_ms, ready: false };
+        Some(next)
+    }
+
+    fn next(&self) -> Self {
+        Self { epoch: self.epoch + 1, node_epoch: self.first_epoch(), ..self.clone() }
+    }
 }
 
 /// Why a placement was written.
@@ -112,5 +243,60 @@ mod tests {
         let text = r#"{"site":"wiki","node":"a","epoch":3,"since_ms":1700000000000,"why":"silent"}"#;
         let placement: Placement = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&placement).unwrap(), text);
+        assert_eq!((placement.first_epoch(), placement.parts().count()), (3, 1));
+        let text = r#"{"site":"wiki","node":"a","epoch":5,"since_ms":1,"why":"silent","node_epoch":3,"copies":[{"node":"b","epoch":4,"since_ms":2,"wait_ms":303,"ready":true}]}"#;
+        let placement: Placement = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&placement).unwrap(), text);
+    }
+
+    fn node(name: &str) -> NodeName {
+        NodeName::new(name).unwrap()
+    }
+
+    /// `a=3 b=4` with a star for what is not ready, and the epoch of the whole.
+    fn words(placement: &Placement) -> String {
+        let parts: Vec<String> = placement
+            .parts()
+            .map(|part| format!("{}{}={}", part.node, if part.ready { "" } else { "*" }, part.epoch))
+            .collect();
+        format!("{} of {}", parts.join(" "), placement.epoch)
+    }
+
+    #[test]
+    fn a_change_of_one_part_leaves_the_others_their_epochs_and_no_epoch_comes_twice() {
+        let text = r#"{"site":"wiki","node":"a","epoch":3,"since_ms":1,"why":"first"}"#;
+        let alone: Placement = serde_json::from_str(text).unwrap();
+        let two = alone.with_copy(node("b"), 9, 303);
+        assert_eq!(words(&two), "a=3 b*=4 of 4");
+        assert_eq!(two.part(&node("b")).unwrap().wait_ms, 303);
+        let ready = two.with_ready(&node("b")).unwrap();
+        assert_eq!(words(&ready), "a=3 b=4 of 5");
+        assert_eq!((ready.with_ready(&node("b")), ready.with_ready(&node("a"))), (None, None));
+        let three = ready.with_copy(node("c"), 9, 0);
+        assert_eq!(words(&three), "a=3 b=4 c*=6 of 6");
+        // The first goes: who is awake takes its place, under the epoch it has.
+        let promoted = three.without(&node("a"), 20, Why::Silent).unwrap();
+        assert_eq!(words(&promoted), "b=4 c*=6 of 7");
+        assert_eq!((promoted.why, promoted.since_ms, promoted.wait_ms), (Why::Silent, 20, 303));
+        assert_eq!(words(&promoted.without(&node("c"), 20, Why::Load).unwrap()), "b=4 of 8");
+        assert_eq!(words(&promoted.without(&node("b"), 20, Why::Load).unwrap()), "c=6 of 8");
+        assert_eq!(promoted.without(&node("a"), 20, Why::Load), None);
+        assert_eq!(alone.without(&node("a"), 20, Why::Load), None, "it is the only one");
+        // What moves gets a new epoch there, and no node gets two parts.
+        let moved = |from: &str, to: &str| three.moved(&node(from), node(to), 20, Why::Load, 1);
+        assert_eq!(words(&moved("a", "d").unwrap()), "d=7 b=4 c*=6 of 7");
+        assert_eq!(words(&moved("b", "d").unwrap()), "a=3 d*=7 c*=6 of 7");
+        assert_eq!((moved("a", "b"), moved("d", "e")), (None, None));
+        let moved = alone.moved(&node("a"), node("b"), 20, Why::Load, 1).unwrap();
+        assert_eq!(words(&moved), "b=4 of 4");
+    }
+
+    #[test]
+    fn copies_beyond_what_a_site_may_have_are_not_there() {
+        let text = r#"{"site":"wiki","node":"a","epoch":3,"since_ms":1,"why":"first"}"#;
+        let alone: Placement = serde_json::from_str(text).unwrap();
+        let three = alone.with_copy(node("b"), 9, 0).with_copy(node("c"), 9, 0);
+        let at_most = |max| three.clone().at_most(max).parts().count();
+        assert_eq!([0, 1, 2, 3, 4].map(at_most), [1, 1, 2, 3, 3]);
     }
 }

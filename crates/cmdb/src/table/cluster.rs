@@ -8,7 +8,7 @@ use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
 use crate::names::{NodeName, SiteName};
-use crate::record::{NodeRecord, Placement, Why};
+use crate::record::{Copied, NodeRecord, Placement, Why};
 
 #[derive(Debug, Default)]
 pub(super) struct Cluster {
@@ -28,6 +28,15 @@ struct Entry {
     wait_ms: u32,
     epoch: u64,
     since_ms: u64,
+    /// Most have none.
+    more: Option<Box<More>>,
+}
+
+/// What only a placement has that ever had copies.
+#[derive(Debug)]
+struct More {
+    node_epoch: u64,
+    copies: Vec<Copied>,
 }
 
 impl Cluster {
@@ -51,12 +60,14 @@ impl Cluster {
     }
 
     pub fn put_placement(&mut self, placement: Placement) {
-        let Placement { site, node, epoch, since_ms, why, wait_ms } = placement;
+        let Placement { site, node, epoch, since_ms, why, wait_ms, node_epoch, copies } = placement;
+        let has_more = node_epoch != 0 || !copies.is_empty();
+        let more = has_more.then(|| Box::new(More { node_epoch, copies }));
         let node = u32::try_from(self.position(&node)).expect("nodes are few");
         let hasher = &self.hasher;
         let of = |entry: &Entry| hasher.hash_one(entry.site.as_str());
         let entry = self.placements.entry(hasher.hash_one(site.as_str()), |other| other.site == site, of);
-        entry.insert(Entry { site, node, why, wait_ms, epoch, since_ms });
+        entry.insert(Entry { site, node, why, wait_ms, epoch, since_ms, more });
     }
 
     pub fn drop_placement(&mut self, site: &str) -> bool {
@@ -80,12 +91,16 @@ impl Cluster {
 
     pub fn heap_bytes(&self) -> usize {
         let names: usize = self.placements.iter().map(|entry| entry.site.as_str().len()).sum();
-        self.placements.allocation_size() + names
+        let more = self.placements.iter().filter_map(|entry| entry.more.as_deref());
+        let more = more.map(|more| size_of::<More>() + more.copies.capacity() * size_of::<Copied>());
+        self.placements.allocation_size() + names + more.sum::<usize>()
     }
 
     fn told(&self, entry: &Entry) -> Placement {
-        let Entry { site, node, why, wait_ms, epoch, since_ms } = entry;
+        let Entry { site, node, why, wait_ms, epoch, since_ms, more } = entry;
         let node = self.names[*node as usize].clone();
+        let more = more.as_ref().map(|more| (more.node_epoch, more.copies.clone()));
+        let (node_epoch, copies) = more.unwrap_or_default();
         Placement {
             site: site.clone(),
             node,
@@ -93,6 +108,8 @@ impl Cluster {
             since_ms: *since_ms,
             why: *why,
             wait_ms: *wait_ms,
+            node_epoch,
+            copies,
         }
     }
 

@@ -187,6 +187,17 @@ impl Model {
     }
 }
 
+/// Some have copies.
+fn placement(site: SiteName, node: NodeName, epoch: u64) -> Placement {
+    let epoch = epoch.max(1);
+    let (node_epoch, copies) = Default::default();
+    let one = Placement { site, node, epoch, since_ms: 0, why: Why::First, wait_ms: 9, node_epoch, copies };
+    match epoch % 3 {
+        0 if epoch < u64::MAX => one.with_copy(NodeName::new("other").unwrap(), 7, 303),
+        _ => one,
+    }
+}
+
 fn any_host() -> impl Strategy<Value = String> {
     proptest::collection::vec(prop_oneof!["a", "b", "c"], 1..4).prop_map(|labels| labels.join("."))
 }
@@ -232,7 +243,7 @@ fn any_change() -> impl Strategy<Value = Change> {
         }))),
         1 => nodes().prop_map(Change::DropNode),
         4 => (sites(), nodes(), any::<u64>()).prop_map(|(site, node, epoch)| {
-            Change::PutPlacement(Placement { site, node, epoch, since_ms: 0, why: Why::First, wait_ms: 9 })
+            Change::PutPlacement(placement(site, node, epoch))
         }),
         1 => sites().prop_map(Change::DropPlacement),
     ]

@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Sender};
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::feed::{Placed, Up};
-use nagaya_cmdb::{SiteName, Why};
+use nagaya_cmdb::{NodeName, SiteName, Why};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -82,15 +82,16 @@ impl Desk {
         Ok(())
     }
 
-    /// Where the site runs from now on. `seen`: the epoch that did not do. True with it: this request's question was the
-    /// one that was sent.
+    /// Where the site runs from now on. `seen`: the epoch that did not do, because `lost` did not serve it. True with it: this
+    /// request's question was the one that was sent.
     pub async fn ask(
         &self,
         site: &SiteName,
         seen: Option<u64>,
         why: Why,
+        lost: Option<&NodeName>,
     ) -> Result<(Placed, bool), Unanswered> {
-        let (mut answer, is_first) = match self.join(site, seen, why)? {
+        let (mut answer, is_first) = match self.join(site, seen, why, lost)? {
             Joined::Known(placed) => return Ok((placed, false)),
             Joined::Waiting(answer, is_first) => (answer, is_first),
         };
@@ -112,7 +113,13 @@ impl Desk {
         }
     }
 
-    fn join(&self, site: &SiteName, seen: Option<u64>, why: Why) -> Result<Joined, Unanswered> {
+    fn join(
+        &self,
+        site: &SiteName,
+        seen: Option<u64>,
+        why: Why,
+        lost: Option<&NodeName>,
+    ) -> Result<Joined, Unanswered> {
         let mut open = self.open.lock();
         if let Some(placed) = open.said_nowhere(site, seen) {
             return Ok(Joined::Known(placed));
@@ -131,7 +138,7 @@ impl Desk {
         }
         let tag = self.next.fetch_add(1, Ordering::Relaxed);
         let (answer, receiver) = watch::channel(None);
-        let question = Up::Place { tag, site: site.clone(), seen, why };
+        let question = Up::Place { tag, site: site.clone(), seen, why, lost: lost.cloned() };
         // The channel holds no more than there are open questions.
         let sent = self.writer.lock().as_ref().map(|writer| writer.send(question).is_ok());
         if sent != Some(true) {
@@ -196,7 +203,7 @@ impl Open {
 mod tests {
     use std::sync::Arc;
 
-    use nagaya_cmdb::{NodeName, Placement};
+    use nagaya_cmdb::Placement;
 
     use super::*;
 
@@ -206,7 +213,16 @@ mod tests {
 
     fn at(epoch: u64) -> Placed {
         let node = NodeName::new("b").unwrap();
-        let placement = Placement { site: site(), node, epoch, since_ms: 0, why: Why::Silent, wait_ms: 0 };
+        let placement = Placement {
+            site: site(),
+            node,
+            epoch,
+            since_ms: 0,
+            why: Why::Silent,
+            wait_ms: 0,
+            node_epoch: 0,
+            copies: Vec::new(),
+        };
         Placed::At { placement, decide_us: 1, store_us: 2 }
     }
 
@@ -219,7 +235,7 @@ mod tests {
 
     fn ask(desk: &Arc<Desk>, seen: u64) -> tokio::task::JoinHandle<Result<(Placed, bool), Unanswered>> {
         let desk = Arc::clone(desk);
-        tokio::spawn(async move { desk.ask(&site(), Some(seen), Why::Silent).await })
+        tokio::spawn(async move { desk.ask(&site(), Some(seen), Why::Silent, None).await })
     }
 
     fn next(asked: &mpsc::Receiver<Up>) -> (u64, Option<u64>) {

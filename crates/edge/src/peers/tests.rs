@@ -33,6 +33,7 @@ use tokio::time::timeout;
 mod certificates;
 mod images;
 mod probing;
+mod several;
 
 use super::acceptor::Acceptor;
 use super::carry::{self, Answer};
@@ -110,7 +111,16 @@ fn record(node: &str, peer: SocketAddr) -> NodeRecord {
 }
 
 fn placement(node: &str, epoch: u64) -> Placement {
-    Placement { site: site(), node: name(node), epoch, since_ms: 0, why: Why::First, wait_ms: 0 }
+    Placement {
+        site: site(),
+        node: name(node),
+        epoch,
+        since_ms: 0,
+        why: Why::First,
+        wait_ms: 0,
+        node_epoch: 0,
+        copies: Vec::new(),
+    }
 }
 
 fn shared(cluster: ClusterOptions) -> Arc<Shared> {
@@ -907,7 +917,7 @@ fn a_site_that_was_taken_from_another_node_is_served_once_that_can_have_no_autho
         let began = Instant::now();
         // Said again, it does not begin anew.
         shared.cluster.placed(taken);
-        let stint = crate::place::Stint::new(shared, &site(), 6);
+        let stint = crate::place::Stint::new(shared, &site(), 6, None);
         stint.begin(PATIENCE).await.unwrap();
         assert!(began.elapsed() + Duration::from_millis(5) >= Duration::from_millis(300));
         assert!(stint.was_handed());

@@ -10,6 +10,7 @@ use std::time::Duration;
 use nagaya_cmdb::{NodeName, SiteName};
 use tokio::time::sleep;
 
+use super::spread::Way;
 use crate::cluster::boottime;
 use crate::refusal::Refusal;
 use crate::shared::Shared;
@@ -22,16 +23,23 @@ pub struct Stint {
     epoch: u64,
     /// The application may have seen some of it.
     handed: Rc<Cell<bool>>,
+    /// Where several nodes have its site and it came from a client.
+    _way: Option<Rc<Way>>,
 }
 
 impl Stint {
-    pub fn new(shared: &Arc<Shared>, site: &SiteName, epoch: u64) -> Self {
-        Self { shared: Arc::clone(shared), site: site.clone(), epoch, handed: Rc::default() }
+    pub fn new(shared: &Arc<Shared>, site: &SiteName, epoch: u64, way: Option<Way>) -> Self {
+        let (shared, way) = (Arc::clone(shared), way.map(Rc::new));
+        Self { shared, site: site.clone(), epoch, handed: Rc::default(), _way: way }
     }
 
-    /// The site is still placed here, as it was when the request came.
+    /// The site is still placed here, as it was when the request came; what else has it does not matter.
     pub fn is_current(&self) -> bool {
-        self.newest() == self.epoch && self.is_here()
+        let cluster = &self.shared.cluster;
+        let placement = self.shared.with_table(|table| cluster.placement(table, self.site.as_str()));
+        let member = cluster.member();
+        let part = placement.as_ref().zip(member.as_ref()).and_then(|(at, me)| at.part(&me.node));
+        part.is_some_and(|part| part.epoch == self.epoch)
     }
 
     pub fn epoch(&self) -> u64 {
@@ -43,12 +51,6 @@ impl Stint {
         let cluster = &self.shared.cluster;
         let placement = self.shared.with_table(|table| cluster.placement(table, self.site.as_str()));
         placement.map_or(0, |placement| placement.epoch)
-    }
-
-    fn is_here(&self) -> bool {
-        let cluster = &self.shared.cluster;
-        let placement = self.shared.with_table(|table| cluster.placement(table, self.site.as_str()));
-        placement.map(|placement| placement.node) == cluster.member().map(|member| member.node.clone())
     }
 
     /// This node.

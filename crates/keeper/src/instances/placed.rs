@@ -67,11 +67,14 @@ pub fn elsewhere(name: &SiteName) -> Fault {
     )
 }
 
-/// None: there is no cluster. Otherwise whether this node is named for the site, and under which epoch it or another is.
+/// None: there is no cluster. Otherwise whether this node is named for the site, and under which epoch it is or others are.
 fn placed(engine: &Engine, name: &SiteName) -> Option<Option<(bool, u64)>> {
     let node = engine.authority.node()?;
     let placement = engine.table().read().placement(name.as_str());
-    Some(placement.map(|placement| (placement.node == node, placement.epoch)))
+    Some(placement.map(|placement| match placement.part(&node) {
+        Some(part) => (true, part.epoch),
+        None => (false, placement.epoch),
+    }))
 }
 
 /// What an instance that begins to be known is told first.

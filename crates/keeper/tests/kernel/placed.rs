@@ -38,6 +38,11 @@ pub const CELLS: &[CellFact] = &[
         authority_behind_a_move,
     ),
     (&[], "a start that is fenced is answered, and goes on or is given up", fenced_start),
+    (
+        &[],
+        "an instance beside which another node gets one goes on, and one that is a copy ends as any",
+        copies,
+    ),
     (&[], "an instance that is given up lets its uses end, and does not run again under its epoch", given_up),
     (&[], "a site that always runs does so only where it is placed", kept_where_placed),
     (&[], "a keeper whose warden was killed ends, and all instances with it", killed_warden),
@@ -110,6 +115,8 @@ fn placement(site: &str, node: &str, epoch: u64) -> Change {
         since_ms: 0,
         why: Why::First,
         wait_ms: 0,
+        node_epoch: 0,
+        copies: Vec::new(),
     })
 }
 
@@ -461,6 +468,43 @@ fn fenced_start() {
         authority_for_long(&world);
         use_once(&keeper, "app").await;
         assert_eq!(show(&world, "app")["failures"], 0, "it was not the program's fault");
+    });
+}
+
+fn copies() {
+    let world = world(&["app"]);
+    authority_for_long(&world);
+    let Change::PutPlacement(alone) = placement("app", "a", 1) else { unreachable!() };
+    let name = |name: &str| NodeName::new(name).unwrap();
+    let put = |placement: &Placement| world.apply(vec![Change::PutPlacement(placement.clone())]);
+    put(&alone);
+    world.run(async |keeper| {
+        let run = use_once(&keeper, "app").await;
+        let both = alone.with_copy(name("b"), 0, 0);
+        put(&both);
+        assert_eq!(use_once(&keeper, "app").await, run, "what another node gets changes nothing here");
+        let ready = both.with_ready(&name("b")).unwrap();
+        put(&ready);
+        assert!(keeper.use_instance(&site_name("app"), Some(1)).await.is_ok(), "its epoch is its own");
+        assert_eq!(use_once(&keeper, "app").await, run);
+        // The other one is left alone with it.
+        let all = pids(&world, "app");
+        let lost = ready.without(&name("a"), 0, Why::Silent).unwrap();
+        put(&lost);
+        all.into_iter().for_each(wait_dead);
+        assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("b".into()), Some(4)));
+        // As a copy it is here under an epoch of its own, whatever becomes of the other part.
+        let back = lost.with_copy(name("a"), 0, 0);
+        put(&back);
+        drop(keeper.use_instance(&site_name("app"), Some(5)).await.unwrap());
+        let run = use_once(&keeper, "app").await;
+        let moved = back.moved(&name("b"), name("c"), 0, Why::Load, 0).unwrap();
+        put(&moved);
+        assert_eq!(use_once(&keeper, "app").await, run);
+        let all = pids(&world, "app");
+        put(&moved.without(&name("a"), 0, Why::Load).unwrap());
+        all.into_iter().for_each(wait_dead);
+        assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("c".into()), Some(7)));
     });
 }
 

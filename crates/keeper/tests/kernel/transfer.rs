@@ -63,8 +63,16 @@ fn second(first: &World, backend: Value) -> World {
 
 fn place(world: &World) {
     let node = NodeName::new("b").unwrap();
-    let placement =
-        Placement { site: site_name("app"), node, epoch: 1, since_ms: 0, why: Why::First, wait_ms: 0 };
+    let placement = Placement {
+        site: site_name("app"),
+        node,
+        epoch: 1,
+        since_ms: 0,
+        why: Why::First,
+        wait_ms: 0,
+        node_epoch: 0,
+        copies: Vec::new(),
+    };
     world.apply(vec![Change::PutPlacement(placement)]);
     world.tell(&Down::Authority { until_ns: u64::MAX / 2 });
 }

@@ -34,6 +34,9 @@ struct Now {
     memory_bytes: u64,
     short_seconds: Option<u64>,
     held: Option<String>,
+    nodes: Vec<String>,
+    nodes_max: u32,
+    others_used: Option<f64>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -80,6 +83,17 @@ fn load(now: &Now, out: &mut String) {
         throttled * 100.0,
         format_bytes(*memory_bytes),
     );
+    if now.nodes.len() > 1 {
+        let others = now.others_used.map_or("unknown".into(), |used| format!("{used:.2} CPUs"));
+        let nodes: Vec<_> = now.nodes.iter().map(|node| printable(node)).collect();
+        let _ = writeln!(
+            out,
+            "  it runs on {} of the {} nodes that it may have: {}; the others use {others} for it",
+            nodes.len(),
+            now.nodes_max,
+            nodes.join(", ")
+        );
+    }
     if let Some(seconds) = now.short_seconds {
         let _ = writeln!(out, "  short of CPU for {}", short_time(Duration::from_secs(seconds)));
     }
@@ -99,6 +113,7 @@ mod tests {
         let answer = json!({ "site": "shop", "now": {
             "node": "a", "starved": 0.4, "throttled": 0.3, "cpus_used": 0.98, "limit": 1.0, "limit_base": 0.5, "limit_max": 2.0, "requests": 7,
             "memory_bytes": 1 << 20, "short_seconds": 75, "held": "a is busy", "ago_seconds": 0,
+            "nodes": ["a", "b"], "nodes_max": 3, "others_used": 0.5,
         }, "decisions": [
             { "step": "move", "words": "to b", "ago_seconds": 3, "at_ms": 1, "end": "not done: b is gone" },
             { "step": "raise", "words": "more", "ago_seconds": 90, "at_ms": 1, "end": "done" },
@@ -106,6 +121,7 @@ mod tests {
         assert_eq!(
             told(&answer).unwrap(),
             "its application on a: short of CPU 40% of the last second, 30% for want of its limit; 0.98 of 1.00 CPUs used (its record: 0.50, at most 2.00), 1MiB of memory, 7 requests under way\n\
+             \x20 it runs on 2 of the 3 nodes that it may have: a, b; the others use 0.50 CPUs for it\n\
              \x20 short of CPU for 1m 15s\n\
              \x20 nothing more is done yet: a is busy\n\
              decided for its load on this node:\n\

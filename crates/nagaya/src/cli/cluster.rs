@@ -264,6 +264,16 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
     columns.print()
 }
 
+/// The other nodes that have a site. One that it is still being started on has a `*`.
+fn copies(told: &serde_json::Value) -> String {
+    let name = |copy: &serde_json::Value| {
+        let star = if copy["ready"] == true { "" } else { "*" };
+        format!("{}{star}", plain(&copy["node"]))
+    };
+    let names: Vec<_> = told.as_array().into_iter().flatten().map(name).collect();
+    if names.is_empty() { "-".into() } else { names.join(",") }
+}
+
 /// `nagaya placements`.
 pub fn placements(command: &Placements, place: &Place) -> Result<ExitCode, CliError> {
     output::end(list_placements(command, place), command.format)
@@ -281,12 +291,14 @@ fn list_placements(command: &Placements, place: &Place) -> Result<(), CliError> 
         return output::print_json(&answer["placements"]);
     }
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
-    let mut columns = Columns::new(&["SITE", "NODE", "EPOCH", "SINCE", "WHY", "FALLBACK", "IMAGE HERE"]);
+    let mut columns =
+        Columns::new(&["SITE", "NODE", "COPIES", "EPOCH", "SINCE", "WHY", "FALLBACK", "IMAGE HERE"]);
     for placement in answer["placements"].as_array().into_iter().flatten() {
         let since = Duration::from_millis(placement["since_ms"].as_u64().unwrap_or_default());
         columns.add([
             plain(&placement["site"]),
             plain(&placement["node"]),
+            copies(&placement["copies"]),
             placement["epoch"].to_string(),
             short_time(now.saturating_sub(since)),
             plain(&placement["why"]),

@@ -224,7 +224,7 @@ pub struct InstanceFields {
     /// 1: it is started without a request, and always has its processes
     #[arg(long, value_name = "N")]
     pub min: Option<u32>,
-    /// How many there may be: 1
+    /// How many of it there may be, each on another node of a cluster: 1 to 16
     #[arg(long, value_name = "N")]
     pub max: Option<u32>,
     /// How far its CPU limit (--cpu) may be raised while it is short of CPU, like 200%

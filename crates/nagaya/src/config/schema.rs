@@ -611,14 +611,14 @@ const BALANCE: &[Key<Settings>] = &[
         "0.1",
         time(1_000, DAY),
         balance.lower_after_ms,
-        "A raised limit of which not half was needed for so long is lowered by one step."
+        "A raised limit of which not half was needed for so long is lowered by one step, and of several nodes that have an application the last gives it up, if all of it was as little for one node fewer."
     ),
     key!(
         "move_after",
         "0.1",
         time(1_000, DAY),
         balance.move_after_ms,
-        "In a cluster: short for so long, and not to be given more here, it is moved to a better node as soon as no more than one request is under way."
+        "In a cluster: short for so long, and not to be given more here, it is moved to a better node as soon as no more than one request is under way. If none is better and its site may run on several nodes (`max`), one more gets it."
     ),
     key!(
         "move_anyway_after",
@@ -640,14 +640,14 @@ const BALANCE: &[Key<Settings>] = &[
         "0.1",
         time(1_000, 365 * DAY),
         balance.site_rests_ms,
-        "One that was moved for its load is left where it is for so long; longer if it is moved again and again."
+        "One that was moved for its load is left where it is for so long; longer if it is moved again and again. A node that got it, too, has it for at least as long."
     ),
     key!(
         "moves_per_minute",
         "0.1",
         count(0, 1_000),
         balance.moves_per_minute,
-        "Moves for load that a node takes part in. `0`: it gives away nothing for that."
+        "Moves and copies for load that a node takes part in. `0`: it gives away nothing for that."
     ),
 ];
 

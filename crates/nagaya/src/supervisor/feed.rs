@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use nagaya_cmdb::feed::{self, BATCH_MAX, Down, Question, Up};
 use nagaya_cmdb::store::{Store, snapshot_frames};
-use nagaya_cmdb::{Change, SiteName, Why};
+use nagaya_cmdb::{Change, NodeName, SiteName, Why};
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
@@ -106,7 +106,7 @@ pub enum News {
     /// The process serves, and knows everything up to this revision.
     Ready { revision: u64 },
     /// The edge asks where a site's application is to run.
-    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why },
+    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName> },
     /// The edge: a member asks this node to vouch for it.
     VouchAsked { tag: u64, id: String },
     /// The edge: a member vouches for this node.
@@ -292,7 +292,9 @@ impl Shared {
                         let _ = answer.send(text);
                     }
                 }
-                Up::Place { tag, site, seen, why } => (self.news)(News::Place { tag, site, seen, why }),
+                Up::Place { tag, site, seen, why, lost } => {
+                    (self.news)(News::Place { tag, site, seen, why, lost });
+                }
                 Up::VouchAsked { tag, id } => (self.news)(News::VouchAsked { tag, id }),
                 Up::Vouched { round, id, moved } => (self.news)(News::Vouched { round, id, moved }),
             }

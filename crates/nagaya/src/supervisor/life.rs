@@ -265,9 +265,9 @@ impl Life {
                     tracing::info!(revision, "the node serves after {ms} ms");
                 }
             }
-            News::Place { tag, site, seen, why } => {
+            News::Place { tag, site, seen, why, lost } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
-                    cluster.place(Place { tag, site, seen, why, edge });
+                    cluster.place(Place { tag, site, seen, why, lost, edge });
                 }
             }
             News::VouchAsked { tag, id } => {

@@ -20,7 +20,16 @@ fn site(starved: f32, cpus_used: f32) -> SiteLoad<u32, &'static str> {
         in_flight: 0,
         memory_bytes: 1 << 28,
         came: None,
+        nodes: vec!["a"],
+        nodes_max: 1,
+        is_last: false,
+        others_used: None,
     }
+}
+
+/// One that may run on three nodes, has all that it may have on its own, and is still short.
+fn at_its_most(nodes: &[&'static str]) -> SiteLoad<u32, &'static str> {
+    SiteLoad { limit: 4.0, wants: 4.0, nodes: nodes.to_vec(), nodes_max: 3, ..site(0.4, 3.9) }
 }
 
 fn node(name: &'static str, cpu_used: f32) -> NodeLoad<&'static str> {
@@ -221,6 +230,7 @@ impl Model {
                     self.sites[index].0 = NAMES.iter().position(|name| *name == to).unwrap();
                     self.moves.push((second, index));
                 }
+                Some(Step::Copy(_) | Step::Uncopy) => panic!("no record allows several"),
                 None => {}
             }
         }
@@ -264,4 +274,85 @@ fn load_that_comes_and_goes_does_not_make_it_swing() {
         );
     }
     assert!(model.moves.len() <= 40, "{} moves in four hours", model.moves.len());
+}
+
+// === Several nodes for one site ===
+
+#[test]
+fn one_more_node_gets_what_no_node_alone_is_better_for() {
+    let mut balance = Small::default();
+    let nodes = [node("a", 0.6), node("b", 0.3), node("c", 0.2)];
+    let (when, decision) = first_step(&mut balance, 0, 100, &at_its_most(&["a"]), &nodes).unwrap();
+    assert_eq!((when, decision.step), (15, Step::Copy("c")));
+    assert_eq!(
+        decision.words,
+        "short of CPU for 15 s at 4.00 CPUs on a, which uses 60% of its own, and no node is better for all of it: c, which uses 20%, gets one, too (2 of 3)"
+    );
+    // The next one only when what that has changed was measured, and never where it is already.
+    let two = at_its_most(&["a", "c"]);
+    let (when, decision) = first_step(&mut balance, 16, 100, &two, &nodes).unwrap();
+    assert_eq!((when, decision.step), (14, Step::Copy("b")));
+    let three = at_its_most(&["a", "c", "b"]);
+    assert_eq!(first_step(&mut balance, 31, 2000, &three, &nodes), None, "its record allows three");
+}
+
+#[test]
+fn no_other_node_gets_what_does_not_want_it_or_would_not_fit_there() {
+    let open = |used| [node("a", 0.6), node("b", used)];
+    let none = |load: SiteLoad<u32, &'static str>, nodes: [NodeLoad<&'static str>; 2], why: &str| {
+        assert_eq!(first_step(&mut Small::default(), 0, 59, &load, &nodes), None, "{why}");
+    };
+    none(SiteLoad { nodes_max: 1, ..at_its_most(&["a"]) }, open(0.2), "its record does not say so");
+    none(at_its_most(&["a"]), open(0.5), "half of it would make that node too busy");
+    none(at_its_most(&["a"]), [node("a", 0.6), NodeLoad { is_open: false, ..node("b", 0.1) }], "not open");
+    none(at_its_most(&["a"]), [node("a", 0.6), NodeLoad { arrivals: 4, ..node("b", 0.1) }], "no budget");
+    let busy = SiteLoad { in_flight: 9, wants: 1.0, ..at_its_most(&["a"]) };
+    none(busy, [node("a", 0.95), node("b", 0.1)], "it is moved there at a quiet moment");
+}
+
+#[test]
+fn while_a_limit_may_be_raised_nothing_else_is_done() {
+    let mut balance = Small::default();
+    let load = SiteLoad { limit: 1.0, ..at_its_most(&["a"]) };
+    let nodes = [node("a", 0.6), node("b", 0.1)];
+    for second in 0..60 {
+        if let Some(decision) = balance.look(at(second), &load, &nodes) {
+            assert_eq!(decision.step, Step::Raise(2.0));
+        }
+    }
+}
+
+#[test]
+fn a_copy_that_came_to_nothing_is_not_tried_again_soon() {
+    let mut balance = Small::default();
+    let nodes = [node("a", 0.6), node("b", 0.1)];
+    let load = at_its_most(&["a"]);
+    assert_eq!(first_step(&mut balance, 0, 100, &load, &nodes).unwrap().0, 15);
+    assert_eq!(first_step(&mut balance, 16, 5000, &load, &nodes).unwrap().0, 599);
+}
+
+#[test]
+fn the_last_node_gives_up_what_the_others_can_do_alone() {
+    let nodes = [node("a", 0.3), node("b", 0.3)];
+    let copy = |others_used, came| SiteLoad {
+        nodes: vec!["b", "a"],
+        nodes_max: 3,
+        is_last: true,
+        others_used,
+        came: Some(Duration::from_secs(came)),
+        ..site(0.0, 0.1)
+    };
+    let step = |load: &SiteLoad<u32, &'static str>| first_step(&mut Small::default(), 0, 300, load, &nodes);
+    let (when, decision) = step(&copy(Some(0.2), 3600)).unwrap();
+    assert_eq!((when, decision.step), (60, Step::Uncopy));
+    assert_eq!(decision.words, "its 2 nodes used 0.30 CPUs together for 60 s, little for 1: a gives it up");
+    assert_eq!(step(&copy(Some(0.4), 3600)), None, "that would not fit well");
+    assert_eq!(step(&copy(None, 3600)), None, "the others do not say what they use");
+    assert_eq!(step(&copy(Some(0.2), 30)), None, "it has just come");
+    assert_eq!(step(&SiteLoad { is_last: false, ..copy(Some(0.2), 3600) }), None, "the last goes first");
+    // A moment of more load, and the minute begins anew.
+    let mut balance = Small::default();
+    assert_eq!(first_step(&mut balance, 0, 50, &copy(Some(0.2), 3600), &nodes), None);
+    assert_eq!(first_step(&mut balance, 50, 1, &copy(Some(0.9), 3600), &nodes), None);
+    assert_eq!(first_step(&mut balance, 51, 100, &copy(Some(0.2), 3600), &nodes).unwrap().0, 60);
 }

@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use super::wire::{Compare, DeleteRange, Operand, Operation, Put, Range, Relation, Request, Target};
 use crate::names::{NodeName, SiteName, TenantName};
-use crate::record::{Change, Placement, Why};
+use crate::record::{Change, Copied, Placement, Why};
 use crate::store::Kind;
 
 /// The format this program writes and reads.
@@ -159,15 +159,25 @@ struct EpochFirst<'a> {
     why: Why,
     #[serde(skip_serializing_if = "is_zero")]
     wait_ms: u32,
+    #[serde(skip_serializing_if = "is_none")]
+    node_epoch: u64,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    copies: &'a [Copied],
 }
 
 fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
+fn is_none(epoch: &u64) -> bool {
+    *epoch == 0
+}
+
 pub(super) fn placement_value(placement: &Placement) -> Vec<u8> {
-    let Placement { site, node, epoch, since_ms, why, wait_ms } = placement;
-    json(&EpochFirst { epoch: *epoch, site, node, since_ms: *since_ms, why: *why, wait_ms: *wait_ms })
+    let Placement { site, node, epoch, since_ms, why, wait_ms, node_epoch, copies } = placement;
+    let (epoch, since_ms, why) = (*epoch, *since_ms, *why);
+    let (wait_ms, node_epoch) = (*wait_ms, *node_epoch);
+    json(&EpochFirst { epoch, site, node, since_ms, why, wait_ms, node_epoch, copies })
 }
 
 /// Holds if the value at this key is a placement of this epoch: it lies between `{"epoch":N,` and `{"epoch":N-`, and `-`

@@ -87,13 +87,18 @@ impl ClusterStore {
         self.on_own(async move { inner.forget(&site, epoch).await }).await
     }
 
-    /// Takes the placement that a removed site has left behind over from the node `from`, under the next epoch and with the same
-    /// care as [`ClusterStore::place`]. False: as of [`ClusterStore::forget`], or the node it is for is no member; an earlier attempt may
-    /// still be on its way.
-    pub async fn inherit(&self, placement: Placement, from: &NodeName) -> Result<bool, ClusterError> {
+    /// The node `heir` writes the placement that a removed site has left behind under the next epoch, without `from`, with the same
+    /// care as [`ClusterStore::place`]. False: as of [`ClusterStore::forget`], or `heir` is no member; an earlier attempt may still be on
+    /// its way.
+    pub async fn inherit(
+        &self,
+        placement: Placement,
+        from: &NodeName,
+        heir: &NodeName,
+    ) -> Result<bool, ClusterError> {
         let inner = self.inner.clone();
-        let left = inner.keys.left(from);
-        self.on_own(async move { inner.inherit(&placement, left).await }).await
+        let (left, heir) = (inner.keys.left(from), inner.keys.record(Kind::Node, heir.as_str()));
+        self.on_own(async move { inner.inherit(&placement, left, &heir).await }).await
     }
 
     /// etcd's revision up to which everything is in the replica, and was told to whom this store tells changes. 0: nothing
@@ -224,11 +229,11 @@ impl Inner {
         Ok(answer.value.succeeded || (answer.repeated && stands.is_none()))
     }
 
-    async fn inherit(&self, placement: &Placement, left: String) -> Result<bool, ClusterError> {
+    async fn inherit(&self, placement: &Placement, left: String, heir: &str) -> Result<bool, ClusterError> {
         let key = self.keys.record(Kind::Placement, placement.site.as_str());
         let mut compare = vec![
             keys::is_absent(&self.keys.record(Kind::Site, placement.site.as_str())),
-            keys::is_there(&self.keys.record(Kind::Node, placement.node.as_str())),
+            keys::is_there(heir),
         ];
         compare.extend(keys::epoch_is(&key, placement.epoch - 1));
         let txn = Txn {
@@ -340,7 +345,7 @@ impl Inner {
             let page = self.replica.placements(after.as_deref(), PAGE_LEN_MAX)?;
             let Some(last) = page.last() else { break };
             after = Some(last.site.to_string());
-            for placement in page.into_iter().filter(|placement| placement.node == *node) {
+            for placement in page.into_iter().filter(|placement| placement.part(node).is_some()) {
                 // What a removed site has left behind runs nowhere.
                 if self.replica.site(placement.site.as_str())?.is_some() {
                     on_it.push(placement);

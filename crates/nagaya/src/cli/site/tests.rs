@@ -308,8 +308,9 @@ fn an_applications_surroundings_and_rest_are_set_and_its_mistakes_told_together(
     assert_eq!(backend["idle"], json!({"frozen": 30, "reclaimed": 60, "image": "never"}));
     assert_eq!(backend["ready"], json!({"path": "/health", "within_seconds": 5}));
     assert_eq!((backend.get("secrets"), backend.get("databases"), backend.get("min")), (None, None, None));
-    let error =
-        world.run("site set wiki --max 3 --base rel --warm-up x --idle quiet=99").expect_err("four mistakes");
+    let error = world
+        .run("site set wiki --max 17 --base rel --warm-up x --idle quiet=99")
+        .expect_err("four mistakes");
     let CliError::Refused(problem) = error else { panic!("{error}") };
     let fields: Vec<_> = problem.mistakes.iter().map(|mistake| &*mistake.field).collect();
     assert_eq!(fields, ["base", "warm_up", "idle.frozen", "max"]);

@@ -20,6 +20,25 @@ pub struct Measured {
     pub cpus: f32,
 }
 
+impl Measured {
+    /// One without processes, or that was not measured twice yet.
+    pub fn at_rest(site: SiteName) -> Self {
+        let used = Used {
+            site,
+            run: 0,
+            tier: Tier::Cold,
+            at_us: 0,
+            cpu_us: 0,
+            throttled_us: 0,
+            waited_us: None,
+            memory_bytes: 0,
+            limit: None,
+            is_limit_changed: false,
+        };
+        Self { used, starved: 0.0, throttled: 0.0, cpus: 0.0 }
+    }
+}
+
 /// Remembers the last look.
 #[derive(Debug, Default)]
 pub struct Meter {

@@ -1,10 +1,12 @@
 //! The balance of load on this node: looks every second at what applications use, and carries out what is decided for those that
-//! are short of CPU. More where they are, at once; then a better node of the cluster, at a quiet moment.
+//! are short of CPU. More where they are, at once; then a better node of the cluster, at a quiet moment; then one more node, where the
+//! site allows that.
 //!
 //! Not here: deciding (`nagaya_placement::balance`), what instances use (`nagaya_keeper`), moving without an error
 //! (`cluster::moves`), sites whose node does not answer (`cluster::placing`).
 
 mod measure;
+mod shared;
 mod told;
 
 use std::cell::RefCell;
@@ -16,16 +18,17 @@ use std::time::Duration;
 use nagaya_base::Code;
 use nagaya_cmdb::feed::Question;
 use nagaya_cmdb::instance::{Act, Needed, Used};
-use nagaya_cmdb::{SiteName, Why};
+use nagaya_cmdb::{Placement, SiteName, Why};
 use nagaya_placement::Moment;
 use nagaya_placement::balance::{self, Step, Terms};
 use parking_lot::Mutex;
 use serde_json::Value;
 
 use self::measure::{Bounds, Measured, Meter, quota, thousandths};
+use self::shared::Shared;
 use self::told::{Decision, Seen, SiteLoad, Told};
 use super::child::Role;
-use super::cluster::{load, now, unix_ms};
+use super::cluster::{Neighbour, Shift, load, now, unix_ms};
 use super::node::Node;
 use crate::config::settings::Balance as Configured;
 
@@ -45,6 +48,8 @@ type NodeLoad = balance::NodeLoad<String>;
 pub struct Balance {
     configured: Mutex<Configured>,
     pub told: Told,
+    /// Sites that this node has and others, too.
+    pub shared: Shared,
 }
 
 impl Balance {
@@ -117,15 +122,19 @@ impl Keeping {
         let (measured, gone) = self.meter.take(used);
         gone.iter().for_each(|site| self.decides.left(site));
         self.let_wait();
-        let looked: Vec<Measured> =
+        let resting = self.node.balance.shared.used(&measured);
+        let mut looked: Vec<Measured> =
             measured.into_iter().filter(|one| self.matters(now, one, &terms)).collect();
+        looked.extend(resting.into_iter().map(Measured::at_rest));
         let is_short = looked.iter().any(|one| one.starved >= terms.short);
-        let nodes = if is_short { self.nodes(own).await } else { vec![own] };
-        let nodes = self.smoothed(nodes);
+        let is_asked = is_short || looked.iter().any(|one| self.node.balance.shared.has(&one.used.site));
+        let neighbours = if is_asked { self.neighbours().await } else { Vec::new() };
+        let nodes = self.smoothed(nodes(own, &neighbours));
         let requests = if is_short { self.requests().await } else { HashMap::new() };
         let mut seen = Vec::with_capacity(looked.len());
         for one in looked {
-            let Some(load) = self.site_load(one, configured, &nodes[0], &requests) else { continue };
+            let Some(mut load) = self.site_load(one, configured, &nodes[0], &requests) else { continue };
+            load.others_used = others_used(&load, &neighbours);
             let waits = self.under_way.borrow().contains_key(&load.site);
             let decision = if waits { None } else { self.decides.look(now, &load, &nodes) };
             let short = self.decides.short_for(now, &load.site);
@@ -147,7 +156,10 @@ impl Keeping {
     /// Of most that run there is nothing to be decided, so their records need not be read.
     fn matters(&self, now: Moment, one: &Measured, terms: &Terms) -> bool {
         let Measured { used, starved, .. } = one;
-        *starved >= terms.short || used.is_limit_changed || self.decides.short_for(now, &used.site).is_some()
+        *starved >= terms.short
+            || used.is_limit_changed
+            || self.node.balance.shared.has(&used.site)
+            || self.decides.short_for(now, &used.site).is_some()
     }
 
     fn let_wait(&self) {
@@ -157,15 +169,12 @@ impl Keeping {
         });
     }
 
-    /// This node first, and others of its cluster.
-    async fn nodes(&self, own: NodeLoad) -> Vec<NodeLoad> {
-        let known = match &self.node.cluster {
+    /// All of its cluster, with this node.
+    async fn neighbours(&self) -> Vec<Neighbour> {
+        match &self.node.cluster {
             Some(cluster) => cluster.loads().await,
             None => Vec::new(),
-        };
-        let arrivals = known.iter().find(|node| node.node == own.node).map_or(0, |node| node.arrivals);
-        let others = known.into_iter().filter(|node| node.node != own.node);
-        [NodeLoad { arrivals, ..own.clone() }].into_iter().chain(others).collect()
+        }
     }
 
     /// Nodes that were not asked for the last time begin anew.
@@ -196,8 +205,11 @@ impl Keeping {
         let tenant = self.node.store.tenant(site.tenant.as_str()).ok()??;
         let bounds = Bounds::of(&site, &tenant, configured.raise_max, own.cpus);
         let placement = self.node.store.placement(one.used.site.as_str()).ok()?;
-        let came = placement.filter(|placement| placement.why == Why::Load);
-        let came = came.map(|placement| unix_ms().saturating_sub(placement.since_ms));
+        let parts: Vec<_> = placement.iter().flat_map(Placement::parts).collect();
+        let came = parts.iter().find(|part| part.node.as_str() == own.node && part.why == Why::Load);
+        let came = came.map(|part| unix_ms().saturating_sub(part.since_ms));
+        let is_last = parts.len() > 1 && parts.last().is_some_and(|part| part.node.as_str() == own.node);
+        let nodes = parts.iter().map(|part| part.node.to_string()).collect();
         let (wants, Bounds { base, max, .. }) = (bounds.wants(&one), bounds);
         let Measured { used, starved, throttled, cpus } = one;
         Some(SiteLoad {
@@ -212,6 +224,10 @@ impl Keeping {
             in_flight: requests.get(&used.site).copied().unwrap_or(0),
             memory_bytes: used.memory_bytes,
             came: came.map(Duration::from_millis),
+            nodes,
+            nodes_max: site.instances_max(),
+            is_last,
+            others_used: None,
             site: used.site,
         })
     }
@@ -245,6 +261,13 @@ impl Keeping {
                 percent(terms.better_by)
             ));
         }
+        if load.nodes_max > 1 && nodes.len() > 1 {
+            let count = load.nodes.len();
+            why.push(match count < load.nodes_max as usize {
+                true => format!("it has {count} of the {} nodes that it may have, and gets another one where no move does", load.nodes_max),
+                false => format!("it has all {count} nodes that its record allows"),
+            });
+        }
         Some(why.join("; "))
     }
 
@@ -257,12 +280,17 @@ impl Keeping {
                 let done = self.limit(&site, cpus).await;
                 ended(&self.node, number, &decision, done, &self.under_way);
             }
-            Step::Move(to) => {
+            Step::Move(_) | Step::Copy(_) | Step::Uncopy => {
+                let shift = match step {
+                    Step::Move(to) => Shift::Move(to),
+                    Step::Copy(to) => Shift::Copy(to),
+                    _ => Shift::Uncopy,
+                };
                 self.under_way.borrow_mut().insert(site.clone(), u32::MAX);
                 let (node, under_way) = (Arc::clone(&self.node), Rc::clone(&self.under_way));
                 tokio::task::spawn_local(async move {
                     let moved = match &node.cluster {
-                        Some(cluster) => cluster.relocate(site.clone(), to).await,
+                        Some(cluster) => cluster.shift(site.clone(), shift).await,
                         None => Err("this node is in no cluster".into()),
                     };
                     under_way.borrow_mut().remove(&site);
@@ -282,6 +310,23 @@ impl Keeping {
             false => Err(said["error"].as_str().unwrap_or("it does not run any more").into()),
         }
     }
+}
+
+/// This node first, and others of its cluster.
+fn nodes(own: NodeLoad, known: &[Neighbour]) -> Vec<NodeLoad> {
+    let loads = || known.iter().map(|neighbour| &neighbour.load);
+    let arrivals = loads().find(|node| node.node == own.node).map_or(0, |node| node.arrivals);
+    let others: Vec<_> = loads().filter(|node| node.node != own.node).cloned().collect();
+    [NodeLoad { arrivals, ..own }].into_iter().chain(others).collect()
+}
+
+/// CPUs that the other nodes use for a site. None: not all of them have told that.
+fn others_used(load: &SiteLoad, known: &[Neighbour]) -> Option<f32> {
+    let others = load.nodes.iter().filter(|node| **node != load.node);
+    let used = |node: &String| {
+        known.iter().find(|neighbour| neighbour.load.node == *node)?.shared.get(&load.site).copied()
+    };
+    others.map(used).sum()
 }
 
 fn ended(

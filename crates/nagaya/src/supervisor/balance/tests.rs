@@ -243,10 +243,11 @@ async fn a_better_node_gets_it_once_and_an_error_is_told() {
             while let Some(order) = orders.recv().await {
                 match order {
                     Order::Loads(answer) => {
-                        let nodes = vec![node_load("a", 0.1), node_load("b", 0.3), node_load("c", 0.2)];
-                        let _ = answer.send(nodes);
+                        let nodes = [node_load("a", 0.1), node_load("b", 0.3), node_load("c", 0.2)];
+                        let nodes = nodes.map(|load| Neighbour { load, shared: Default::default() });
+                        let _ = answer.send(nodes.into());
                     }
-                    Order::Relocate { site, to, answer } => {
+                    Order::Shift { site, shift: Shift::Move(to), answer } => {
                         noted.borrow_mut().push((site.to_string(), to, answer));
                     }
                     _ => panic!("nothing else is asked"),

@@ -57,13 +57,15 @@ struct Entry {
     end: Option<Result<(), String>>,
 }
 
-const KINDS: [&str; 3] = ["raise", "lower", "move"];
+const KINDS: [&str; 5] = ["raise", "lower", "move", "copy", "uncopy"];
 
 fn kind(step: &Step<String>) -> usize {
     match step {
         Step::Raise(_) => 0,
         Step::Lower(_) => 1,
         Step::Move(_) => 2,
+        Step::Copy(_) => 3,
+        Step::Uncopy => 4,
     }
 }
 
@@ -112,6 +114,9 @@ impl Told {
                 limit_max,
                 in_flight,
                 memory_bytes,
+                nodes,
+                nodes_max,
+                others_used,
                 ..
             } = &seen.load;
             json!({
@@ -124,6 +129,9 @@ impl Told {
                 "limit_max": limit_max,
                 "requests": in_flight,
                 "memory_bytes": memory_bytes,
+                "nodes": nodes,
+                "nodes_max": nodes_max,
+                "others_used": others_used.filter(|_| nodes.len() > 1),
                 "short_seconds": seen.short_seconds,
                 "held": seen.held,
                 "ago_seconds": state.looked.map(ago),
@@ -202,6 +210,10 @@ mod tests {
             in_flight: 3,
             memory_bytes: 7,
             came: None,
+            nodes: vec!["a".into()],
+            nodes_max: 1,
+            is_last: false,
+            others_used: None,
         };
         Seen { load, short_seconds: Some(4), held: Some("the node is busy".into()) }
     }
@@ -215,7 +227,7 @@ mod tests {
             match step {
                 Step::Move(_) => told.ended(number, step, Err("b is gone".into())),
                 Step::Raise(_) => told.ended(number, step, Ok(())),
-                Step::Lower(_) => {}
+                Step::Lower(_) | Step::Copy(_) | Step::Uncopy => {}
             }
         }
         told.decided(&decision("blog", Step::Raise(1.0)));

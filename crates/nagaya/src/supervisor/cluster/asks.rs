@@ -18,7 +18,7 @@ use super::load;
 use super::member::{Etcd, Member, MemberError};
 use super::membership::Membership;
 use super::pki::{self, PkiError, Secret, Stored};
-use super::{Context, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, credentials};
+use super::{Context, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials};
 use crate::admin::{Ask, Found, Join, Problem};
 
 /// Where the authority lies in the store.
@@ -58,8 +58,8 @@ impl Desk {
                 let membership = self.membership.borrow().clone();
                 let _ = answer.send(membership.map(|membership| membership.loads()).unwrap_or_default());
             }
-            Order::Relocate { site, to, answer } => {
-                let _ = answer.send(self.relocate(&site, &to).await);
+            Order::Shift { site, shift, answer } => {
+                let _ = answer.send(self.shift(&site, shift).await);
             }
             Order::Vouch { tag, id, edge } => {
                 if let Some(membership) = &*self.membership.borrow() {
@@ -81,7 +81,7 @@ impl Desk {
     async fn place(&self, place: Place) {
         let membership = self.membership.borrow().clone();
         let placed = match membership {
-            Some(membership) => membership.place(&place.site, place.seen, place.why).await,
+            Some(membership) => membership.place(&place.site, place.seen, place.why, place.lost).await,
             None => {
                 Placed::Nowhere { reason: "this node is in no cluster".into(), code: NO_MEMBER.to_string() }
             }
@@ -89,15 +89,19 @@ impl Desk {
         place.edge.send(nagaya_cmdb::feed::Down::Placed { tag: place.tag, placed });
     }
 
-    async fn relocate(&self, site: &SiteName, to: &str) -> Result<(), String> {
-        let moved = match self.member() {
-            Ok(membership) if !membership.is_confirmed() => {
-                return Err("the cluster's store does not answer now".into());
+    async fn shift(&self, site: &SiteName, shift: Shift) -> Result<(), String> {
+        let membership = self.member().map_err(|problem| problem.detail.clone())?;
+        if !membership.is_confirmed() {
+            return Err("the cluster's store does not answer now".into());
+        }
+        match shift {
+            Shift::Move(to) => {
+                let moved = membership.relocate(site.as_str(), Some(&to), Why::Load).await;
+                moved.map(drop).map_err(|problem| problem.detail.clone())
             }
-            Ok(membership) => membership.relocate(site.as_str(), Some(to), Why::Load).await,
-            Err(problem) => Err(problem),
-        };
-        moved.map(drop).map_err(|problem| problem.detail.clone())
+            Shift::Copy(to) => membership.copy(site, &to).await,
+            Shift::Uncopy => membership.uncopy(site, Why::Load).await,
+        }
     }
 
     async fn answer(&self, ask: Ask) -> Answer {

@@ -303,7 +303,7 @@ impl Membership {
         }
     }
 
-    async fn fetch(&self, site: &SiteName, from: &NodeName) -> Option<Fetched> {
+    pub(super) async fn fetch(&self, site: &SiteName, from: &NodeName) -> Option<Fetched> {
         let edge = self.context.node.feed(Role::Edge)?;
         let question = Question::FetchImage { site: site.clone(), from: from.clone() };
         serde_json::from_str(&edge.ask_within(PATIENCE, question).await?).ok()

@@ -2,7 +2,7 @@
 //! epoch and is taken from its node with all care, so that a node which is cut off and has not heard of the removal serves
 //! nothing that another one serves.
 //!
-//! The node that a leftover names takes it away when it has known for long that the site is gone. A leftover of a node that is not
+//! The node that a leftover names takes it away when it has known for long that the site is gone; of several each does so for itself. A leftover of a node that is not
 //! there is taken over by another one, as a site would be, and is then that one's. Not here: how the store does it
 //! (`nagaya_cmdb::store::etcd`), what becomes of a removed site's processes (`nagaya_keeper`).
 
@@ -16,7 +16,7 @@ use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 
 use super::authority::now;
 use super::images::Changed;
-use super::membership::Membership;
+use super::membership::{Membership, unix_ms};
 
 /// How often it is looked whether sites were removed.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -109,10 +109,12 @@ impl Membership {
             }
             is_all = false;
             let absent = self.absent();
-            let is_ours = |left: &&Placement| left.node == self.node || absent.is_absent(&left.node);
+            let is_ours = |left: &&Placement| {
+                left.parts().any(|part| *part.node == self.node || absent.is_absent(part.node))
+            };
             let due: Vec<_> = leftovers.due(Instant::now()).filter(is_ours).take(AT_ONCE).cloned().collect();
             for placement in due {
-                self.see_to(placement).await;
+                self.see_to(placement, &absent).await;
             }
         }
     }
@@ -125,16 +127,28 @@ impl Membership {
     }
 
     /// What is not done now is tried again in the next look.
-    async fn see_to(&self, placement: Placement) {
-        let Placement { site, node, epoch, .. } = &placement;
-        if *node == self.node {
-            match self.store.forget(&placement).await {
-                Ok(true) => tracing::debug!(%site, epoch, "nothing is left of a site that was removed"),
-                Ok(false) => {}
-                Err(error) => tracing::debug!(%site, "a removed site's placement stays for now: {error}"),
-            }
+    async fn see_to(&self, placement: Placement, absent: &Absent) {
+        let Placement { site, epoch, .. } = &placement;
+        if let Some(node) = placement.parts().map(|part| part.node).find(|node| absent.is_absent(node)) {
+            self.take_over(&placement, node).await;
             return;
         }
+        // Others had it, too: each says for itself that nothing of it can run there.
+        let rest = placement.without(&self.node, placement.since_ms, placement.why);
+        let done = match rest {
+            Some(rest) => self.store.inherit(rest, &self.node, &self.node).await,
+            None => self.store.forget(&placement).await,
+        };
+        match done {
+            Ok(true) => tracing::debug!(%site, epoch, "nothing is left here of a site that was removed"),
+            Ok(false) => {}
+            Err(error) => tracing::debug!(%site, "a removed site's placement stays for now: {error}"),
+        }
+    }
+
+    /// The part of a node that is not there.
+    async fn take_over(&self, placement: &Placement, node: &NodeName) {
+        let site = &placement.site;
         let taking = match self.may_take(node).await {
             Ok(taking) => taking,
             Err(reason) => {
@@ -142,8 +156,14 @@ impl Membership {
                 return;
             }
         };
-        let next = self.next(site, self.node.clone(), Some(*epoch), true, Why::Silent);
-        let inherited = self.store.inherit(next, node).await;
+        let why = Why::Silent;
+        let moved = placement.moved(node, self.node.clone(), unix_ms(), why, self.wait_ms());
+        // This node has a part in it already.
+        let next = moved.or_else(|| placement.without(node, unix_ms(), why));
+        let inherited = match next {
+            Some(next) => self.store.inherit(next, node, &self.node).await,
+            None => Ok(false),
+        };
         // Of one that was refused it is not known whether an earlier attempt at it lies somewhere.
         self.trust.borrow_mut().ended(now(), taking, matches!(inherited, Ok(true)));
         tracing::debug!(%site, %node, ?inherited, "a removed site's placement is taken over");
@@ -177,6 +197,8 @@ mod tests {
             since_ms: 0,
             why: Why::First,
             wait_ms: 0,
+            node_epoch: 0,
+            copies: Vec::new(),
         }
     }
 

@@ -2,8 +2,10 @@
 //!
 //! Not here: telling them (`membership`), choosing (`nagaya_placement`).
 
+use std::collections::BTreeMap;
 use std::fs;
 
+use nagaya_cmdb::SiteName;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +24,9 @@ pub struct Load {
     pub authority: u64,
     /// It may run what is placed on it.
     pub serves: bool,
+    /// CPUs that sites use here which run on several nodes.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub shared: BTreeMap<SiteName, f32>,
 }
 
 /// Measures between two calls.

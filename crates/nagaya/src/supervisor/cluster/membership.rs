@@ -3,7 +3,7 @@
 //! Not here: the right to serve (`authority`), finding sites a place (`relocating`, `placing`), moving sites without an error (`moves`).
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
-use nagaya_cmdb::{NodeName, NodeRecord, Placement, Why};
+use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
 use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ use super::member::Member;
 use super::pki::{Secret, Stored};
 use super::relocating::Relocating;
 use super::trust::{By, Trust};
-use super::{Context, NO_AUTHORITY, NOWHERE, authority, credentials};
+use super::{Context, NO_AUTHORITY, NOWHERE, Neighbour, authority, credentials};
 use crate::admin::{Problem, list};
 
 /// A node that did not answer gets no further sites for so long.
@@ -68,6 +68,8 @@ pub struct Membership {
     pub introducing: Cell<bool>,
     /// Sites that would move here, with what is known of their images.
     pub images: RefCell<Images>,
+    /// Sites that others have, too, and of which something is being done about that.
+    pub shifting: RefCell<HashSet<SiteName>>,
     /// Sites that have changed, for who fetches images and for who sees to what removed ones have left behind.
     pub touched: Arc<Touched>,
     pub removed: Arc<Touched>,
@@ -98,6 +100,7 @@ impl Membership {
             trust: RefCell::new(trust),
             introducing: Cell::new(false),
             images: RefCell::default(),
+            shifting: RefCell::default(),
             touched,
             removed,
             tasks: RefCell::default(),
@@ -164,6 +167,7 @@ impl Membership {
             memory_available,
             authority: self.member.borrow().credentials.serial,
             serves: self.has_authority(),
+            shared: self.context.node.balance.shared.told(),
         }
     }
 
@@ -208,19 +212,22 @@ impl Membership {
 
     /// Counts placements, on a thread that may block.
     async fn count(self: Rc<Self>) {
-        let mut counted = None;
+        let (mut counted, mut shared_now) = (None, Vec::new());
         loop {
             let records = Arc::clone(&self.context.records);
             let revision = records.revision().ok();
             // Who came lately did not do so for ever.
             if revision != counted || !self.arrivals.borrow().is_empty() {
-                let counts = tokio::task::spawn_blocking(move || count_placements(&*records)).await;
-                if let Ok(Ok(Tally { all, arrivals })) = counts {
+                let node = self.node.clone();
+                let counts = tokio::task::spawn_blocking(move || count_placements(&*records, node)).await;
+                if let Ok(Ok(Tally { all, arrivals, shared })) = counts {
                     *self.counted.borrow_mut() = all;
                     *self.arrivals.borrow_mut() = arrivals;
-                    counted = revision;
+                    (counted, shared_now) = (revision, shared);
                 }
             }
+            // Also of those that have not changed: what was begun for one of them may have failed.
+            self.look_after(&shared_now);
             tokio::time::sleep(COUNT_EVERY).await;
         }
     }
@@ -291,7 +298,7 @@ impl Membership {
     }
 
     /// How busy each member is, for the balance of load.
-    pub fn loads(&self) -> Vec<NodeLoad<String>> {
+    pub fn loads(&self) -> Vec<Neighbour> {
         let known = self.known_nodes().unwrap_or_default();
         let suspects = self.suspects.borrow();
         // What others said of themselves is old otherwise, and a site that was ended here could not be placed there.
@@ -302,14 +309,16 @@ impl Membership {
             let name = &node.record.name;
             let is_there = node.load.as_ref().is_some_and(|load| load.serves);
             let load = node.load.unwrap_or_default();
-            NodeLoad {
+            let shared = load.shared;
+            let load = NodeLoad {
                 node: name.to_string(),
                 cpus: node.record.cpus,
                 cpu_used: load.cpu_used as f32,
                 memory_free: load.memory_available,
                 is_open: is_confirmed && is_there && !node.record.draining && !is_suspect(name),
                 arrivals: self.arrivals.borrow().get(name).copied().unwrap_or(0),
-            }
+            };
+            Neighbour { load, shared }
         };
         known.into_iter().map(told).collect()
     }
@@ -326,8 +335,9 @@ impl Membership {
             let page = self.records().placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX)?;
             let Some(last) = page.last() else { break };
             after = Some(last.site.to_string());
-            let fits =
-                page.iter().filter(|placement| node.is_none_or(|node| placement.node.as_str() == node));
+            let is_on =
+                |placement: &Placement, node| placement.parts().any(|part| part.node.as_str() == node);
+            let fits = page.iter().filter(|placement| node.is_none_or(|node| is_on(placement, node)));
             // What a removed site has left behind runs nowhere.
             let runs = fits.filter(|placement| {
                 self.records().site(placement.site.as_str()).is_ok_and(|site| site.is_some())
@@ -405,27 +415,34 @@ impl Drop for Membership {
 struct Tally {
     all: HashMap<NodeName, u32>,
     arrivals: HashMap<NodeName, u32>,
+    /// Those that this node has and others, too.
+    shared: Vec<Placement>,
 }
 
 impl Tally {
-    fn add(&mut self, placement: Placement, now_ms: u64) {
-        // A clock that is ahead of this one's wrote it just now.
-        let age_ms = now_ms.saturating_sub(placement.since_ms);
-        if placement.why == Why::Load && age_ms < ARRIVED_LATELY_MS {
-            *self.arrivals.entry(placement.node.clone()).or_default() += 1;
+    fn add(&mut self, placement: Placement, now_ms: u64, own: &NodeName) {
+        for part in placement.parts() {
+            // A clock that is ahead of this one's wrote it just now.
+            let age_ms = now_ms.saturating_sub(part.since_ms);
+            if part.why == Why::Load && age_ms < ARRIVED_LATELY_MS {
+                *self.arrivals.entry(part.node.clone()).or_default() += 1;
+            }
+            *self.all.entry(part.node.clone()).or_default() += 1;
         }
-        *self.all.entry(placement.node).or_default() += 1;
+        if !placement.copies.is_empty() && placement.part(own).is_some() {
+            self.shared.push(placement);
+        }
     }
 }
 
-fn count_placements(records: &dyn Store) -> Result<Tally, StoreError> {
+fn count_placements(records: &dyn Store, own: NodeName) -> Result<Tally, StoreError> {
     let (mut tally, now_ms) = (Tally::default(), unix_ms());
     let mut after: Option<String> = None;
     loop {
         let page = records.placements(after.as_deref(), nagaya_cmdb::store::PAGE_LEN_MAX)?;
         let Some(last) = page.last() else { return Ok(tally) };
         after = Some(last.site.to_string());
-        page.into_iter().for_each(|placement| tally.add(placement, now_ms));
+        page.into_iter().for_each(|placement| tally.add(placement, now_ms, &own));
     }
 }
 
@@ -454,11 +471,16 @@ mod tests {
             ("b", Why::First, 600_000),
         ] {
             let placement = json!({ "site": "s", "node": node, "epoch": 1, "since_ms": since, "why": why });
-            tally.add(serde_json::from_value(placement).unwrap(), 600_000);
+            tally.add(serde_json::from_value(placement).unwrap(), 600_000, &NodeName::new("a").unwrap());
         }
+        assert_eq!(tally.shared, []);
+        let shared = json!({ "site": "s", "node": "a", "epoch": 2, "since_ms": 1, "why": "first", "node_epoch": 1,
+            "copies": [{ "node": "b", "epoch": 2, "since_ms": 599_000 }] });
+        tally.add(serde_json::from_value(shared).unwrap(), 600_000, &NodeName::new("a").unwrap());
+        assert_eq!(tally.shared.len(), 1);
         let named = |count: &HashMap<NodeName, u32>| -> Vec<u32> {
             ["a", "b"].iter().map(|name| count.get(*name).copied().unwrap_or(0)).collect()
         };
-        assert_eq!((named(&tally.all), named(&tally.arrivals)), (vec![4, 1], vec![3, 0]));
+        assert_eq!((named(&tally.all), named(&tally.arrivals)), (vec![5, 2], vec![3, 1]));
     }
 }

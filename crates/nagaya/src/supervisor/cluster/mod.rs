@@ -3,13 +3,14 @@
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
 //! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `images` has what they need there before, `moves` empties nodes
-//! and moves sites without an error, `leftovers` sees to what removed sites leave behind.
+//! and moves sites without an error, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
 mod allotment;
 mod asks;
 mod authority;
+mod copies;
 mod images;
 mod leftovers;
 pub mod load;
@@ -22,6 +23,7 @@ mod records;
 mod relocating;
 mod trust;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -32,7 +34,7 @@ use std::time::Duration;
 use http::StatusCode;
 use nagaya_base::Code;
 use nagaya_cmdb::feed::{Down, Placed};
-use nagaya_cmdb::{SiteName, Why};
+use nagaya_cmdb::{NodeName, SiteName, Why};
 use nagaya_edge::options::ClusterOptions;
 use nagaya_placement::balance::NodeLoad;
 use serde_json::Value;
@@ -73,6 +75,8 @@ pub struct Place {
     pub site: SiteName,
     pub seen: Option<u64>,
     pub why: Why,
+    /// Of several nodes that have it, the one that does not serve it. None: the first.
+    pub lost: Option<NodeName>,
     /// Where the answer goes.
     pub edge: Arc<Feed>,
 }
@@ -81,11 +85,11 @@ pub enum Order {
     Ask(Ask, oneshot::Sender<Result<Value, Box<Problem>>>),
     Place(Place),
     /// How busy each member is. None of them: this node is in no cluster.
-    Loads(oneshot::Sender<Vec<NodeLoad<String>>>),
-    /// A site that runs here is to go there, because of its load.
-    Relocate {
+    Loads(oneshot::Sender<Vec<Neighbour>>),
+    /// What the load of a site that runs here asks for.
+    Shift {
         site: SiteName,
-        to: String,
+        shift: Shift,
         answer: oneshot::Sender<Result<(), String>>,
     },
     /// A member asks this node to vouch for it.
@@ -100,6 +104,25 @@ pub enum Order {
         id: String,
         moved: u64,
     },
+}
+
+/// A member, as the balance of load sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Neighbour {
+    pub load: NodeLoad<String>,
+    /// CPUs that sites use there which run on several nodes.
+    pub shared: BTreeMap<SiteName, f32>,
+}
+
+/// What load changes about the nodes that have a site.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Shift {
+    /// From here to there.
+    Move(String),
+    /// That one gets it, too.
+    Copy(String),
+    /// This one gives it up to the others.
+    Uncopy,
 }
 
 /// What does not change while the node runs.
@@ -129,7 +152,7 @@ impl Handle {
         })
     }
 
-    pub async fn loads(&self) -> Vec<NodeLoad<String>> {
+    pub async fn loads(&self) -> Vec<Neighbour> {
         let (answer, answered) = oneshot::channel();
         match self.orders.send(Order::Loads(answer)).await {
             Ok(()) => answered.await.unwrap_or_default(),
@@ -137,11 +160,11 @@ impl Handle {
         }
     }
 
-    /// Answered when the site is at its new place, or stays.
-    pub async fn relocate(&self, site: SiteName, to: String) -> Result<(), String> {
+    /// Answered when that is done, or nothing has changed.
+    pub async fn shift(&self, site: SiteName, shift: Shift) -> Result<(), String> {
         let (answer, answered) = oneshot::channel();
         let gone = || "the cluster's thread has ended".to_owned();
-        self.orders.send(Order::Relocate { site, to, answer }).await.map_err(|_| gone())?;
+        self.orders.send(Order::Shift { site, shift, answer }).await.map_err(|_| gone())?;
         answered.await.map_err(|_| gone())?
     }
 

@@ -14,7 +14,7 @@ use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use super::membership::Membership;
+use super::membership::{Membership, unix_ms};
 use super::{super::child::Role, NOWHERE};
 use crate::admin::{Node as _, Problem};
 
@@ -23,6 +23,9 @@ const RELEASE_WITHIN: Duration = Duration::from_secs(20);
 
 /// How often a site that was given up is written to its new place: each time the store has some seconds to answer.
 const PLACE_TRIES_MAX: u32 = 60;
+
+/// How often it is told again that a site was given up, while others change what else is said of it.
+const CHANGES_MAX: u32 = 16;
 
 /// Sites that leave a node at once.
 const LEAVE_AT_ONCE: usize = 4;
@@ -53,7 +56,7 @@ impl Membership {
             let mut leaving = JoinSet::new();
             let runs_here = |placement: &Placement| {
                 let site = || self.records().site(placement.site.as_str());
-                placement.node == self.node && site().is_ok_and(|site| site.is_some())
+                placement.part(&self.node).is_some() && site().is_ok_and(|site| site.is_some())
             };
             for placement in page.into_iter().filter(runs_here) {
                 while leaving.len() >= LEAVE_AT_ONCE {
@@ -71,7 +74,7 @@ impl Membership {
         }
     }
 
-    /// Moves a site that runs here.
+    /// Moves a site that runs here. Where others have it, too, and nobody says where to, they go on and no other node gets it.
     async fn give_away(
         self: &Rc<Self>,
         placement: Placement,
@@ -81,11 +84,26 @@ impl Membership {
         let site = placement.site.clone();
         // Before anything is held up: is there anywhere it could go?
         let to = match to {
-            Some(to) => to,
-            None => self.choose(&site, Some(&placement.node), why)?,
+            None if !placement.copies.is_empty() => None,
+            None => Some(self.choose(&site, Some(&placement.node), why)?),
+            to => to,
         };
+        self.leave(placement, to, why).await
+    }
+
+    /// This node has the site no more. `to` has it in its place; None: the others do without.
+    pub(super) async fn leave(
+        self: &Rc<Self>,
+        placement: Placement,
+        to: Option<NodeName>,
+        why: Why,
+    ) -> Result<Placement, String> {
+        let site = placement.site.clone();
+        if self.after(&placement, to.as_ref(), why).is_none() {
+            return Err("another node has it already, or none would have it".into());
+        }
         self.leaving(&site, true);
-        let moved = self.release_and_place(&placement, to, why).await;
+        let moved = self.release_and_place(placement, to, why).await;
         if moved.is_err() {
             // Else those who wait go on when the edge learns of the new placement.
             self.leaving(&site, false);
@@ -93,10 +111,18 @@ impl Membership {
         moved
     }
 
+    /// What follows a placement when this node gives its part away.
+    fn after(&self, placement: &Placement, to: Option<&NodeName>, why: Why) -> Option<Placement> {
+        match to {
+            Some(to) => placement.moved(&self.node, to.clone(), unix_ms(), why, 0),
+            None => placement.without(&self.node, unix_ms(), why),
+        }
+    }
+
     async fn release_and_place(
         &self,
-        placement: &Placement,
-        to: NodeName,
+        placement: Placement,
+        to: Option<NodeName>,
         why: Why,
     ) -> Result<Placement, String> {
         let within_ms = u64::try_from(RELEASE_WITHIN.as_millis()).unwrap_or(u64::MAX);
@@ -107,23 +133,44 @@ impl Membership {
         if let Some(error) = released.get("error") {
             return Err(error.as_str().unwrap_or("the keeper did not say why").into());
         }
-        let next = self.next(&placement.site, to, Some(placement.epoch), false, why);
-        match self.place_released(&next, placement).await {
-            Ok(Claim::Won) => {
-                tracing::info!(site = %next.site, node = %next.node, epoch = next.epoch, why = why.as_str(), "a site was given away");
-                Ok(next)
+        let own = placement.part(&self.node).map(|part| part.epoch);
+        let mut from = placement;
+        for _ in 0..CHANGES_MAX {
+            let next = self.after(&from, to.as_ref(), why);
+            let next = next.unwrap_or_else(|| self.somewhere(&from, why));
+            match self.place_released(&next, &from).await {
+                Ok(Claim::Won) => {
+                    tracing::info!(site = %next.site, node = %next.node, epoch = next.epoch, why = why.as_str(), "a site was given away");
+                    return Ok(next);
+                }
+                // An attempt of which nothing was heard may have done it.
+                Ok(Claim::Lost(Some(stored))) if stored == next => return Ok(next),
+                // Something else about it has changed: what was given up here is still to be told.
+                Ok(Claim::Lost(Some(stored))) if stored.part(&self.node).map(|part| part.epoch) == own => {
+                    from = stored;
+                }
+                Ok(Claim::Lost(_) | Claim::Void) => {
+                    return Err("it was placed elsewhere or removed meanwhile".into());
+                }
+                Err(error) => return Err(error.to_string()),
             }
-            // An attempt of which nothing was heard may have done it.
-            Ok(Claim::Lost(Some(stored))) if stored == next => Ok(next),
-            Ok(Claim::Lost(_) | Claim::Void) => Err("it was placed elsewhere or removed meanwhile".into()),
-            Err(error) => Err(error.to_string()),
         }
+        Err("others change where it runs all the time".into())
+    }
+
+    /// Nobody else has it any more, or who was to get it has it by now: under this epoch it would run nowhere.
+    fn somewhere(&self, from: &Placement, why: Why) -> Placement {
+        let rest = from.without(&self.node, unix_ms(), why);
+        rest.unwrap_or_else(|| {
+            let node = self.choose(&from.site, Some(&self.node), why).unwrap_or_else(|_| self.node.clone());
+            self.next(&from.site, node, Some(from.epoch), false, why)
+        })
     }
 
     /// A site that was given up does not run here again under its epoch, so a store that does not answer is asked again.
     async fn place_released(&self, next: &Placement, from: &Placement) -> Result<Claim, ClusterError> {
         for _ in 1..PLACE_TRIES_MAX {
-            match self.store.place(next.clone(), Some(from.epoch), Some(&from.node)).await {
+            match self.store.place(next.clone(), Some(from.epoch), Some(&self.node)).await {
                 Ok(claim) => return Ok(claim),
                 Err(error) => {
                     tracing::warn!(code = %error.code(), site = %next.site, "{error}; it is tried again")
@@ -131,7 +178,7 @@ impl Membership {
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
-        self.store.place(next.clone(), Some(from.epoch), Some(&from.node)).await
+        self.store.place(next.clone(), Some(from.epoch), Some(&self.node)).await
     }
 
     fn leaving(&self, site: &SiteName, on: bool) {
@@ -153,12 +200,12 @@ impl Membership {
         let placement = self.records().placement(site)?;
         let placement =
             placement.ok_or_else(|| unfit(format!("'{name}' runs nowhere: nobody has asked for it yet")))?;
-        if placement.node != self.node {
-            let detail = format!("'{name}' runs on '{}': say it there", placement.node);
-            return Err(unfit(detail));
-        }
-        if to.as_ref() == Some(&placement.node) {
-            return Ok(json!({ "site": name, "node": placement.node, "epoch": placement.epoch }));
+        let Some(own) = placement.part(&self.node) else {
+            let nodes: Vec<_> = placement.parts().map(|part| format!("'{}'", part.node)).collect();
+            return Err(unfit(format!("'{name}' runs on {}: say it there", nodes.join(", "))));
+        };
+        if to.as_ref() == Some(&self.node) {
+            return Ok(json!({ "site": name, "node": self.node, "epoch": own.epoch }));
         }
         let moved = self.give_away(placement, to, why).await.map_err(unfit)?;
         Ok(json!({ "site": name, "node": moved.node, "epoch": moved.epoch }))

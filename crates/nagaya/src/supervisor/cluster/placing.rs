@@ -45,15 +45,29 @@ impl Membership {
         why: Why,
     ) -> Placement {
         // A node that was asked and gave the site up is done with it. One that did not answer may serve it still.
-        let wait = if had_node { outlasting(self.context.fence()) } else { Default::default() };
+        let wait_ms = if had_node { self.wait_ms() } else { 0 };
         Placement {
             site: site.clone(),
             node,
             epoch: seen.map_or(1, |seen| seen + 1),
             since_ms: super::membership::unix_ms(),
             why,
-            wait_ms: u32::try_from(wait.as_millis()).unwrap_or(u32::MAX),
+            wait_ms,
+            node_epoch: 0,
+            copies: Vec::new(),
         }
+    }
+
+    /// For as long as this may a node serve on that has not itself given a site up.
+    pub fn wait_ms(&self) -> u32 {
+        u32::try_from(outlasting(self.context.fence()).as_millis()).unwrap_or(u32::MAX)
+    }
+
+    /// What is held against a node now.
+    pub fn suspected(&self, name: &NodeName) -> Option<Verdict> {
+        let suspects = self.suspects.borrow();
+        let (since, verdict) = suspects.get(name)?;
+        (since.elapsed() < SUSPECT_FOR && *name != self.node).then_some(*verdict)
     }
 
     pub fn choose(&self, site: &SiteName, from: Option<&NodeName>, why: Why) -> Result<NodeName, String> {
@@ -62,14 +76,16 @@ impl Membership {
         if !matches!(record.backend, Backend::App(_)) {
             return Err(format!("'{site}' has no application: every node answers for it"));
         }
-        let known = self.known_nodes()?;
-        let suspects = self.suspects.borrow();
-        let against = |name: &NodeName| {
-            let (since, verdict) = suspects.get(name)?;
-            (since.elapsed() < SUSPECT_FOR && *name != self.node).then_some(*verdict)
+        let mut known = self.known_nodes()?;
+        let placement = self.records().placement(site.as_str()).map_err(|error| error.to_string())?;
+        // A node never runs two of it.
+        let has_one = |name: &NodeName| {
+            let placement = placement.as_ref().filter(|placement| !placement.copies.is_empty());
+            placement.is_some_and(|placement| placement.part(name).is_some() && from != Some(name))
         };
-        let mut candidates: Vec<_> =
-            known.iter().map(|node| candidate(node, against(&node.record.name))).collect();
+        known.retain(|node| !has_one(&node.record.name));
+        let of = |node| candidate(node, self.suspected(&node.record.name));
+        let mut candidates: Vec<_> = known.iter().map(of).collect();
         let need = Need {
             site: site.as_str(),
             memory_bytes: memory_of(&record),

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, oneshot};
 
 use super::asks::nowhere;
 use super::authority::now;
-use super::membership::Membership;
+use super::membership::{Membership, unix_ms};
 use super::trust::NotNow;
 
 type Effect = relocation::Effect<SiteName, NodeName>;
@@ -36,6 +36,8 @@ pub struct Relocating {
 /// What the machine need not know of one of them.
 struct Search {
     why: Why,
+    /// Of several nodes that have it, the one that does not serve it. None: the first.
+    lost: Option<NodeName>,
     waiters: HashMap<Waiter, oneshot::Sender<Placed>>,
     /// The placement that was seen last, or committed.
     newest: Option<Placement>,
@@ -46,12 +48,25 @@ struct Search {
 }
 
 impl Membership {
-    /// Where the site's application runs from now on. `seen`: the epoch that did not do. It ends within `relocation::WAIT_LONGEST`.
-    pub async fn place(self: &Rc<Self>, site: &SiteName, seen: Option<u64>, why: Why) -> Placed {
+    /// Where the site's application runs from now on. `seen`: the epoch that did not do, because `lost` did not serve it (None: the
+    /// first of those that have it). It ends within `relocation::WAIT_LONGEST`.
+    pub async fn place(
+        self: &Rc<Self>,
+        site: &SiteName,
+        seen: Option<u64>,
+        why: Why,
+        lost: Option<NodeName>,
+    ) -> Placed {
         let known = match self.records().placement(site.as_str()) {
             Ok(known) => known,
             Err(error) => return nowhere(error.to_string()),
         };
+        if let (Some(known), Some(lost)) = (&known, &lost)
+            && seen == Some(known.epoch)
+            && known.part(lost).is_none()
+        {
+            return nowhere(format!("'{lost}' does not have it, so it cannot be taken from there"));
+        }
         let relocating = &self.relocating;
         let waiter = Waiter(relocating.waiters.replace(relocating.waiters.get() + 1));
         let (tell, told) = oneshot::channel();
@@ -59,6 +74,10 @@ impl Membership {
             let mut sites = relocating.sites.borrow_mut();
             let search = sites.entry(site.clone()).or_insert_with(|| Search::new(why));
             search.waiters.insert(waiter, tell);
+            // Of those who have seen the newest, who comes last knows best.
+            if known.as_ref().is_none_or(|known| seen >= Some(known.epoch)) {
+                search.lost = lost;
+            }
             if search
                 .newest
                 .as_ref()
@@ -67,15 +86,9 @@ impl Membership {
                 search.newest.clone_from(&known);
             }
         }
+        let known = known.map(|known| relocating.at(site, &known));
         let mut effects = Vec::new();
-        relocating.machine.borrow_mut().need(
-            now(),
-            site.clone(),
-            waiter,
-            seen,
-            known.as_ref().map(at),
-            &mut effects,
-        );
+        relocating.machine.borrow_mut().need(now(), site.clone(), waiter, seen, known, &mut effects);
         self.carry_out(effects);
         told.await.unwrap_or_else(|_| nowhere("the attempt to place it was given up"))
     }
@@ -111,9 +124,15 @@ impl Membership {
                     self.relocating.machine.borrow_mut().planned(now(), &site, node, &mut more);
                 }
                 Effect::AskStore { site, ask, node, from, expect } => {
-                    let placement =
-                        self.next(&site, node, expect, from.is_some(), self.relocating.why(&site));
-                    tokio::task::spawn_local(Rc::clone(self).commit(ask, placement, from, expect));
+                    match self.following(&site, node, expect, from.as_ref()) {
+                        Some(next) => {
+                            tokio::task::spawn_local(Rc::clone(self).commit(ask, next, from, expect));
+                        }
+                        None => {
+                            let mut machine = self.relocating.machine.borrow_mut();
+                            machine.stored(now(), &site, ask, Outcome::NotDone, &mut more);
+                        }
+                    }
                 }
                 Effect::Look { site, ask } => {
                     tokio::task::spawn_local(Rc::clone(self).read(site, ask));
@@ -137,12 +156,47 @@ impl Membership {
         if let Some(from) = from {
             self.suspect(from, why);
         }
-        let chosen = self.choose(site, from, why);
+        let chosen = match self.stand_in(site, from) {
+            Some(node) => Ok(node),
+            None => self.choose(site, from, why),
+        };
         self.relocating.note(site, |search| {
             search.decide_us = micros(begun);
             search.failed = chosen.as_ref().err().map(nowhere);
         });
         chosen.ok()
+    }
+
+    /// Of the other nodes that have the site, too, one that is there as far as is known. It has to do nothing but go on.
+    fn stand_in(&self, site: &SiteName, from: Option<&NodeName>) -> Option<NodeName> {
+        let rest = self.relocating.newest(site)?.without(from?, 0, Why::Silent)?;
+        let known = self.known_nodes().ok()?;
+        let is_there = |node: &NodeName| {
+            let known = known.iter().find(|known| known.record.name == *node);
+            known.is_some_and(|known| known.load.is_some()) && self.suspected(node).is_none()
+        };
+        rest.parts().map(|part| part.node).find(|node| is_there(node)).cloned()
+    }
+
+    /// The placement in which `node` has the site and `from` does not, after that of epoch `expect`. None: that is not the one that
+    /// is known, so nothing is said of who else has it.
+    fn following(
+        &self,
+        site: &SiteName,
+        node: NodeName,
+        expect: Option<u64>,
+        from: Option<&NodeName>,
+    ) -> Option<Placement> {
+        let why = self.relocating.why(site);
+        let newest = self.relocating.newest(site);
+        if expect != newest.as_ref().map(|newest| newest.epoch) {
+            return None;
+        }
+        match newest.zip(from).filter(|(newest, _)| !newest.copies.is_empty()) {
+            Some((newest, from)) if newest.part(&node).is_some() => newest.without(from, unix_ms(), why),
+            Some((newest, from)) => newest.moved(from, node, unix_ms(), why, self.wait_ms()),
+            None => Some(self.next(site, node, expect, from.is_some(), why)),
+        }
     }
 
     /// Has the store agree, if nothing forbids it.
@@ -177,7 +231,7 @@ impl Membership {
                 Outcome::Committed { at: now(), before }
             }
             Ok(Claim::Lost(theirs)) => {
-                let conflict = theirs.as_ref().map(at);
+                let conflict = theirs.as_ref().map(|theirs| self.relocating.at(&site, theirs));
                 self.relocating.seen(&site, theirs, begun);
                 Outcome::Conflict(conflict)
             }
@@ -215,7 +269,7 @@ impl Membership {
         let found = self.store.placement_now(&site).await;
         let found = match found {
             Ok(placement) => {
-                let found = placement.as_ref().map(at);
+                let found = placement.as_ref().map(|found| self.relocating.at(&site, found));
                 self.relocating.seen(&site, placement, begun);
                 Ok(found)
             }
@@ -241,6 +295,17 @@ impl Relocating {
         self.sites.borrow().get(site).map_or(Why::First, |search| search.why)
     }
 
+    fn newest(&self, site: &SiteName) -> Option<Placement> {
+        self.sites.borrow().get(site)?.newest.clone()
+    }
+
+    /// The part of a placement that the search is about: the others stay as they are.
+    fn at(&self, site: &SiteName, placement: &Placement) -> At<NodeName> {
+        let lost = self.sites.borrow().get(site).and_then(|search| search.lost.clone());
+        let lost = lost.filter(|lost| placement.part(lost).is_some());
+        At { node: lost.unwrap_or_else(|| placement.node.clone()), epoch: placement.epoch }
+    }
+
     /// The store has said so, or agreed to it.
     fn seen(&self, site: &SiteName, placement: Option<Placement>, begun: Instant) {
         self.note(site, |search| {
@@ -264,7 +329,8 @@ impl Relocating {
 
 impl Search {
     fn new(why: Why) -> Self {
-        Self { why, waiters: HashMap::new(), newest: None, decide_us: 0, store_us: 0, failed: None }
+        let (decide_us, store_us) = (0, 0);
+        Self { why, lost: None, waiters: HashMap::new(), newest: None, decide_us, store_us, failed: None }
     }
 
     fn found(&self, epoch: u64) -> Placed {
@@ -286,10 +352,6 @@ impl Search {
         };
         self.failed.clone().unwrap_or_else(|| nowhere(text))
     }
-}
-
-fn at(placement: &Placement) -> At<NodeName> {
-    At { node: placement.node.clone(), epoch: placement.epoch }
 }
 
 fn failed(error: &ClusterError) -> Placed {

@@ -106,6 +106,8 @@ fn placement(index: usize, epoch: u64) -> Result<(Placement, NodeName)> {
         since_ms: 1_700_000_000_000,
         why: Why::Silent,
         wait_ms: 303,
+        node_epoch: 0,
+        copies: Vec::new(),
     };
     Ok((placement, at(epoch - 1)?))
 }

@@ -282,16 +282,16 @@ fn what_a_removed_site_leaves_on_a_dead_node_goes_to_another_with_all_care() {
     let etcd = Etcd::start(1);
     let node = etcd.node(&etcd.cluster());
     with_one_moved(&etcd, &node);
-    let (a, b) = (name("a"), name("b"));
+    let (a, b, c) = (name("a"), name("b"), name("c"));
     let third = placement("one", "a", 3);
     etcd.runtime.block_on(async {
         let store = &node.store;
-        assert!(!store.inherit(third.clone(), &b).await.unwrap(), "the site is there");
+        assert!(!store.inherit(third.clone(), &b, &a).await.unwrap(), "the site is there");
         store.transaction(vec![Change::DropSite(SiteName::new("one").unwrap())], Mode::Merge).unwrap();
-        assert!(!store.inherit(placement("one", "a", 2), &b).await.unwrap(), "the epoch before is over");
-        assert!(!store.inherit(placement("one", "c", 3), &b).await.unwrap(), "no such node");
-        assert!(store.inherit(third.clone(), &b).await.unwrap());
-        assert!(!store.inherit(third.clone(), &b).await.unwrap(), "once");
+        assert!(!store.inherit(placement("one", "a", 2), &b, &a).await.unwrap(), "the epoch before is over");
+        assert!(!store.inherit(placement("one", "c", 3), &b, &c).await.unwrap(), "no such node");
+        assert!(store.inherit(third.clone(), &b, &a).await.unwrap());
+        assert!(!store.inherit(third.clone(), &b, &a).await.unwrap(), "once");
         let confirmed = store.confirm(&b, "2", PATIENCE).await.unwrap();
         assert!(matches!(confirmed, Confirmed::Ours { left_at: 1.., .. }), "{confirmed:?}");
         // It keeps nobody from leaving.
@@ -300,6 +300,38 @@ fn what_a_removed_site_leaves_on_a_dead_node_goes_to_another_with_all_care() {
         assert!(store.forget(&third).await.unwrap());
     });
     node.until("it is gone", |store| store.placement("one").unwrap().is_none());
+    node.is_fed();
+}
+
+#[test]
+fn copies_are_part_of_what_is_compared_and_set_and_keep_their_nodes() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    with_one_moved(&etcd, &node);
+    let (a, b) = (name("a"), name("b"));
+    let second = placement("one", "b", 2);
+    let both = second.with_copy(a.clone(), 7, 303);
+    let place = |next: &Placement, seen, from| {
+        etcd.runtime.block_on(node.store.place(next.clone(), Some(seen), from)).unwrap()
+    };
+    let left = |node_: &NodeName, id| match etcd.runtime.block_on(node.store.confirm(node_, id, PATIENCE)) {
+        Ok(Confirmed::Ours { left_at, .. }) => left_at,
+        other => panic!("{other:?}"),
+    };
+    let before = (left(&a, "1"), left(&b, "2"));
+    assert_eq!(place(&both, 2, None), Claim::Won);
+    assert_eq!((left(&a, "1"), left(&b, "2")), before, "nobody has lost anything");
+    // Who has not heard of the copy cannot write over it.
+    assert_eq!(place(&second.with_copy(a.clone(), 8, 0), 2, None), Claim::Lost(Some(both.clone())));
+    let now = || etcd.runtime.block_on(node.store.placement_now(&both.site)).unwrap();
+    assert_eq!(now().as_ref(), Some(&both));
+    node.until("it", |store| store.placement("one").unwrap().as_ref() == Some(&both));
+    let refused = etcd.runtime.block_on(node.store.remove(&a, false)).unwrap_err();
+    assert!(matches!(refused, ClusterError::NodeInUse { count: 1, .. }), "{refused}");
+    let promoted = both.without(&b, 9, crate::Why::Silent).unwrap();
+    assert_eq!(place(&promoted, 3, Some(&b)), Claim::Won);
+    assert!(left(&b, "2") > before.1 && left(&a, "1") == before.0, "who has lost it must know");
+    node.until("it", |store| store.placement("one").unwrap().as_ref() == Some(&promoted));
     node.is_fed();
 }
 

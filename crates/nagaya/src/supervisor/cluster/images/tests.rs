@@ -16,7 +16,16 @@ fn node(name: &str) -> NodeName {
 }
 
 fn placement(name: &str, at: &str, epoch: u64) -> Placement {
-    Placement { site: site(name), node: node(at), epoch, since_ms: 0, why: Why::First, wait_ms: 0 }
+    Placement {
+        site: site(name),
+        node: node(at),
+        epoch,
+        since_ms: 0,
+        why: Why::First,
+        wait_ms: 0,
+        node_epoch: 0,
+        copies: Vec::new(),
+    }
 }
 
 fn here(bytes: u64) -> Fetched {
