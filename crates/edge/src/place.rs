@@ -2,8 +2,9 @@
 //!
 //! Only sites with an application are placed, and only in a cluster: every other request passes with one look. What is placed
 //! here goes on here, for as long as this node may run it. What is placed elsewhere is sent there, one hop, and its answer
-//! comes back. Where several nodes have it, one is chosen (`spread`), and another one stands in for it. Where that node is silent, refuses, is fenced or has left, the supervisor is asked for another one,
-//! and the same request goes there. It is sent a second time only if that can do no harm (`repeat`).
+//! comes back. Where several nodes have it, one is chosen (`spread`), and another one stands in for it. Where that node is
+//! silent, refuses, is fenced or has left, the supervisor is asked for another one, and the same request goes there. It is sent
+//! a second time only if that can do no harm (`repeat`) and nothing of an answer was passed on (`beginning`).
 //!
 //! Not here: connections to other nodes (`peers`), whether they are there (`peers::probe`), choosing one (the supervisor).
 
