@@ -452,7 +452,7 @@ fn a_record_with_mistakes_is_refused_with_all_of_them(world: &World) {
         "--idle",
         "reclaimed=8",
         "--max",
-        "2",
+        "17",
         "--json",
     ]);
     assert!(!output.status.success());
