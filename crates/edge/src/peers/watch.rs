@@ -21,7 +21,7 @@ use crate::shared::Shared;
 const GRACE: Duration = Duration::from_millis(2);
 
 /// While requests wait for their answers, their node is asked again so often: a node that dies then is found out, too.
-const REASK: Duration = Duration::from_millis(40);
+const REASK: Duration = Duration::from_millis(100);
 
 /// Requests that come just after something was heard wake nobody. So often it is looked whether one of them still waits.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
