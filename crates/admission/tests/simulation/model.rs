@@ -426,6 +426,8 @@ impl Model {
     pub fn restart(&mut self, now: Moment) {
         self.admission = Admission::new(now, self.lanes[0].bounds.clone());
         self.parties.clear();
+        // Who was called and has not come is awaited once more, from now on.
+        self.places.values_mut().for_each(|since| *since = now);
         self.lanes[0].id = self.admission.root();
         for at in 0..self.lanes.len() {
             let known = &mut self.lanes[at];

@@ -321,10 +321,13 @@ impl Crowd {
         }
         self.running = 0;
         self.model.restart(Moment(self.now));
-        for client in self.clients.keys() {
-            assert_ne!(self.standing(*client), Standing::Unknown, "a restart loses no ticket");
+        // In an order that is the same in each run with this seed.
+        let mut clients: Vec<u64> = self.clients.keys().copied().collect();
+        clients.sort_unstable();
+        for client in clients {
+            assert_ne!(self.standing(client), Standing::Unknown, "a restart loses no ticket");
             // Pages that listened do so again.
-            self.model.listen(Moment(self.now), self.clients[client].ticket.nonce);
+            self.model.listen(Moment(self.now), self.clients[&client].ticket.nonce);
         }
     }
 }
