@@ -105,7 +105,11 @@ pub struct SiteLoad<S, N> {
     pub others_used: Option<f32>,
 }
 
-impl<S, N> SiteLoad<S, N> {
+impl<S: Clone, N> SiteLoad<S, N> {
+    fn decide(&self, step: Step<N>, words: String) -> Decision<S, N> {
+        Decision { site: self.site.clone(), step, words }
+    }
+
     /// All that is used of it would be little for one node fewer, by the limit that its record gives it on each.
     fn is_spare(&self) -> bool {
         let rest = self.nodes.len().saturating_sub(1) as f32;
@@ -126,6 +130,12 @@ pub struct NodeLoad<N> {
     pub is_open: bool,
     /// Sites that it was given for their load within the last minute, whoever gave them.
     pub arrivals: u32,
+}
+
+impl<N: Display> NodeLoad<N> {
+    fn in_words(&self) -> String {
+        format!("{}, which uses {}%", self.node, percent(self.cpu_used))
+    }
 }
 
 /// One step for one site.
@@ -288,7 +298,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             here.node,
             percent(here.cpu_used),
         );
-        Some(Decision { site: load.site.clone(), step: Step::Raise(cpus), words })
+        Some(load.decide(Step::Raise(cpus), words))
     }
 
     fn relocate(
@@ -301,22 +311,23 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         short: Duration,
     ) -> Option<Decision<S, N>> {
         let is_quiet = load.in_flight <= QUIET || short >= self.terms.move_anyway_after;
-        // What was short and is only a little so by now stays.
-        let is_short = load.starved >= self.terms.short && short >= self.terms.move_after;
-        if !is_short || !is_quiet || !self.may_move(now, memory, here) {
+        if !self.is_short(load, short) || !is_quiet || !self.may_move(now, memory, here) {
             return None;
         }
         let (to, _) = self.better(now, load, here, nodes)?;
         let words = format!(
-            "short of CPU for {} s on {}, which uses {}% of its own: moved to {}, which uses {}%{}",
+            "short of CPU for {} s on {} of its own: moved to {}{}",
             short.as_secs(),
-            here.node,
-            percent(here.cpu_used),
-            to.node,
-            percent(to.cpu_used),
+            here.in_words(),
+            to.in_words(),
             if load.in_flight <= QUIET { ", at a quiet moment" } else { ", as no moment was quiet" },
         );
-        Some(Decision { site: load.site.clone(), step: Step::Move(to.node.clone()), words })
+        Some(load.decide(Step::Move(to.node.clone()), words))
+    }
+
+    /// For long, and still: what was short and is only a little so by now stays.
+    fn is_short(&self, load: &SiteLoad<S, N>, short: Duration) -> bool {
+        load.starved >= self.terms.short && short >= self.terms.move_after
     }
 
     /// The node that it should rather be on.
@@ -341,13 +352,12 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         short: Duration,
     ) -> Option<Decision<S, N>> {
         let count = load.nodes.len().max(1);
-        let is_short = load.starved >= self.terms.short && short >= self.terms.move_after;
         let is_limited = load.throttled >= self.terms.short && load.limit < load.limit_max;
         if is_limited && here.cpu_used <= self.terms.busy {
             // It gets more here in a moment.
             return None;
         }
-        if !is_short || count >= load.nodes_max as usize || !self.has_budget(now, here) {
+        if !self.is_short(load, short) || count >= load.nodes_max as usize || !self.has_budget(now, here) {
             return None;
         }
         // What the last one has changed must have been measured; one that came to nothing is not tried again soon.
@@ -364,17 +374,15 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
         }
         let (to, _) = self.best(now, load, nodes, load.wants / (count + 1) as f32)?;
         let words = format!(
-            "short of CPU for {} s at {:.2} CPUs on {}, which uses {}% of its own, and no node is better for all of it: {}, which uses {}%, gets one, too ({} of {})",
+            "short of CPU for {} s at {:.2} CPUs on {} of its own, and no node is better for all of it: {}, gets one, too ({} of {})",
             short.as_secs(),
             load.limit,
-            here.node,
-            percent(here.cpu_used),
-            to.node,
-            percent(to.cpu_used),
+            here.in_words(),
+            to.in_words(),
             count + 1,
             load.nodes_max,
         );
-        Some(Decision { site: load.site.clone(), step: Step::Copy(to.node.clone()), words })
+        Some(load.decide(Step::Copy(to.node.clone()), words))
     }
 
     fn uncopy(&self, now: Moment, load: &SiteLoad<S, N>, memory: &Memory) -> Option<Decision<S, N>> {
@@ -391,7 +399,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             count - 1,
             load.node,
         );
-        Some(Decision { site: load.site.clone(), step: Step::Uncopy, words })
+        Some(load.decide(Step::Uncopy, words))
     }
 
     /// It has more than it may, since a record or setting was changed.
@@ -401,7 +409,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             "its limit of {:.2} CPUs is more than it may be raised to now: lowered to {cpus:.2}",
             load.limit
         );
-        Decision { site: load.site.clone(), step: Step::Lower(cpus), words }
+        load.decide(Step::Lower(cpus), words)
     }
 
     fn give_back(&self, load: &SiteLoad<S, N>, calm: Duration) -> Option<Decision<S, N>> {
@@ -415,7 +423,7 @@ impl<S: Ord + Clone + Debug, N: Ord + Clone + Display> Balance<S, N> {
             load.limit,
             calm.as_secs()
         );
-        Some(Decision { site: load.site.clone(), step: Step::Lower(cpus), words })
+        Some(load.decide(Step::Lower(cpus), words))
     }
 
     /// The node with the least in use once so much of the site is there, if that is little enough.

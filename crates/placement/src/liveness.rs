@@ -182,6 +182,11 @@ impl Peer {
         self.send(now)
     }
 
+    /// Who asks next wants it asked, whatever the last probe has found.
+    pub fn forget_findings(&mut self) {
+        self.against = None;
+    }
+
     /// The answer to one of the probe's datagrams, which was sent at `sent_at`. It may be late.
     pub fn answered(&mut self, now: Moment, probe: Probe, sent_at: Moment) {
         self.measure(now.since(sent_at));
@@ -267,6 +272,12 @@ impl Peer {
         let widened = self.widened.saturating_sub(u32::try_from(calm).unwrap_or(u32::MAX));
         let bound = (srtt + 4 * rttvar + GRANULARITY) * 2u32.pow(widened);
         bound.max(BOUND_MIN).min(self.bound_max)
+    }
+
+    /// While requests wait for the peer, it is asked again so long after each question: twice as long as a probe waits, so that one
+    /// that dies in the middle of a slow request is found out within three times that at most.
+    pub fn again(&self, now: Moment) -> Duration {
+        (self.bound(now) * 2).min(BOUND_MAX)
     }
 
     /// The smoothed round trip, once there is one.
