@@ -225,6 +225,11 @@ impl Cells {
         self.orphans
     }
 
+    /// Ends and removes what keepers have left that were about to die when this one began. Waits for the kernel.
+    pub fn clean_up_after_others() -> u64 {
+        hierarchy::clean()
+    }
+
     /// How often a limit could not be set as it was asked for.
     pub fn complaints(&self) -> u64 {
         self.shared.complaints.total()
@@ -357,12 +362,28 @@ impl Cells {
         }
     }
 
-    /// Ends what was to give way until now. Says when to come again; `None`: nobody gives way.
-    pub fn end_giving_way(&self, now: Instant) -> Option<Instant> {
+    /// What runs for this site goes first on the processor until then. Of those that are told to, all go first alike.
+    pub fn precede(&self, site: &SiteName, tenant: &TenantName, until: Instant) {
         let mut state = self.state.lock();
-        let (changed, next) = state.desired.end_giving_way(now);
+        let changed = state.desired.precede(site, tenant, until);
         state.follow(&self.shared, &changed);
-        next
+    }
+
+    /// It does so no more.
+    pub fn end_preceding(&self, site: &SiteName) {
+        let mut state = self.state.lock();
+        let changed = state.desired.end_preceding(site);
+        state.follow(&self.shared, &changed);
+    }
+
+    /// Ends what was to give way, or to go first, until now. Says when to come again; `None`: nobody does either.
+    pub fn end_in_time(&self, now: Instant) -> Option<Instant> {
+        let mut state = self.state.lock();
+        let (changed, gives_way) = state.desired.end_giving_way(now);
+        state.follow(&self.shared, &changed);
+        let (changed, precedes) = state.desired.end_overdue_precedence(now);
+        state.follow(&self.shared, &changed);
+        gives_way.into_iter().chain(precedes).min()
     }
 
     /// Removes cells nobody has used for a while. To be called every few seconds.

@@ -23,11 +23,15 @@ use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use crate::codec::{self, CodecError};
-use crate::instances::WAKE_MAX;
+use crate::instances::{ACCEPT_MAX, WAKE_MAX};
 use crate::process::START_TIMEOUT;
-use crate::protocol::{Answer, Ask, Exit, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::protocol::{
+    Answer, Ask, Exit, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+};
 use crate::roll::RollReader;
-use crate::server::{INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, receive, send};
+use crate::server::{
+    INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, SEATS_PER_CONNECTION_MAX, receive, send,
+};
 use crate::sys;
 use crate::tally::TallyReader;
 
@@ -41,6 +45,9 @@ pub const SPAWN_TIMEOUT: Duration = START_TIMEOUT.saturating_add(CALL_TIMEOUT);
 /// the start after it; this is more than all of them.
 pub const WAKE_TIMEOUT: Duration = WAKE_MAX.saturating_add(CALL_TIMEOUT);
 
+/// Longest wait for a process of an instance to accept a connection: longer than the keeper waits for that.
+const SEAT_TIMEOUT: Duration = ACCEPT_MAX.saturating_add(CALL_TIMEOUT);
+
 /// Longest wait for an answer about an image: all of it may have to be read and compared first.
 const IMAGE_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -48,7 +55,8 @@ const IMAGE_TIMEOUT: Duration = Duration::from_secs(120);
 const FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Guards at once, and questions that may become one.
-const FAREWELLS_MAX: usize = PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX;
+const FAREWELLS_MAX: usize =
+    PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX + 2 * SEATS_PER_CONNECTION_MAX;
 
 /// Calls of one thread that may wait for answers.
 const WAITING_MAX: usize = INSTANCE_USES_PER_CONNECTION_MAX;
@@ -180,16 +188,43 @@ impl Drop for InstanceGuard {
     }
 }
 
-/// What guards queue when they are dropped.
+/// Keeps a process in the cell of the request it serves; dropped, from any thread and without waiting, it lets it go back.
+#[derive(Debug)]
+pub struct SeatGuard {
+    seat: SeatId,
+    /// As that of a `ProcessGuard`.
+    leave: Option<mpsc::OwnedPermit<Farewell>>,
+}
+
+impl Drop for SeatGuard {
+    fn drop(&mut self) {
+        if let Some(leave) = self.leave.take() {
+            leave.send(Farewell::LeaveSeat(self.seat));
+        }
+    }
+}
+
+/// Where the limits of a request in an instance hold.
+#[derive(Debug)]
+pub enum Entered {
+    /// In a cell of its own.
+    Seated { guard: SeatGuard, cell: Box<str> },
+    /// In the instance's, as for all its other requests. `for_good`: so it is for all of this run.
+    Unseated { cell: Box<str>, for_good: bool },
+}
+
+/// What guards queue when they are dropped, and what else nobody waits for.
 #[derive(Debug, Clone, Copy)]
 enum Farewell {
     End(ProcessId),
     Leave(InstanceId),
+    LeaveSeat(SeatId),
+    Answered(InstanceId),
     /// The tag of a question nobody waits for any more.
     Forget(u64),
 }
 
-/// A question for an instance that waits for its answer. Dropped before that, it takes the question back.
+/// A question for an instance, or a seat in one, that waits for its answer. Dropped before that, it takes the question back.
 struct Asking<'a> {
     connection: &'a Connection,
     tag: u64,
@@ -210,6 +245,7 @@ impl Drop for Asking<'_> {
 enum Guard {
     Process(ProcessGuard),
     Instance(InstanceGuard),
+    Seat(SeatGuard),
 }
 
 /// What a call gets: the reply, its descriptors, and for a spawned process or an instance its guard.
@@ -382,6 +418,44 @@ impl Keeper {
         one_of(self.call(Verb::ConnectInstance { instance }, CALL_TIMEOUT).await?.1)
     }
 
+    /// A request that has waited for this instance's wake begins to be answered. Waits for nothing: what is not told ends by
+    /// itself soon.
+    pub fn answered(&self, instance: InstanceId) {
+        if let Some(open) = self.open() {
+            let _ = open.farewells.try_send(Farewell::Answered(instance));
+        }
+    }
+
+    /// A request that is so confined goes over this connection to an instance this thread uses. Waits until the instance has
+    /// accepted it, which it may do only once the request is sent.
+    pub async fn enter_instance(
+        &self,
+        instance: InstanceId,
+        line: Line,
+        confinement: &Confinement,
+    ) -> Result<Entered, ClientError> {
+        let verb = Verb::EnterInstance { instance, line, confinement: Box::new(confinement.clone()) };
+        match self.call(verb, SEAT_TIMEOUT).await? {
+            (Reply::Seated { cell, .. }, _, Some(Guard::Seat(guard))) => {
+                Ok(Entered::Seated { guard, cell: cell.into() })
+            }
+            (Reply::Unseated { cell, for_good }, _, _) => {
+                Ok(Entered::Unseated { cell: cell.into(), for_good })
+            }
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// The request has ended: what it used. Refused with `Failure::NotFound`: that is not known.
+    pub async fn leave_seat(&self, mut guard: SeatGuard) -> Result<Usage, ClientError> {
+        // Should this be given up, the guard says it once more, which does no harm.
+        let used = self.usage(Verb::LeaveSeat { seat: guard.seat }).await;
+        if used.is_ok() {
+            guard.leave = None;
+        }
+        used
+    }
+
     /// What another node is to be told of the site's image here. None: it has none.
     pub async fn offer_image(&self, site: &SiteName) -> Result<Option<ImageOffer>, ClientError> {
         match self.call(Verb::OfferImage { site: site.clone() }, IMAGE_TIMEOUT).await?.0 {
@@ -542,8 +616,8 @@ impl Connection {
 
     async fn ask(&self, verb: Verb) -> Result<Got, ClientError> {
         let tag = self.next_tag.replace(self.next_tag.get() + 1);
-        // Of an instance the answer may take minutes, and who asks may leave long before.
-        let is_patient = matches!(verb, Verb::UseInstance { .. });
+        // Of an instance or its processes the answer may take minutes, and who asks may leave long before.
+        let is_patient = matches!(verb, Verb::UseInstance { .. } | Verb::EnterInstance { .. });
         let bytes = codec::encode(&Ask { tag, verb }).map_err(|_| ClientError::Refused {
             failure: Failure::Invalid,
             code: crate::fault::PROTOCOL.0,
@@ -603,11 +677,13 @@ impl Connection {
 
     fn deliver(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
         let guard = match &reply {
-            Reply::Spawned { .. } | Reply::Using { .. } => match self.farewells.clone().try_reserve_owned() {
-                Ok(place) => self.guard(&reply, place),
-                // The keeper leases no more than there are places; one that does is not ours.
-                Err(_) => return self.close(),
-            },
+            Reply::Spawned { .. } | Reply::Using { .. } | Reply::Seated { .. } => {
+                match self.farewells.clone().try_reserve_owned() {
+                    Ok(place) => self.guard(&reply, place),
+                    // The keeper leases no more than there are places; one that does is not ours.
+                    Err(_) => return self.close(),
+                }
+            }
             _ => None,
         };
         if let Some(answer) = self.waiting.borrow_mut().remove(&tag) {
@@ -626,6 +702,7 @@ impl Connection {
             Reply::Using { instance, .. } => {
                 Some(Guard::Instance(InstanceGuard { instance, connection: self.number, leave: Some(place) }))
             }
+            Reply::Seated { seat, .. } => Some(Guard::Seat(SeatGuard { seat, leave: Some(place) })),
             _ => None,
         }
     }
@@ -640,6 +717,8 @@ impl Connection {
             let verb = match farewell {
                 Farewell::End(process) => Verb::End { process },
                 Farewell::Leave(instance) => Verb::LeaveInstance { instance },
+                Farewell::Answered(instance) => Verb::Answered { instance },
+                Farewell::LeaveSeat(seat) => Verb::LeaveSeat { seat },
                 Farewell::Forget(tag) => Verb::Forget { tag },
             };
             let message = codec::encode(&Ask { tag: 0, verb }).expect("an id is a few bytes");
@@ -678,5 +757,6 @@ mod tests {
         fn is_send<T: Send + Sync>() {}
         is_send::<ProcessGuard>();
         is_send::<InstanceGuard>();
+        is_send::<SeatGuard>();
     }
 }

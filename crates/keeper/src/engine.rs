@@ -34,7 +34,7 @@ use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
-use crate::{cgi, confinement, roots};
+use crate::{cgi, confinement, huge_pages, roots};
 
 /// Bytes of named cells in one answer; the rest of the message is less than a thousand.
 const NAMED_CELLS_JSON_MAX: usize = KEEPER_MESSAGE_MAX - 1024;
@@ -55,7 +55,7 @@ pub struct Engine {
     php_sockets: Arc<OwnedFd>,
     /// Begins with the first application that needs it.
     relay: OnceCell<Relay>,
-    /// Some tenant gives way.
+    /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
 }
@@ -91,6 +91,7 @@ impl Engine {
         fresh_directory(&apps, 0o711).map_err(because("cannot make", &apps))?;
         fresh_directory(&php, 0o700).map_err(because("cannot make", &php))?;
         let php_sockets = spawn::open_directory(&php).map_err(because("cannot open", &php))?;
+        huge_pages::apply(options.instances.huge_pages);
         let instances = Instances::new(apps, &options);
         let processes = Processes::new(cells, workers.clone(), metrics.clone(), options.processes_max);
         Ok(Rc::new(Self {
@@ -123,6 +124,7 @@ impl Engine {
         if options.processes_per_tenant != old.processes_per_tenant {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
         }
+        huge_pages::apply(options.instances.huge_pages);
         *self.options.borrow_mut() = Rc::new(options);
         self.instances.options_changed(self);
         if joins {
@@ -310,7 +312,8 @@ impl Engine {
         Err(Fault::new(Failure::Invalid, fault::WRONG_KIND, message))
     }
 
-    async fn request(
+    /// What a request of this site is to run under.
+    pub async fn request(
         &self,
         site: &Arc<Site>,
         tenant: &Arc<Tenant>,
@@ -340,15 +343,27 @@ impl Engine {
         Ok(())
     }
 
-    /// Sees to it that nobody gives way for longer than the edge has asked for.
-    pub async fn end_giving_way(&self) {
+    /// What runs for this site goes first on the processor until then.
+    pub fn precede(&self, site: &SiteName, tenant: &TenantName, until: Instant) {
+        self.cells().precede(site, tenant, until);
+        self.way.notify_one();
+    }
+
+    /// Sees to it that nobody gives way or goes first for longer than was asked for.
+    pub async fn mind_the_way(&self) {
         loop {
-            let Some(next) = self.cells().end_giving_way(Instant::now()) else {
-                self.way.notified().await;
-                continue;
+            let next = self.cells().end_in_time(Instant::now());
+            let due = async {
+                match next {
+                    Some(next) => sleep_until(next.into()).await,
+                    None => std::future::pending().await,
+                }
             };
-            // Asked for again: it is later now, and looked at when it was to be.
-            sleep_until(next.into()).await;
+            // What is asked for meanwhile may be over sooner.
+            tokio::select! {
+                () = due => {}
+                () = self.way.notified() => {}
+            }
         }
     }
 

@@ -30,6 +30,8 @@ pub enum Event {
         done: oneshot::Sender<()>,
         /// The sites whose record says that they always run, if they are others than before.
         kept: Option<BTreeSet<SiteName>>,
+        /// Some sites are not there any more.
+        gone: bool,
     },
     Ask {
         question: Question,
@@ -136,6 +138,7 @@ struct Following {
     up: SyncSender<Up>,
     kept: BTreeSet<SiteName>,
     kept_changed: bool,
+    sites_gone: bool,
 }
 
 impl Following {
@@ -195,7 +198,8 @@ impl Following {
         self.table.write().set_revision(revision);
         let (done, acted) = oneshot::channel();
         let kept = std::mem::take(&mut self.kept_changed).then(|| self.kept.clone());
-        if self.events.blocking_send(Event::Committed { done, kept }).is_err()
+        let gone = std::mem::take(&mut self.sites_gone);
+        if self.events.blocking_send(Event::Committed { done, kept, gone }).is_err()
             || acted.blocking_recv().is_err()
         {
             return false;
@@ -209,6 +213,7 @@ impl Following {
         let mut table = self.table.write();
         for change in changes {
             self.kept_changed |= note_kept(&mut self.kept, &change);
+            self.sites_gone |= matches!(change, Change::DropSite(_));
             table.apply(change)?;
         }
         Ok(())
@@ -254,8 +259,15 @@ pub fn start(
     std::thread::Builder::new().name("keeper-feed".into()).spawn(reading)?;
     let follow = move || {
         let told = events.clone();
-        let mut following =
-            Following { authority, table, events, up, kept: BTreeSet::new(), kept_changed: false };
+        let mut following = Following {
+            authority,
+            table,
+            events,
+            up,
+            kept: BTreeSet::new(),
+            kept_changed: false,
+            sites_gone: false,
+        };
         let last = match following.run(&items) {
             Ok(()) => Event::Drain,
             Err(error) => Event::Broken(error),

@@ -13,14 +13,17 @@ mod door;
 mod driver;
 mod exec;
 mod get;
+mod holder;
 mod housing;
 mod ledger;
 mod lifecycle;
 mod load;
 mod placed;
 mod policy;
+mod precedence;
 mod pressure;
 mod rest;
+mod seats;
 mod show;
 mod start;
 mod surroundings;
@@ -37,7 +40,7 @@ use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_cmdb::record::App;
-use nagaya_cmdb::{Backend, Site, SiteName, Tenant};
+use nagaya_cmdb::{Backend, Site, SiteName, Tenant, TenantName};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::timeout;
 
@@ -54,6 +57,8 @@ use housing::what_runs;
 use ledger::Ledger;
 use lifecycle::{Event, Lifecycle, Op, Refusal, Run, Waiter};
 use policy::Terms;
+use precedence::Allowance;
+pub use seats::{ACCEPT_MAX, Placed, SeatLease};
 use start::{Body, Way};
 use wakes::{Key, Wakes};
 
@@ -107,6 +112,10 @@ pub struct Instances {
     is_fenced: Cell<bool>,
     /// That, or where the table says that sites are, may be something else.
     standing_changed: Notify,
+    /// How long tenants' wakes may go first.
+    allowances: RefCell<HashMap<TenantName, Allowance>>,
+    /// Number of the next seat in any of them.
+    next_seat: Cell<u64>,
     /// Who is awake, for the edge. None: there is no memory for it.
     roll: RefCell<Option<Roll>>,
 }
@@ -137,6 +146,8 @@ struct Instance {
     ledger: RefCell<Option<Ledger>>,
     last_wake: RefCell<Option<Wake>>,
     wakes: Cell<u64>,
+    /// It goes first on the processor. None: as others.
+    goes_first_until: Cell<Option<Instant>>,
     /// Where it was when last looked at, and since when.
     tier: Cell<(Tier, Instant)>,
     fault: RefCell<Option<Fault>>,
@@ -205,6 +216,8 @@ impl Instances {
             transfers: Cell::new(0),
             is_fenced: Cell::new(true),
             standing_changed: Notify::new(),
+            allowances: RefCell::default(),
+            next_seat: Cell::new(1),
             roll: RefCell::new(roll()),
         }
     }
@@ -316,6 +329,7 @@ impl Instances {
             ledger: RefCell::default(),
             last_wake: RefCell::default(),
             wakes: Cell::new(0),
+            goes_first_until: Cell::new(None),
             tier,
             fault: RefCell::default(),
             last_end: RefCell::default(),

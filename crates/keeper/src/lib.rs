@@ -8,6 +8,7 @@
 pub mod client;
 pub mod codec;
 pub mod fastcgi;
+pub mod huge_pages;
 pub mod image;
 pub mod protocol;
 pub mod roll;
@@ -25,6 +26,7 @@ mod feed;
 mod instances;
 mod log;
 mod metrics;
+mod netlink;
 mod options;
 mod passed;
 mod process;
@@ -37,5 +39,5 @@ mod workers;
 
 pub use cells::GIVE_WAY_FOR;
 pub use confinement::TENANTS_MAX;
-pub use options::{BackEnd, IdleOptions, InstanceOptions, Options};
+pub use options::{BackEnd, HugePages, IdleOptions, InstanceOptions, Options};
 pub use server::{Start, run};

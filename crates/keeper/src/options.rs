@@ -54,7 +54,18 @@ pub struct InstanceOptions {
     pub image_bandwidth: u64,
     /// Restores and starts at once; the rest wait in order. 0: one per core.
     pub wakes_at_once: u32,
+    pub huge_pages: HugePages,
     pub idle: IdleOptions,
+}
+
+/// Whether the keeper sets in which pages all programs of the machine get their memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HugePages {
+    #[default]
+    #[serde(rename = "as-is")]
+    AsIs,
+    #[serde(rename = "64KiB")]
+    Of64KiB,
 }
 
 /// How long after its last request an instance goes down to each tier, where its site's record does not say.
@@ -112,6 +123,7 @@ impl Default for InstanceOptions {
             image_age_max_ms: 30 * 86_400_000,
             image_bandwidth: 64 << 20,
             wakes_at_once: 0,
+            huge_pages: HugePages::AsIs,
             idle: IdleOptions::default(),
         }
     }

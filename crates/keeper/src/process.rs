@@ -31,8 +31,8 @@ use crate::sys;
 use crate::workers::Workers;
 
 pub use root::Root;
-pub use stay::Request;
 use stay::Stay;
+pub use stay::{Request, slow_down};
 
 /// A program that has not begun to run after this is ended: a tenant may have stopped it on its way. Long, because in a
 /// cell that is out of CPU time all programs begin slowly.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 7;
+pub const PROTOCOL_VERSION: u32 = 8;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,9 +59,18 @@ pub enum Verb {
     ConnectInstance { instance: InstanceId },
     /// Takes one `Using` back: as soon as all are, the instance may rest. No answer.
     LeaveInstance { instance: InstanceId },
+    /// A request that has waited for the instance's wake begins to be answered: it goes first on the processor no more. No answer.
+    Answered { instance: InstanceId },
     /// Nobody waits for the answer to the `UseInstance` with this tag any more: what is not begun for it yet is not begun.
     /// No answer; nor to the other, unless it is on its way.
     Forget { tag: u64 },
+    /// A request with limits of its own goes over this connection to an instance in use: the process that serves it is moved
+    /// to a cell of the request's, if that can be known and serves nothing else meanwhile. Named cells are left out. It waits
+    /// until the connection is taken; the request may be sent before the answer. Answer: `Seated` or `Unseated`.
+    EnterInstance { instance: InstanceId, line: Line, confinement: Box<Confinement> },
+    /// That request has ended: its process goes back. Answer: `Used`, all since the `Seated`; or `Failed` with
+    /// `Failure::NotFound` if it is not known for the whole of the request.
+    LeaveSeat { seat: SeatId },
     /// End what a `Spawned` answer began, with every process it started. No answer.
     End { process: ProcessId },
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
@@ -88,6 +97,19 @@ pub struct ProcessId(pub u64);
 /// What the keeper calls one run of a site's instance, from its start or restoration until it has no process any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct InstanceId(pub u64);
+
+/// A process of an instance in the cell of the request that it serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct SeatId(pub u64);
+
+/// Which of its connections to an instance the edge means. A wrong one names nobody, or a process of the same instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Line {
+    /// Number of the inode of the edge's end.
+    Unix { inode: u32 },
+    /// Port of the edge's end, in the sandbox.
+    Tcp { port: u16 },
+}
 
 /// From keeper to edge.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,6 +143,17 @@ pub enum Reply {
     },
     Used {
         usage: Usage,
+    },
+    /// `cell` is the request's own.
+    Seated {
+        seat: SeatId,
+        cell: String,
+    },
+    /// Its limits are those of the instance, in this cell. `for_good`: no request over any connection to this run of the
+    /// instance will get another answer.
+    Unseated {
+        cell: String,
+        for_good: bool,
     },
     Done,
     Cells {

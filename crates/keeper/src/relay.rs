@@ -13,6 +13,7 @@ mod pass;
 mod place;
 mod plan;
 mod socket;
+mod tcp;
 mod turns;
 mod watched;
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::names::is_host_name;
 use nagaya_cmdb::record::Files;
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_cmdb::{Backend, Site, Tenant};
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
@@ -51,17 +51,20 @@ pub fn open_root(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Re
         .map_err(|error| Fault::of_path(fault::ROOT, "cannot open the document root", &path, error))
 }
 
-/// Major and minor number of the device a site's files are on.
+/// Major and minor number of the device a site's files are on. An application that has none beside it has its tenant's home.
 pub fn device(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Result<(u32, u32), Fault> {
-    let root = open_root(site, tenant, identity)?;
-    let stat = rustix::fs::fstat(&root).map_err(|errno| {
-        Fault::of_path(
-            fault::ROOT,
-            "cannot find the device of the document root of site",
-            Path::new(site.name.as_str()),
-            errno.into(),
-        )
-    })?;
+    let failed = |error| {
+        let what = "cannot find the device of the files of site";
+        Fault::of_path(fault::ROOT, what, Path::new(site.name.as_str()), error)
+    };
+    let stat = match (&site.backend, site.backend.files()) {
+        (Backend::App(_), None) => {
+            let home = tenant.home.as_deref().unwrap_or(Path::new("/"));
+            as_tenant(identity, || rustix::fs::stat(home)).map_err(failed)?
+        }
+        _ => rustix::fs::fstat(open_root(site, tenant, identity)?),
+    };
+    let stat = stat.map_err(|errno| failed(errno.into()))?;
     Ok((rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev)))
 }
 

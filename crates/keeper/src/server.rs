@@ -14,6 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::feed::Question;
 use nagaya_cmdb::{SiteName, Table};
 use parking_lot::RwLock;
@@ -31,10 +32,12 @@ use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::{self, Fault};
 use crate::feed::{self, Answerer, Event, FeedError};
-use crate::instances::{Lease, Using};
+use crate::instances::{Lease, Placed, SeatLease, Using};
 use crate::options::Options;
 use crate::process::Handle;
-use crate::protocol::{Answer, Ask, Failure, InstanceId, PROTOCOL_VERSION, ProcessId, Reply, Verb};
+use crate::protocol::{
+    Answer, Ask, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+};
 use crate::sandbox::Launcher;
 use crate::sys;
 
@@ -50,8 +53,15 @@ pub const PROCESSES_PER_CONNECTION_MAX: usize = 4096;
 /// Uses of instances one connection may have at once: an edge thread has one for each site it serves.
 pub const INSTANCE_USES_PER_CONNECTION_MAX: usize = 16_384;
 
-/// Answers that may wait for a peer to read them: each verb, each process and each use has at most one.
-const ANSWERS_MAX: usize = IN_FLIGHT_MAX + PROCESSES_PER_CONNECTION_MAX + INSTANCE_USES_PER_CONNECTION_MAX;
+/// Seats of requests in instances one connection may have at once, asked for or taken.
+pub const SEATS_PER_CONNECTION_MAX: usize = 4096;
+
+/// Answers that may wait for a peer to read them: each verb, each process, each use and each seat has at most one, and a seat
+/// that is left another.
+const ANSWERS_MAX: usize = IN_FLIGHT_MAX
+    + PROCESSES_PER_CONNECTION_MAX
+    + INSTANCE_USES_PER_CONNECTION_MAX
+    + 2 * SEATS_PER_CONNECTION_MAX;
 
 /// Messages of the feed that may wait.
 const EVENTS_MAX: usize = 64;
@@ -127,7 +137,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
             () = sweep(&engine) => Ok(()),
-            () = engine.end_giving_way() => Ok(()),
+            () = engine.mind_the_way() => Ok(()),
             () = engine.instances.keep_time(&engine) => Ok(()),
             () = outlive(launcher) => Err(ServeError::NoLauncher),
             () = engine.instances.follow_authority(&engine) => Err(ServeError::NoWarden),
@@ -156,7 +166,7 @@ async fn begin(
                 engine = Some(start_engine(*options, known, launcher.clone())?);
             }
             (Event::Options(options), Some(engine)) => engine.set_options(*options),
-            (Event::Committed { done, kept }, Some(begun)) => {
+            (Event::Committed { done, kept, .. }, Some(begun)) => {
                 begun.instances.set_kept(kept.unwrap_or_default());
                 begun.records_changed();
                 let _ = done.send(());
@@ -231,11 +241,15 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
     while let Some(event) = incoming.recv().await {
         match event {
             Event::Options(options) => engine.set_options(*options),
-            Event::Committed { done, kept } => {
+            Event::Committed { done, kept, gone } => {
                 if let Some(kept) = kept {
                     engine.instances.set_kept(kept);
                 }
                 engine.records_changed();
+                if gone {
+                    // Also of those that were never awake here: their images came from another node, or are an earlier keeper's.
+                    engine.instances.collect(engine);
+                }
                 let _ = done.send(());
             }
             Event::Ask { question, answer } => {
@@ -287,6 +301,9 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: Answerer) {
 
 /// Removes cells nobody uses any more, from time to time.
 async fn sweep(engine: &Engine) {
+    sleep(SWEEP_INTERVAL).await;
+    // One that was killed just before this one began may not have been gone then. Should no worker be free, the next keeper does it.
+    let _ = engine.on_worker(|| Ok(cells::Cells::clean_up_after_others())).await;
     loop {
         sleep(SWEEP_INTERVAL).await;
         engine.cells().sweep();
@@ -349,7 +366,11 @@ struct Connection {
     leased: RefCell<HashMap<ProcessId, Handle>>,
     /// What keeps instances awake for this peer, one for each answer it got.
     uses: RefCell<HashMap<InstanceId, Vec<Lease>>>,
-    /// Those that wait for an instance, by their tags.
+    /// What moves processes of instances for requests of this peer, and back when it is dropped.
+    seats: RefCell<HashMap<SeatId, SeatLease>>,
+    /// How many are asked for.
+    seating: Cell<usize>,
+    /// Those that wait for an instance or a seat, by their tags.
     asking: RefCell<HashMap<u64, AbortHandle>>,
     in_flight: Cell<usize>,
     greeted: Cell<bool>,
@@ -366,6 +387,8 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
         answers,
         leased: RefCell::default(),
         uses: RefCell::default(),
+        seats: RefCell::default(),
+        seating: Cell::new(0),
         asking: RefCell::default(),
         in_flight: Cell::new(0),
         greeted: Cell::new(false),
@@ -385,6 +408,7 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
     connection.closed.set(true);
     // Each handle that is dropped ends its tree, each use its hold on an instance; nobody waits for answers any more.
     connection.leased.borrow_mut().clear();
+    drop(connection.seats.take());
     drop(connection.uses.take());
     connection.asking.take().into_values().for_each(|task| task.abort());
     engine.metrics.connections.add(-1);
@@ -458,12 +482,17 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
             connection.leased.borrow_mut().remove(&process);
         }
         Verb::LeaveInstance { instance } => connection.leave(instance),
+        Verb::Answered { instance } => connection.engine.instances.answered(&connection.engine, instance),
         Verb::Forget { tag } => {
             if let Some(task) = connection.asking.borrow_mut().remove(&tag) {
                 task.abort();
             }
         }
         Verb::UseInstance { site, epoch } => connection.use_instance(tag, site, epoch),
+        Verb::EnterInstance { instance, line, confinement } => {
+            connection.enter_instance(tag, instance, line, *confinement);
+        }
+        Verb::LeaveSeat { seat } => connection.leave_seat(tag, seat),
         _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
             refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
         }
@@ -537,9 +566,29 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         Verb::Hello { .. } => {
             Err(Fault::new(Failure::Invalid, fault::PROTOCOL, "a greeting of another version"))
         }
-        Verb::End { .. } | Verb::UseInstance { .. } | Verb::LeaveInstance { .. } | Verb::Forget { .. } => {
-            unreachable!("`take` has done these")
-        }
+        Verb::End { .. }
+        | Verb::UseInstance { .. }
+        | Verb::LeaveInstance { .. }
+        | Verb::Answered { .. }
+        | Verb::EnterInstance { .. }
+        | Verb::LeaveSeat { .. }
+        | Verb::Forget { .. } => unreachable!("`take` has done these"),
+    }
+}
+
+/// Counts a seat that is asked for until it is there or will not be.
+struct Seating(Rc<Connection>);
+
+impl Seating {
+    fn new(connection: &Rc<Connection>) -> Self {
+        connection.seating.set(connection.seating.get() + 1);
+        Self(Rc::clone(connection))
+    }
+}
+
+impl Drop for Seating {
+    fn drop(&mut self) {
+        self.0.seating.set(self.0.seating.get() - 1);
     }
 }
 
@@ -588,6 +637,59 @@ impl Connection {
         });
         // The task begins only after this.
         self.asking.borrow_mut().insert(tag, task.abort_handle());
+    }
+
+    /// Waits for a process that serves the request, beside what is in flight.
+    fn enter_instance(self: &Rc<Self>, tag: u64, instance: InstanceId, line: Line, asked: Confinement) {
+        let refuse = |failure, code, message: String| {
+            self.reply(tag, Fault::new(failure, code, message).into_reply(), Vec::new());
+        };
+        // Who does not use it cannot have a request in it.
+        if !self.uses.borrow().contains_key(&instance) {
+            return refuse(
+                Failure::NotFound,
+                fault::UNKNOWN,
+                format!("instance {} is not in use", instance.0),
+            );
+        }
+        if self.seats.borrow().len() + self.seating.get() >= SEATS_PER_CONNECTION_MAX {
+            let message =
+                format!("{SEATS_PER_CONNECTION_MAX} requests of one connection have seats in instances");
+            return refuse(Failure::Busy, fault::LIMIT, message);
+        }
+        let counted = Seating::new(self);
+        let connection = Rc::clone(self);
+        let task = spawn_local(async move {
+            let engine = &connection.engine;
+            let placed = engine.instances.enter(engine, instance, line, asked).await;
+            connection.asking.borrow_mut().remove(&tag);
+            drop(counted);
+            let reply = match placed {
+                Ok(Placed::Seated { lease, cell }) => {
+                    let seat = lease.id();
+                    connection.seats.borrow_mut().insert(seat, lease);
+                    Reply::Seated { seat, cell }
+                }
+                Ok(Placed::Unseated { cell, for_good }) => Reply::Unseated { cell, for_good },
+                Err(fault) => {
+                    tracing::debug!("{fault}");
+                    fault.into_reply()
+                }
+            };
+            connection.reply(tag, reply, Vec::new());
+        });
+        // The task begins only after this.
+        self.asking.borrow_mut().insert(tag, task.abort_handle());
+    }
+
+    fn leave_seat(self: &Rc<Self>, tag: u64, seat: SeatId) {
+        let unknown =
+            move || Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no seat {}", seat.0));
+        let Some(lease) = self.seats.borrow_mut().remove(&seat) else {
+            return self.reply(tag, unknown().into_reply(), Vec::new());
+        };
+        let left = lease.leave().map(|usage| Reply::Used { usage });
+        self.reply(tag, left.unwrap_or_else(|| unknown().into_reply()), Vec::new());
     }
 
     fn leave(&self, instance: InstanceId) {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use nagaya_cmdb::cell::{
-    CPU_SHARES_DEFAULT, CPU_SHARES_MIN, CellChange, CellName, Confinement, CpuQuota, Limits, Scope,
+    CPU_SHARES_DEFAULT, CPU_SHARES_MAX, CPU_SHARES_MIN, CellChange, CellName, Confinement, CpuQuota, Limits,
+    Scope,
 };
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 
@@ -23,6 +24,9 @@ pub const NAMED_MAX: usize = 10_000;
 /// less than this against another, and all of what nobody else wants.
 const GIVING_WAY_PART: u32 = 16;
 
+/// What goes first has so many times its shares, and its tenant with it: what else the tenant runs keeps its share against others.
+const PRECEDENCE: u32 = 8;
+
 #[derive(Debug, Default)]
 pub struct Desired {
     tenants: HashMap<TenantName, Holder>,
@@ -32,6 +36,8 @@ pub struct Desired {
     roots: Vec<Number>,
     /// Processes of a tenant whose record gives no number.
     processes_per_tenant: u32,
+    /// Sites that go first on the processor, whose they are, and until when.
+    preceding: HashMap<SiteName, (TenantName, Instant)>,
 }
 
 /// None: of the node.
@@ -73,12 +79,14 @@ impl Desired {
         match what {
             What::Tenant(name) => self.tenants.get(name).map_or(none, |holder| {
                 let processes = holder.limits.processes.or(Some(self.processes_per_tenant));
-                let cpu_shares = holder.cpu_shares();
+                let precedes = self.preceding.values().any(|(tenant, _)| tenant == name);
+                let cpu_shares = first(holder.cpu_shares(), precedes);
                 (Limits { processes, cpu_shares, ..holder.limits.clone() }, &holder.roots)
             }),
             What::Site(name) => self.sites.get(name).map_or(none, |holder| {
                 let cpu = holder.cpu.or(holder.limits.cpu);
-                (Limits { cpu, ..holder.limits.clone() }, &holder.roots)
+                let cpu_shares = first(holder.limits.cpu_shares, self.preceding.contains_key(name));
+                (Limits { cpu, cpu_shares, ..holder.limits.clone() }, &holder.roots)
             }),
             What::Named { name, tenant } => {
                 let cell = self.named.get(&(tenant.clone(), name.clone()));
@@ -184,6 +192,32 @@ impl Desired {
             }
         }
         (changed, next)
+    }
+
+    // === Going first ===
+
+    /// Until then this site goes first.
+    pub fn precede(&mut self, site: &SiteName, tenant: &TenantName, until: Instant) -> Changed {
+        self.preceding.insert(site.clone(), (tenant.clone(), until));
+        vec![What::Tenant(tenant.clone()), What::Site(site.clone())]
+    }
+
+    /// It does so no more.
+    pub fn end_preceding(&mut self, site: &SiteName) -> Changed {
+        match self.preceding.remove(site) {
+            // From the bottom up: it never weighs more in its tenant than both together do.
+            Some((tenant, _)) => vec![What::Site(site.clone()), What::Tenant(tenant)],
+            None => Changed::new(),
+        }
+    }
+
+    /// Ends it where its time has passed. With the time at which the next one's does.
+    pub fn end_overdue_precedence(&mut self, now: Instant) -> (Changed, Option<Instant>) {
+        let is_over =
+            |(site, (_, until)): (&SiteName, &(TenantName, Instant))| (*until <= now).then(|| site.clone());
+        let over: Vec<SiteName> = self.preceding.iter().filter_map(is_over).collect();
+        let changed = over.iter().flat_map(|site| self.end_preceding(site)).collect();
+        (changed, self.preceding.values().map(|(_, until)| *until).min())
     }
 
     /// How many do.
@@ -325,6 +359,13 @@ impl Holder {
         }
         self.limits = limits;
         is_changed
+    }
+}
+
+fn first(shares: Option<u32>, precedes: bool) -> Option<u32> {
+    match precedes {
+        true => Some((shares.unwrap_or(CPU_SHARES_DEFAULT) * PRECEDENCE).min(CPU_SHARES_MAX)),
+        false => shares,
     }
 }
 

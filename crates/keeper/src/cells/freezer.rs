@@ -138,13 +138,14 @@ impl Leaf {
             return Err(io::Error::new(io::ErrorKind::Unsupported, why));
         };
         fs::create_dir_all(&dir).map_err(|error| FileError::new(&dir, error))?;
+        self.may_be_in_freezer();
         Ok(dir)
     }
 
     /// What was killed while it was stopped on v1 dies only where nothing stops it. None of it runs a line more.
     pub(super) fn let_the_killed_go(&self) {
         let (Some(own), Some(dir)) = (&self.shared().freezer, self.shared().freezer_of(self)) else { return };
-        // Without the directory nothing was stopped; who is gone meanwhile needs no way out.
+        // Who is gone meanwhile needs no way out.
         for pid in ending::members(&dir).unwrap_or_default() {
             let _ = files::write(&own.join("cgroup.procs"), &pid.as_raw_nonzero().to_string());
         }

@@ -56,16 +56,27 @@ pub struct Found {
     pub freezer: Option<PathBuf>,
 }
 
+/// The tree of all keepers in each hierarchy, those that are not chosen too: another keeper may have chosen differently.
+fn trees(mounts: &[Mount], freezer: Option<&PathBuf>, groups: &str) -> Vec<PathBuf> {
+    let trees = mounts.iter().map(|mount| mount.own(groups).join(TREE));
+    freezer.cloned().into_iter().chain(trees).collect()
+}
+
+/// Ends and removes what keepers have left that have died since this one began, or were not gone yet then.
+pub fn clean() -> u64 {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    let (mountinfo, groups) = (read("/proc/self/mountinfo"), read("/proc/self/cgroup"));
+    let freezer = mounts::freezer(&mountinfo, &groups).map(|own| own.join(TREE));
+    ending::clean(&trees(&mounts(&mountinfo), freezer.as_ref(), &groups))
+}
+
 /// Finds and tries all hierarchies, after removing what dead keepers left in any of them.
 pub fn find(back_end: BackEnd) -> Found {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let (mountinfo, groups) = (read("/proc/self/mountinfo"), read("/proc/self/cgroup"));
     let mounts = mounts(&mountinfo);
     let freezer = mounts::freezer(&mountinfo, &groups).map(|own| own.join(TREE));
-    // Those that are not chosen too: the dead keeper may have chosen differently.
-    let trees = mounts.iter().map(|mount| mount.own(&groups).join(TREE));
-    let trees: Vec<PathBuf> = freezer.iter().cloned().chain(trees).collect();
-    let orphans = ending::clean(&trees);
+    let orphans = ending::clean(&trees(&mounts, freezer.as_ref(), &groups));
     let name = match ending::own_name() {
         Ok(name) => name,
         Err(error) => return Found::nothing(&format!("/proc says nothing about this process: {error}")),

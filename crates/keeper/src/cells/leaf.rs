@@ -65,6 +65,8 @@ struct State {
     last: Usage,
     /// What stops it in time, if it is placed here by a cluster.
     guard: Option<Guard>,
+    /// What lives in it may be stopped by the freezer of v1.
+    in_freezer: bool,
 }
 
 /// A leaf's directories and what is open of them, without a request.
@@ -253,6 +255,7 @@ impl Leaf {
             said_began: Counters::default(),
             last: Usage::default(),
             guard: None,
+            in_freezer: false,
         };
         Ok(Self { shared, branch, name, state: Mutex::new(state) })
     }
@@ -339,6 +342,10 @@ impl Leaf {
         self.state.lock().tasks.push(Arc::new(tasks));
     }
 
+    pub(super) fn may_be_in_freezer(&self) {
+        self.state.lock().in_freezer = true;
+    }
+
     /// Keeps it guarded until nothing lives in it.
     pub fn keep_guarded(&self, guard: Guard) {
         self.state.lock().guard = Some(guard);
@@ -347,25 +354,38 @@ impl Leaf {
     /// Moves a running process of one thread here from the leaf it is in. Only hierarchies in which the two differ.
     /// After an error it may be in some directories of both: it can only be ended.
     pub fn adopt(&self, pid: Pid, from: &Self) -> Result<(), CellError> {
+        let text = pid.as_raw_nonzero().to_string();
+        let enter = |to: &Dir| {
+            let tasks = to.tasks()?;
+            files::write_to(&tasks, &text).map_err(|error| FileError::new(&to.path, error))
+        };
+        self.not_in(from).iter().try_for_each(|to| enter(to)).map_err(|error| self.unmoved(&text, &error))
+    }
+
+    /// The same with all its threads. After an error some of it may be in directories of both; `adopt_whole` the other way puts
+    /// it back.
+    pub fn adopt_whole(&self, pid: Pid, from: &Self) -> Result<(), CellError> {
+        let text = pid.as_raw_nonzero().to_string();
+        let enter = |to: &Dir| files::write(&to.file("cgroup.procs"), &text);
+        self.not_in(from).iter().try_for_each(|to| enter(to)).map_err(|error| self.unmoved(&text, &error))
+    }
+
+    fn unmoved(&self, process: &str, error: &FileError) -> CellError {
+        let message = format!("process {process} cannot be moved to cell {}: {error}", self.name);
+        CellError { code: codes::MOVE, message }
+    }
+
+    /// The directories that who comes from another leaf has to enter, to be in this one. None, if one of both was given back.
+    fn not_in(&self, from: &Self) -> Vec<Arc<Dir>> {
         let before = from.state.lock().joined.clone();
         let now = self.state.lock().joined.clone();
-        let text = pid.as_raw_nonzero().to_string();
-        for (index, (now, before)) in now.iter().zip(&before).enumerate() {
-            let to = match (now, before) {
-                (Some(now), Some(before)) if Arc::ptr_eq(now, before) => continue,
-                (None, None) => continue,
-                (Some(now), _) => now,
-                (None, Some(_)) => &self.shared.trees[index],
-            };
-            let moved = to.tasks().and_then(|tasks| {
-                files::write_to(&tasks, &text).map_err(|error| FileError::new(&to.path, error))
-            });
-            moved.map_err(|error| CellError {
-                code: codes::MOVE,
-                message: format!("process {text} cannot be moved to cell {}: {error}", self.name),
-            })?;
-        }
-        Ok(())
+        let differing = now.into_iter().zip(before).enumerate().filter_map(|(index, moved)| match moved {
+            (Some(now), Some(before)) if Arc::ptr_eq(&now, &before) => None,
+            (Some(now), _) => Some(now),
+            (None, Some(_)) => Some(Arc::clone(&self.shared.trees[index])),
+            (None, None) => None,
+        });
+        differing.collect()
     }
 
     /// What lives in it.
@@ -398,7 +418,7 @@ impl Leaf {
                     dir.changed("pids.max", "0");
                     ending::end_listed(&dir.path)?;
                 }
-                if state.guard.is_some() {
+                if state.in_freezer {
                     self.let_the_killed_go();
                 }
                 Ok(())

@@ -65,7 +65,7 @@ impl Instances {
     }
 
     /// Removes images of sites that are gone or of another release now, and those beyond the limits.
-    pub(super) fn collect(&self, engine: &Rc<Engine>) {
+    pub fn collect(&self, engine: &Rc<Engine>) {
         let Some(images) = self.images.borrow().clone() else { return };
         let table = Arc::clone(engine.table());
         let engine = Rc::clone(engine);

@@ -79,6 +79,15 @@ impl Door {
         }
     }
 
+    /// Where it listens in its sandbox: the port, or none if that is a socket. None: it has no sandbox.
+    pub fn port(&self) -> Option<Option<u16>> {
+        match self {
+            Self::Plain { .. } => None,
+            Self::Sandboxed { address: sandbox::Address::Port(port), .. } => Some(Some(*port)),
+            Self::Sandboxed { .. } => Some(None),
+        }
+    }
+
     /// The port that must be its owner's alone, because others share the network.
     pub fn shared_port(&self) -> Option<(u16, Option<u32>)> {
         match self {

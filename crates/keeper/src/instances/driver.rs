@@ -108,6 +108,9 @@ impl Instances {
             Effect::Unqueue => self.wakes.borrow_mut().leave(key),
             Effect::Release(woke) => {
                 self.wakes.borrow_mut().release(key, now, woke);
+                if !woke {
+                    self.go_as_others(engine, instance, now);
+                }
             }
             Effect::Boot(op, run) => self.begin(engine, instance, (op, run), How::Boot, now),
             Effect::Restore(op, run) => {
@@ -126,6 +129,7 @@ impl Instances {
             Effect::Rouse(op, from) => {
                 tracing::debug!(site = %instance.site().name, %from, "it is needed again");
                 instance.mark(Stage::Thaw, now);
+                self.go_first(engine, instance, now);
                 self.go(engine, instance, op, None);
             }
             Effect::End(op) => {
@@ -164,6 +168,7 @@ impl Instances {
         let (end_wanted, wanted) = watch::channel(None);
         instance.end_wanted.replace(end_wanted);
         instance.mark(Stage::Sandbox, now);
+        self.go_first(engine, instance, now);
         spawn_local(live(Rc::clone(engine), Rc::clone(instance), (op, run), how, wanted));
     }
 
@@ -174,6 +179,7 @@ impl Instances {
         };
         let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
         spawn_local(async move {
+            body.seats.vacate(&engine, &body).await;
             let taken = start::take_image(&engine, &instance, images, &body).await;
             let site = instance.site();
             let event = match &taken {
@@ -243,6 +249,10 @@ impl Instances {
         resting.begin(op.0);
         let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
         spawn_local(async move {
+            if down_to.is_some() {
+                // What rests is all that is in its cell.
+                body.seats.vacate(&engine, &body).await;
+            }
             let job = move || {
                 Ok(match down_to {
                     Some(to) => resting.down(op.0, to),

@@ -26,6 +26,8 @@ struct Looked {
     limit: Option<CpuQuota>,
     is_limit_changed: bool,
     leaf: Arc<Leaf>,
+    /// CPU time used outside of its cell, in those of its requests.
+    seats_cpu_us: u64,
 }
 
 impl Instances {
@@ -37,7 +39,8 @@ impl Instances {
             .borrow()
             .values()
             .filter_map(|instance| {
-                let leaf = instance.leaf()?;
+                let body = instance.body.borrow().clone()?;
+                let (leaf, seats_cpu_us) = (Arc::clone(body.leaf()), body.seats.cpu_us());
                 let (life, site) = (instance.life.borrow(), instance.site().name.clone());
                 let (limit, is_limit_changed) = cells.cpu_limit(&site);
                 let tier = life.tier();
@@ -45,7 +48,7 @@ impl Instances {
                     return None;
                 }
                 let run = instance.id(life.run()).0;
-                Some(Looked { site, run, tier, limit, is_limit_changed, leaf })
+                Some(Looked { site, run, tier, limit, is_limit_changed, leaf, seats_cpu_us })
             })
             .take(TOLD_MAX)
             .collect();
@@ -57,8 +60,9 @@ impl Instances {
 
 impl Looked {
     fn read(self, cells: &Cells) -> Option<Used> {
-        let Self { site, run, tier, limit, is_limit_changed, leaf } = self;
+        let Self { site, run, tier, limit, is_limit_changed, leaf, seats_cpu_us } = self;
         let (cpu_us, throttled_us) = leaf.cpu_us()?;
+        let cpu_us = cpu_us.saturating_add(seats_cpu_us);
         // Before Linux 6.6 a cell does not count for what the quota of the one above was used up.
         let throttled_us =
             if limit.is_some() { throttled_us.max(cells.throttled_us(&site)) } else { throttled_us };

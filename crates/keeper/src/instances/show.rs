@@ -92,8 +92,10 @@ impl Instances {
         let due = life.deadline().map(|due| due.saturating_duration_since(now).as_secs_f64());
         row["next_look_seconds"] = json!(due);
         row["processes"] = json!(used.map(|used| used.processes));
-        let leaf = instance.leaf();
-        let pids = leaf.as_ref().and_then(|leaf| leaf.pids().ok()).unwrap_or_default();
+        let (leaf, body) = (instance.leaf(), instance.body.borrow().clone());
+        // Those that serve a request in a cell of its own, too.
+        let leaves = body.map(|body| body.seats.leaves(&body)).unwrap_or_default();
+        let pids: Vec<_> = leaves.iter().flat_map(|leaf| leaf.pids().unwrap_or_default()).collect();
         let pids = pids.iter().take(PIDS_MAX).map(|pid| pid.as_raw_nonzero().get());
         row["pids"] = pids.collect();
         row["cell"] = json!(leaf.map(|leaf| leaf.name().to_owned()));

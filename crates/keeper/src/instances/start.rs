@@ -25,6 +25,7 @@ use super::get::Asked;
 use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
+use super::seats::Seats;
 use super::{Instance, PER_TENANT_MAX, START_MAX, address, surroundings};
 use crate::bases::{Sought, Unpacked};
 use crate::cells::{Home, Kills, Leaf};
@@ -64,6 +65,8 @@ pub struct Body {
     leaf: Arc<Leaf>,
     door: Door,
     pub resting: Arc<Resting>,
+    /// Its processes that are in cells of requests.
+    pub seats: Seats,
     /// It was brought back from this one.
     pub image: Option<Image>,
     /// For an image to be taken of it, until that is done or not wanted.
@@ -142,6 +145,11 @@ impl Body {
     /// No image is taken of it any more: what was kept for that is let go.
     pub fn needs_no_image(&self) {
         self.inside.take();
+    }
+
+    /// Where it listens in its sandbox: the port, or none if that is a socket. None: it has no sandbox.
+    pub fn port(&self) -> Option<Option<u16>> {
+        self.door.port()
     }
 
     /// What its processes are in; None: they see the whole node.
@@ -287,7 +295,8 @@ async fn spawn(
     let base = inside.as_ref().and_then(|inside| inside.housing.unpacked.clone());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
     let kills = leaf.kills();
-    Ok(Body { handle, leaf, door, resting, image, inside, kills, outlets, _base: base, _dir: dir })
+    let seats = Seats::default();
+    Ok(Body { handle, leaf, door, resting, seats, image, inside, kills, outlets, _base: base, _dir: dir })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.

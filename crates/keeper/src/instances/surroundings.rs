@@ -159,7 +159,11 @@ pub fn spec(
     let is_own = tenant.home.is_some() && directory.starts_with(home);
     let bind =
         |source: PathBuf, target: PathBuf, writable| Bind { source, target, writable, as_tenant: true };
-    let mut binds = vec![bind(directory.clone(), directory, app.writable.is_empty() && is_own)];
+    let mut binds = Vec::new();
+    // The root of all, where an OCI image works by default, is the base's and there already.
+    if directory != Path::new("/") {
+        binds.push(bind(directory.clone(), directory, app.writable.is_empty() && is_own));
+    }
     for path in &app.writable {
         let path = home.join(path);
         binds.push(bind(path.clone(), path, true));
@@ -270,6 +274,8 @@ mod tests {
         assert_eq!(said, [same("/home/t/app", false), same("/home/t/app/media", true), same("/srv/x", true)]);
         let of_base = binds(r#"{"kind":"app","command":["x"],"directory":"/usr/share/redmine"}"#);
         assert_eq!(of_base, [same("/usr/share/redmine", false)]);
+        let of_root = binds(r#"{"kind":"app","command":["x"],"directory":"/"}"#);
+        assert_eq!(of_root, [], "the base is there, and cannot be bound over itself");
     }
 
     #[test]

@@ -19,6 +19,7 @@ use super::{END_TIMEOUT, Kind, Process, Processes, wait_empty, wait_removed};
 use crate::cells::{self, Home, Leaf};
 use crate::confinement;
 use crate::fault::{self, Fault};
+use crate::metrics::Metrics;
 use crate::protocol::Failure;
 
 /// Shortest time between two looks at what a request has used. A look costs some microseconds.
@@ -69,7 +70,7 @@ impl Request {
         Self { home, asked, holds }
     }
 
-    pub(super) fn confinement(&self) -> &Confinement {
+    pub fn confinement(&self) -> &Confinement {
         &self.holds
     }
 
@@ -160,17 +161,7 @@ impl Processes {
         stay.demoted.set(0);
         stay.serves.set(true);
         let request = stay.request.borrow();
-        if request.holds.demotions.is_empty() {
-            return;
-        }
-        let demotions = Demotions {
-            processes: Rc::clone(self),
-            leaf: stay.leaf(),
-            limits: request.holds.limits.clone(),
-            steps: request.holds.demotions.clone(),
-            done: Rc::clone(&stay.demoted),
-        };
-        stay.watch.replace(Some(spawn_local(demotions.watch()).abort_handle()));
+        stay.watch.replace(slow_down(&self.metrics, stay.leaf(), &request.holds, &stay.demoted));
     }
 
     /// Acts on changed records: running requests get what their site's record says now.
@@ -277,9 +268,28 @@ impl Processes {
     }
 }
 
+/// Slows the request in this leaf down, step by step, as long as the task runs that this returns. `done` is how many steps it
+/// has gone. None: there are none.
+pub fn slow_down(
+    metrics: &Metrics,
+    leaf: Arc<Leaf>,
+    holds: &Confinement,
+    done: &Rc<Cell<u8>>,
+) -> Option<AbortHandle> {
+    let Confinement { limits, demotions, .. } = holds;
+    let demotions = Demotions {
+        metrics: metrics.clone(),
+        leaf,
+        limits: limits.clone(),
+        steps: demotions.clone(),
+        done: Rc::clone(done),
+    };
+    (!demotions.steps.is_empty()).then(|| spawn_local(demotions.watch()).abort_handle())
+}
+
 /// The steps in which one request is slowed down.
 struct Demotions {
-    processes: Rc<Processes>,
+    metrics: Metrics,
     leaf: Arc<Leaf>,
     limits: Limits,
     steps: Vec<Demotion>,
@@ -295,7 +305,7 @@ impl Demotions {
             limits = limits.overlaid(&step.limits);
             self.leaf.set(&limits);
             self.done.set(self.done.get() + 1);
-            self.processes.metrics.demotions.inc();
+            self.metrics.demotions.inc();
         }
     }
 

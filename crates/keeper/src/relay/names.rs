@@ -13,14 +13,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::Semaphore;
 use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::Counts;
-use super::pass::Way;
-use super::place::{hurry, reset};
+use super::tcp::Target;
 
 /// Whom the node asks (resolv.conf(5)).
 const RESOLVERS: &str = "/etc/resolv.conf";
@@ -34,14 +33,20 @@ const PORT: u16 = 53;
 /// Questions of one instance that wait for their answers. More are not taken before one of these is done.
 const QUESTIONS_MAX: usize = 64;
 
+/// The same of all instances, for each has a descriptor and a buffer of the keeper's. More are not asked.
+pub const NODE_QUESTIONS_MAX: usize = 1024;
+
+/// Pause after a question was not received: what that was for may last.
+const RECEIVE_PAUSE: Duration = Duration::from_millis(100);
+
 /// How long one of the node's resolvers may take.
 const ANSWER_MAX: Duration = Duration::from_secs(3);
 
 /// The longest datagram.
 const DATAGRAM_MAX: usize = 65_535;
 
-/// Answers short questions as long as it is polled.
-pub async fn answer(questions: OwnedFd, counts: Arc<Counts>) {
+/// Answers short questions as long as it is polled. `of_all` has `NODE_QUESTIONS_MAX` permits.
+pub async fn answer(questions: OwnedFd, counts: Arc<Counts>, of_all: Arc<Semaphore>) {
     let socket = match UdpSocket::from_std(questions.into()) {
         Ok(socket) => Rc::new(socket),
         Err(error) => {
@@ -56,15 +61,25 @@ pub async fn answer(questions: OwnedFd, counts: Arc<Counts>) {
     loop {
         let permit = Arc::clone(&permits).acquire_owned().await;
         while asked.try_join_next().is_some() {}
-        // What cannot be received is asked again.
-        let Ok((len, from)) = socket.recv_from(&mut buffer).await else { continue };
+        let (len, from) = match socket.recv_from(&mut buffer).await {
+            Ok(received) => received,
+            Err(error) => {
+                counts.failed(format!("names: {error}"));
+                sleep(RECEIVE_PAUSE).await;
+                continue;
+            }
+        };
+        let Ok(permit_of_all) = Arc::clone(&of_all).try_acquire_owned() else {
+            counts.failed("names: as many questions as the node may have wait for answers".into());
+            continue;
+        };
         let (question, socket, counts) = (buffer[..len].to_vec(), Rc::clone(&socket), Arc::clone(&counts));
         asked.spawn_local(async move {
             match ask(&question).await {
                 Ok(answer) => drop(socket.send_to(&answer, from).await),
                 Err(error) => counts.failed(format!("names: {error}")),
             }
-            drop(permit);
+            drop((permit, permit_of_all));
         });
     }
 }
@@ -121,30 +136,9 @@ impl fmt::Display for LongQuestions {
     }
 }
 
-impl Way for LongQuestions {
-    type Listener = TcpListener;
-    type Stream = TcpStream;
-
-    const GOES_WITH_IMAGES: bool = true;
-
-    fn listener(socket: OwnedFd) -> io::Result<TcpListener> {
-        TcpListener::from_std(socket.into())
-    }
-
-    async fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
-        Ok(listener.accept().await?.0)
-    }
-
-    async fn dial(&self, _: &TcpStream) -> io::Result<TcpStream> {
+impl Target for LongQuestions {
+    async fn connect(&self, _: &TcpStream) -> io::Result<TcpStream> {
         TcpStream::connect(&resolvers().await[..]).await
-    }
-
-    fn set_up(inside: &TcpStream, outside: &TcpStream) {
-        hurry(inside, outside);
-    }
-
-    fn reset(inside: &TcpStream) {
-        reset(inside);
     }
 }
 
@@ -160,5 +154,27 @@ mod tests {
         assert_eq!(read(text), expected);
         assert_eq!(read(""), ["127.0.0.1:53".parse().unwrap()]);
         assert_eq!(read(&"nameserver 192.0.2.1\n".repeat(9)).len(), RESOLVERS_MAX);
+    }
+
+    #[tokio::test]
+    async fn what_is_more_than_the_node_may_ask_is_not_asked() {
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let application = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        application.send_to(b"a question", socket.local_addr().unwrap()).await.unwrap();
+        let counts = Arc::new(Counts::default());
+        let answering = answer(socket.into(), Arc::clone(&counts), Arc::new(Semaphore::new(0)));
+        let is_said =
+            || counts.last_failure.lock().as_ref().is_some_and(|why| why.contains("the node may have"));
+        let said = async {
+            while !is_said() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = answering => {}
+            () = said => {}
+        }
+        assert_eq!(counts.failed.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 }

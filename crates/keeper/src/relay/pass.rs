@@ -1,6 +1,6 @@
 //! The relay's thread: taking connections inside, making those outside, and passing on what comes.
 //!
-//! Not here: the keeper's end of it (`super`), what kinds of ways out there are (`place`, `socket`, `outside`).
+//! Not here: the keeper's end of it (`super`), what kinds of ways out there are (`tcp`, `socket`).
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -13,12 +13,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
-use super::names::{self, LongQuestions};
+use super::names::{self, LongQuestions, NODE_QUESTIONS_MAX};
 use super::outside::Outside;
+use super::tcp::Tcp;
 use super::watched::{Conversation, Questions, Side, Watched};
 use super::{Busy, CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX, Wanted, Ways};
 use crate::metrics::Metrics;
@@ -53,16 +54,18 @@ pub trait Way: Display + 'static {
 /// Takes up instances until the keeper ends.
 pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
     let open = Rc::new(Cell::new(0));
+    let questions_of_all = Arc::new(Semaphore::new(NODE_QUESTIONS_MAX));
     while let Some(Order { ways, counts, tally, wanted, busy }) = incoming.recv().await {
         let Ways { places, sockets, outside } = ways;
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
-        places.into_iter().for_each(|(listener, place)| begin(listener, place, &instance, &busy));
+        places.into_iter().for_each(|(listener, place)| begin(listener, Tcp(place), &instance, &busy));
         sockets.into_iter().for_each(|(listener, socket)| begin(listener, socket, &instance, &busy));
         if let Some(Capture { listener, questions, long_questions, hold }) = outside {
-            begin(listener, Outside::new(hold), &instance, &busy);
-            begin(long_questions, LongQuestions, &instance, &busy);
-            let answer = names::answer(questions, Arc::clone(&instance.counts));
+            begin(listener, Tcp(Outside::new(hold)), &instance, &busy);
+            begin(long_questions, Tcp(LongQuestions), &instance, &busy);
+            let answer =
+                names::answer(questions, Arc::clone(&instance.counts), Arc::clone(&questions_of_all));
             spawn_local(instance.clone().until_gone(answer));
         }
     }

@@ -1,17 +1,16 @@
-//! A place on a network as a way out: TCP at both ends, and names that are looked up at each connection.
+//! A place on a network that a record names: an address, or a name that is looked up at each connection.
 //!
-//! Not here: which address it has inside (`plan`), passing on (`pass`).
+//! Not here: which address it has inside (`plan`), what is common to connections there (`tcp`), passing on (`pass`).
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use nagaya_cmdb::record::{Endpoint, EndpointHost};
-use tokio::net::{TcpListener, TcpStream, lookup_host};
+use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 
-use super::pass::Way;
+use super::tcp::Target;
 
 /// How long one of several addresses may take.
 const ADDRESS_MAX: Duration = Duration::from_secs(3);
@@ -19,55 +18,13 @@ const ADDRESS_MAX: Duration = Duration::from_secs(3);
 /// Addresses of one name that are tried.
 const ADDRESSES_MAX: usize = 8;
 
-/// How long nothing may come before it is asked whether the other end is still there.
-const KEEPALIVE: Duration = Duration::from_secs(60);
-
-impl Way for Endpoint {
-    type Listener = TcpListener;
-    type Stream = TcpStream;
-
-    /// It ends at the keeper's socket in the same network: CRIU closes it in the image alone.
-    const GOES_WITH_IMAGES: bool = true;
-
-    fn listener(socket: OwnedFd) -> io::Result<TcpListener> {
-        TcpListener::from_std(socket.into())
+impl Target for Endpoint {
+    async fn connect(&self, _: &TcpStream) -> io::Result<TcpStream> {
+        match &self.host {
+            EndpointHost::Address(address) => TcpStream::connect((*address, self.port)).await,
+            EndpointHost::Name(name) => dial_name(name, self.port).await,
+        }
     }
-
-    async fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
-        Ok(listener.accept().await?.0)
-    }
-
-    async fn dial(&self, _: &TcpStream) -> io::Result<TcpStream> {
-        let stream = match &self.host {
-            EndpointHost::Address(address) => TcpStream::connect((*address, self.port)).await?,
-            EndpointHost::Name(name) => dial_name(name, self.port).await?,
-        };
-        keep_alive(&stream)?;
-        Ok(stream)
-    }
-
-    fn set_up(inside: &TcpStream, outside: &TcpStream) {
-        hurry(inside, outside);
-    }
-
-    fn reset(inside: &TcpStream) {
-        reset(inside);
-    }
-}
-
-pub fn keep_alive(stream: &TcpStream) -> io::Result<()> {
-    rustix::net::sockopt::set_socket_keepalive(stream, true)?;
-    Ok(rustix::net::sockopt::set_tcp_keepidle(stream, KEEPALIVE)?)
-}
-
-/// Small messages, such as queries, are not held back for more to come.
-pub fn hurry(inside: &TcpStream, outside: &TcpStream) {
-    let _ = (inside.set_nodelay(true), outside.set_nodelay(true));
-}
-
-pub fn reset(inside: &TcpStream) {
-    // What cannot be set closes as usual.
-    let _ = inside.set_zero_linger();
 }
 
 async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {

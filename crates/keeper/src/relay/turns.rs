@@ -3,7 +3,7 @@
 //! Databases are known by what they say: MySQL and MariaDB greet first, PostgreSQL is asked for a version that is its own.
 //! Of MySQL only commands count, as far as they can be read: not its log-in, nor what it does not answer. Where a
 //! conversation is encrypted or compressed, and with PostgreSQL, each thing said counts that is answered. Not here: adding
-//! up (`pass`), what is said in any other conversation, which is nobody's business.
+//! up (`watched`), what is said in any other conversation, which is nobody's business.
 
 /// Bytes of the head of a packet of MySQL: three of its length, one of its number; and the first of what it says.
 const MYSQL_HEAD: usize = 4;

@@ -13,8 +13,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::kernel;
-use super::network::BACKLOG;
 use super::outlet;
+use crate::netlink;
 
 /// Where the sandbox asks for names.
 pub const RESOLVER: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(127, 77, 1, 53), 53);
@@ -36,19 +36,19 @@ pub struct Capture {
 
 /// In the network this thread is in.
 pub fn capture() -> io::Result<Capture> {
-    outlet::add_all_addresses(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
-    let v6 = listen(SocketAddr::from((Ipv6Addr::UNSPECIFIED, PORT)));
+    netlink::add_all_addresses(IpAddr::V4(Ipv4Addr::LOCALHOST))?;
+    let v6 = outlet::listen(SocketAddr::from((Ipv6Addr::UNSPECIFIED, PORT)));
     let listener = match v6 {
         // It takes those of IPv4, too.
         Ok(listener) => {
             // Where IPv6 is turned off there is nothing to take.
-            if let Err(error) = outlet::add_all_addresses(IpAddr::V6(Ipv6Addr::LOCALHOST)) {
+            if let Err(error) = netlink::add_all_addresses(IpAddr::V6(Ipv6Addr::LOCALHOST)) {
                 tracing::debug!(%error, "a sandbox has no IPv6 outside");
             }
             listener
         }
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::AFNOSUPPORT.raw_os_error()) => {
-            listen(SocketAddr::from((Ipv4Addr::UNSPECIFIED, PORT)))?
+            outlet::listen(SocketAddr::from((Ipv4Addr::UNSPECIFIED, PORT)))?
         }
         Err(error) => return Err(error),
     };
@@ -60,18 +60,6 @@ pub fn capture() -> io::Result<Capture> {
         io::Error::new(error.kind(), format!("taking its connections by a program of the kernel's: {error}"))
     })?;
     Ok(Capture { listener, questions, long_questions, hold })
-}
-
-fn listen(address: SocketAddr) -> io::Result<OwnedFd> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    if address.is_ipv6() {
-        rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
-    }
-    rustix::net::bind(&socket, &address)?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket)
 }
 
 fn give_all_to(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {

@@ -93,7 +93,8 @@ impl Alone {
 /// From here on this process runs before all that have no real-time priority, the moment it can. Its memory stays in
 /// memory, so that it never waits for a disk.
 pub fn run_first() -> io::Result<()> {
-    let param = libc::sched_param { sched_priority: 1 };
+    // 1 is the edge's thread that answers other nodes: what it is sent must not keep applications from being frozen.
+    let param = libc::sched_param { sched_priority: 2 };
     // SAFETY: `param` outlives the call.
     check(i64::from(unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) }))?;
     // SAFETY: takes a number.

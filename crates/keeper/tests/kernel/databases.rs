@@ -14,7 +14,9 @@ use nagaya_cmdb::instance::{Act, Stage, Tier};
 use nagaya_keeper::client::Keeper;
 use serde_json::{Value, json};
 
-use crate::rest::{NEVER, get, pids, show, until_idle};
+use crate::outbound::{is_refused, record, told};
+use crate::python::application;
+use crate::rest::{get, pids, show, until_idle};
 use crate::wake::until_images;
 use crate::world::{ALICE, World, set_mode, site_name, until_so, wait_dead};
 use crate::{Fact, FoundFact, image};
@@ -70,7 +72,7 @@ while True:
 
 /// An application that asks its database as it is told to, and says what came of it.
 const PROGRAM: &str = r#"
-import os, socket, socketserver, subprocess
+import os, socket, subprocess
 from urllib.parse import unquote
 held = []
 def act(words):
@@ -89,17 +91,6 @@ def act(words):
         held[0].stdin.write(unquote(words[1]).encode() + b'\n')
         held[0].stdin.flush()
         return held[0].stdout.readline().decode().strip()
-class Handler(socketserver.StreamRequestHandler):
-    def handle(self):
-        line = self.rfile.readline().decode()
-        if not line: return
-        while self.rfile.readline().strip(): pass
-        try: said = act(line.split(' ')[1].strip('/').split('/'))
-        except OSError as error: said = type(error).__name__
-        self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n' + said.encode())
-class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
-Server(os.environ['NAGAYA_SOCKET'], Handler).serve_forever()
 "#;
 
 /// Keeps a connection with the driver that most PHP programs have, and makes another where that one is gone. Says how
@@ -162,28 +153,15 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 /// A site whose application has this socket of the node for its database, at another path.
 fn world(socket: &Path, more: Value) -> World {
     let mut world = World::new();
-    world.script("program.py", PROGRAM);
+    world.script("program.py", &application(PROGRAM));
     world.script("ask.php", ASK_PHP);
-    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
-        "idle": {"quiet": "never", "frozen": "never", "reclaimed": "never", "image": "never", "cold": "never"},
-        "databases": [{"socket": socket, "inside": "/run/db/db.sock"}], "env": {"DB": "/run/db/db.sock"}});
-    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    world.site("app", "alice", record);
+    let fields = json!({"databases": [{"socket": socket, "inside": "/run/db/db.sock"}], "env": {"DB": "/run/db/db.sock"}});
+    world.site("app", "alice", record(fields, more));
     world.start()
-}
-
-async fn told(keeper: &Keeper, what: &str) -> String {
-    let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
-    get(&used, what).await
 }
 
 fn last_failure(world: &World) -> String {
     show(world, "app")["outbound"]["last_failure"].as_str().unwrap_or_default().to_owned()
-}
-
-/// What an application is told whose connection was not made.
-fn is_closed(said: &str) -> bool {
-    ["closed", "ConnectionResetError", "BrokenPipeError"].contains(&said)
 }
 
 fn who_connects() {
@@ -211,7 +189,7 @@ fn begins_anew() {
         assert!(told(&keeper, "/ask").await.starts_with("first "));
         drop(first);
         fs::remove_file(&path).unwrap();
-        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(is_refused(&told(&keeper, "/ask").await));
         assert!(last_failure(&world).contains("No such file"), "{}", last_failure(&world));
         let _second = asking(&path, "second");
         assert!(told(&keeper, "/ask").await.starts_with("second "));
@@ -225,11 +203,11 @@ fn not_for_the_tenant() {
     set_mode(&path, 0o700);
     let world = world(&path, json!({}));
     world.run(async |keeper| {
-        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(is_refused(&told(&keeper, "/ask").await));
         assert!(last_failure(&world).contains("Permission denied"), "{}", last_failure(&world));
         set_mode(&path, 0o777);
         set_mode(dir.path(), 0o700);
-        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(is_refused(&told(&keeper, "/ask").await));
         set_mode(dir.path(), 0o755);
         assert!(told(&keeper, "/ask").await.starts_with("db "));
     });
@@ -249,7 +227,7 @@ fn no_link_of_its_own() {
         let link = "ln -s ".to_owned() + &other.display().to_string() + " link.sock; readlink link.sock";
         let linked = told(&keeper, &format!("/run/{}", encoded(&link))).await;
         assert_eq!(linked.trim(), other.display().to_string());
-        assert!(is_closed(&told(&keeper, "/ask").await));
+        assert!(is_refused(&told(&keeper, "/ask").await));
         assert!(last_failure(&world).contains("a link that is not root's"), "{}", last_failure(&world));
     });
 }
@@ -401,10 +379,9 @@ fn imaged_with_a_connection() -> Result<(), String> {
     }
     let dir = place();
     let (_server, socket) = mariadb(dir.path())?;
-    let idle = NEVER();
     // It connects before its image is taken, as many do at their start.
     let hold = format!("/php/{}", encoded("SELECT CURRENT_USER()"));
-    let world = world(&socket, json!({"warm_up": [hold], "idle": idle}));
+    let world = world(&socket, json!({"warm_up": [hold]}));
     world.run(async |keeper| {
         until_images(&world).await;
         // Who was there before its image is told that its connection is gone, and makes another.

@@ -22,9 +22,11 @@ mod php;
 mod placed;
 mod places;
 mod programs;
+mod python;
 mod rest;
 mod sandbox;
 mod scene;
+mod seats;
 mod swap;
 mod transfer;
 mod wake;
@@ -102,12 +104,17 @@ fn main() {
     let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).map(of_found));
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
-    let facts =
-        [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, faults::CELLS, placed::CELLS].concat();
+    let facts = on_controllers();
     let on_cells = back_ends.iter().flat_map(|back_end| facts.iter().map(|fact| of_cells(fact, *back_end)));
     let only_cells = std::env::var_os("NAGAYA_ONLY_CELLS").is_some();
     let trials = if only_cells { on_cells.collect() } else { trials.chain(on_cells).collect() };
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// All that need controllers of cgroups.
+fn on_controllers() -> Vec<CellFact> {
+    [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, seats::CELLS, faults::CELLS, placed::CELLS]
+        .concat()
 }
 
 fn of_cells((needs, name, fact): &CellFact, back_end: BackEnd) -> Trial {

@@ -10,8 +10,9 @@ use nagaya_cmdb::instance::{Act, Stage, Tier};
 use serde_json::{Value, json};
 
 use crate::Fact;
-use crate::outbound::{PROGRAM, told, until_service};
-use crate::rest::{NEVER, get, pids, show, until_idle};
+use crate::outbound::{is_refused, record, told, until_service};
+use crate::python::{SERVICE, reaching};
+use crate::rest::{get, pids, show, until_idle};
 use crate::wake::until_images;
 use crate::world::{World, site_name, wait_dead};
 
@@ -29,49 +30,18 @@ pub const CRIU: &[Fact] = &[(
     comes_back,
 )];
 
-/// What is outside: answers each line with where the connection came to; each question for a name with one address.
-const SERVICE: &str = r#"
-import ctypes, socket, socketserver, struct, sys, threading
-ctypes.CDLL(None).prctl(1, 9)  # Ends with the keeper.
-log = open(sys.argv[1], 'a', 1)
-class Handler(socketserver.StreamRequestHandler):
-    def handle(self):
-        log.write(f'comes to {self.server.name}\n')
-        for line in self.rfile:
-            self.wfile.write(self.server.name.encode() + b' ' + line)
-class Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-class Server6(Server):
-    address_family = socket.AF_INET6
-class Names(socketserver.BaseRequestHandler):
-    def handle(self):
-        data, sock = self.request
-        end = data.index(b'\0', 12) + 5
-        kind, = struct.unpack('>H', data[end - 4:end - 2])
-        known = kind == 1 and data[12:end - 4] == b'\7outside\4test\0'
-        head = data[:2] + struct.pack('>HHHHH', 0x8180, 1, known, 0, 0)
-        answer = b'\xc0\x0c' + struct.pack('>HHIH', 1, 1, 60, 4) + socket.inet_aton('203.0.113.77') if known else b''
-        sock.sendto(head + data[12:end] + answer, self.client_address)
-for place in sys.argv[2:]:
-    address, port = place.rsplit('/', 1)
-    server = (Server6 if ':' in address else Server)((address, int(port)), Handler)
-    server.name = f'{address}:{port}'
-    threading.Thread(target=server.serve_forever).start()
-    if port == '53': threading.Thread(target=socketserver.UDPServer((address, 53), Names).serve_forever).start()
-log.write('ready\n')
-"#;
-
 const OUTSIDE: [&str; 5] =
     ["203.0.113.77/7000", "2001:db8::77/7000", "198.51.100.2/53", "169.254.169.254/80", "203.0.113.77/8080"];
 
 /// On the node: where it is known to others, where only it is, and a port of a program inside.
 const NODE: [&str; 4] = ["198.51.100.1/7009", "2001:db8:1::1/7009", "127.0.0.1/7009", "198.51.100.9/7009"];
 
-/// Its words are separated by spaces: no path of a test's has one.
+/// Its words are separated by spaces: no path of a test's has one. As on nodes that share an address, what is bound to need not
+/// be there.
 fn prelude(dir: &str) -> String {
     let (outside, node) = (OUTSIDE.join(" "), NODE.join(" "));
     format!(
-        "ip link set lo up; touch {dir}/net; unshare --net={dir}/net true
+        "ip link set lo up; echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind; touch {dir}/net; unshare --net={dir}/net true
          ip link add v0 type veth peer name v1; ip link set v1 netns {dir}/net
          nsenter --net={dir}/net sh -ec 'ip link set lo up; ip link set v1 up; ip addr add 198.51.100.2/24 dev v1
             ip addr add 2001:db8:1::2/64 dev v1 nodad; ip addr add 203.0.113.77/32 dev lo
@@ -92,17 +62,9 @@ fn world(more: Value) -> (World, PathBuf, PathBuf) {
     let dir = world.dir.path().to_owned();
     fs::write(dir.join("service.py"), SERVICE).unwrap();
     world = world.after(&prelude(dir.to_str().unwrap()));
-    world.script("program.py", PROGRAM);
-    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
-        "idle": {"quiet": "never", "frozen": "never", "reclaimed": "never", "image": "never", "cold": "never"},
-        "outbound": "nat"});
-    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    world.site("app", "alice", record);
+    world.script("program.py", &reaching());
+    world.site("app", "alice", record(json!({"outbound": "nat"}), more));
     (world.start(), dir.join("outside.log"), dir.join("node.log"))
-}
-
-fn is_refused(said: &str) -> bool {
-    ["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said)
 }
 
 fn reaches_outside() {
@@ -158,7 +120,7 @@ fn has_its_loopback() {
     // It listens on a port of all addresses, and reaches the same port of another.
     let listens = "import socket\nown = socket.create_server(('0.0.0.0', 8080))\nown6 = socket.create_server(('::1', 8081), family=socket.AF_INET6)\n";
     let (world, outside, _) = world(json!({}));
-    world.script("program.py", &format!("{listens}{PROGRAM}"));
+    world.script("program.py", &format!("{listens}{}", reaching()));
     world.run(async |keeper| {
         until_service(&outside).await;
         assert_eq!(told(&keeper, "/hold/203.0.113.77/8080").await, "203.0.113.77:8080 hello");
@@ -171,7 +133,7 @@ fn has_its_loopback() {
 }
 
 fn comes_back() {
-    let (world, outside, _) = world(json!({"warm_up": ["/hold/outside.test/7000"], "idle": NEVER()}));
+    let (world, outside, _) = world(json!({"warm_up": ["/hold/outside.test/7000"]}));
     world.run(async |keeper| {
         until_service(&outside).await;
         until_images(&world).await;

@@ -10,6 +10,7 @@ use nagaya_keeper::client::Keeper;
 use serde_json::{Value, json};
 
 use crate::Fact;
+use crate::python::{SERVICE, reaching};
 use crate::rest::{NEVER, get, pids, show, until_idle};
 use crate::wake::until_images;
 use crate::world::{World, site_name, until_so, wait_dead};
@@ -27,65 +28,8 @@ pub const CRIU: &[Fact] = &[(
     closed_after_wake,
 )];
 
-/// Answers each line with where the connection comes to, and writes down who comes and goes.
-const SERVICE: &str = r#"
-import ctypes, socket, socketserver, sys, threading
-ctypes.CDLL(None).prctl(1, 9)  # Ends with the keeper.
-log = open(sys.argv[1], 'a', 1)
-class Handler(socketserver.StreamRequestHandler):
-    def handle(self):
-        log.write('comes\n')
-        for line in self.rfile:
-            self.wfile.write(self.server.name + b' ' + line)
-        log.write('goes\n')
-class Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-class Server6(Server):
-    address_family = socket.AF_INET6
-for kind, address, port in [(Server, '203.0.113.77', 7000), (Server6, '2001:db8::77', 7000), (Server, '127.0.0.1', 7002),
-                            (Server, '203.0.113.77', 7001)]:
-    server = kind((address, port), Handler)
-    server.name = f'{address}:{port}'.encode()
-    threading.Thread(target=server.serve_forever).start()
-log.write('ready\n')
-"#;
-
-/// An application that does what it is asked to with the network, and says what came of it.
-pub const PROGRAM: &str = r#"
-import os, socket, socketserver
-from urllib.parse import unquote
-held = []
-def say(connection):
-    connection.settimeout(20)
-    connection.sendall(b'hello\n')
-    return connection.recv(100).decode().strip() or 'closed'
-def act(words):
-    if words[0] == 'try': return say(socket.create_connection((unquote(words[1]), int(words[2])), 20))
-    if words[0] == 'hold':
-        held.append(socket.create_connection((words[1], int(words[2])), 20))
-        return say(held[-1])
-    if words[0] == 'held': return say(held[-1])
-    if words[0] == 'connect':
-        socket.create_connection((words[1], int(words[2])), 20)
-        return 'connected'
-    if words[0] == 'udp':
-        connection = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        connection.connect((words[1], int(words[2])))
-        return say(connection)
-    return f'{os.getpid()} {len(held)}'
-class Handler(socketserver.StreamRequestHandler):
-    def handle(self):
-        line = self.rfile.readline().decode()
-        if not line: return
-        while self.rfile.readline().strip(): pass
-        try: said = act(line.split(' ')[1].strip('/').split('/'))
-        except OSError as error: said = type(error).__name__
-        self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n' + said.encode())
-class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
-Server(os.environ['NAGAYA_SOCKET'], Handler).serve_forever()
-"#;
+/// Where something answers.
+const SERVED: &str = "203.0.113.77/7000 2001:db8::77/7000 127.0.0.1/7002 203.0.113.77/7001";
 
 /// A network with the service in it and nothing else, in which the keeper is started. There, names mean what this says.
 fn world(outbound: Value, more: Value) -> (World, PathBuf) {
@@ -99,18 +43,25 @@ fn world(outbound: Value, more: Value) -> (World, PathBuf) {
     fs::write(&hosts, "127.0.0.1 localhost\n203.0.113.77 db.internal\n127.0.0.1 rebound.test\n").unwrap();
     let prelude = format!(
         "ip link set lo up && ip addr add 203.0.113.77/32 dev lo && ip addr add 2001:db8::77/128 dev lo nodad && \
-         mount --bind {} /etc/hosts && {{ python3 {} {} & }}",
+         mount --bind {} /etc/hosts && {{ python3 {} {} {SERVED} & }}",
         hosts.display(),
         service.display(),
         log.display()
     );
     world = world.after(&prelude);
-    world.script("program.py", PROGRAM);
-    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
-        "idle": NEVER(), "outbound": outbound});
-    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    world.site("app", "alice", record);
+    world.script("program.py", &reaching());
+    world.site("app", "alice", record(json!({"outbound": outbound}), more));
     (world.start(), log)
+}
+
+/// An application that is `program.py`, with these fields and those.
+pub fn record(fields: Value, more: Value) -> Value {
+    let mut record = json!({"kind": "app", "command": ["python3", "program.py"], "directory": "www", "start_seconds": 300,
+        "idle": NEVER()});
+    for fields in [fields, more] {
+        record.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    }
+    record
 }
 
 /// The places of most tests.
@@ -124,11 +75,6 @@ fn places() -> Value {
     ])
 }
 
-fn without_images(outbound: Value) -> (World, PathBuf) {
-    let (world, log) = world(outbound, json!({"idle": {"image": "never"}}));
-    (world, log)
-}
-
 pub async fn until_service(log: &PathBuf) {
     until_so(|| fs::read_to_string(log).is_ok_and(|text| text.contains("ready"))).await;
 }
@@ -138,8 +84,13 @@ pub async fn told(keeper: &Keeper, what: &str) -> String {
     get(&used, what).await
 }
 
+/// What an application is told whose connection is not made outside, or was closed there.
+pub fn is_refused(said: &str) -> bool {
+    ["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said)
+}
+
 fn reaches_what_is_named() {
-    let (world, log) = without_images(places());
+    let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
         until_service(&log).await;
         for (path, expected) in [
@@ -158,7 +109,7 @@ fn reaches_what_is_named() {
 }
 
 fn reaches_nothing_else() {
-    let (world, log) = without_images(places());
+    let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
         until_service(&log).await;
         for (path, expected) in [
@@ -177,11 +128,11 @@ fn reaches_nothing_else() {
 }
 
 fn no_way_round() {
-    let (world, log) = without_images(places());
+    let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
         until_service(&log).await;
         let said = told(&keeper, "/try/rebound.test/7002").await;
-        assert!(["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said.as_str()), "{said}");
+        assert!(is_refused(&said), "{said}");
         let row = show(&world, "app");
         let why = row["outbound"]["last_failure"].as_str().unwrap();
         assert!(why.contains("rebound.test:7002") && why.contains("leads to 127.0.0.1"), "{row}");
@@ -191,7 +142,7 @@ fn no_way_round() {
 
 fn bounded() {
     const MAX: usize = 256;
-    let (world, log) = without_images(json!(["203.0.113.77:7000"]));
+    let (world, log) = world(json!(["203.0.113.77:7000"]), json!({}));
     world.run(async |keeper| {
         until_service(&log).await;
         for _ in 0..MAX {
@@ -199,7 +150,7 @@ fn bounded() {
         }
         assert_eq!(show(&world, "app")["outbound"]["open"], MAX);
         let said = told(&keeper, "/try/203.0.113.77/7000").await;
-        assert!(["ConnectionResetError", "closed", "BrokenPipeError"].contains(&said.as_str()), "{said}");
+        assert!(is_refused(&said), "{said}");
         assert_eq!(told(&keeper, "/held").await, "203.0.113.77:7000 hello", "those it has go on");
         assert!(
             show(&world, "app")["outbound"]["last_failure"].as_str().unwrap().contains("as one instance may")
@@ -208,7 +159,7 @@ fn bounded() {
 }
 
 fn closed_at_rest() {
-    let (world, log) = without_images(places());
+    let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
         until_service(&log).await;
         told(&keeper, "/hold/db.internal/7000").await;
@@ -251,8 +202,7 @@ fn closed_after_wake() {
         assert!(stages.contains(&Stage::Restore), "{stages:?}");
         assert_eq!(get(&used, "/who").await, first, "it is the same, with what it had open");
         let said = told(&keeper, "/held").await;
-        let closed = ["BrokenPipeError", "ConnectionResetError", "OSError", "closed"];
-        assert!(closed.contains(&said.as_str()), "it learns that this is over: {said}");
+        assert!(is_refused(&said) || said == "OSError", "it learns that this is over: {said}");
         for place in ["db.internal", "203.0.113.77"] {
             assert_eq!(told(&keeper, &format!("/try/{place}/7000")).await, "203.0.113.77:7000 hello");
         }

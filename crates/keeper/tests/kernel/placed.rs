@@ -132,7 +132,17 @@ fn authority(world: &World, for_ms: u64) -> u64 {
 }
 
 fn authority_for_long(world: &World) {
-    world.tell(&Down::Authority { until_ns: boottime_ns() + LONG_NS });
+    authority_that_holds(world, LONG_NS / MS);
+}
+
+/// For so long from when the keeper has it: on a busy machine its warden may be slow to begin, and who asks before that is refused.
+fn authority_that_holds(world: &World, for_ms: u64) {
+    loop {
+        authority(world, for_ms);
+        if status(world)["fenced"] == false {
+            return;
+        }
+    }
 }
 
 fn status(world: &World) -> Value {
@@ -271,7 +281,7 @@ fn stops_in_time() {
 
 /// Long enough to start in, and over soon.
 fn authority_for_a_start(world: &World) {
-    authority(world, 3000);
+    authority_that_holds(world, 3000);
 }
 
 /// Waits for the end of the authority there is, and says when that was.
@@ -445,7 +455,7 @@ fn fenced_start() {
     let late = |seconds: &str| fs::write(world.home("alice").join("www/app.late"), seconds).unwrap();
     late("1.5");
     place(&world, "app", "a", 1);
-    authority(&world, 1000);
+    authority_that_holds(&world, 1000);
     world.run(async |keeper| {
         // It stands still for a moment and goes on.
         assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
@@ -458,7 +468,7 @@ fn fenced_start() {
     let world = self::world(&["app"]);
     fs::write(world.home("alice").join("www/app.late"), "30").unwrap();
     place(&world, "app", "a", 1);
-    authority(&world, 1500);
+    authority_that_holds(&world, 1500);
     world.run(async |keeper| {
         assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
         // For so long that it is given up.

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::Fact;
-use crate::world::{World, refusal, site_name, until_so, wait_dead};
+use crate::world::{World, is_alive, refusal, site_name, until_so, wait_dead};
 
 pub const ROOT: &[Fact] = &[
     ("an instance answers from each tier it rests at, and is the same", answers_from_each_tier),
@@ -40,6 +40,7 @@ pub const ROOT: &[Fact] = &[
     ("nothing of an instance outlives a killed keeper", killed_keeper),
     ("a keeper whose launcher of sandboxes was killed ends, and all instances with it", killed_launcher),
     ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
+    ("what is frozen is no hindrance to a keeper that ends", frozen_at_the_end),
 ];
 
 pub const ANYONE: &[Fact] = &[
@@ -539,6 +540,21 @@ fn frozen_on_v1() {
         assert_eq!(world.act("app", Act::Stop)["tier"], "cold", "what is frozen ends like others");
     });
     outlived_by_nothing(&world);
+}
+
+fn frozen_at_the_end() {
+    for back_end in [BackEnd::Auto, BackEnd::CgroupV1] {
+        let world = world("busy", json!({})).fenced(back_end).start();
+        let all = world.run(async |keeper| {
+            run_of(&keeper, "app").await;
+            until_idle(&world, "app").await;
+            assert_eq!(rest(&world, Tier::Frozen)["tier"], "frozen");
+            pids(&world, "app")
+        });
+        assert!(world.drain());
+        assert!(!all.is_empty() && all.into_iter().all(|pid| !is_alive(pid)));
+        assert!(!world.log().contains("NGY0315"), "{}", world.log());
+    }
 }
 
 fn with_any_rights() {

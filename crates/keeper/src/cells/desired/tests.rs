@@ -186,3 +186,30 @@ fn a_tenant_gives_way_for_a_while_and_no_further_than_a_sixteenth() {
         assert_eq!((desired.give_way(&demo, None), cpu_shares(&desired)), (vec![what.clone()], Some(own)));
     }
 }
+
+#[test]
+fn what_goes_first_has_its_tenant_with_it_and_only_until_then() {
+    let mut desired = Desired::new(100);
+    let record = json!({"name": "wiki", "tenant": "demo", "hosts": ["w.test"], "backend": {"kind": "cgi", "root": "w"}});
+    let wiki: Site = serde_json::from_value(record).unwrap();
+    desired.meet(&Home { site: Some(Arc::new(wiki)), ..home() });
+    let (now, tenant) = (Instant::now(), TenantName::new("demo").unwrap());
+    let (site, other) = (SiteName::new("wiki").unwrap(), SiteName::new("blog").unwrap());
+    let shares = |desired: &Desired| {
+        [What::Tenant(tenant.clone()), What::Site(site.clone())].map(|what| desired.of(&what).0.cpu_shares)
+    };
+    let before = shares(&desired);
+    let second = std::time::Duration::from_secs(1);
+    let later = now + second;
+    desired.precede(&site, &tenant, later);
+    assert_eq!(shares(&desired), [Some(8192); 2]);
+    desired.precede(&other, &tenant, later + second);
+    assert_eq!(desired.end_overdue_precedence(now), (vec![], Some(later)));
+    let (changed, next) = desired.end_overdue_precedence(later);
+    assert_eq!(changed, [What::Site(site.clone()), What::Tenant(tenant.clone())]);
+    assert_eq!(next, Some(later + second));
+    assert_eq!(shares(&desired), [Some(8192), before[1]], "the other one still does");
+    desired.end_preceding(&other);
+    assert_eq!(shares(&desired), before);
+    assert_eq!(desired.end_preceding(&other), vec![]);
+}
