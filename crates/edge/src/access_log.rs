@@ -31,6 +31,7 @@ use crate::metrics::Metrics;
 use crate::options::LogFormat;
 use crate::place::{Passed, Relocated};
 use crate::receipt;
+use crate::stay::CellOf;
 use format::Formatter;
 pub use format::{stages, timestamp};
 use writer::{Chunk, Writer};
@@ -94,6 +95,8 @@ pub struct AccessRecord {
 pub struct More {
     /// Where its programs ran, as `nagaya cells` shows it.
     pub cell: Option<Box<str>>,
+    /// For an application: whether that is the request's own.
+    pub cell_of: Option<CellOf>,
     pub used: Used,
     /// How much longer its bodies took because of limits, microseconds.
     pub paced_us: u64,

@@ -27,6 +27,7 @@ use crate::instances::Hold;
 use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::peers::carry::Lost;
 use crate::peers::fields;
 use crate::place::{Passed, Relocated, Stint};
 use crate::receipt::{self, Disclosure, Figures, Ring};
@@ -62,6 +63,8 @@ pub struct Account {
     hold: Option<Rc<Hold>>,
     /// Its right to be served here, where its site is placed.
     stint: Option<Stint>,
+    /// Whether the node that answers it is lost in the middle of that.
+    lost: Option<Lost>,
     /// Another node has sent it here, and is told what became of it.
     is_carried: bool,
     /// The client is told its receipt.
@@ -176,6 +179,7 @@ impl Account {
             stay: OnceCell::new(),
             hold: None,
             stint: None,
+            lost: None,
             is_carried: false,
             recorder,
         })
@@ -319,9 +323,10 @@ impl Account {
         self.record().more.as_ref().map_or(Duration::ZERO, |more| more.held)
     }
 
-    /// Another node has begun to answer it.
-    pub fn passed(&mut self, passed: Passed) {
+    /// Another node has begun to answer it, and may be lost before it has ended.
+    pub fn passed(&mut self, passed: Passed, lost: Lost) {
         self.more().passed = Some(passed);
+        self.lost = Some(lost);
         self.backend_answered();
     }
 
@@ -399,6 +404,16 @@ impl Account {
         }
     }
 
+    /// The node that answered it was lost before it had said all.
+    fn note_lost(&mut self) {
+        let why = self.lost.as_ref().and_then(|lost| lost.why()).map(ToOwned::to_owned);
+        let node = self.record().more.as_ref().and_then(|more| Some(more.passed.as_ref()?.node.clone()));
+        if let Some((why, node)) = why.zip(node) {
+            let refusal = Refusal::AnswerLost { node, why };
+            self.refused(&refusal, &refusal.row());
+        }
+    }
+
     /// What the node that sent the request here writes into its log.
     fn tell_sender(&self, response: &mut Response) {
         let figures = Figures::of(self.record());
@@ -447,6 +462,7 @@ impl Drop for Account {
     fn drop(&mut self) {
         if self.record.is_some() {
             self.note_database();
+            self.note_lost();
         }
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();

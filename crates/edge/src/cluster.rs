@@ -108,6 +108,12 @@ impl Cluster {
         self.member.borrow().clone()
     }
 
+    /// The name of this node, also of one that is alone.
+    pub fn own_name(&self) -> NodeName {
+        self.member()
+            .map_or_else(|| NodeName::new("localhost").expect("a name"), |member| member.node.clone())
+    }
+
     /// Who this node is, now and whenever that changes.
     pub fn follow_member(&self) -> watch::Receiver<Option<Arc<Member>>> {
         self.member.subscribe()

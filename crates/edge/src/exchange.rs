@@ -16,14 +16,15 @@ use crate::files::{Ctx, Programs};
 use crate::instances::Hold;
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
-use crate::pace;
+use crate::pace::{self, Debt};
 use crate::path::SitePath;
 use crate::peers::fields;
 use crate::place;
-use crate::programs::{Outcome, Script, Unanswered};
+use crate::programs::{self, Outcome, Script, Unanswered};
 use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::rules;
+use crate::seat::Seating;
 use crate::upstream::{self, Address, Bounds, Connector, Failed, NoConnection, Outgoing, Socket};
 
 /// What the fields of a request to an application mostly take, in bytes.
@@ -155,28 +156,49 @@ async fn from_script(
     let silence = head_patience(&request.head, limits.backend_ms, app.timeout_seconds);
     let mut call = node.programs.call(&route.site, &route.tenant, script, request, silence).await?;
     let (hold, mut instance) = ready_instance(node, route, account).await?;
+    let seating = seating(node, &hold, account);
+    let debt = seating.stay().and_then(Debt::own);
     let mut renewals = 0;
     loop {
-        let Unanswered { refusal, again } =
-            match node.upstream.open(&Address::Instance(instance), &*hold, connect).await {
-                Ok(Socket::Unix(stream)) => match call.over(stream).await {
-                    Ok(outcome) => return Ok(stripped(node, outcome)),
-                    Err(unanswered) => unanswered,
-                },
-                Ok(Socket::Tcp(_)) => {
-                    return Err(Refusal::SiteBroken(
-                        "FastCGI goes over a Unix socket: use socket or fd".into(),
-                    ));
+        let address = Address::Instance(instance);
+        let opened = node.upstream.open(&address, &seating, connect).await;
+        let seat = match &opened {
+            Ok(socket) => seating.seat(&address, socket).await,
+            Err(_) => None,
+        };
+        let Unanswered { refusal, again } = match opened {
+            Ok(Socket::Unix(stream)) => match call.over(stream, seat).await {
+                Ok(outcome) => {
+                    hold.answered(instance);
+                    return Ok(paid(stripped(node, outcome), debt, &seating).await);
                 }
-                Err(NoConnection::Refused(refusal)) => Unanswered { refusal, again: Some(call) },
-                Err(silent) => return Err(silent.into()),
-            };
+                Err(unanswered) => unanswered,
+            },
+            Ok(Socket::Tcp(_)) => {
+                return Err(Refusal::SiteBroken("FastCGI goes over a Unix socket: use socket or fd".into()));
+            }
+            Err(NoConnection::Refused(refusal)) => Unanswered { refusal, again: Some(call) },
+            Err(silent) => return Err(silent.into()),
+        };
         let Some(again) = again.filter(|_| renewals < RENEWALS_MAX) else { return Err(refusal) };
         renewals += 1;
         node.upstream.count_retry();
         hold.renew(instance);
         let Ok(renewed) = awake(&hold, account).await else { return Err(refusal) };
         (instance, call) = (renewed, again);
+    }
+}
+
+/// What gives the request a cell of its own, if it has limits of its own.
+fn seating(node: &Node, hold: &Rc<Hold>, account: &Account) -> Seating {
+    Seating::new(hold, node.keeper(), node.programs.after(), account.confined())
+}
+
+/// What is left to do with the answer to a request that was to have a cell of its own.
+async fn paid(outcome: Outcome, debt: Option<Debt>, seating: &Seating) -> Outcome {
+    match seating.stay() {
+        Some(stay) => programs::finish(outcome, debt, stay).await,
+        None => outcome,
     }
 }
 
@@ -217,10 +239,18 @@ async fn from_app(
     let Request { head, mut body } = request;
     let proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
     let (hold, mut instance) = ready_instance(node, route, account).await?;
+    let seating = seating(node, &hold, account);
+    let debt = seating.stay().and_then(Debt::own);
     let mut renewals = 0;
     loop {
-        let failed = match proxy.exchange(&Address::Instance(instance), &*hold, body).await {
-            Ok(response) => return Ok(response),
+        let failed = match proxy.exchange(&Address::Instance(instance), &seating, body).await {
+            Ok(response) => {
+                hold.answered(instance);
+                return Ok(match seating.stay() {
+                    Some(stay) => programs::finish_answer(response, debt, stay).await,
+                    None => response,
+                });
+            }
             Err(failed) => failed,
         };
         let Some(again) = failed.again.filter(|_| renewals < RENEWALS_MAX) else {

@@ -72,6 +72,8 @@ struct Use {
     tally: RefCell<Option<Rc<TallyReader>>>,
     /// The connection that came with the answer, until somebody takes it.
     first: RefCell<Option<OwnedFd>>,
+    /// Its cell, if its processes serve several requests at once: then no request gets one of its own.
+    shared_cell: RefCell<Option<Box<str>>>,
     task: RefCell<Option<AbortHandle>>,
     share: Share,
 }
@@ -121,6 +123,7 @@ impl Instances {
             guard: RefCell::default(),
             tally: RefCell::default(),
             first: RefCell::default(),
+            shared_cell: RefCell::default(),
             task: RefCell::default(),
             share: self.needs.share(site),
         });
@@ -216,6 +219,10 @@ impl Use {
         }
     }
 
+    fn is_awake(&self, this: InstanceId) -> bool {
+        matches!(*self.phase.borrow(), Phase::Awake { instance, .. } if instance == this)
+    }
+
     fn lose(&self) {
         self.is_lost.set(true);
         self.turn.notify_one();
@@ -285,6 +292,13 @@ impl Hold {
         }
     }
 
+    /// This request begins to be answered: if it has waited for the wake of this instance, that is over.
+    pub fn answered(&self, instance: InstanceId) {
+        if self.waits.get() {
+            self.instances.keeper.answered(instance);
+        }
+    }
+
     /// How long the instance has waited for databases since it could answer this request, if no other request has needed it
     /// since then. None: another has, or it can reach no database.
     pub fn database_time(&self) -> Option<Duration> {
@@ -310,11 +324,25 @@ impl Hold {
         Awake { instance, wake: wake.filter(|_| self.waits.get()).cloned() }
     }
 
+    /// The cell of this instance, if it is known that no request gets one of its own.
+    pub fn shared_cell(&self, instance: InstanceId) -> Option<Box<str>> {
+        let used = self.used.borrow();
+        if used.is_awake(instance) { used.shared_cell.borrow().clone() } else { None }
+    }
+
+    /// Remembers that none does.
+    pub fn set_shared(&self, instance: InstanceId, cell: Box<str>) {
+        let used = self.used.borrow();
+        if used.is_awake(instance) {
+            used.shared_cell.replace(Some(cell));
+        }
+    }
+
     /// A connection to `ended` broke before it had said anything, so the instance may have ended: it is asked for anew,
     /// once for all requests that noticed.
     pub fn renew(&self, ended: InstanceId) {
         let mut held = self.used.borrow_mut();
-        if matches!(*held.phase.borrow(), Phase::Awake { instance, .. } if instance == ended) {
+        if held.is_awake(ended) {
             self.instances.forget(&held);
             held.lose();
         }

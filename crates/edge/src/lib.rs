@@ -16,6 +16,7 @@ pub mod place;
 pub mod programs;
 pub mod route;
 pub mod rules;
+pub mod seat;
 pub mod upstream;
 
 pub mod authority;

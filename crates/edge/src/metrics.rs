@@ -53,6 +53,7 @@ const REASONS: Dimension = Dimension {
         "nowhere",
         "not_placed_here",
         "may_be_done",
+        "answer_lost",
         "moved_too_often",
         "other_site",
         "unplaced",

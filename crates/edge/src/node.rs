@@ -106,7 +106,7 @@ impl Node {
         Rc::clone(&self.recorder.borrow())
     }
 
-    pub fn keeper(&self) -> &Keeper {
+    pub fn keeper(&self) -> &Rc<Keeper> {
         &self.keeper
     }
 

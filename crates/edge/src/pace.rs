@@ -22,7 +22,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use nagaya_cmdb::cell::{Confinement, Limits};
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_cmdb::{Backend, Site, Tenant};
 use smallvec::SmallVec;
 
 use self::bucket::Bucket;
@@ -34,8 +34,10 @@ use crate::route::Route;
 
 /// Holds an answer that the edge sends from a file, or passes on, to the `read` limits that concern the request.
 pub fn apply(node: &Node, route: &Route, account: &Account, mut response: Response) -> Response {
-    // A program's output is not what it read, and what it read the kernel has held back already.
-    let is_of_program = || account.confined().is_some_and(|stay| stay.since().is_some());
+    // A program's output is not what it read, and what it read the kernel has held back already. An application's answer is
+    // passed on, wherever its processes are.
+    let is_app = matches!(route.site.backend, Backend::App(_));
+    let is_of_program = || !is_app && account.confined().is_some_and(|stay| stay.since().is_some());
     if response.body.is_empty() || !is_limited(route, account) || is_of_program() {
         return response;
     }

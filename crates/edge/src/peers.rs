@@ -2,7 +2,7 @@
 //! whether they are there.
 //!
 //! In reading order: `fields` (what is said of a request between nodes), `acceptor` (their connections to us), `pool` (ours
-//! to them), `carry` (one request on its way), `images` (what goes beside requests), `watch` (whether they
+//! to them), `carry` (one request on its way), `lull` (answers that pause), `images` (what goes beside requests), `watch` (whether they
 //! are there, as one thread wants to know it), `probe` (as all do), `tally` (what is counted of them), `credentials`. Not here: which node a site runs on (`cluster`), what becomes of a request whose node is lost (`place`).
 
 pub mod acceptor;
@@ -10,6 +10,7 @@ pub mod carry;
 mod credentials;
 pub mod fields;
 pub mod images;
+mod lull;
 mod pool;
 pub mod probe;
 mod splice;

@@ -79,6 +79,9 @@ pub enum Refusal {
         "node '{node}' was lost while it had the request, which may have been carried out; it was not sent again: {reason}"
     )]
     MayBeDone { node: NodeName, reason: &'static str },
+    /// Never seen by a client, which has had the head of the answer: it is broken off.
+    #[error("node '{node}' was lost in the middle of its answer: {why}")]
+    AnswerLost { node: NodeName, why: String },
     /// To another node: its request is for a site that does not run here.
     #[error("the site does not run on this node, which knows epoch {epoch}")]
     NotPlacedHere { epoch: u64 },
@@ -157,6 +160,7 @@ impl Refusal {
                 row(StatusCode::SERVICE_UNAVAILABLE, 462, "not_placed_here", Client)
             }
             Self::MayBeDone { .. } => row(StatusCode::BAD_GATEWAY, 463, "may_be_done", Node),
+            Self::AnswerLost { .. } => row(StatusCode::BAD_GATEWAY, 470, "answer_lost", Node),
             Self::MovedTooOften => row(StatusCode::SERVICE_UNAVAILABLE, 464, "moved_too_often", Node),
             Self::Unplaced(_) => row(StatusCode::SERVICE_UNAVAILABLE, 468, "unplaced", Node),
             Self::OtherSite => row(StatusCode::SERVICE_UNAVAILABLE, 462, "other_site", Node),

@@ -32,9 +32,29 @@ pub struct Stay {
     paid: Notify,
 }
 
+/// Whose cell it is that a request to an application ran in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CellOf {
+    /// Its own: its limits hold for it alone.
+    Request,
+    /// The instance's: it has the limits that all of the instance has, and its own hold for its bodies only.
+    Instance,
+}
+
+impl CellOf {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Request => "request",
+            Self::Instance => "instance",
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
     cell: Option<Box<str>>,
+    /// For an application.
+    cell_of: Option<CellOf>,
     /// When the first program began.
     since: Option<Instant>,
     /// Of all programs that have ended.
@@ -87,6 +107,16 @@ impl Stay {
     /// Where it runs, as `nagaya cells` shows it.
     pub fn set_cell(&self, name: &str) {
         self.state.borrow_mut().cell = Some(name.into());
+    }
+
+    /// The same of a request to an application.
+    pub fn set_cell_of(&self, name: &str, of: CellOf) {
+        let mut state = self.state.borrow_mut();
+        (state.cell, state.cell_of) = (Some(name.into()), Some(of));
+    }
+
+    pub fn cell_of(&self) -> Option<CellOf> {
+        self.state.borrow().cell_of
     }
 
     pub fn cell(&self) -> Option<Box<str>> {
@@ -156,6 +186,7 @@ impl Stay {
     pub fn tell(&self, more: &mut More) {
         let state = self.state.borrow();
         more.cell.clone_from(&state.cell);
+        more.cell_of = state.cell_of;
         more.used = match state.since {
             None => Used::Nothing,
             Some(_) if state.unknown || state.due > 0 => Used::Unknown,

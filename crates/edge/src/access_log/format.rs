@@ -149,6 +149,9 @@ impl Formatter {
         if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
             word("cell", cell, out);
         }
+        if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
+            word("cell_of", of.as_str(), out);
+        }
         Self::wake(record, out);
         if let Some(more) = &record.more {
             out.extend_from_slice(told::words(more).as_bytes());
@@ -214,6 +217,9 @@ impl Formatter {
         }
         if let Some(cell) = record.more.as_ref().and_then(|more| more.cell.as_deref()) {
             text("cell", cell.as_bytes(), out);
+        }
+        if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
+            text("cell_of", of.as_str().as_bytes(), out);
         }
         Self::json_waits(record, out);
         out.extend_from_slice(&self.node);

@@ -73,6 +73,10 @@ fn a_combined_line_ends_with_what_the_request_used() {
     let receipt = " duration_us=1500 queued_us=4 rules_us=3 backend_us=2 cpu_us=9 read_bytes=8 write_bytes=7 \
                    throttled_us=6 paced_us=5 demoted=1 cell=demo/wikir3 node=n1\n";
     assert!(told.ends_with(receipt), "{told}");
+    let (cell, cell_of) = (Some("demo/blog/r3".into()), Some(CellOf::Instance));
+    full.more = Some(Box::new(More { cell, cell_of, ..More::default() }));
+    assert!(line(LogFormat::Combined, &full).ends_with(" cell=demo/blog/r3 cell_of=instance node=n1\n"));
+    assert!(line(LogFormat::Json, &full).contains(",\"cell\":\"demo/blog/r3\",\"cell_of\":\"instance\","));
     full.more = Some(Box::new(More { used: Used::Unknown, ..More::default() }));
     assert!(line(LogFormat::Combined, &full).ends_with(" backend_us=2 cpu_us=- node=n1\n"));
     assert!(line(LogFormat::Json, &full).contains("\"cpu_us\":null"));

@@ -133,6 +133,7 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::Unplaced(crate::cluster::Unanswered::Late),
         Refusal::MovedTooOften,
         Refusal::MayBeDone { node: nagaya_cmdb::NodeName::new("b").unwrap(), reason: "" },
+        Refusal::AnswerLost { node: nagaya_cmdb::NodeName::new("b").unwrap(), why: String::new() },
         Refusal::NotPlacedHere { epoch: 1 },
         Refusal::OtherSite,
     ];

@@ -57,6 +57,13 @@ impl Debt {
         Some(Self { stay: Rc::clone(stay), since: Instant::now(), paid_before_us, shared })
     }
 
+    /// Of a request to an application, whose limits hold for it alone: named cells do not.
+    pub fn own(stay: &Rc<Stay>) -> Option<Self> {
+        stay.quota()?;
+        let paid_before_us = stay.usage().unwrap_or_default().cpu_us;
+        Some(Self { stay: Rc::clone(stay), since: Instant::now(), paid_before_us, shared: Vec::new() })
+    }
+
     /// Waits until what the program used is known, and then until its quotas have paid for it.
     pub async fn settle(self) {
         self.stay.paid().await;

@@ -3,10 +3,11 @@
 //! Not here: connections (`pool`), whether the node is there (`probe`), what becomes of a request that got no answer
 //! (`place`).
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use http::header::{
 use http::{HeaderMap, Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Sleep, sleep};
+use tokio::time::sleep;
 
 use super::fields::{self, Carried, Denied, Served};
 use super::pool::Seat;
@@ -44,9 +45,25 @@ pub enum Answer {
         response: Response,
         /// Where its time went there.
         served: Option<Served>,
+        lost: Lost,
     },
     /// Nothing was done.
     Denied(Denied),
+}
+
+/// Why its node was lost in the middle of an answer, once it was.
+#[derive(Debug, Clone, Default)]
+pub struct Lost(Rc<OnceCell<String>>);
+
+impl Lost {
+    pub fn why(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+
+    fn note(&self, why: &str) {
+        // The first reason is the one.
+        let _ = self.0.set(why.to_owned());
+    }
 }
 
 /// A request that got no answer.
@@ -186,6 +203,7 @@ fn respond(
     }
     let (served, switched) = (fields::served(&headers), fields::switched(&headers));
     fields::strip(&mut headers);
+    let lost = Lost::default();
     let response = match (switched, outgoing) {
         (Some(protocol), Outgoing::Open(send)) => {
             headers.remove(CONTENT_LENGTH);
@@ -196,7 +214,9 @@ fn respond(
                 recv,
                 send,
                 read: Bytes::new(),
-                _seat: seat,
+                silence: None,
+                lost: lost.clone(),
+                seat,
             })))
         }
         (_, outgoing) => {
@@ -224,13 +244,14 @@ fn respond(
                     idle,
                     silence: None,
                     is_over: false,
-                    _seat: seat,
+                    lost: lost.clone(),
+                    seat,
                 };
                 response.with_body(ResponseBody::stream(body))
             }
         }
     };
-    Answer::Response { response, served }
+    Answer::Response { response, served, lost }
 }
 
 fn take_length(headers: &mut HeaderMap) -> Option<u64> {
@@ -244,18 +265,47 @@ struct Incoming {
     left: Option<u64>,
     /// Longest silence.
     idle: Duration,
-    silence: Option<Pin<Box<Sleep>>>,
+    silence: Option<Pin<Box<dyn Future<Output = BodyError>>>>,
     is_over: bool,
-    _seat: Seat,
+    lost: Lost,
+    seat: Seat,
 }
 
+/// Of a node that was lost while an answer of it paused.
+const SILENT: &str = "it was silent for longer than it may serve without a word from the store";
+
 impl Incoming {
+    /// Nothing comes now: ends when that is too long, or the node is lost.
     fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let silence = self.silence.get_or_insert_with(|| Box::pin(sleep(self.idle)));
-        ready!(silence.as_mut().poll(cx));
-        self.is_over = true;
-        Poll::Ready(Some(Err(BodyError::Backend("another node sends nothing more of its answer".into()))))
+        let silence = self.silence.get_or_insert_with(|| {
+            let (idle, lost) = (self.idle, self.seat.lost());
+            Box::pin(async move {
+                tokio::select! {
+                    () = sleep(idle) => BodyError::Backend("another node sends nothing more of its answer".into()),
+                    () = lost => BodyError::NodeLost(SILENT.into()),
+                }
+            })
+        });
+        let error = ready!(silence.as_mut().poll(cx));
+        if matches!(error, BodyError::NodeLost(_)) {
+            self.seat.spoil();
+        }
+        Poll::Ready(self.end(error))
     }
+
+    fn end(&mut self, error: BodyError) -> Option<Result<Frame<Bytes>, BodyError>> {
+        self.is_over = true;
+        if let BodyError::NodeLost(why) = &error {
+            self.lost.note(why);
+        }
+        Some(Err(error))
+    }
+}
+
+/// A stream that was reset is the application's doing, not the node's.
+fn broken(error: h2::Error) -> BodyError {
+    let what = error.to_string();
+    if error.is_reset() { BodyError::Backend(what) } else { BodyError::NodeLost(what) }
 }
 
 impl Body for Incoming {
@@ -274,11 +324,6 @@ impl Body for Incoming {
             this.is_over = true;
             return Poll::Ready(Some(Err(error)));
         }
-        // A stream that was reset is the application's doing, not the node's.
-        let broken = |error: h2::Error| {
-            let what = error.to_string();
-            Some(Err(if error.is_reset() { BodyError::Backend(what) } else { BodyError::NodeLost(what) }))
-        };
         match this.recv.poll_data(cx) {
             Poll::Pending => return this.poll_silence(cx),
             Poll::Ready(Some(Ok(data))) => {
@@ -287,21 +332,16 @@ impl Body for Incoming {
                 this.left = this.left.map(|left| left.saturating_sub(data.len() as u64));
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             }
-            Poll::Ready(Some(Err(error))) => {
-                this.is_over = true;
-                return Poll::Ready(broken(error));
-            }
+            Poll::Ready(Some(Err(error))) => return Poll::Ready(this.end(broken(error))),
             Poll::Ready(None) => {}
         }
         match this.recv.poll_trailers(cx) {
             Poll::Pending => this.poll_silence(cx),
-            Poll::Ready(trailers) => {
+            Poll::Ready(Ok(trailers)) => {
                 this.is_over = true;
-                Poll::Ready(match trailers {
-                    Ok(trailers) => trailers.map(|trailers| Ok(Frame::trailers(trailers))),
-                    Err(error) => broken(error),
-                })
+                Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers))))
             }
+            Poll::Ready(Err(error)) => Poll::Ready(this.end(broken(error))),
         }
     }
 
@@ -320,7 +360,20 @@ struct Channel {
     send: SendStream<Bytes>,
     /// Received and not yet read.
     read: Bytes,
-    _seat: Seat,
+    /// Ends when the node is lost while nothing comes.
+    silence: Option<Pin<Box<dyn Future<Output = ()>>>>,
+    lost: Lost,
+    seat: Seat,
+}
+
+impl Channel {
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let silence = self.silence.get_or_insert_with(|| Box::pin(self.seat.lost()));
+        ready!(silence.as_mut().poll(cx));
+        self.seat.spoil();
+        self.lost.note(SILENT);
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, SILENT)))
+    }
 }
 
 /// Written at once; what is longer goes in pieces.
@@ -341,10 +394,12 @@ impl AsyncRead for Channel {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         while self.read.is_empty() {
-            match ready!(self.recv.poll_data(cx)) {
-                None => return Poll::Ready(Ok(())),
-                Some(data) => self.read = data.map_err(broke)?,
+            match self.recv.poll_data(cx) {
+                Poll::Pending => return self.poll_silence(cx),
+                Poll::Ready(None) => return Poll::Ready(Ok(())),
+                Poll::Ready(Some(data)) => self.read = data.map_err(broke)?,
             }
+            self.silence = None;
         }
         let len = self.read.len().min(into.remaining());
         into.put_slice(&self.read[..len]);

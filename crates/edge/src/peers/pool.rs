@@ -22,6 +22,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 
 use super::credentials::{ALPN, server_name};
+use super::lull::Lulls;
 use super::watch::Watch;
 use crate::cluster::Member;
 use crate::shared::Shared;
@@ -88,9 +89,12 @@ struct Node {
     /// One is being made.
     connecting: Cell<bool>,
     failed: RefCell<Option<NoPeer>>,
+    /// It is not in the pool any more, and nobody would close its connections.
+    is_retired: Cell<bool>,
     /// A stream has become free, a connection was made, or making one has failed.
     changed: Notify,
     watch: Watch,
+    lulls: Rc<Lulls>,
 }
 
 /// One connection.
@@ -196,8 +200,10 @@ impl Pool {
             links: RefCell::default(),
             connecting: Cell::new(false),
             failed: RefCell::default(),
+            is_retired: Cell::new(false),
             changed: Notify::new(),
             watch: Watch::default(),
+            lulls: Rc::default(),
         });
         nodes.insert(record.name.clone(), Rc::clone(&node));
         node
@@ -244,6 +250,7 @@ impl Node {
         let made = timeout(CONNECT_MAX, open(&self.record, &member)).await.unwrap_or(Err(NoPeer::Late));
         self.connecting.set(false);
         match made {
+            Ok(_closed_by_being_dropped) if self.is_retired.get() => {}
             Ok((send, connection)) => {
                 let link = Rc::new(Link {
                     send,
@@ -264,6 +271,7 @@ impl Node {
 
     /// Requests on its way go on; new ones do not come.
     fn retire(&self) {
+        self.is_retired.set(true);
         for link in self.links.borrow_mut().drain(..) {
             link.is_over.set(true);
             if link.streams.get() == 0 {
@@ -323,6 +331,12 @@ impl Link {
 impl Seat {
     pub fn sender(&self) -> SendRequest<Bytes> {
         self.link.send.clone()
+    }
+
+    /// An answer on it pauses. Ends when its node is lost: see [`Lulls::lost`].
+    pub fn lost(&self) -> impl Future<Output = ()> + use<> {
+        let node = Rc::clone(&self.node);
+        async move { node.lulls.lost(&node.shared, &node.record).await }
     }
 
     /// The other side takes no more requests on this connection.

@@ -1,5 +1,6 @@
 //! Whether other nodes are there: the one thread of the process that asks them and answers them, and nothing else, so that
-//! no busy edge thread makes this node look dead.
+//! no busy edge thread makes this node look dead. Nor does a busy machine: the thread runs before all others, and waits for no
+//! lock that records are changed under. What others send it can use up is bounded therefore.
 //!
 //! A request that is on its way to a node and gets no answer at once has the node asked (`watch`). All requests share one
 //! question. What the answers, refusals and silences mean is decided by `nagaya_placement::liveness`.
@@ -29,12 +30,12 @@ use tokio::time::sleep;
 
 use crate::cluster::{Member, boottime};
 use crate::shared::Shared;
-use datagram::{Datagram, Kind, LEN_MAX, State};
+use datagram::{Datagram, Kind, LEN_MAX};
 use line::{Event, Line};
 use vouch::{Order, Vouching};
 
-/// Questions of other nodes that are looked at in a window; what comes beyond them is dropped. A hundred nodes that each ask
-/// three times for a probe every twentieth of a second are 6,000 in a second.
+/// Questions of other nodes that are looked at in a window; what comes beyond them waits in the socket, or is dropped there. A hundred
+/// nodes that each ask three times for a probe every 25th of a second are 7,500 in a second.
 const WINDOW: Duration = Duration::from_millis(100);
 const ANSWERS_PER_WINDOW: u32 = 2_000;
 
@@ -45,6 +46,9 @@ const EVENTS_MAX: usize = 4096;
 /// Orders of the supervisor about vouching that the thread has not looked at: one round, and an answer for each member.
 const ORDERS_MAX: usize = 2048;
 
+/// The thread's name. By it the supervisor has it run before all others.
+pub const THREAD: &str = "probes";
+
 /// What keeps a node from being probed is said so often.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
 
@@ -54,7 +58,7 @@ const LINES_MAX: usize = 1024;
 /// Requests' end of it: shared by all threads.
 #[derive(Debug, Default)]
 pub struct Probes {
-    /// When each node was last heard from by a request, CLOCK_BOOTTIME.
+    /// When each node was last heard from, CLOCK_BOOTTIME.
     heard: RwLock<HashMap<NodeName, Arc<AtomicU64>>>,
     asks: Mutex<Option<mpsc::Sender<Asked>>>,
     orders: Mutex<Option<mpsc::Sender<Order>>>,
@@ -63,25 +67,44 @@ pub struct Probes {
 /// A request wants to know.
 struct Asked {
     record: Arc<NodeRecord>,
-    found: oneshot::Sender<Verdict>,
+    /// What was found a short while ago does not do.
+    is_anew: bool,
+    found: oneshot::Sender<Found>,
+}
+
+/// What it is told.
+#[derive(Debug, Clone, Copy)]
+pub struct Found {
+    pub verdict: Verdict,
+    /// As long as requests wait, the node is asked again so long after this question.
+    pub again: Duration,
+}
+
+impl Found {
+    /// The node was not asked.
+    const NOTHING: Self = Self { verdict: Verdict::Pending, again: liveness::BOUND_MAX };
 }
 
 impl Probes {
     /// Something of an answer has come from there.
     pub fn heard(&self, node: &NodeName) {
-        let now = boottime().0;
+        self.heard_at(node, boottime());
+    }
+
+    fn heard_at(&self, node: &NodeName, at: Moment) {
         if let Some(heard) = self.heard.read().get(node) {
-            heard.store(now, Ordering::Relaxed);
+            heard.fetch_max(at.0, Ordering::Relaxed);
             return;
         }
         let mut all = self.heard.write();
         if all.len() >= LINES_MAX {
             all.clear();
         }
-        all.entry(node.clone()).or_default().store(now, Ordering::Relaxed);
+        all.entry(node.clone()).or_default().fetch_max(at.0, Ordering::Relaxed);
     }
 
-    fn last_heard(&self, node: &NodeName) -> Option<Moment> {
+    /// By a request or a probe.
+    pub fn last_heard(&self, node: &NodeName) -> Option<Moment> {
         self.heard.read().get(node).map(|heard| Moment(heard.load(Ordering::Relaxed)))
     }
 
@@ -98,11 +121,20 @@ impl Probes {
     }
 
     /// Asks the node, together with all who do so now. `Pending`: it was not asked, because nobody can be, or too many want it.
-    pub async fn ask(&self, record: &Arc<NodeRecord>) -> Verdict {
-        let (found, verdict) = oneshot::channel();
-        let asked = Asked { record: Arc::clone(record), found };
+    pub async fn ask(&self, record: &Arc<NodeRecord>) -> Found {
+        self.send(record, false).await
+    }
+
+    /// The same, whatever was found against it a short while ago.
+    pub async fn ask_anew(&self, record: &Arc<NodeRecord>) -> Found {
+        self.send(record, true).await
+    }
+
+    async fn send(&self, record: &Arc<NodeRecord>, is_anew: bool) -> Found {
+        let (sender, found) = oneshot::channel();
+        let asked = Asked { record: Arc::clone(record), is_anew, found: sender };
         let is_asked = self.asks.lock().as_ref().is_some_and(|asks| asks.try_send(asked).is_ok());
-        if is_asked { verdict.await.unwrap_or(Verdict::Pending) } else { Verdict::Pending }
+        if is_asked { found.await.unwrap_or(Found::NOTHING) } else { Found::NOTHING }
     }
 }
 
@@ -114,7 +146,9 @@ pub fn start(shared: Arc<Shared>, socket: OwnedFd) -> io::Result<()> {
     *shared.cluster.peers.probes.asks.lock() = Some(sender);
     let (sender, orders) = mpsc::channel(ORDERS_MAX);
     *shared.cluster.peers.probes.orders.lock() = Some(sender);
-    std::thread::Builder::new().name("probes".into()).spawn(move || {
+    let (say, begun) = std::sync::mpsc::channel();
+    std::thread::Builder::new().name(THREAD.into()).spawn(move || {
+        let _ = say.send(());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let result = runtime.and_then(|runtime| {
             LocalSet::new().block_on(&runtime, async {
@@ -127,7 +161,8 @@ pub fn start(shared: Arc<Shared>, socket: OwnedFd) -> io::Result<()> {
             tracing::error!(code = "NGY0467", %error, "other nodes are not asked whether they are there, and not answered");
         }
     })?;
-    Ok(())
+    // It has its name now, by which it is found.
+    begun.recv().map_err(io::Error::other)
 }
 
 /// The thread.
@@ -167,6 +202,13 @@ impl Prober {
                     None => std::future::pending().await,
                 }
             };
+            let pause = self.pause();
+            let question = async {
+                if let Some(left) = pause {
+                    sleep(left).await;
+                }
+                socket.recv_from(&mut buffer).await
+            };
             tokio::select! {
                 asked = asks.recv() => match asked {
                     Some(asked) => self.asked(asked),
@@ -174,7 +216,7 @@ impl Prober {
                 },
                 Some(event) = self.events.1.recv() => self.event(event),
                 Some(order) = orders.recv() => self.order(&socket, order),
-                received = socket.recv_from(&mut buffer) => {
+                received = question => {
                     // An error is one of a datagram that was sent before: there is nothing to do about it.
                     if let Ok((len, from)) = received {
                         self.question(&socket, &buffer[..len], from);
@@ -191,10 +233,10 @@ impl Prober {
     fn asked(&mut self, asked: Asked) {
         let Some(member) = self.shared.cluster.member() else {
             // Whoever is alone holds nothing against anybody.
-            let _ = asked.found.send(Verdict::Answers);
+            let _ = asked.found.send(Found { verdict: Verdict::Answers, ..Found::NOTHING });
             return;
         };
-        let Asked { record, found } = asked;
+        let Asked { record, is_anew, found } = asked;
         let is_same = |line: &Line| line.is_of(&record, &member);
         if !self.lines.get(&record.name).is_some_and(is_same) {
             if self.lines.len() >= LINES_MAX {
@@ -215,7 +257,7 @@ impl Prober {
         }
         let heard = self.shared.cluster.peers.probes.last_heard(&record.name);
         if let Some(line) = self.lines.get_mut(&record.name) {
-            line.ask(heard, found);
+            line.ask(heard, is_anew, found);
         }
         self.tell(&record.name);
     }
@@ -248,6 +290,9 @@ impl Prober {
     fn tell(&mut self, node: &NodeName) {
         let tallies = &self.shared.cluster.peers.tallies;
         if let Some(line) = self.lines.get_mut(node) {
+            if let Some(heard) = line.last_heard() {
+                self.shared.cluster.peers.probes.heard_at(node, heard);
+            }
             for found in line.take_findings() {
                 tallies.probed(node, found);
             }
@@ -257,6 +302,13 @@ impl Prober {
         }
     }
 
+    /// For so long no further question is looked at.
+    fn pause(&self) -> Option<Duration> {
+        let (begun, count) = self.window;
+        let left = WINDOW.saturating_sub(begun.elapsed());
+        (count >= ANSWERS_PER_WINDOW && !left.is_zero()).then_some(left)
+    }
+
     /// Another node wants to know whether this one is there.
     fn question(&mut self, socket: &UdpSocket, bytes: &[u8], from: SocketAddr) {
         let (begun, count) = &mut self.window;
@@ -264,9 +316,6 @@ impl Prober {
             (*begun, *count) = (Instant::now(), 0);
         }
         *count += 1;
-        if *count > ANSWERS_PER_WINDOW {
-            return;
-        }
         let Some(member) = self.shared.cluster.member() else { return };
         if vouch::is_one(bytes) {
             if let Some(news) = self.vouching.take(Instant::now(), bytes, from, &member) {
@@ -278,8 +327,7 @@ impl Prober {
         let Some(question) = Datagram::read(bytes, key).filter(|said| said.kind == Kind::Question) else {
             return;
         };
-        let state = self.state(&member);
-        let answer = Datagram { kind: Kind::Answer, state, nonce: question.nonce, ..own(&member) };
+        let answer = Datagram { kind: Kind::Answer, nonce: question.nonce, ..own(&member) };
         if let Some(answer) = answer.write(key) {
             // One that cannot be sent now is as good as lost on the way.
             let _ = socket.try_send_to(&answer, from);
@@ -312,21 +360,12 @@ impl Prober {
             let _ = socket.try_send_to(&question, to);
         }
     }
-
-    fn state(&self, member: &Member) -> State {
-        if !self.shared.cluster.tenure.holds() {
-            return State::Fenced;
-        }
-        let record = self.shared.with_table(|table| table.node(member.node.as_str()));
-        if record.is_some_and(|record| record.draining) { State::Draining } else { State::Serves }
-    }
 }
 
 /// What this node says of itself.
 fn own(member: &Member) -> Datagram {
     Datagram {
         kind: Kind::Question,
-        state: State::Serves,
         nonce: [0; 16],
         node: member.node.as_str().to_owned(),
         id: member.options.id.clone(),

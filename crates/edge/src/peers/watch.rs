@@ -14,14 +14,12 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
+use super::probe::Found;
 use crate::shared::Shared;
 
 /// A request waits so long for its answer before its node is asked: an answer says as much, and most fast applications' are
 /// here by then. Short against the bound that a probe has.
 const GRACE: Duration = Duration::from_millis(2);
-
-/// While requests wait for their answers, their node is asked again so often: a node that dies then is found out, too.
-const REASK: Duration = Duration::from_millis(100);
 
 /// Requests that come just after something was heard wake nobody. So often it is looked whether one of them still waits.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -52,7 +50,7 @@ impl Watch {
     /// asked, this does not end.
     pub async fn against(&self, shared: &Arc<Shared>, record: &Arc<NodeRecord>) -> Verdict {
         let turn = self.turn();
-        let _waiting = Waiting::new(&turn);
+        let _waiting = Waiting::new(&turn.waiting);
         turn.is_new.set(true);
         if !turn.is_kept.replace(true) {
             spawn_local(Rc::clone(&turn).keep(Arc::clone(shared), Arc::clone(record)));
@@ -86,23 +84,26 @@ impl Turn {
     async fn keep(self: Rc<Self>, shared: Arc<Shared>, record: Arc<NodeRecord>) {
         let probes = &shared.cluster.peers.probes;
         let is_silent = || self.waiting.get() > 0 && !probes.is_fresh(&record.name);
-        let (mut idle, mut asked) = (0, None::<Instant>);
+        // While requests wait for their answers, their node is asked again: a node that dies then is found out, too.
+        let (mut idle, mut due) = (0, Instant::now());
         if is_silent() {
             sleep(GRACE).await;
         }
         loop {
-            let is_due = asked.is_none_or(|at| at.elapsed() >= REASK);
-            if is_silent() && (self.is_new.replace(false) || is_due) {
-                asked = Some(Instant::now());
-                let verdict = probes.ask(&record).await;
+            if is_silent() && (self.is_new.replace(false) || Instant::now() >= due) {
+                let asked = Instant::now();
+                let Found { verdict, again } = probes.ask(&record).await;
+                due = asked + again;
                 if matches!(verdict, Verdict::Refuses | Verdict::Silent) {
                     self.found.set(Some(verdict));
                     return self.told.notify_waiters();
                 }
             }
+            let left = due.saturating_duration_since(Instant::now());
+            let pause = if left.is_zero() { LOOK_EVERY } else { left.min(LOOK_EVERY) };
             tokio::select! {
                 () = self.came.notified() => sleep(GRACE).await,
-                () = sleep(LOOK_EVERY) => {}
+                () = sleep(pause) => {}
             }
             idle = if self.waiting.get() > 0 { 0 } else { idle + 1 };
             if idle == IDLE_LOOKS {
@@ -112,18 +113,18 @@ impl Turn {
     }
 }
 
-/// Counts a request while it waits.
-struct Waiting<'a>(&'a Turn);
+/// Counts one who waits, as long as he does.
+pub(super) struct Waiting<'a>(&'a Cell<usize>);
 
 impl<'a> Waiting<'a> {
-    fn new(turn: &'a Turn) -> Self {
-        turn.waiting.set(turn.waiting.get() + 1);
-        Self(turn)
+    pub fn new(count: &'a Cell<usize>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.waiting.set(self.0.waiting.get() - 1);
+        self.0.set(self.0.get() - 1);
     }
 }

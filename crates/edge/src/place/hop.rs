@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::{Backend, NodeName, NodeRecord};
+use nagaya_cmdb::{Backend, NodeRecord};
 use nagaya_placement::liveness::Verdict;
 use tokio::time::sleep_until;
 
@@ -16,7 +16,7 @@ use super::{Keep, Passed, RELOCATIONS_MAX, beginning};
 use crate::account::Account;
 use crate::message::{Head, Response};
 use crate::node::Node;
-use crate::peers::carry::{self, Answer};
+use crate::peers::carry::{self, Answer, Lost as LostLater};
 use crate::peers::{Carried, Denied, NoPeer};
 use crate::refusal::Refusal;
 use crate::route::Route;
@@ -75,6 +75,14 @@ impl Lost {
     }
 }
 
+/// An answer that has begun.
+struct Begun {
+    response: Response,
+    connect: Duration,
+    stages: Box<str>,
+    lost: LostLater,
+}
+
 /// A request that may go to other nodes.
 pub struct Hop<'a> {
     node: &'a Node,
@@ -112,12 +120,12 @@ impl<'a> Hop<'a> {
             () = sleep_until(self.deadline.into()) => Err(Lost::finally(Refusal::BackendTimeout)),
         };
         let took = began.elapsed();
-        let (response, connect, stages) = answered.inspect_err(|lost| {
+        let Begun { response, connect, stages, lost } = answered.inspect_err(|lost| {
             peers.tallies.forwarded(&record.name, lost.why.map_or("failed", Why::as_str));
         })?;
         peers.tallies.forwarded(&record.name, "answered");
         self.node.shared.metrics.forwarded(took);
-        account.passed(Passed { node: record.name.clone(), took, connect, stages });
+        account.passed(Passed { node: record.name.clone(), took, connect, stages }, lost);
         Ok(response)
     }
 
@@ -128,12 +136,12 @@ impl<'a> Hop<'a> {
         keep: &mut Keep,
         account: &Account,
         handed: &Cell<bool>,
-    ) -> Result<(Response, Duration, Box<str>), Lost> {
+    ) -> Result<Begun, Lost> {
         let (seat, connect) =
             self.node.peers.seat(record).await.map_err(|error| self.unconnected(record, error))?;
         let used = u32::try_from(account.relocations()).unwrap_or(u32::MAX);
         let carried = Carried {
-            from: self.me(),
+            from: self.node.shared.cluster.own_name(),
             site: self.route.site.name.clone(),
             epoch,
             deadline: self.deadline,
@@ -148,7 +156,7 @@ impl<'a> Hop<'a> {
         })?;
         self.node.shared.cluster.peers.probes.heard(&record.name);
         match answer {
-            Answer::Response { response, served } => {
+            Answer::Response { response, served, lost } => {
                 let stages = served.map(|served| served.stages).unwrap_or_default();
                 self.node.peers.began(record);
                 let response = beginning::hold(response).await.map_err(|why| Lost {
@@ -158,7 +166,7 @@ impl<'a> Hop<'a> {
                         "the node that runs the application: {why}"
                     )),
                 })?;
-                Ok((response, connect.unwrap_or_default(), stages))
+                Ok(Begun { response, connect: connect.unwrap_or_default(), stages, lost })
             }
             Answer::Denied(Denied::Fenced) => Err(Lost::untouched(Why::Fenced)),
             Answer::Denied(Denied::NotPlacedHere { .. }) => Err(Lost::untouched(Why::NotThere)),
@@ -166,11 +174,6 @@ impl<'a> Hop<'a> {
                 Err(Lost::finally(Refusal::Overloaded("the records of the nodes differ for a moment")))
             }
         }
-    }
-
-    fn me(&self) -> NodeName {
-        let member = self.node.shared.cluster.member();
-        member.map_or_else(|| NodeName::new("localhost").expect("a name"), |member| member.node.clone())
     }
 
     fn unconnected(&self, record: &NodeRecord, error: NoPeer) -> Lost {

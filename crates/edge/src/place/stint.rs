@@ -55,8 +55,7 @@ impl Stint {
 
     /// This node.
     pub fn node(&self) -> NodeName {
-        let member = self.shared.cluster.member();
-        member.map_or_else(|| NodeName::new("localhost").expect("a name"), |member| member.node.clone())
+        self.shared.cluster.own_name()
     }
 
     pub fn was_handed(&self) -> bool {

@@ -17,7 +17,7 @@ type Job = Pin<Box<dyn Future<Output = ()>>>;
 
 /// One edge thread's jobs.
 #[derive(Debug, Default)]
-pub(super) struct After {
+pub struct After {
     jobs: RefCell<Option<mpsc::Sender<Job>>>,
     open: Rc<Cell<usize>>,
 }

@@ -22,6 +22,7 @@ use super::{Outcome, Programs, Script, files_of, opening};
 use crate::message::{Request, RequestBody};
 use crate::receipt;
 use crate::refusal::Refusal;
+use crate::seat::Seat;
 
 /// A request as an instance is to get it.
 pub struct Call {
@@ -79,10 +80,11 @@ impl Programs {
 }
 
 impl Call {
-    /// Makes the call over this connection, which carries nothing else.
-    pub async fn over(self, stream: UnixStream) -> Result<Outcome, Unanswered> {
+    /// Makes the call over this connection, which carries nothing else. The seat is left when both have come to their end.
+    pub async fn over(self, stream: UnixStream, seat: Option<Seat>) -> Result<Outcome, Unanswered> {
         let Self { opening, body, errors, method, name, silence, after } = self;
-        let line = Line { stream, buffer: BytesMut::new(), is_repeatable: method.is_idempotent(), after };
+        let (buffer, is_repeatable) = (BytesMut::new(), method.is_idempotent());
+        let line = Line { stream, buffer, is_repeatable, after, _seat: seat };
         let alarm = Alarm::new(Patience { silence, end: None }, None);
         let mut exchange = Timed::new(Exchange::new(line, opening, body, errors), alarm);
         let outcome = match exchange.head().await {
@@ -114,6 +116,7 @@ struct Line {
     buffer: BytesMut,
     is_repeatable: bool,
     after: Rc<After>,
+    _seat: Option<Seat>,
 }
 
 impl Link for Line {

@@ -34,7 +34,7 @@ use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::fastcgi::{Connection, Opening};
 use nagaya_keeper::protocol::Failure as KeeperFailure;
 
-use self::after::After;
+pub use self::after::After;
 use self::answer::{Failure, Timed};
 use self::environment::Facts;
 pub use self::environment::document_root;
@@ -110,6 +110,11 @@ impl Programs {
     /// Holds from the next request on.
     pub fn set_options(&self, options: &Options) {
         *self.limits.borrow_mut() = options.limits.clone();
+    }
+
+    /// What does what is still to be done when responses have ended.
+    pub fn after(&self) -> &Rc<After> {
+        &self.after
     }
 
     /// Runs a CGI program once, where its stay says. What it holds is in the response's body and given back with it.
@@ -251,19 +256,29 @@ impl Programs {
     }
 }
 
-/// What is left to do with an answer before it goes: its end waits for what the program owes to CPU quotas, and all of
-/// it for the figures, if the client is told them and that does not take long.
-async fn finish(outcome: Outcome, debt: Option<Debt>, stay: &Stay) -> Outcome {
-    let mut response = match (outcome, debt) {
-        (Outcome::Response(response), None) => response,
-        (Outcome::Response(response), Some(debt)) => debt.hold(response).await,
-        (redirect, debt) => {
+/// The same as `finish_answer` of what a program said; a redirect has no client to hold up, but pays what it owes.
+pub async fn finish(outcome: Outcome, debt: Option<Debt>, stay: &Stay) -> Outcome {
+    match outcome {
+        Outcome::Response(response) => Outcome::Response(finish_answer(response, debt, stay).await),
+        redirect @ Outcome::LocalRedirect { .. } => {
             if let Some(debt) = debt {
                 debt.settle().await;
             }
-            return redirect;
+            redirect
         }
-    };
+    }
+}
+
+/// What is left to do with an answer before it goes: its end waits for what the program owes to CPU quotas, and all of
+/// it for the figures, if the client is told them and that does not take long.
+pub async fn finish_answer(mut response: Response, debt: Option<Debt>, stay: &Stay) -> Response {
+    // What goes both ways ends when either side wants it to.
+    if matches!(response.body, ResponseBody::Tunnel(_)) {
+        return response;
+    }
+    if let Some(debt) = debt {
+        response = debt.hold(response).await;
+    }
     // What a program calls a receipt is not the node's.
     response.headers.remove(&receipt::RECEIPT);
     if stay.is_disclosed() {
@@ -272,7 +287,7 @@ async fn finish(outcome: Outcome, debt: Option<Debt>, stay: &Stay) -> Outcome {
             stay.paid().await;
         }
     }
-    Outcome::Response(response)
+    response
 }
 
 /// Counts a CGI program for as long as it runs.

@@ -146,6 +146,9 @@ impl Disclosure {
             out.push_str(", cell=");
             push_string(&mut out, &cell);
         }
+        if let Some(of) = self.stay.as_ref().and_then(|stay| stay.cell_of()) {
+            write!(out, ";of={}", of.as_str()).expect("a String takes everything");
+        }
         for (name, number) in self.figures.named() {
             let name = name.strip_suffix("_us").or_else(|| name.strip_suffix("_bytes")).unwrap_or(name);
             write!(out, ", {name}={}", number.min(INTEGER_MAX)).expect("a String takes everything");

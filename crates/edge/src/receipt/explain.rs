@@ -16,6 +16,7 @@ use crate::access_log::{AccessRecord, More, Used, Woken, stages, timestamp};
 use crate::pace::Ledger;
 use crate::place::told;
 use crate::shared::Shared;
+use crate::stay::CellOf;
 
 /// The receipt of the request with this id as JSON, or `null` if it is not kept (any more).
 pub fn explain(shared: &Shared, id: &str) -> String {
@@ -62,6 +63,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "backend": site.map(|site| site.backend.kind()),
         "node": node,
         "cell": more.cell,
+        "cell_of": more.cell_of.map(CellOf::as_str),
         "limits": limits(record, more),
         "named": more.confinement().named.iter().map(named).collect::<Vec<_>>(),
         "rules": more.ruled_by.as_slice(),
@@ -97,9 +99,17 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
 fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
     let Confinement { limits, demotions, .. } = more.confinement();
     let mut told = Vec::new();
-    let mut put = |what: String, value: String, from: &str| {
-        told.push(json!({ "what": what, "value": value, "from": from }));
+    let mut put = |what: String, value: String, from: &str, holds: bool| {
+        // Bodies are the edge's to hold back, wherever the rest runs.
+        let holds = holds || what == "read" || what == "write";
+        let mut limit = json!({ "what": what, "value": value, "from": from });
+        if !holds {
+            limit["holds"] = json!(false);
+        }
+        told.push(limit);
     };
+    // Several requests in one process have no CPU of their own, and no request to an application is in a named cell.
+    let (own_hold, named_hold) = (more.cell_of != Some(CellOf::Instance), more.cell_of.is_none());
     let by_rules = match more.ruled_by.as_slice() {
         [] => "a rule".to_owned(),
         [file] => format!("rule {file}"),
@@ -111,7 +121,7 @@ fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
     for limit in written(limits) {
         // A rule's limits are laid over the site's, so what is as in the record comes from there.
         let from = if requests.contains(&limit) { &of_site } else { &by_rules };
-        put(limit.0, limit.1, from);
+        put(limit.0, limit.1, from, own_hold);
     }
     let steps: Vec<_> =
         site.into_iter().flat_map(|site| &site.demotions).filter_map(|step| step.demotion()).collect();
@@ -119,20 +129,25 @@ fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
     for step in demotions {
         let after = format_duration(std::time::Duration::from_micros(step.after_cpu_us));
         for (what, value) in written(&step.limits) {
-            put(format!("{what} after {after} of CPU time"), value, from);
+            put(format!("{what} after {after} of CPU time"), value, from, own_hold);
         }
     }
     for cell in &more.confinement().named {
         for (what, value) in cell.limits.iter().flat_map(written) {
-            put(format!("{what} of cell {}", cell.name), value, &by_rules);
+            put(format!("{what} of cell {}", cell.name), value, &by_rules, named_hold);
         }
     }
     for (what, value) in site.map(|site| written(&site.limits.limits())).unwrap_or_default() {
-        put(format!("{what} of the site"), value, &of_site);
+        put(format!("{what} of the site"), value, &of_site, true);
     }
     if let Some(tenant) = &more.tenant {
         for (what, value) in written(&tenant.limits.limits()) {
-            put(format!("{what} of the tenant"), value, &format!("the record of tenant {}", tenant.name));
+            put(
+                format!("{what} of the tenant"),
+                value,
+                &format!("the record of tenant {}", tenant.name),
+                true,
+            );
         }
     }
     told

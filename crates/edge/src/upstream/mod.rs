@@ -87,7 +87,8 @@ pub async fn exchange(
             }
         };
         let encode = |out: &mut BytesMut| encode(&outgoing, framing, out);
-        let mut transfer = Transfer::new(connection, encode, body, framing);
+        let seat = connector.seat(address, &connection.socket).await;
+        let mut transfer = Transfer::new(connection, encode, body, framing, seat);
         match answer(&mut transfer, head, bounds).await {
             Ok(answer) => return Ok(respond(pool, address, transfer, answer, bounds)),
             Err(broken) => {

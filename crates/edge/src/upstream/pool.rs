@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -20,6 +21,7 @@ use tokio::time::{Instant, timeout};
 use super::transfer::Transfer;
 use crate::metrics::{Metrics, UpstreamConnection};
 use crate::refusal::Refusal;
+use crate::seat::Seat;
 use crate::silence::Silence;
 
 /// Idle connections kept per address, and in all. Beyond it a finished connection is closed.
@@ -53,6 +55,11 @@ impl Address {
 /// Makes new connections.
 pub trait Connector {
     fn connect(&self, address: &Address) -> impl Future<Output = Result<Socket, Refusal>>;
+
+    /// What the request that is about to go over this connection holds until its answer has ended.
+    fn seat(&self, _address: &Address, _socket: &Socket) -> impl Future<Output = Option<Seat>> {
+        std::future::ready(None)
+    }
 }
 
 /// Connects to what already listens.
@@ -181,9 +188,20 @@ impl Pool {
         None
     }
 
-    /// Keeps the connection of a finished transfer, if it can be used again.
-    pub fn give_back(&self, address: &Address, transfer: Transfer) {
+    /// Keeps the connection of a finished transfer, if it can be used again: once its request has left its seat.
+    pub fn give_back(self: &Rc<Self>, address: &Address, mut transfer: Transfer) {
+        let seat = transfer.take_seat();
         let Some(connection) = transfer.into_reusable() else { return };
+        match seat {
+            None => self.keep(address, connection),
+            Some(seat) => {
+                let (pool, address) = (Rc::clone(self), address.clone());
+                seat.leave(move || pool.keep(&address, connection));
+            }
+        }
+    }
+
+    fn keep(&self, address: &Address, connection: Connection) {
         let mut idle = self.idle.borrow_mut();
         if self.count.get() >= IDLE_MAX {
             idle.clear();

@@ -20,6 +20,7 @@ use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
 use crate::http1::head::{self, FIELDS_MAX, HeadLimits, ResponseHead};
 use crate::message::{BodyError, RequestBody};
 use crate::receipt::RECEIPT;
+use crate::seat::Seat;
 
 /// Read from the application at once.
 const READ: usize = 64 << 10;
@@ -49,6 +50,8 @@ pub struct Transfer {
     /// Writing failed; the answer may have come all the same.
     write_failed: bool,
     answer_seen: bool,
+    /// Where limits of the request's own hold; it is left when all of this is dropped.
+    seat: Option<Seat>,
     scanned: usize,
     decoder: Decoder,
     keep_alive: bool,
@@ -61,6 +64,7 @@ impl Transfer {
         encode: impl FnOnce(&mut BytesMut),
         body: RequestBody,
         framing: Framing,
+        seat: Option<Seat>,
     ) -> Self {
         encode(&mut connection.output);
         Self {
@@ -72,6 +76,7 @@ impl Transfer {
             written: false,
             write_failed: false,
             answer_seen: false,
+            seat,
             scanned: 0,
             decoder: Decoder::new(Framing::None),
             keep_alive: false,
@@ -245,8 +250,12 @@ impl Transfer {
         clean.then_some(self.connection)
     }
 
+    pub fn take_seat(&mut self) -> Option<Seat> {
+        self.seat.take()
+    }
+
     pub fn into_duplex(self) -> Upgraded {
-        Upgraded { connection: self.connection }
+        Upgraded { connection: self.connection, _seat: self.seat }
     }
 }
 
@@ -343,6 +352,7 @@ impl Body for AnswerBody {
 /// The application's side of an upgraded connection: first what it had already said.
 pub struct Upgraded {
     connection: Connection,
+    _seat: Option<Seat>,
 }
 
 impl AsyncRead for Upgraded {

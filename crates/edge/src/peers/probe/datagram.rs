@@ -3,8 +3,8 @@
 //! ```text
 //!   0  version (1)     3  nonce (16)     19  length of the name (1)
 //!   1  kind            (answers repeat   20  name of the sender
-//!   2  state of the    the question's)    .  id of the sender (32)
-//!      sender                             .  HMAC-SHA256 of all before (32)
+//!   2  0                the question's)   .  id of the sender (32)
+//!                                         .  HMAC-SHA256 of all before (32)
 //! ```
 //!
 //! Not here: sockets, and what is made of it (`probe`).
@@ -28,20 +28,9 @@ pub enum Kind {
     Answer,
 }
 
-/// What the sender does with requests for sites that are placed on it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
-    Serves,
-    /// It has no authority.
-    Fenced,
-    /// It is being emptied.
-    Draining,
-}
-
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Datagram {
     pub kind: Kind,
-    pub state: State,
     pub nonce: Nonce,
     pub node: String,
     pub id: String,
@@ -55,12 +44,7 @@ impl Datagram {
             return None;
         }
         let kind = if self.kind == Kind::Question { 1 } else { 2 };
-        let state = match self.state {
-            State::Serves => 0,
-            State::Fenced => 1,
-            State::Draining => 2,
-        };
-        let mut out = vec![VERSION, kind, state];
+        let mut out = vec![VERSION, kind, 0];
         out.extend_from_slice(&self.nonce);
         out.push(len);
         out.extend_from_slice(self.node.as_bytes());
@@ -77,7 +61,7 @@ impl Datagram {
         }
         let (said, seal) = bytes.split_at(bytes.len() - SEAL_LEN);
         hmac::verify(key, said, seal).ok()?;
-        let [VERSION, kind, state, ..] = *said else { return None };
+        let [VERSION, kind, ..] = *said else { return None };
         let name_len = usize::from(said[NAME_AT - 1]);
         if said.len() != NAME_AT + name_len + ID_LEN {
             return None;
@@ -87,12 +71,6 @@ impl Datagram {
             kind: match kind {
                 1 => Kind::Question,
                 2 => Kind::Answer,
-                _ => return None,
-            },
-            state: match state {
-                0 => State::Serves,
-                1 => State::Fenced,
-                2 => State::Draining,
                 _ => return None,
             },
             nonce: said[NONCE_AT..NAME_AT - 1].try_into().ok()?,
@@ -113,7 +91,6 @@ mod tests {
     fn datagram() -> Datagram {
         Datagram {
             kind: Kind::Answer,
-            state: State::Fenced,
             nonce: [7; 16],
             node: "node-a".into(),
             id: "0123456789abcdef0123456789abcdef".into(),

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::Moment;
@@ -20,7 +20,7 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
 use super::datagram::{Datagram, Kind, LEN_MAX, Nonce};
-use super::own;
+use super::{Found, own};
 use crate::cluster::{Member, boottime};
 use crate::options::ProbeKind;
 
@@ -29,6 +29,11 @@ const SENT_MAX: usize = 32;
 
 /// After an error of the socket that says nothing, it is read again after this.
 const ERROR_PAUSE: Duration = Duration::from_millis(10);
+
+/// Datagrams of a node that are looked at in a window; the rest wait in the socket, or are dropped there. Three to a probe, and the
+/// next probe after the shortest bound, are 15.
+const WINDOW: Duration = Duration::from_millis(100);
+const READ_PER_WINDOW: u32 = 128;
 
 /// An ICMP message: type, code, checksum, identifier, sequence number; then ours.
 const ICMP_HEAD: usize = 8;
@@ -55,7 +60,7 @@ pub struct Line {
     peer: Peer,
     wire: Wire,
     sent: Vec<Sent>,
-    waiting: Vec<(Probe, oneshot::Sender<Verdict>)>,
+    waiting: Vec<(Probe, oneshot::Sender<Found>)>,
     findings: Vec<&'static str>,
     /// The probe under way.
     under_way: Option<Probe>,
@@ -125,11 +130,14 @@ impl Line {
     }
 
     /// A request wants to know. `heard`: when a request last heard from the node.
-    pub fn ask(&mut self, heard: Option<Moment>, found: oneshot::Sender<Verdict>) {
+    pub fn ask(&mut self, heard: Option<Moment>, is_anew: bool, found: oneshot::Sender<Found>) {
         self.note(heard);
+        if is_anew {
+            self.peer.forget_findings();
+        }
         match self.peer.ask(boottime()) {
             Ask::Fresh => {
-                let _ = found.send(Verdict::Answers);
+                let _ = found.send(self.found(Verdict::Answers));
             }
             Ask::Send { probe, .. } => {
                 self.under_way = Some(probe);
@@ -196,10 +204,18 @@ impl Line {
                 Verdict::Pending => self.waiting.push((probe, found)),
                 verdict => {
                     // The request may have its answer by now.
-                    let _ = found.send(verdict);
+                    let _ = found.send(self.found(verdict));
                 }
             }
         }
+    }
+
+    fn found(&self, verdict: Verdict) -> Found {
+        Found { verdict, again: self.peer.again(boottime()) }
+    }
+
+    pub fn last_heard(&self) -> Option<Moment> {
+        self.peer.last_heard()
     }
 
     pub fn take_findings(&mut self) -> Vec<&'static str> {
@@ -297,7 +313,16 @@ fn send(socket: &UdpSocket, bytes: &[u8]) -> io::Result<usize> {
 
 async fn read(socket: Rc<UdpSocket>, node: NodeName, events: mpsc::Sender<Event>) {
     let mut buffer = [0; LEN_MAX + 1];
+    let mut window = (Instant::now(), 0);
     loop {
+        let (begun, count) = &mut window;
+        if begun.elapsed() >= WINDOW {
+            (*begun, *count) = (Instant::now(), 0);
+        } else if *count >= READ_PER_WINDOW {
+            sleep(WINDOW.saturating_sub(begun.elapsed())).await;
+            continue;
+        }
+        *count += 1;
         let what = match socket.recv(&mut buffer).await {
             Ok(len) => Heard::Bytes(buffer[..len].to_vec()),
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Heard::Refused,

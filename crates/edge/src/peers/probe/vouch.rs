@@ -245,10 +245,9 @@ mod tests {
 
     #[test]
     fn a_probe_is_no_vouch_and_a_vouch_is_no_probe() {
-        use super::super::datagram::{Datagram, Kind, State};
+        use super::super::datagram::{Datagram, Kind};
         let id = "0".repeat(32);
-        let probe =
-            Datagram { kind: Kind::Answer, state: State::Serves, nonce: [1; 16], node: "a".into(), id };
+        let probe = Datagram { kind: Kind::Answer, nonce: [1; 16], node: "a".into(), id };
         let probe = probe.write(&key(1)).unwrap();
         assert!(!is_one(&probe));
         assert_eq!(Said::read(&probe, &key(1)), None);

@@ -41,7 +41,7 @@ fn made<T: Send + 'static>(
     ours.set_nonblocking(true).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let said = tokio::task::LocalSet::new().block_on(&runtime, async {
-        match call().over(UnixStream::from_std(ours).unwrap()).await {
+        match call().over(UnixStream::from_std(ours).unwrap(), None).await {
             Ok(Outcome::Response(response)) => Ok((response.status.as_u16(), text(response).await)),
             Ok(Outcome::LocalRedirect { .. }) => panic!("it leads nowhere"),
             Err(Unanswered { refusal, again }) => Err((refusal, again.is_some())),
@@ -94,7 +94,7 @@ fn a_program_that_is_gone_before_it_reads_costs_no_request() {
         ours.set_nonblocking(true).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let again = tokio::task::LocalSet::new().block_on(&runtime, async {
-            call(method, "").over(UnixStream::from_std(ours).unwrap()).await.err().unwrap().again
+            call(method, "").over(UnixStream::from_std(ours).unwrap(), None).await.err().unwrap().again
         });
         assert!(again.is_some());
     }

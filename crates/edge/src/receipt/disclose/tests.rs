@@ -7,6 +7,7 @@ use tokio::sync::mpsc;
 
 use super::*;
 use crate::programs::testing::arriving;
+use crate::stay::CellOf;
 
 fn disclosure(stay: Option<Rc<Stay>>) -> Disclosure {
     let figures = Figures { took_us: 1_234, queue_us: 1_000, cpu_us: Some(56), ..Figures::default() };
@@ -48,6 +49,16 @@ fn an_answer_that_is_all_there_has_its_last_figures_in_the_head() {
     assert_eq!(timing, ["db;dur=3", "total;dur=1.234, queue;dur=1.000, cpu;dur=0.056"]);
     assert!(!response.headers.contains_key(TRAILER));
     assert!(matches!(response.body, ResponseBody::Bytes(_)));
+}
+
+#[test]
+fn an_applications_cell_says_whose_it_is() {
+    let stay = Stay::of(Confinement::default(), true);
+    stay.set_cell_of("demo/blog/r2", CellOf::Instance);
+    let mut response = Response::new(StatusCode::OK);
+    disclosure(Some(stay)).put(&mut response);
+    let receipt = response.headers["nagaya-receipt"].to_str().unwrap();
+    assert!(receipt.contains(", cell=\"demo/blog/r2\";of=instance, took="), "{receipt}");
 }
 
 #[test]

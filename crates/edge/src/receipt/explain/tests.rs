@@ -89,6 +89,26 @@ fn every_limit_says_who_set_it() {
     assert_eq!((&told["cell"], &told["tenant"]), (&json!("demo/wiki/r3"), &json!("demo")));
 }
 
+#[test]
+fn limits_of_a_request_that_has_no_process_of_its_own_are_said_not_to_hold() {
+    let site = site("cgi");
+    for (of, unheld) in [
+        (CellOf::Request, &["write from 8:0 of cell slow"][..]),
+        (
+            CellOf::Instance,
+            &["cpu", "processes", "cpu after 500ms of CPU time", "write from 8:0 of cell slow"][..],
+        ),
+    ] {
+        let mut seen = record("/x", None);
+        seen.more = Some(Box::new(More { cell_of: Some(of), ..more(&site) }));
+        seen.site = Some(Arc::clone(&site));
+        let told = tell(&seen, "n1");
+        let not = told["limits"].as_array().unwrap().iter().filter(|limit| limit["holds"] == false);
+        assert_eq!(not.map(|limit| limit["what"].as_str().unwrap()).collect::<Vec<_>>(), unheld);
+        assert_eq!(told["cell_of"], of.as_str());
+    }
+}
+
 fn named<'a>(told: &'a Value, name: &str) -> &'a Value {
     told["spans"].as_array().unwrap().iter().find(|span| span["name"] == name).unwrap_or(&Value::Null)
 }
