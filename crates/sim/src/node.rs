@@ -11,6 +11,7 @@ use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
 use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation::{At, Effect, Outcome, Relocations, Waiter};
 
+use crate::observer::Served;
 use crate::store::{Change, Happened};
 use crate::wire::{Instead, NodeId, Parts, RequestId, SiteId, StoreAsk, StoreSays, What, Work};
 use crate::world::Sky;
@@ -20,8 +21,6 @@ const ATTEMPTS_MAX: u32 = 12;
 /// Without authority, or with a copy that lags, a request is held for so long before it is given back.
 const HELD_LONGEST: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
-/// A node that has a request and answers probes is probed again after this.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// From an image.
 const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(150));
 /// A removed site's placement is taken away by its node when it has known of the removal for so long: more than any authority lasts.
@@ -50,8 +49,8 @@ pub(crate) struct Node {
     peers: BTreeMap<NodeId, Peer>,
     /// The copy of the records is as of this revision. It is on disk.
     applied: u64,
-    /// Sites that it has given up itself, under which epoch. On disk, too.
-    given_up: BTreeMap<SiteId, u64>,
+    /// Sites that it has given up itself, under which epoch. On disk, too; what older records say once more does not undo it.
+    given_up: BTreeMap<SiteId, Served>,
     /// Instances: of which epoch, and from which real time on they answer.
     instances: BTreeMap<SiteId, (u64, u64)>,
     /// Requests that were forwarded and not answered.
@@ -204,9 +203,10 @@ impl Node {
         let expect = parts.epoch;
         let is_last = parts.all.len() > 1 && parts.all.last().is_some_and(|part| part.node == self.id);
         if is_last && sky.dice.chance(50) {
-            self.given_up.insert(site, own);
+            let life = sky.store.life(site, self.applied);
+            self.given_up.insert(site, (life, own));
             self.instances.remove(&site);
-            sky.ask_store(self.id, StoreAsk::Leave { site, node: self.id, expect });
+            sky.ask_store(self.id, StoreAsk::Leave { site, node: self.id, expect, is_removed: false });
         } else {
             let node = sky.dice.roll(u64::from(sky.shape.nodes)) as NodeId;
             sky.ask_store(self.id, StoreAsk::Copy { site, node, expect });
@@ -259,7 +259,6 @@ impl Node {
     fn lose(&mut self, site: SiteId) {
         self.arrivals.left(&site);
         self.instances.remove(&site);
-        self.given_up.remove(&site);
     }
 
     // === Removed sites ===
@@ -288,7 +287,7 @@ impl Node {
                 self.id,
                 match count {
                     1 => StoreAsk::Forget { site, epoch },
-                    _ => StoreAsk::Leave { site, node: self.id, expect: epoch },
+                    _ => StoreAsk::Leave { site, node: self.id, expect: epoch, is_removed: true },
                 },
             );
             self.let_go_later(site, LET_GO_AGAIN, sky);
@@ -369,7 +368,7 @@ impl Node {
         let lags = placement.is_none_or(|parts| parts.epoch < work.epoch);
         let is_here = self.has(work.site, sky)
             && placement.and_then(|parts| parts.of(self.id)) == Some(work.epoch)
-            && self.given_up.get(&work.site) != Some(&work.epoch);
+            && self.given_up.get(&work.site) != Some(&(sky.store.life(work.site, self.applied), work.epoch));
         if !lags && !is_here || held > HELD_LONGEST {
             self.give(work, false, sky);
             return;
@@ -473,11 +472,12 @@ impl Node {
             let next = self.peer(node).resend_at().unwrap_or(until).min(until);
             self.probe_at(node, next, sky);
         } else if self.flights.get(&node).is_some_and(|flights| !flights.is_empty()) {
-            let is_quiet = self.peer(node).last_heard().is_none_or(|heard| now.since(heard) >= ASK_AGAIN);
+            let again = self.peer(node).again(now);
+            let is_quiet = self.peer(node).last_heard().is_none_or(|heard| now.since(heard) >= again);
             if is_quiet {
                 self.watch_peer(node, sky);
             } else {
-                self.probe_at(node, now + ASK_AGAIN, sky);
+                self.probe_at(node, now + again, sky);
             }
         }
     }
@@ -607,7 +607,8 @@ impl Node {
         let Some(from) = from else { return Ok(Before::Nobody) };
         if from == self.id {
             let own = self.placement(site, sky).and_then(|parts| parts.of(self.id));
-            self.given_up.insert(site, own.or(expect).unwrap_or_default());
+            let life = sky.store.life(site, self.applied);
+            self.given_up.insert(site, (life, own.or(expect).unwrap_or_default()));
             self.instances.remove(&site);
             return Ok(Before::Released);
         }

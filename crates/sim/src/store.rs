@@ -222,8 +222,9 @@ impl Store {
                 self.change_parts(now, site, expect, next);
                 StoreSays::Heard
             }
-            StoreAsk::Leave { site, node, expect } => {
-                self.change_parts(now, site, expect, |parts| parts.without(node));
+            StoreAsk::Leave { site, node, expect, is_removed } => {
+                let fits = self.removed.contains(&site) == is_removed;
+                self.change_parts(now, site, expect, |parts| if fits { parts.without(node) } else { None });
                 StoreSays::Heard
             }
             StoreAsk::Forget { site, epoch } => {

@@ -151,6 +151,8 @@ pub(crate) enum StoreAsk {
         site: SiteId,
         node: NodeId,
         expect: u64,
+        /// Of a removed site, as long as it is: one that was added again is given up by a node that has ended it first.
+        is_removed: bool,
     },
     /// Nothing is left of a removed site under this epoch.
     Forget {

@@ -46,6 +46,13 @@ fn seeds(count: u64) -> Vec<u64> {
     }
 }
 
+#[track_caller]
+fn without_violations(seed: u64, report: &Report) {
+    if let Some(first) = report.violations.first() {
+        panic!("{first}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim");
+    }
+}
+
 #[test]
 fn one_epoch_serves_and_every_request_ends_whatever_fails() {
     let (mut answers, mut refusals, mut relocations, mut vouched, mut forgotten) = (0, 0, 0, 0, 0);
@@ -53,12 +60,7 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
     let seeds = seeds(SEEDS);
     for seed in seeds.iter().copied() {
         let report = run(seed, Flaws::default());
-        let first = report.violations.first().map(ToString::to_string);
-        assert!(
-            first.is_none(),
-            "{}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim",
-            first.unwrap_or_default()
-        );
+        without_violations(seed, &report);
         answers += report.answers;
         refusals += report.refusals.values().sum::<u64>();
         relocations += report.relocations;
@@ -79,12 +81,7 @@ fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
     let (mut answers, mut refusals, mut copied, mut relocations) = (0, 0, 0, 0);
     for seed in seeds(SEEDS) {
         let report = run_several(seed, 2 + (seed % 2) as u32, Flaws::default());
-        let first = report.violations.first().map(ToString::to_string);
-        assert!(
-            first.is_none(),
-            "{}\nthis seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim",
-            first.unwrap_or_default()
-        );
+        without_violations(seed, &report);
         answers += report.answers;
         refusals += report.refusals.values().sum::<u64>();
         (copied, relocations) = (copied + report.copied, relocations + report.relocations);
