@@ -48,6 +48,8 @@ struct Receipt {
     tenant: Option<String>,
     node: Option<String>,
     cell: Option<String>,
+    /// For an application: `request` or `instance`.
+    cell_of: Option<String>,
     /// Files of rules that said something.
     #[serde(default)]
     rules: Vec<String>,
@@ -88,6 +90,8 @@ struct Limit {
     what: String,
     value: Value,
     from: Option<String>,
+    /// None: it held.
+    holds: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -145,7 +149,8 @@ fn head(receipt: &Receipt, out: &mut String) {
     field("node", receipt.node.clone());
     let tenant = receipt.tenant.as_ref().map_or_else(String::new, |tenant| format!(" of tenant {tenant}"));
     field("site", receipt.site.as_ref().map(|site| format!("{site}{tenant}")));
-    field("cell", receipt.cell.clone());
+    let of = receipt.cell_of.as_deref().map_or_else(String::new, |of| format!(" of the {of}"));
+    field("cell", receipt.cell.as_ref().map(|cell| format!("{cell}{of}")));
     field("rules", (!receipt.rules.is_empty()).then(|| receipt.rules.join(" ")));
     field("lane", receipt.lane.clone());
     field(
@@ -203,7 +208,12 @@ fn limits(receipt: &Receipt, out: &mut String) {
         let from =
             limit.from.as_deref().map_or_else(String::new, |from| format!("set by {}", printable(from)));
         let (what, value) = (printable(&limit.what), text(&limit.value));
-        let line = format!("  {what:what_width$}  {value:value_width$}  {from}");
+        let not = if limit.holds == Some(false) {
+            "; did not hold: the application serves others beside it"
+        } else {
+            ""
+        };
+        let line = format!("  {what:what_width$}  {value:value_width$}  {from}{not}");
         let _ = writeln!(out, "{}", line.trim_end());
     }
     for named in &receipt.named {
@@ -305,6 +315,17 @@ What it used
         ] {
             assert!(text.contains(part), "{part} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn a_limit_that_could_not_hold_for_one_request_alone_is_said_so() {
+        let limit = json!({"what": "cpu", "value": "10%", "from": "rule a.rb", "holds": false});
+        let text = shown(json!({
+            "id": "ab", "took_us": 1, "cell": "demo/blog/r2", "cell_of": "instance", "limits": [limit],
+        }));
+        assert!(text.contains("  cell    demo/blog/r2 of the instance\n"), "{text}");
+        let told = "  cpu  10%  set by rule a.rb; did not hold: the application serves others beside it\n";
+        assert!(text.contains(told), "{text}");
     }
 
     #[test]

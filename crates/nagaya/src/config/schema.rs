@@ -476,6 +476,13 @@ const INSTANCES: &[Key<Settings>] = &[
         "Applications that are started or restored at once; the others wait in order. More at once make each of them later, and none earlier. `0` is one per core."
     ),
     key!(
+        "huge_pages",
+        "0.1",
+        Kind::Choice(&["as-is", "64KiB"]),
+        keeper.instances.huge_pages,
+        "Pages in which **all programs of the machine** get their memory. With `64KiB` the keeper switches multi-size THP of that size on (Linux 6.8; the kernel's `transhuge.rst`), and some applications are restored from their images sooner, others not (`wake` in docs/experiments.md). Nothing switches it off again but you, or the next start of the machine. `as-is`: the switch is left alone."
+    ),
+    key!(
         "quiet_after",
         "0.1",
         time(0, IDLE_MAX),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nagaya_base::units;
 use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
-use nagaya_keeper::BackEnd;
+use nagaya_keeper::{BackEnd, HugePages};
 use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
 
@@ -416,6 +416,7 @@ word_field!(
 );
 word_field!(ProbeKind: Udp = "udp", Connect = "connect", Icmp = "icmp");
 word_field!(OnError: Pass = "pass", Refuse = "refuse");
+word_field!(HugePages: AsIs = "as-is", Of64KiB = "64KiB");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(
     BackEnd: Auto = "auto",

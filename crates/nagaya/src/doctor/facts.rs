@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use nagaya_keeper::BackEnd;
+use nagaya_keeper::{BackEnd, huge_pages};
 use rustix::fs::{Access, Mode, OFlags, ResolveFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -48,6 +48,8 @@ pub struct Facts {
     pub php_version: Option<String>,
     pub criu: Criu,
     pub swaps: Vec<Swap>,
+    /// Whether all programs get pages of 64 KiB. None: the kernel knows no such pages.
+    pub huge_pages: Option<bool>,
     pub kvm: bool,
     pub clock_synchronised: Option<bool>,
     pub entropy_ready: bool,
@@ -120,6 +122,7 @@ pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
         php_cgi: settings.keeper.php_cgi.clone(),
         criu: criu(settings),
         swaps: swaps(&std::fs::read_to_string("/proc/swaps").unwrap_or_default()),
+        huge_pages: std::fs::read_to_string(huge_pages::SWITCH).ok().map(|text| huge_pages::is_always(&text)),
         kvm: rustix::fs::access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok(),
         clock_synchronised: inherit::clock_is_synchronised().ok(),
         entropy_ready: entropy_ready(),

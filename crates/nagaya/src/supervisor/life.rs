@@ -24,6 +24,7 @@ use super::error::ServeError;
 use super::feed::{Feed, News};
 use super::identity::Identity;
 use super::node::Node;
+use super::priority;
 use super::sockets::{Listening, Peers};
 use super::{notify, place, reload};
 use crate::config::{self, Settings};
@@ -256,7 +257,15 @@ impl Life {
     fn news(&mut self, role: Role, news: News) {
         match news {
             News::Ready { revision } => {
-                self.parts.node.process(role, |process| process.revision = Some(revision));
+                let mut started = None;
+                self.parts.node.process(role, |process| {
+                    if process.revision.replace(revision).is_none() {
+                        started = process.pid;
+                    }
+                });
+                if let (Role::Edge, Some(edge)) = (role, started) {
+                    priority::have_one_thread_first(edge);
+                }
                 if self.phase == Phase::Starting && self.parts.node.all_ready() {
                     self.phase = Phase::Serving;
                     self.parts.node.set_ready();

@@ -16,6 +16,7 @@ mod life;
 mod node;
 mod notify;
 mod place;
+mod priority;
 mod reload;
 mod rights;
 mod sockets;

@@ -96,7 +96,7 @@ impl Desk {
         }
         match shift {
             Shift::Move(to) => {
-                let moved = membership.relocate(site.as_str(), Some(&to), Why::Load).await;
+                let moved = membership.relocate_from_here(site.as_str(), Some(&to), Why::Load).await;
                 moved.map(drop).map_err(|problem| problem.detail.clone())
             }
             Shift::Copy(to) => membership.copy(site, &to).await,
@@ -117,7 +117,7 @@ impl Desk {
             Ask::Placements { after, limit, node } => {
                 self.member()?.placements(after.as_deref(), limit, node.as_deref())
             }
-            Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref(), Why::Operator).await,
+            Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref()).await,
         }
     }
 

@@ -19,7 +19,7 @@ use crate::admin::Node as _;
 const IMAGE_WITHIN: Duration = Duration::from_secs(20);
 
 /// How often it is written that a copy is awake, while others change what else is said of its site.
-const TRIES_MAX: u32 = 16;
+const CHANGES_MAX: u32 = 16;
 
 /// Sites of which one change is made at a time, of all that this node shares with others.
 const AT_ONCE: usize = 16;
@@ -135,8 +135,8 @@ impl Membership {
         if woken["ok"] != true {
             return Err(woken["error"].as_str().unwrap_or("it was not woken").into());
         }
-        for _ in 0..TRIES_MAX {
-            let (newest, _) = self.shared_now(site)?;
+        let (mut newest, _) = self.shared_now(site)?;
+        for _ in 0..CHANGES_MAX {
             if newest.part(&self.node).map(|part| part.epoch) != own {
                 return Ok(());
             }
@@ -146,9 +146,9 @@ impl Membership {
                     tracing::info!(%site, epoch = next.epoch, "it is awake here, too, and gets requests");
                     return Ok(());
                 }
-                Ok(Claim::Lost(Some(stored))) if stored == next => return Ok(()),
-                // This node's copy of the records comes after.
-                Ok(Claim::Lost(_) | Claim::Void) => tokio::time::sleep(Duration::from_millis(50)).await,
+                // Perhaps this node's own doing, and its copy of the records comes after.
+                Ok(Claim::Lost(Some(stored))) => newest = stored,
+                Ok(Claim::Lost(None) | Claim::Void) => return Err("it was removed meanwhile".into()),
                 Err(error) => return Err(error.to_string()),
             }
         }

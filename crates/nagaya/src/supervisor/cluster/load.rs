@@ -10,6 +10,7 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
 use super::allotment::Allotment;
+use super::wishes::{Outcome, Wish};
 
 /// What a node tells of itself, once a second.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -27,6 +28,12 @@ pub struct Load {
     /// CPUs that sites use here which run on several nodes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub shared: BTreeMap<SiteName, f32>,
+    /// Sites that an operator has others move.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub wishes: Vec<Wish>,
+    /// What became of others' wishes, by their ids.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub outcomes: BTreeMap<String, Outcome>,
 }
 
 /// Measures between two calls.

@@ -15,6 +15,7 @@ use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
 use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use super::asks::{AUTHORITY, to_bytes};
@@ -24,6 +25,7 @@ use super::member::Member;
 use super::pki::{Secret, Stored};
 use super::relocating::Relocating;
 use super::trust::{By, Trust};
+use super::wishes::Wishes;
 use super::{Context, NO_AUTHORITY, NOWHERE, Neighbour, authority, credentials};
 use crate::admin::{Problem, list};
 
@@ -70,6 +72,10 @@ pub struct Membership {
     pub images: RefCell<Images>,
     /// Sites that others have, too, and of which something is being done about that.
     pub shifting: RefCell<HashSet<SiteName>>,
+    /// What nodes have each other do.
+    pub wishes: RefCell<Wishes>,
+    /// There is more to tell beside the load.
+    pub told: Notify,
     /// Sites that have changed, for who fetches images and for who sees to what removed ones have left behind.
     pub touched: Arc<Touched>,
     pub removed: Arc<Touched>,
@@ -101,6 +107,8 @@ impl Membership {
             introducing: Cell::new(false),
             images: RefCell::default(),
             shifting: RefCell::default(),
+            wishes: RefCell::default(),
+            told: Notify::new(),
             touched,
             removed,
             tasks: RefCell::default(),
@@ -114,6 +122,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
             tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
             tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
+            tokio::task::spawn_local(Rc::clone(&membership).grant_wishes()),
         ];
         membership.tasks.borrow_mut().extend(tasks.iter().map(tokio::task::JoinHandle::abort_handle));
         membership
@@ -151,11 +160,18 @@ impl Membership {
                     Err(error) => tracing::warn!(code = %error.code(), "{error}"),
                 }
             }
-            let load = self.load(&mut meter);
-            if let Err(error) = self.store.present(&self.node, json!(load).to_string(), PRESENT_FOR) {
-                tracing::warn!(code = %error.code(), "{error}");
+            let mut load = self.load(&mut meter);
+            let mut again = std::pin::pin!(tokio::time::sleep(PRESENT_EVERY));
+            loop {
+                self.wishes.borrow().tell(&mut load);
+                if let Err(error) = self.store.present(&self.node, json!(load).to_string(), PRESENT_FOR) {
+                    tracing::warn!(code = %error.code(), "{error}");
+                }
+                tokio::select! {
+                    () = &mut again => break,
+                    () = self.told.notified() => {}
+                }
             }
-            tokio::time::sleep(PRESENT_EVERY).await;
         }
     }
 
@@ -168,6 +184,7 @@ impl Membership {
             authority: self.member.borrow().credentials.serial,
             serves: self.has_authority(),
             shared: self.context.node.balance.shared.told(),
+            ..Load::default()
         }
     }
 

@@ -3,7 +3,7 @@
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
 //! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `images` has what they need there before, `moves` empties nodes
-//! and moves sites without an error, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
+//! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
@@ -22,6 +22,7 @@ mod placing;
 mod records;
 mod relocating;
 mod trust;
+mod wishes;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -211,6 +212,7 @@ pub fn credentials(member: &Member, configured: &Configured) -> Arc<ClusterOptio
         probe_key: member.probe_key.clone(),
         probe: configured.probe,
         probe_ms: configured.probe_ms,
+        fence_ms: configured.fence_ms,
     })
 }
 

@@ -187,27 +187,43 @@ impl Membership {
         }
     }
 
-    /// An operator moves a site, or its load does.
-    pub async fn relocate(
+    /// An operator moves a site: this node, or the one that has it.
+    pub async fn relocate(self: &Rc<Self>, site: &str, to: Option<&str>) -> Result<Value, Box<Problem>> {
+        let to = to.map(|to| self.named(to)).transpose()?;
+        let placement = self.placed(site)?;
+        if placement.part(&self.node).is_none() {
+            return self.wish(&placement, to).await;
+        }
+        let to = to.as_ref().map(NodeName::as_str);
+        let (node, epoch) = self.relocate_from_here(site, to, Why::Operator).await?;
+        Ok(json!({ "site": site, "node": node, "epoch": epoch }))
+    }
+
+    /// An operator moves a site that runs here, or its load does. Where it is then, and under which epoch.
+    pub(super) async fn relocate_from_here(
         self: &Rc<Self>,
         site: &str,
         to: Option<&str>,
         why: Why,
-    ) -> Result<Value, Box<Problem>> {
-        let unfit = |detail: String| Problem::cluster(StatusCode::CONFLICT, NOWHERE, detail);
+    ) -> Result<(NodeName, u64), Box<Problem>> {
         let to = to.map(|to| self.named(to)).transpose()?;
-        let name = SiteName::new(site).map_err(|error| unfit(error.to_string()))?;
-        let placement = self.records().placement(site)?;
-        let placement =
-            placement.ok_or_else(|| unfit(format!("'{name}' runs nowhere: nobody has asked for it yet")))?;
-        let Some(own) = placement.part(&self.node) else {
-            let nodes: Vec<_> = placement.parts().map(|part| format!("'{}'", part.node)).collect();
-            return Err(unfit(format!("'{name}' runs on {}: say it there", nodes.join(", "))));
-        };
+        let placement = self.placed(site)?;
+        let own = placement.part(&self.node).map(|part| part.epoch);
+        let own = own.ok_or_else(|| unfit("it does not run here any more".into()))?;
         if to.as_ref() == Some(&self.node) {
-            return Ok(json!({ "site": name, "node": self.node, "epoch": own.epoch }));
+            return Ok((self.node.clone(), own));
         }
         let moved = self.give_away(placement, to, why).await.map_err(unfit)?;
-        Ok(json!({ "site": name, "node": moved.node, "epoch": moved.epoch }))
+        Ok((moved.node, moved.epoch))
     }
+
+    fn placed(&self, site: &str) -> Result<Placement, Box<Problem>> {
+        let name = SiteName::new(site).map_err(|error| unfit(error.to_string()))?;
+        let placement = self.records().placement(site)?;
+        placement.ok_or_else(|| unfit(format!("'{name}' runs nowhere: nobody has asked for it yet")))
+    }
+}
+
+fn unfit(detail: String) -> Box<Problem> {
+    Problem::cluster(StatusCode::CONFLICT, NOWHERE, detail)
 }

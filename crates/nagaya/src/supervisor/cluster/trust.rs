@@ -187,8 +187,10 @@ impl Trust {
             .then_some(self.known_at)
     }
 
+    /// The members may have been newer than the revision that was looked at before them. So only a later one is sure to be no older than
+    /// all of them, and has to be said as well: to a member that became one after what was said, this node would stay one that does not know it.
     pub fn said(&mut self, revision: u64) {
-        self.has_said |= revision >= self.grown_at;
+        self.has_said |= revision > self.grown_at;
     }
 
     // === Vouches for this node ===

@@ -151,6 +151,9 @@ fn a_new_member_is_told_only_when_what_was_announced_before_is_over() {
     let mut trust = settled();
     assert_eq!(trust.to_say(at(11_001)), Some(30), "once after each start");
     trust.said(30);
+    assert_eq!(trust.to_say(at(11_002)), Some(30), "who is known may have become a member just after");
+    trust.look(31, ids(&["b1"]));
+    trust.said(31);
     assert_eq!(trust.to_say(at(11_002)), None);
     let round = trust.ask(at(11_200)).unwrap();
     trust.vouched(round.0, "b1", 0);
@@ -161,6 +164,8 @@ fn a_new_member_is_told_only_when_what_was_announced_before_is_over() {
     assert_eq!(trust.to_say(at(13_200)), Some(36));
     trust.said(34);
     assert_eq!(trust.to_say(at(13_200)), Some(36), "that was before the new one");
+    trust.said(35);
+    assert_eq!(trust.to_say(at(13_200)), Some(36), "that may have been, too");
     trust.said(36);
     assert_eq!(trust.to_say(at(13_200)), None);
     trust.look(37, ids(&["b1"]));
