@@ -211,15 +211,21 @@ impl Cluster {
             }
         }
         let cluster = Self { etcd, nodes };
-        wait::until("every node knows every other", || (0..count).all(|at| cluster.sees_all_up(at)));
+        let known = wait::within(wait::SOON, || (0..count).all(|at| cluster.sees_all_up(at)).then_some(()));
+        let told = || (0..count).map(|at| cluster.told_of_nodes(at)).collect::<Vec<_>>();
+        assert!(known.is_some(), "not every node knows every other: {:?}", told());
         cluster
     }
 
     fn sees_all_up(&self, asked: usize) -> bool {
-        let nodes: Value =
-            serde_json::from_str(&self.nodes[asked].cli(&["nodes", "--json"])).expect("nodes are JSON");
+        let nodes = self.told_of_nodes(asked);
         let nodes = nodes.as_array().expect("a list");
         nodes.len() == self.nodes.len() && nodes.iter().all(|node| node["state"] == "up")
+    }
+
+    /// All nodes, as this one tells of them.
+    fn told_of_nodes(&self, asked: usize) -> Value {
+        serde_json::from_str(&self.nodes[asked].cli(&["nodes", "--json"])).expect("nodes are JSON")
     }
 
     /// Where a site's application runs, as this node tells it.

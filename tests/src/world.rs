@@ -539,7 +539,7 @@ fn uid_of(tenants: &[&str], name: &str) -> u32 {
 }
 
 /// Control groups that this keeper made, in whichever hierarchy.
-fn cgroups_of(keeper: i32) -> Vec<PathBuf> {
+pub fn cgroups_of(keeper: i32) -> Vec<PathBuf> {
     let below = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let trees = below("/sys/fs/cgroup".into()).map(|hierarchy| hierarchy.join("nagaya"));
     let groups = trees.chain(["/sys/fs/cgroup/nagaya".into()]).flat_map(below);

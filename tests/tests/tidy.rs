@@ -21,6 +21,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/keeper/src/sandbox/kernel.rs",
     "crates/rules/src/ffi.rs",
     "crates/nagaya/src/inherit.rs",
+    "crates/nagaya/src/supervisor/priority.rs",
     "crates/edge/src/sys.rs",
 ];
 

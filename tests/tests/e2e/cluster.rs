@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use nagaya_tests::client::{self, Response};
+use nagaya_tests::client::{self, Connection, Response};
 use nagaya_tests::cluster::{self, Cluster, Etcd, Frozen};
 use nagaya_tests::suite::{Suite, Tests, skip};
-use nagaya_tests::world::{Builder, World};
+use nagaya_tests::world::{Builder, World, cgroups_of};
 use nagaya_tests::{machine, wait};
 use serde_json::{Value, json};
 
 use crate::programs;
+use crate::resting::{has, with_criu};
 
 pub const SUITE: Suite = Suite {
     name: "cluster",
@@ -36,6 +37,10 @@ pub const SUITE: Suite = Suite {
         a_node_with_an_old_disk_serves_nothing_that_it_has_lost,
         a_node_whose_clock_is_wrong_is_a_node_like_any_other,
         an_etcd_that_wants_certificates_and_a_password_gets_them,
+        the_thread_that_answers_other_nodes_runs_before_others_and_no_other_can,
+        an_application_is_moved_by_a_command_on_any_node,
+        nothing_is_left_of_an_application_on_a_node_that_it_has_left_or_that_has_died,
+        a_long_answer_outlasts_a_pause_of_its_node_and_is_broken_off_when_that_is_lost,
     ]),
 };
 
@@ -46,22 +51,14 @@ fn with_alice(builder: Builder) -> Builder {
     builder.tenant("alice").site_of("alice", "plain", json!({ "kind": "static", "root": "plain" }))
 }
 
-fn same(builder: Builder) -> Builder {
-    // One that is not where the node looks for it by itself.
-    match std::env::var("NAGAYA_CRIU") {
-        Ok(criu) => builder.set("instances", &format!("criu = {criu:?}")),
-        Err(_) => builder,
-    }
-}
-
 /// Without images, so that each start is another run.
 fn imageless(builder: Builder) -> Builder {
-    same(builder).set("instances", "image_bytes = \"0B\"")
+    with_criu(builder).set("instances", "image_bytes = \"0B\"")
 }
 
 /// A cluster whose first node has an application at `app.test`, and files at `plain.test`.
 fn cluster_of(count: usize) -> Cluster {
-    cluster_with(count, same)
+    cluster_with(count, with_criu)
 }
 
 fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster {
@@ -138,7 +135,7 @@ fn a_node_becomes_a_cluster_while_it_serves() {
 }
 
 fn a_second_node_takes_over_the_records_and_both_change_them() {
-    let cluster = Cluster::start(2, with_alice, same);
+    let cluster = Cluster::start(2, with_alice, with_criu);
     let [a, b] = &cluster.nodes[..] else { unreachable!("two were asked for") };
     a.write("alice", "plain/index.html", "plain words");
     assert_eq!(
@@ -163,7 +160,7 @@ fn a_second_node_takes_over_the_records_and_both_change_them() {
 }
 
 fn who_may_not_join_changes_nothing() {
-    let cluster = Cluster::start(1, with_alice, same);
+    let cluster = Cluster::start(1, with_alice, with_criu);
     let stranger = cluster::node(1).tenant("carol").start();
     let try_join = |token: &str, more: &[&str]| {
         machine::write(&stranger.path("token"), token);
@@ -241,10 +238,7 @@ fn a_silent_nodes_application_moves_within_the_request() {
 
 fn an_image_is_where_its_application_would_move_to_before_it_does() {
     let cluster = cluster_of(2);
-    let checks: Value =
-        serde_json::from_str(&cluster.nodes[0].cli(&["doctor", "--json"])).expect("checks are JSON");
-    let has_criu = |row: &Value| row["name"] == "criu" && row["state"] == "ok";
-    if !checks.as_array().expect("a list").iter().any(has_criu) {
+    if !has(&cluster.nodes[0], "criu") {
         cluster.stop();
         skip("there is no CRIU here that works");
     }
@@ -417,7 +411,7 @@ fn without_its_store_and_one_of_its_nodes_a_cluster_serves_no_application() {
 }
 
 fn a_node_name_belongs_to_one_machine() {
-    let cluster = Cluster::start(1, with_alice, same);
+    let cluster = Cluster::start(1, with_alice, with_criu);
     let twin = cluster::node(0).start();
     machine::write(&twin.path("token"), cluster.nodes[0].cli(&["cluster", "token"]));
     let path = twin.path("token");
@@ -585,5 +579,185 @@ fn an_etcd_that_wants_certificates_and_a_password_gets_them() {
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("NGY0232") && said.contains("ca"), "{said}");
     stranger.stop();
+    cluster.stop();
+}
+
+fn the_thread_that_answers_other_nodes_runs_before_others_and_no_other_can() {
+    let cluster = Cluster::start(1, with_alice, with_criu);
+    let edge = cluster.nodes[0].pid_of("edge");
+    let read = |path: String| std::fs::read_to_string(path).unwrap_or_default();
+    let tasks = std::fs::read_dir(format!("/proc/{edge}/task")).expect("it runs").flatten();
+    let mut first = Vec::new();
+    for task in tasks {
+        let stat = read(format!("/proc/{edge}/task/{}/stat", task.file_name().to_string_lossy()));
+        let Some((name, rest)) = stat.rsplit_once(") ") else { continue };
+        // proc(5): nice is the 19th field, rt_priority the 40th, policy the 41st; the state is the third.
+        let fields: Vec<i32> =
+            rest.split(' ').skip(1).map(|field| field.trim().parse().unwrap_or(0)).collect();
+        let (nice, priority, policy) = (fields[15], fields[36], fields[37]);
+        if (policy, priority) == (1, 1) || nice == -20 {
+            first.push(name.rsplit_once('(').map_or("", |(_, name)| name).to_owned());
+        } else {
+            assert_eq!((priority, policy), (0, 0), "{name}");
+        }
+    }
+    assert_eq!(first, ["probes"]);
+    let limits = read(format!("/proc/{edge}/limits"));
+    for name in ["Max nice priority", "Max realtime priority"] {
+        let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("the kernel says it");
+        assert_eq!(line.split_whitespace().take(2).collect::<Vec<_>>(), ["0", "0"], "{name}");
+    }
+    cluster.stop();
+}
+
+fn an_application_is_moved_by_a_command_on_any_node() {
+    let cluster = cluster_with(3, imageless);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let (asked, to) = ((at + 1) % 3, (at + 2) % 3);
+    let move_to =
+        |asked: usize, to: &str| cluster.nodes[asked].try_cli(&["cluster", "move", "app", "--to", to]);
+    let is_on = |node: usize| {
+        cluster.placement(asked, "app").is_some_and(|placement| placement["node"] == cluster::name_of(node))
+    };
+    // Given where it is not, to one where it is not.
+    let moved = move_to(asked, &cluster::name_of(to));
+    let said = String::from_utf8_lossy(&moved.stdout).into_owned();
+    assert!(
+        moved.status.success() && said.contains(&format!("runs on '{}'", cluster::name_of(to))),
+        "{moved:?}"
+    );
+    wait::until("the node that was asked knows where it is", || is_on(to));
+    let placement = cluster.placement(asked, "app").expect("it is placed");
+    assert_eq!((&placement["epoch"], &placement["why"]), (&json!(2), &json!("operator")));
+    let run = run_of(&cluster.nodes[to], "app").text();
+    assert!(cluster.nodes.iter().all(|node| run_of(node, "app").text() == run), "one instance answers all");
+    // Here, where it is not yet.
+    let moved = move_to(asked, &cluster::name_of(asked));
+    assert!(moved.status.success(), "{moved:?}");
+    wait::until("it has come", || is_on(asked));
+    // Why it does not move is told where it was asked for.
+    for (to, why) in [("nobody", "nobody"), ("c", "is not there")] {
+        let frozen = (to == "c").then(|| Frozen::stop(&cluster.nodes[asked]));
+        let refused = move_to((asked + 1) % 3, to);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains(why), "{refused:?}");
+        drop(frozen);
+    }
+    wait::until("the node is back", || run_of_any(&cluster.nodes[asked], "app"));
+    cluster.stop();
+}
+
+fn run_of_any(world: &World, site: &str) -> bool {
+    world.get(&format!("{site}.test"), "/run").status == 200
+}
+
+/// Processes of all nodes that run a site's program.
+fn running(site: &str) -> usize {
+    machine::processes_with(&format!("app-named-{site}")).len()
+}
+
+/// A node's instance of a site: how deep it rests. None: there is none.
+fn tier_of(world: &World, site: &str) -> Option<String> {
+    let list: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("it is JSON");
+    let row = list.as_array().expect("a list").iter().find(|row| row["site"] == site)?.clone();
+    row["tier"].as_str().map(ToOwned::to_owned)
+}
+
+/// A node's cells of a site, of programs that run.
+fn cells_of(world: &World, site: &str) -> Vec<Value> {
+    let path = format!("alice/{site}");
+    world
+        .cells()
+        .into_iter()
+        .filter(|cell| cell["path"].as_str().is_some_and(|of| of.starts_with(&path)))
+        .collect()
+}
+
+fn nothing_is_left_of_an_application_on_a_node_that_it_has_left_or_that_has_died() {
+    let cluster = cluster_of(2);
+    // Others may run the same tests on this machine.
+    let app = &*format!("app-{}", std::process::id());
+    add(&cluster.nodes[0], app);
+    wait::until("both know it", || cluster.nodes.iter().all(|node| sites(node).contains(&app.to_owned())));
+    run_of(&cluster.nodes[0], app);
+    let at = cluster.node_of(app);
+    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    assert!(!cells_of(node, app).is_empty(), "it has a cell");
+    let one = running(app);
+    assert!(one > 0);
+    node.cli(&["cluster", "move", app, "--to", &cluster::name_of(1 - at)]);
+    run_of(node, app);
+    until_nothing_runs(node, app, one);
+    // The node that has it dies, and what it had goes with it or with its successor.
+    let keeper = other.pid_of("keeper");
+    machine::signal(other.pid(), "KILL");
+    other.wait_for_end();
+    run_of(node, app);
+    other.spawn();
+    wait::until("the node is back", || other.try_status().is_some_and(|status| status["healthy"] == true));
+    until_nothing_runs(other, app, one);
+    wait::until("its control groups are gone", || cgroups_of(keeper).is_empty());
+    wait::until("it passes requests on", || run_of_any(other, app));
+    // Images of it are on both by now, or come; with its record they go.
+    node.cli(&["site", "remove", app]);
+    for node in &cluster.nodes {
+        wait::until("no image of it is left", || images(node).is_empty());
+    }
+    wait::until("no process of it is left", || running(app) == 0);
+    // An empty cell is kept for a minute.
+    let is_clear = || cluster.nodes.iter().all(|node| cells_of(node, app).is_empty());
+    assert!(wait::within(CLEARED_MAX, || is_clear().then_some(())).is_some(), "cells are left");
+    cluster.stop();
+}
+
+/// Nothing of the application runs on this node, and all that runs of it are so many processes.
+#[track_caller]
+fn until_nothing_runs(world: &World, app: &str, processes: usize) {
+    let found = || (tier_of(world, app), cells_of(world, app), running(app));
+    let is_clear = wait::within(wait::SOON, || {
+        let (tier, cells, running) = found();
+        let rests = matches!(tier.as_deref(), None | Some("cold" | "image"));
+        let is_empty = cells.iter().all(|cell| cell["usage"]["processes"] == 0);
+        (rests && is_empty && running == processes).then_some(())
+    });
+    assert!(is_clear.is_some(), "{:?}, and {processes} processes are elsewhere", found());
+}
+
+/// What a node keeps of images of applications, also of those that come.
+fn images(world: &World) -> Vec<std::path::PathBuf> {
+    let dirs = ["state/images/images", "state/images/incoming"].map(|dir| world.path(dir));
+    let entries = dirs.into_iter().filter_map(|dir| std::fs::read_dir(dir).ok()).flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
+}
+
+fn a_long_answer_outlasts_a_pause_of_its_node_and_is_broken_off_when_that_is_lost() {
+    let cluster = cluster_with(2, imageless);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    let told = cluster.nodes[0].home("alice").join("app/app.told");
+    let begin = || {
+        let mut visitor = Connection::open(other.http());
+        visitor.send("GET /long HTTP/1.1\r\nHost: app.test\r\n\r\n");
+        // Its beginning is more than is held back.
+        wait::until("the answer is on its way", || visitor.is_answered());
+        visitor
+    };
+    let mut visitor = begin();
+    drop(Frozen::stop(node));
+    cluster.nodes[0].write("alice", "app/app.told", "");
+    let answer = visitor.response().expect(200);
+    assert!(answer.body.len() == 0x30003 && answer.body.ends_with(b"end"), "{answer:?}");
+    machine::run("rm", &[&told.to_string_lossy()]);
+    let mut visitor = begin();
+    let frozen = Frozen::stop(node);
+    let answer = visitor.try_response();
+    assert!(answer.is_err(), "it must not look whole: {answer:?}");
+    let lost = |line: &Value| line["refusal"] == "answer_lost";
+    wait::until("the log says why", || other.access_log().iter().any(lost));
+    assert_eq!(other.metric("nagaya_http_refusals_total", "reason=\"answer_lost\""), 1.0);
+    drop(frozen);
+    wait::until("the application is served", || run_of_any(other, "app"));
     cluster.stop();
 }

@@ -4,11 +4,13 @@
 
 use std::path::PathBuf;
 
-use nagaya_tests::client::{self, Connection, Response};
+use nagaya_tests::client::{self, Connection};
 use nagaya_tests::suite::{Suite, Tests, skip};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
 use serde_json::{Value, json};
+
+use crate::resting::{add_site, builder, get, listed, rest, until_image, woken_from};
 
 pub const SUITE: Suite = Suite {
     name: "fastcgi",
@@ -66,15 +68,7 @@ const SCRIPTS: [(&str, &str); 10] = [
 ];
 
 fn world() -> World {
-    let mut builder = World::builder().tenant("alice");
-    if let Ok(criu) = std::env::var("NAGAYA_CRIU") {
-        builder = builder.set("instances", &format!("criu = {criu:?}"));
-    }
-    let world = builder
-        .set("receipts", "allow = [\"127.0.0.1\"]")
-        .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
-        .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
-        .start();
+    let world = builder().start();
     let sessions = world.home("alice").join("wp/sessions").display().to_string();
     world.write("alice", "wp/fpm.conf", CONFIG.replace("/srv/sessions", &sessions));
     world.write("alice", "wp/sessions/.keep", "");
@@ -98,7 +92,7 @@ fn php_fpm() -> PathBuf {
 /// A site at `NAME.test`.
 fn add(world: &World, name: &str, more: Value) {
     let config = world.home("alice").join("wp/fpm.conf");
-    let mut backend = json!({
+    let backend = json!({
         "kind": "app", "directory": "wp", "start_seconds": 20, "protocol": "fastcgi",
         // All that is kept of compiled scripts is in an image.
         "command": [
@@ -107,39 +101,7 @@ fn add(world: &World, name: &str, more: Value) {
         ],
         "files": { "root": "wp/html", "front_controller": "index.php", "deny": ["/private"] },
     });
-    for (key, value) in more.as_object().expect("an object") {
-        backend[key] = value.clone();
-    }
-    world.import(&[
-        json!({ "name": name, "tenant": "alice", "hosts": [format!("{name}.test")], "backend": backend }),
-    ]);
-}
-
-#[track_caller]
-fn get(world: &World, name: &str, target: &str) -> Response {
-    world.get(&format!("{name}.test"), target)
-}
-
-#[track_caller]
-fn listed(world: &World, name: &str) -> Value {
-    let all: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("JSON");
-    let all = all.as_array().expect("a list").clone();
-    all.into_iter().find(|row| row["site"] == name).unwrap_or(Value::Null)
-}
-
-/// Lets it rest, once the threads of the edge have left it.
-#[track_caller]
-fn rest(world: &World, name: &str, to: &str) {
-    wait::until("it is not in use any more", || {
-        world.try_cli(&["instance", "rest", name, "--to", to]).status.success()
-    });
-}
-
-#[track_caller]
-fn woken_from(answer: &Response) -> Option<String> {
-    let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
-    let wake = receipt.split(", ").find_map(|item| item.strip_prefix("wake="))?;
-    wake.split(';').find_map(|part| part.strip_prefix("from=")).map(str::to_owned)
+    add_site(world, name, backend, more);
 }
 
 // === Requests ===
@@ -147,7 +109,7 @@ fn woken_from(answer: &Response) -> Option<String> {
 fn a_script_runs_in_the_instance_and_is_told_the_request(world: &World) {
     add(world, "told", json!({}));
     let answer = get(world, "told", "/info.php/rest?a=b").expect(200);
-    assert_eq!(woken_from(&answer).as_deref(), Some("cold"));
+    assert_eq!(woken_from(&answer), "cold");
     let told: Value = serde_json::from_str(&answer.text()).expect("JSON");
     let root = world.home("alice").join("wp/html");
     for (name, expected) in [
@@ -239,21 +201,12 @@ fn a_session_survives_each_rest_and_an_image_has_what_was_compiled(world: &World
     let before = compiled();
     rest(world, "session", "frozen");
     let answer = count();
-    assert_eq!((answer.text().as_str(), woken_from(&answer).as_deref()), ("2", Some("frozen")));
-    let doctor: Value = serde_json::from_str(&world.cli(&["doctor", "--json"])).expect("JSON");
-    let rows = doctor.as_array().expect("a list of checks");
-    if !rows.iter().any(|row| row["name"] == "criu" && row["state"] == "ok") {
-        skip("there is no CRIU here that works");
-    }
-    wait::until("it has an image, or says why not", || {
-        let row = listed(world, "session");
-        assert!(row["note"].is_null(), "{row}");
-        row["image"].is_object()
-    });
+    assert_eq!((answer.text().as_str(), woken_from(&answer).as_str()), ("2", "frozen"));
+    until_image(world, "session");
     for expected in ["3", "4"] {
         rest(world, "session", "image");
         let answer = count();
-        assert_eq!((answer.text().as_str(), woken_from(&answer).as_deref()), (expected, Some("image")));
+        assert_eq!((answer.text().as_str(), woken_from(&answer).as_str()), (expected, "image"));
     }
     rest(world, "session", "image");
     let after = compiled();

@@ -12,6 +12,7 @@ use nagaya_tests::{machine, wait};
 use serde_json::{Value, json};
 
 use crate::programs;
+use crate::resting::{add_site, builder, get, has, listed, rest, until_image, wake, woken_from};
 
 pub const SUITE: Suite = Suite {
     name: "instances",
@@ -62,15 +63,7 @@ const CRAWLERS: &str =
 const INDEXERS: &str = "answer 503, \"It rests.\\n\" if site_rests? and request.user_agent =~ /indexer/\n";
 
 fn world() -> World {
-    let mut builder = World::builder().tenant("alice");
-    // One that is not where the node looks for it by itself.
-    if let Ok(criu) = std::env::var("NAGAYA_CRIU") {
-        builder = builder.set("instances", &format!("criu = {criu:?}"));
-    }
-    let world = builder
-        .set("receipts", "allow = [\"127.0.0.1\"]")
-        .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
-        .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
+    let world = builder()
         .rule("crawlers", "access_checker", CRAWLERS, "")
         .rule("indexers", "access_checker", INDEXERS, "")
         .start();
@@ -83,21 +76,11 @@ fn world() -> World {
 
 /// A site at `NAME.test` whose application has its name on its command line, so that its processes can be told from others.
 fn add(world: &World, name: &str, more: Value) {
-    let mut backend = json!({
+    let backend = json!({
         "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
         "env": { "NAME": name },
     });
-    for (key, value) in more.as_object().expect("an object") {
-        backend[key] = value.clone();
-    }
-    world.import(&[
-        json!({ "name": name, "tenant": "alice", "hosts": [format!("{name}.test")], "backend": backend }),
-    ]);
-}
-
-#[track_caller]
-fn get(world: &World, name: &str, target: &str) -> Response {
-    world.get(&format!("{name}.test"), target)
+    add_site(world, name, backend, more);
 }
 
 /// What one run of the program calls itself: another one after each start, the same for as long as its memory lives.
@@ -111,13 +94,6 @@ fn starts(world: &World, name: &str) -> usize {
     std::fs::read_to_string(path).unwrap_or_default().lines().count()
 }
 
-#[track_caller]
-fn listed(world: &World, name: &str) -> Value {
-    let all: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("JSON");
-    let all = all.as_array().expect("a list").clone();
-    all.into_iter().find(|row| row["site"] == name).unwrap_or_else(|| panic!("{name} is not listed"))
-}
-
 fn tier(world: &World, name: &str) -> String {
     listed(world, name)["tier"].as_str().expect("every instance has a tier").to_owned()
 }
@@ -127,36 +103,8 @@ fn until_tier(world: &World, name: &str, tiers: &[&str]) {
     wait::until(&format!("{name} rests at one of {tiers:?}"), || tiers.contains(&&*tier(world, name)));
 }
 
-/// Lets it rest, once the threads of the edge have left it.
-#[track_caller]
-fn rest(world: &World, name: &str, to: &str) {
-    wait::until("it is not in use any more", || {
-        world.try_cli(&["instance", "rest", name, "--to", to]).status.success()
-    });
-}
-
-/// Whether `nagaya doctor` finds this in order.
-fn has(world: &World, what: &str) -> bool {
-    let checks: Value = serde_json::from_str(&world.cli(&["doctor", "--json"])).expect("JSON");
-    let rows = checks.as_array().expect("a list of checks");
-    rows.iter().any(|row| row["name"] == what && row["state"] == "ok")
-}
-
 fn processes(name: &str) -> Vec<i32> {
     machine::processes_with(&format!("app-named-{name}"))
-}
-
-/// The parameters of `wake` in a receipt, if it has one.
-fn wake(answer: &Response) -> Option<String> {
-    let receipt = answer.header("nagaya-receipt").expect("this client gets receipts");
-    receipt.split(", ").find_map(|item| item.strip_prefix("wake=")).map(str::to_owned)
-}
-
-#[track_caller]
-fn woken_from(answer: &Response) -> String {
-    let wake = wake(answer).unwrap_or_else(|| panic!("it waited for no wake: {answer:?}"));
-    let from = wake.split(';').find_map(|part| part.strip_prefix("from="));
-    from.expect("a wake says where it began").to_owned()
 }
 
 // === Waking ===
@@ -299,13 +247,10 @@ fn an_idle_application_rests_step_by_step_and_comes_back_with_its_memory(world: 
 }
 
 fn an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start(world: &World) {
-    if !has(world, "criu") {
-        skip("there is no CRIU here that works");
-    }
     add(world, "imaged", json!({ "release": "1", "warm_up": ["/count", "/count"] }));
     let run = run_of(world, "imaged");
     assert_eq!(get(world, "imaged", "/count").expect(200).text(), "3", "two were of the warm-up");
-    wait::until("it has an image", || listed(world, "imaged")["image"].is_object());
+    until_image(world, "imaged");
     rest(world, "imaged", "image");
     wait::until("it has no process", || processes("imaged").is_empty());
     assert_eq!(tier(world, "imaged"), "image");

@@ -14,13 +14,17 @@ mod failures;
 mod fastcgi;
 mod http1;
 mod http2;
+mod icmp;
 mod instances;
 mod lab;
 mod limits;
+mod outbound;
 mod php;
 mod programs;
 mod proxy;
 mod receipts;
+mod request_cells;
+mod resting;
 mod rules;
 mod sites;
 mod slow_clients;
@@ -46,6 +50,8 @@ fn main() -> ExitCode {
         instances::SUITE,
         instances::ALONE,
         fastcgi::SUITE,
+        outbound::SUITE,
+        request_cells::SUITE,
         tenants::SUITE,
         sites::SUITE,
         limits::SUITE,
@@ -58,5 +64,6 @@ fn main() -> ExitCode {
         balance::SUITE,
         failures::SUITE,
         lab::SUITE,
+        icmp::SUITE,
     ])
 }

@@ -98,6 +98,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.slow()
         if path == "/echo":
             return self.echo()
+        if path == "/long":
+            return self.long()
         if path == "/query":
             return self.say(" ".join(query() for _ in range(int(self.path.split("?")[1]))))
         answers = {
@@ -120,6 +122,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"4\r\nrow\n\r\n")
             time.sleep(0.1)
         self.wfile.write(b"0\r\n\r\n")
+
+    def long(self):
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"30000\r\n" + bytes(0x30000) + b"\r\n")
+        while not os.path.exists(name + ".told"):
+            time.sleep(0.05)
+        self.wfile.write(b"3\r\nend\r\n0\r\n\r\n")
 
     def echo(self):
         self.send_response(101)

@@ -1,0 +1,126 @@
+//! Nodes that ask each other's hosts by ICMP whether they are there, in a lab with real networks between them.
+//!
+//! Not here: the other kinds of probes (`cluster`, `nagaya_edge::peers`), the lab itself (`lab`).
+
+use std::os::unix::fs::chown;
+
+use nagaya_tests::lab::Lab;
+use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::{machine, wait};
+use serde_json::{Value, json};
+
+use crate::programs;
+
+pub const SUITE: Suite = Suite {
+    name: "icmp",
+    needs_root: true,
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses,
+        a_node_that_stands_still_is_waited_for_while_its_host_answers,
+    ]),
+};
+
+const NODES: [&str; 3] = ["n1", "n2", "n3"];
+
+/// A uid that nobody has.
+const ALICE: u32 = 210_000;
+
+/// Seconds a client waits that is to get no answer: many times what finding out takes.
+const NO_ANSWER_AFTER: u32 = 3;
+
+/// Seconds an answer may take on a machine that has much else to do.
+const ANSWER_MAX: u32 = 30;
+
+/// Three nodes, and an application that any of them may run, at `app.test`.
+fn lab_with_app() -> Lab {
+    let lab = Lab::up(&["3", "--etcd", "1", "--probe", "icmp"]);
+    let home = lab.dir().join("shared/alice");
+    machine::write_program(&home.join("app/app.py"), programs::INSTANCE);
+    for path in [home.clone(), home.join("app"), home.join("app/app.py")] {
+        chown(path, Some(ALICE), Some(ALICE)).expect("root may give files away");
+    }
+    let tenant = json!({ "name": "alice", "uid": ALICE, "gid": ALICE, "home": home });
+    let backend = json!({
+        "kind": "app", "directory": "app", "command": ["./app.py"], "start_seconds": 20, "env": { "NAME": "app" },
+    });
+    let site = json!({ "name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": backend });
+    let records = lab.dir().join("shared/records");
+    machine::write(&records, format!("{}\n{}\n", json!({ "tenant": tenant }), json!({ "site": site })));
+    lab.run(&["exec", "n1", "--", "site", "import", &records.to_string_lossy()]);
+    lab
+}
+
+fn answers(lab: &Lab, node: &str) -> bool {
+    lab.get(node, "app.test", ANSWER_MAX).as_deref() == Some("200")
+}
+
+/// The placement of the application as this node knows it.
+#[track_caller]
+fn placement(lab: &Lab, by: &str) -> Value {
+    let all = lab.run(&["exec", by, "--", "placements", "--json"]);
+    let all: Value = serde_json::from_str(&all).expect("placements are JSON");
+    all[0].clone()
+}
+
+/// Echoes that a node's host was asked for.
+#[track_caller]
+fn echoes(lab: &Lab, node: &str) -> u64 {
+    let text = lab.run(&["in", node, "--", "cat", "/proc/net/snmp"]);
+    let lines: Vec<Vec<&str>> =
+        text.lines().filter_map(|line| Some(line.strip_prefix("Icmp: ")?.split(' ').collect())).collect();
+    let [names, values] = &lines[..] else { panic!("two lines of ICMP: {text}") };
+    let at = names.iter().position(|name| *name == "InEchos").expect("the kernel counts them");
+    values[at].parse().expect("a number")
+}
+
+fn a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses() {
+    let lab = lab_with_app();
+    assert!(answers(&lab, "n1"));
+    let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();
+    let others: Vec<&str> = NODES.into_iter().filter(|node| *node != first).collect();
+    wait::until("a request that takes its time has the node's host asked", || {
+        assert!(answers(&lab, others[0]));
+        echoes(&lab, &first) > 0
+    });
+    assert_eq!(placement(&lab, others[0])["epoch"], 1, "a host that answers is believed");
+
+    lab.run(&["cut", &first]);
+    assert!(answers(&lab, others[0]), "it is answered within the request that found out");
+    let moved = placement(&lab, others[0]);
+    assert!(moved["node"] != *first && moved["epoch"] == 2 && moved["why"] == "silent", "{moved}");
+    lab.run(&["heal", &first]);
+    wait::until("the first one passes requests on again", || answers(&lab, &first));
+
+    let second = moved["node"].as_str().expect("it runs somewhere").to_owned();
+    let asked = NODES.into_iter().find(|node| *node != second).expect("there are three");
+    lab.run(&["kill", &second]);
+    let url = format!("http://{}/", lab.machine(&second)["address"].as_str().expect("an address"));
+    let refused = lab.output(&["in", "clients", "--", "curl", "-s", "-m", "5", &url]);
+    assert_eq!(refused.status.code(), Some(7), "its host is there, and refuses");
+    assert!(answers(&lab, asked));
+    let moved = placement(&lab, asked);
+    assert!(moved["node"] != *second && moved["epoch"] == 3 && moved["why"] == "refused", "{moved}");
+    for node in NODES.into_iter().filter(|node| *node != second) {
+        let log =
+            std::fs::read_to_string(lab.dir().join(node).join("output.log")).expect("a node writes a log");
+        assert!(!log.contains("NGY0467"), "{node} asked otherwise:\n{log}");
+    }
+}
+
+fn a_node_that_stands_still_is_waited_for_while_its_host_answers() {
+    let lab = lab_with_app();
+    assert!(answers(&lab, "n1"));
+    let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();
+    let other = NODES.into_iter().find(|node| *node != first).expect("there are three");
+    assert!(answers(&lab, other));
+    let before = echoes(&lab, &first);
+    lab.run(&["pause", &first]);
+    assert_eq!(lab.get(other, "app.test", NO_ANSWER_AFTER), None);
+    assert!(echoes(&lab, &first) > before, "it was asked, and its host answered");
+    let kept = placement(&lab, other);
+    assert!(kept["node"] == *first && kept["epoch"] == 1, "{kept}");
+    lab.run(&["resume", &first]);
+    wait::until("it answers again, where it was", || answers(&lab, other));
+    let kept = placement(&lab, other);
+    assert!(kept["node"] == *first && kept["epoch"] == 1, "{kept}");
+}
