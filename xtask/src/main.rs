@@ -9,6 +9,7 @@ mod experiment;
 mod facts;
 mod guest;
 mod http;
+mod huge_pages;
 mod interrupt;
 mod lab;
 mod lint;

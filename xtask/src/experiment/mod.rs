@@ -26,7 +26,7 @@ use tempfile::TempDir;
 use crate::load::{Load, Target};
 use crate::report::Report;
 use crate::server::Server;
-use crate::{http, interrupt, load, workspace};
+use crate::{http, huge_pages, interrupt, load, workspace};
 
 /// Sites that share one document root; all servers serve the same files.
 const SITES_PER_ROOT: usize = 1_000;
@@ -110,6 +110,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         Some(program) => std::path::absolute(program).context("the program")?,
         None => workspace::build_nagaya()?,
     };
+    let _kept = huge_pages::keep();
     experiment(&Setting { quick, out, dir, program })
 }
 

@@ -1,4 +1,4 @@
-//! Debian's kernel for virtual machines, unpacked and not installed, and the modules that its disks need.
+//! Debian's kernel for virtual machines, unpacked and not installed, and the modules that its disks and the tests need.
 //!
 //! Not here: starting it (`boot`).
 
@@ -15,8 +15,9 @@ use crate::workspace;
 /// Depends on the newest kernel of the release.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// What the guest's disks need, where the kernel does not have it built in.
-const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
+/// What the guest's disks need, and what tells the keeper who holds the other end of a Unix socket, where the kernel does not have
+/// it built in. A machine loads the latter by itself when it is asked.
+const MODULES: [&str; 3] = ["virtio_pci", "virtio_blk", "unix_diag"];
 
 /// Directories of modules are this deep at most: `drivers/net/ethernet/VENDOR/CHIP`.
 const DEPTH_MAX: usize = 12;

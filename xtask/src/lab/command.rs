@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Fault, Lab, Plan, guard};
+use super::{Fault, Lab, PROBE, Plan, guard};
 use crate::{interrupt, workspace};
 
 const USAGE: &str = "\
 usage: ./dev cluster VERB [--name NAME | --dir DIR]
 
-  up N [--etcd 0|1|3] [--fence MS] [--program FILE] [--tables FILE] [--no-join] [--attached] [--json]
+  up N [--etcd 0|1|3] [--fence MS] [--probe udp|connect|icmp] [--program FILE] [--tables FILE] [--no-join] [--attached]
+                       [--json]
                        N nodes, n1 to nN, and etcd members e1 to e3, as a cluster; --tables: more of the nodes' configuration;
                        --attached: until the end of standard input or 'down'
   status [--json]      what there is
@@ -52,11 +53,12 @@ struct Words {
     command: Vec<String>,
 }
 
-const OPTIONS: [&str; 10] = [
+const OPTIONS: [&str; 11] = [
     "--name",
     "--dir",
     "--etcd",
     "--fence",
+    "--probe",
     "--program",
     "--tables",
     "--one-way",
@@ -159,6 +161,7 @@ fn up(words: &Words) -> Result<()> {
         nodes: nodes.parse().with_context(|| format!("'{nodes}' is not a number of nodes"))?,
         stores: words.number("--etcd")?.unwrap_or(3),
         fence_ms: words.number("--fence")?.unwrap_or(FENCE_MS),
+        probe: words.option("--probe").unwrap_or(PROBE).into(),
         tag: words.tag().into(),
         dir: words.dir()?,
         program,

@@ -61,6 +61,12 @@ const PYTHON: &str = "/usr/bin/python3";
 /// Longest wait until the relay connects its two ends.
 const RELAY_MAX: Duration = Duration::from_secs(20);
 
+/// Whose processes may send ICMP echoes (icmp(7)), in the network of who opens it.
+const PING_GROUPS: &str = "/proc/sys/net/ipv4/ping_group_range";
+
+/// How nodes ask whether another is there, unless a plan says otherwise: as where nothing is configured.
+pub const PROBE: &str = "udp";
+
 /// What a lab is made of.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -69,6 +75,8 @@ pub struct Plan {
     pub stores: usize,
     /// The nodes' `fence` in `[cluster]`, milliseconds.
     pub fence_ms: u32,
+    /// Their `probe` there.
+    pub probe: String,
     pub tag: String,
     pub dir: PathBuf,
     pub program: PathBuf,
@@ -127,13 +135,18 @@ impl Lab {
         self.network.make()?;
         for name in self.machines() {
             self.network.attach(&name, self.ip(&name)?, NET_BITS)?;
+            if plan.probe == "icmp" {
+                // The default of a new network is nobody.
+                let allow = || fs::write(PING_GROUPS, format!("0 {}", i32::MAX));
+                self.network.within(&name, allow)?.context("allowing ICMP probes")?;
+            }
             let dir = self.dir.join(&name);
             fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
         }
         self.network.attach(CLIENTS, self.ip(CLIENTS)?, NET_BITS)?;
         self.start_stores()?;
         for name in self.node_names() {
-            self.configure(&name, &plan.tables)?;
+            self.configure(&name, plan)?;
             self.start(&name)?;
         }
         if plan.is_joined && self.stores > 0 { self.join_all() } else { Ok(()) }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use super::{Lab, NET, NET_BITS};
+use super::{Lab, NET, NET_BITS, Plan};
 use crate::interrupt;
 use crate::server::nagaya::Node;
 
@@ -33,16 +33,16 @@ impl Lab {
         Ok(Node::at(&self.program, &self.dir.join(name), self.address(name)?))
     }
 
-    pub(super) fn configure(&self, name: &str, tables: &str) -> Result<()> {
+    pub(super) fn configure(&self, name: &str, plan: &Plan) -> Result<()> {
+        let Plan { fence_ms, probe, tables, .. } = plan;
         let dir = self.dir.join(name);
         let (place, address) = (dir.display(), self.ip(name)?);
         let [a, b, c] = NET;
         let config = format!(
             "node = \"{name}\"\nruntime_dir = \"{place}/run\"\nstate_dir = \"{place}/state\"\n\n\
              [[listen]]\naddress = \"{address}:{PORT}\"\n\n\
-             [cluster]\nlisten = \"{address}:{PEER_PORT}\"\nfence = \"{}ms\"\n\n\
-             # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}",
-            self.fence_ms
+             [cluster]\nlisten = \"{address}:{PEER_PORT}\"\nfence = \"{fence_ms}ms\"\nprobe = \"{probe}\"\n\n\
+             # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}"
         );
         Node::with_config(&self.program, &dir, self.address(name)?, &config).map(drop)
     }

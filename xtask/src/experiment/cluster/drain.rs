@@ -8,7 +8,7 @@ use anyhow::Result;
 use serde_json::json;
 
 use super::small::Small;
-use super::{OpenLoad, ask_each, errors, import, lab, place_on, setting_note, times_ms, until};
+use super::{OpenLoad, ask_each, errors, import, lab, setting_note, times_ms, until};
 use crate::experiment::Setting;
 use crate::experiment::admission::crowd::percentile;
 use crate::plot::Chart;
@@ -48,11 +48,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     // Where each runs is chosen when it is asked for first.
     ask_each(&lab, &small.hosts())?;
     for round in 0..rounds {
-        eprintln!("placing {SITES} sites on {VICTIM}");
-        for site in small.names() {
-            place_on(&lab, site, VICTIM)?;
-        }
-        ask_each(&lab, &small.hosts())?;
+        small.gather(&lab, VICTIM)?;
         let (answers, (began, ended)) = load(DRAINED_AFTER + ASKED_AFTER).run(|begun: Instant| {
             std::thread::sleep(DRAINED_AFTER.saturating_sub(begun.elapsed()));
             let began = begun.elapsed();

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use super::Setting;
 use super::admission::crowd::{Post, Seen, open};
 use crate::clients::to_float;
-use crate::lab::{Lab, Plan};
+use crate::lab::{Lab, PROBE, Plan};
 use crate::{http, interrupt};
 
 /// Members of etcd: a cluster that shall survive the loss of one has three.
@@ -46,6 +46,7 @@ fn lab(setting: &Setting, name: &str, nodes: usize, tables: &str) -> Result<Lab>
         nodes,
         stores: STORES,
         fence_ms: FENCE_MS,
+        probe: PROBE.into(),
         tag: format!("{name}-{}", std::process::id()),
         dir: setting.dir().join(format!("lab-{name}")),
         program: setting.program.clone(),

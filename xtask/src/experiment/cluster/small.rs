@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
-use super::host;
+use super::{ask_each, host, place_on};
 use crate::content::give;
 use crate::experiment::UID_BASE;
 use crate::lab::Lab;
@@ -86,8 +86,11 @@ impl Small {
         &self.records
     }
 
-    pub fn names(&self) -> &[String] {
-        &self.names
+    /// Has all of them run on this node.
+    pub fn gather(&self, lab: &Lab, node: &str) -> Result<()> {
+        eprintln!("placing {} sites on {node}", self.names.len());
+        self.names.iter().try_for_each(|name| place_on(lab, name, node))?;
+        ask_each(lab, &self.hosts())
     }
 
     pub fn hosts(&self) -> Vec<String> {

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 use super::small::Small;
-use super::{OpenLoad, ask_each, epochs, errors, import, lab, place_on, setting_note, times_ms};
+use super::{OpenLoad, ask_each, epochs, errors, import, lab, setting_note, times_ms};
 use crate::experiment::Setting;
 use crate::experiment::admission::crowd::percentile;
 use crate::plot::Chart;
@@ -58,11 +58,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     // Where each runs is chosen when it is asked for first.
     ask_each(&lab, &small.hosts())?;
     for round in 0..rounds {
-        eprintln!("placing {SITES} sites on {VICTIM}");
-        for site in small.names() {
-            place_on(&lab, site, VICTIM)?;
-        }
-        ask_each(&lab, &small.hosts())?;
+        small.gather(&lab, VICTIM)?;
         let before = epochs(&lab, &survivors[0])?;
         let (answers, died) = load(DIES_AFTER + ASKED_AFTER).run(|begun: Instant| {
             std::thread::sleep(DIES_AFTER.saturating_sub(begun.elapsed()));

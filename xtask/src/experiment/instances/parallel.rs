@@ -90,7 +90,7 @@ fn crowd(setting: &Setting, report: &mut Report) -> Result<()> {
     let file = tree.join("little.pl");
     fs::write(&file, LITTLE).with_context(|| format!("writing {}", file.display()))?;
     let backend =
-        json!({"kind": "app", "command": ["/usr/bin/perl", file], "directory": "/", "start_seconds": 300});
+        json!({"kind": "app", "command": ["/usr/bin/perl", file], "directory": tree, "start_seconds": 300});
     let page = Page { path: "/", text: "here" };
     let mut apps = Vec::with_capacity(CROWD);
     for index in 0..CROWD {

@@ -15,6 +15,7 @@ use crate::content::mariadb::MariaDb;
 use crate::content::wordpress::{self, Server};
 use crate::content::{App, django, redmine};
 use crate::experiment::{Setting, UID_BASE};
+use crate::huge_pages;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
 use crate::server::instance::Status;
@@ -32,6 +33,8 @@ enum From {
     /// On a node that keeps no images.
     Cold,
     Image,
+    /// Into memory in pages of 64 KiB, which is what a machine does with `huge_pages`.
+    Image64KiB,
     ImageIdle,
     Frozen,
     Reclaimed,
@@ -39,13 +42,21 @@ enum From {
 }
 
 impl From {
-    const ALL: [Self; 6] =
-        [Self::Cold, Self::Image, Self::ImageIdle, Self::Frozen, Self::Reclaimed, Self::Warm];
+    const ALL: [Self; 7] = [
+        Self::Cold,
+        Self::Image,
+        Self::Image64KiB,
+        Self::ImageIdle,
+        Self::Frozen,
+        Self::Reclaimed,
+        Self::Warm,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::Cold => "cold",
             Self::Image => "image",
+            Self::Image64KiB => "image, pages of 64 KiB",
             Self::ImageIdle => "image after 4 s",
             Self::Frozen => "frozen",
             Self::Reclaimed => "reclaimed",
@@ -57,6 +68,8 @@ impl From {
     fn times(self) -> usize {
         match self {
             Self::Frozen | Self::Reclaimed | Self::Warm => 4,
+            // One after the other: hot.
+            Self::Image | Self::Image64KiB => 2,
             _ => 1,
         }
     }
@@ -64,7 +77,7 @@ impl From {
     fn tier(self) -> Tier {
         match self {
             Self::Cold => Tier::Cold,
-            Self::Image | Self::ImageIdle => Tier::Image,
+            Self::Image | Self::Image64KiB | Self::ImageIdle => Tier::Image,
             Self::Frozen => Tier::Frozen,
             Self::Reclaimed => Tier::Reclaimed,
             Self::Warm => Tier::Running,
@@ -168,6 +181,10 @@ fn prepare(visits: &mut Visits<'_>, node: &Hosting, bare: &Hosting, hosted: &Hos
             froms.retain(|from| from.tier() != Tier::Image);
         }
     }
+    if !huge_pages::are_known() {
+        visits.report.note("pages of 64 KiB", json!("not measured: this kernel has none"));
+        froms.retain(|from| *from != From::Image64KiB);
+    }
     if !has_swap() {
         visits.report.note("reclaimed", json!("not measured: there is no swap"));
         froms.retain(|from| *from != From::Reclaimed);
@@ -200,6 +217,9 @@ impl Visits<'_> {
         }
         if from == From::ImageIdle {
             std::thread::sleep(IDLE);
+        }
+        if huge_pages::are_known() {
+            huge_pages::set(from == From::Image64KiB)?;
         }
         let (first, whole) = self.get(hosting, hosted)?;
         // In the same state, a moment later: what a visit takes without a wake.
@@ -255,6 +275,7 @@ fn summarise(report: &mut Report, name: &str) -> Result<()> {
     for (key, from, metric) in [
         ("cold_ms", From::Cold, "first_byte_ms"),
         ("image_ms", From::Image, "first_byte_ms"),
+        ("image_64k_ms", From::Image64KiB, "first_byte_ms"),
         ("image_idle_ms", From::ImageIdle, "first_byte_ms"),
         ("image_restore_ms", From::Image, "restore_ms"),
         ("frozen_added_ms", From::Frozen, "added_ms"),

@@ -19,7 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{STORES, setting_note};
 use crate::experiment::{Population, SITES_PER_TENANT, Setting};
-use crate::lab::{Lab, Plan};
+use crate::lab::{Lab, PROBE, Plan};
 use crate::plot::Chart;
 use crate::report::Report;
 
@@ -64,6 +64,7 @@ fn lab(setting: &Setting, round: usize) -> Result<Lab> {
         nodes: 2,
         stores: STORES,
         fence_ms: super::FENCE_MS,
+        probe: PROBE.into(),
         tag: format!("scale-{}-{round}", std::process::id()),
         dir: setting.dir().join(format!("lab-scale-{round}")),
         program: setting.program.clone(),
