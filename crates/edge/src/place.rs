@@ -45,7 +45,7 @@ pub use told::{Passed, Relocated};
 /// How often one request may find its site a new node.
 pub const RELOCATIONS_MAX: usize = 3;
 
-/// How often a request is sent to the same node again, after a connection broke.
+/// How often a request is sent to the same node again, after a connection to it broke.
 const RESENDS_MAX: u32 = 1;
 
 /// So long a request waits for this node's authority to come back, or for its site to be placed elsewhere.
@@ -325,6 +325,8 @@ async fn seek(
                     continue;
                 }
                 tried.push((record.name.clone(), epoch));
+                // The next node's connection may have gone stale just the same.
+                resends = 0;
                 if stands_in(node, site, head, &tried, seen.as_ref(), why) {
                     continue;
                 }
