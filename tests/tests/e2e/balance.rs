@@ -26,6 +26,7 @@ pub const SUITE: Suite = Suite {
         nobody_gets_more_than_its_record_and_its_tenant_allow,
         a_busy_application_moves_to_a_better_node_without_an_error,
         a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_it_back,
+        a_second_node_that_is_allowed_no_more_or_drains_gives_it_up_without_an_error,
     ]),
 };
 
@@ -288,6 +289,22 @@ fn cluster_within(allotments: &[Allotment], settings: &[&str]) -> Cluster {
     })
 }
 
+/// An application that all nodes know: which one it runs on, and the name of its run.
+fn with_app(cluster: &Cluster, cpu: &str, more: Value) -> (usize, String) {
+    let first = &cluster.nodes[0];
+    if !has_cpu_cells(first) {
+        skip("no cell can limit CPU time here");
+    }
+    add(first, "app", "alice", cpu, more);
+    for node in &cluster.nodes {
+        wait::until("every node knows the application", || {
+            node.try_cli(&["site", "show", "app"]).status.success()
+        });
+    }
+    let run = run_of(first);
+    (cluster.node_of("app"), run)
+}
+
 /// Visitors without a pause, each counted as answered or not.
 struct Visitors {
     done: Arc<AtomicBool>,
@@ -332,19 +349,7 @@ fn a_busy_application_moves_to_a_better_node_without_an_error() {
     let allotments = [one, other];
     let settings = ["busy = 60", "move_anyway_after = \"2s\"", "better_by = 10"];
     let cluster = cluster_within(&allotments, &settings);
-    let first = &cluster.nodes[0];
-    if !has_cpu_cells(first) {
-        cluster.stop();
-        skip("no cell can limit CPU time here");
-    }
-    add(first, "app", "alice", "20%", json!({}));
-    for node in &cluster.nodes {
-        wait::until("every node knows the application", || {
-            node.try_cli(&["site", "show", "app"]).status.success()
-        });
-    }
-    let run = first.get("app.test", "/run").expect(200).text();
-    let at = cluster.node_of("app");
+    let (at, run) = with_app(&cluster, "20%", json!({}));
     let (busy, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
     let hog = Hog::within(&allotments[at]);
     let visitors = Visitors::come(busy, 2);
@@ -359,9 +364,9 @@ fn a_busy_application_moves_to_a_better_node_without_an_error() {
     );
     let after = cluster.placement(at, "app").expect("it is placed");
     assert!(after["epoch"].as_u64() > before["epoch"].as_u64(), "{before} {after}");
-    let now = busy.get("app.test", "/run").expect(200).text();
+    let now = run_of(busy);
     assert_ne!(now, run, "it was started on the other node");
-    assert_eq!(other.get("app.test", "/run").expect(200).text(), now);
+    assert_eq!(run_of(other), now);
     let (answered, failed) = visitors.leave();
     assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
     drop(hog);
@@ -398,19 +403,7 @@ fn a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_
     let settings =
         ["better_by = 100", "lower_after = \"1s\"", "site_rests = \"2s\"", "moves_per_minute = 100"];
     let cluster = cluster_within(&allotments, &settings);
-    let first = &cluster.nodes[0];
-    if !has_cpu_cells(first) {
-        cluster.stop();
-        skip("no cell can limit CPU time here");
-    }
-    add(first, "app", "alice", "10%", json!({ "max": 2 }));
-    for node in &cluster.nodes {
-        wait::until("every node knows the application", || {
-            node.try_cli(&["site", "show", "app"]).status.success()
-        });
-    }
-    let run = run_of(first);
-    let at = cluster.node_of("app");
+    let (at, run) = with_app(&cluster, "10%", json!({ "max": 2 }));
     let (busy, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
     let epoch = cluster.placement(at, "app").expect("it is placed")["epoch"].clone();
 
@@ -454,6 +447,35 @@ fn a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_
     let (answered, failed) = visitors.leave();
     assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
     drop(frozen);
+    allotments.iter().for_each(Allotment::lift);
+    cluster.stop();
+}
+
+fn a_second_node_that_is_allowed_no_more_or_drains_gives_it_up_without_an_error() {
+    let (Some(one), Some(other)) = (Allotment::make(), Allotment::make()) else {
+        skip("no control group can be made here");
+    };
+    let allotments = [one, other];
+    // What load has called for stays for as long as this test takes.
+    let settings =
+        ["better_by = 100", "lower_after = \"1h\"", "site_rests = \"1s\"", "moves_per_minute = 100"];
+    let cluster = cluster_within(&allotments, &settings);
+    let (at, run) = with_app(&cluster, "10%", json!({ "max": 2 }));
+    let busy = &cluster.nodes[at];
+    let visitors = Visitors::come(busy, 4);
+    let name = until_awake_on(&cluster, at, 2)[1].clone();
+
+    busy.cli(&["site", "set", "app", "--max", "1"]);
+    until_awake_on(&cluster, at, 1);
+    assert_eq!(run_of(busy), run, "the first is the one that it was");
+
+    busy.cli(&["site", "set", "app", "--max", "2"]);
+    until_awake_on(&cluster, at, 2);
+    busy.cli(&["cluster", "drain", &name]);
+    until_awake_on(&cluster, at, 1);
+    assert_eq!(run_of(busy), run, "the first is the one that it was");
+    let (answered, failed) = visitors.leave();
+    assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
     allotments.iter().for_each(Allotment::lift);
     cluster.stop();
 }
