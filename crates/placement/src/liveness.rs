@@ -274,10 +274,10 @@ impl Peer {
         bound.max(BOUND_MIN).min(self.bound_max)
     }
 
-    /// While requests wait for the peer, it is asked again so long after each question: twice as long as a probe waits, so that one
-    /// that dies in the middle of a slow request is found out within three times that at most.
+    /// While requests wait for the peer, it is asked again so long after each question: as long as a probe waits, so that one that
+    /// dies in the middle of a slow request is found out within twice that at most.
     pub fn again(&self, now: Moment) -> Duration {
-        (self.bound(now) * 2).min(BOUND_MAX)
+        self.bound(now)
     }
 
     /// The smoothed round trip, once there is one.

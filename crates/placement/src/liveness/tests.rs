@@ -68,8 +68,7 @@ fn the_bound_follows_the_measured_way() {
         let (peer, now) = measured(rtt, count);
         let bound = peer.bound(at(now));
         assert!(bound >= ms(least) && bound <= ms(most), "{rtt} ms, {count} times: {bound:?}");
-        let again = peer.again(at(now));
-        assert_eq!(again, (bound * 2).min(BOUND_MAX), "{rtt} ms, {count} times");
+        assert_eq!(peer.again(at(now)), bound, "{rtt} ms, {count} times");
     }
     assert_eq!(Peer::default().again(at(0)), BOUND_MAX, "nothing is measured");
 }
