@@ -1,5 +1,8 @@
 //! Simulated crowds: the machine driven by the same seeds through the same bursts, cancels, changes and restarts each time.
 //!
+//! `NAGAYA_SIM_SEED=N cargo test -p nagaya-admission --test simulation` runs each of them with this seed alone, e.g. the one that
+//! a failure has printed.
+//!
 //! Not here: the parts alone (beside each of them in `src`), real servers and clients (`./dev experiment admission-*`).
 
 mod chance;
@@ -10,6 +13,18 @@ mod model;
 mod prediction;
 mod promises;
 mod server;
+
+/// Simulates with each of the usual seeds, or with the one in `NAGAYA_SIM_SEED` alone. The last one printed is the one that fails.
+fn with_seeds(usual: impl IntoIterator<Item = u64>, simulate: impl Fn(u64)) {
+    let seeds = match std::env::var("NAGAYA_SIM_SEED") {
+        Ok(seed) => vec![seed.parse().expect("NAGAYA_SIM_SEED is a number")],
+        Err(_) => usual.into_iter().collect(),
+    };
+    for seed in seeds {
+        println!("NAGAYA_SIM_SEED={seed}");
+        simulate(seed);
+    }
+}
 
 /// How many times as many arrivals as usual: set `NAGAYA_SIMULATE` to a number for a long run.
 fn times() -> u64 {
