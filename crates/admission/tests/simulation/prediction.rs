@@ -525,10 +525,7 @@ fn first_bursts(seed: u64) {
 
 #[test]
 fn waits_are_right_though_three_of_ten_leave() {
-    measure(
-        &Scenario { leaving: 30, ..Scenario::new("open, three of ten leave", HOMOGENEOUS, OPEN) },
-        15.0,
-    );
+    measure(&Scenario { leaving: 30, ..Scenario::new("open, three of ten leave", HOMOGENEOUS, OPEN) }, 15.0);
 }
 
 #[test]
