@@ -1,7 +1,7 @@
 //! Simulated crowds: the machine driven by the same seeds through the same bursts, cancels, changes and restarts each time.
 //!
 //! `NAGAYA_SIM_SEED=N cargo test -p nagaya-admission --test simulation` runs each of them with this seed alone, e.g. the one that
-//! a failure has printed.
+//! a failure has printed; `N..M` runs those from N up to, not including, M.
 //!
 //! Not here: the parts alone (beside each of them in `src`), real servers and clients (`./dev experiment admission-*`).
 
@@ -14,10 +14,14 @@ mod prediction;
 mod promises;
 mod server;
 
-/// Simulates with each of the usual seeds, or with the one in `NAGAYA_SIM_SEED` alone. The last one printed is the one that fails.
+/// Simulates with each of the usual seeds, or with those of `NAGAYA_SIM_SEED`. The last one printed is the one that fails.
 fn with_seeds(usual: impl IntoIterator<Item = u64>, simulate: impl Fn(u64)) {
-    let seeds = match std::env::var("NAGAYA_SIM_SEED") {
-        Ok(seed) => vec![seed.parse().expect("NAGAYA_SIM_SEED is a number")],
+    let number = |text: &str| text.parse().expect("NAGAYA_SIM_SEED is a number, or two with .. between");
+    let seeds: Vec<u64> = match std::env::var("NAGAYA_SIM_SEED") {
+        Ok(wanted) => match wanted.split_once("..") {
+            Some((first, end)) => (number(first)..number(end)).collect(),
+            None => vec![number(&wanted)],
+        },
         Err(_) => usual.into_iter().collect(),
     };
     for seed in seeds {
