@@ -385,8 +385,9 @@ fn simulate(seed: u64, restarts: bool) {
     );
     assert!(crowd.promised > 1_000 && crowd.called > 500 && crowd.kept > 1_000);
     assert!(kept >= KEPT_LEAST, "{kept}");
-    // Nobody runs while the process is away. It costs holders no more than that.
-    assert!(crowd.cut_late_us.iter().all(|late| *late <= AWAY_US));
+    // Nobody runs while the process is away. It costs holders no more than that; whose slot ended meanwhile goes after those whose
+    // slot is open then.
+    assert!(crowd.cut_late_us.iter().all(|late| *late <= AWAY_US + WINDOW_MS * 1_000));
     let explained = crowd.model.admission.explain(Moment(crowd.now), crowd.model.lanes[crowd.lane].id);
     let explained = explained.expect("the lane is there");
     let counts = explained.counts;
@@ -407,7 +408,8 @@ fn promises_are_kept() {
 #[test]
 fn promises_are_kept_through_restarts() {
     // 11: one who came early and found room was cut off. 101: one who was called by the restart came by himself.
-    with_seeds([11, 12, 101], |seed| simulate(seed, true));
+    // 656: slots end while the process is away.
+    with_seeds([11, 12, 101, 656], |seed| simulate(seed, true));
 }
 
 #[test]
