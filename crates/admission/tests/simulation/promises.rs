@@ -385,9 +385,9 @@ fn simulate(seed: u64, restarts: bool) {
     );
     assert!(crowd.promised > 1_000 && crowd.called > 500 && crowd.kept > 1_000);
     assert!(kept >= KEPT_LEAST, "{kept}");
-    // Nobody runs while the process is away. It costs holders no more than that; whose slot ended meanwhile goes after those whose
-    // slot is open then.
-    assert!(crowd.cut_late_us.iter().all(|late| *late <= AWAY_US + WINDOW_MS * 1_000));
+    // Nobody runs while the process is away. Whose slot ended meanwhile goes after those whose slot is open then, and the rest of
+    // each slot is room for few.
+    assert!(crowd.cut_late_us.iter().all(|late| *late <= AWAY_US + 2 * WINDOW_MS * 1_000));
     let explained = crowd.model.admission.explain(Moment(crowd.now), crowd.model.lanes[crowd.lane].id);
     let explained = explained.expect("the lane is there");
     let counts = explained.counts;
