@@ -49,7 +49,8 @@ pub(crate) struct Node {
     peers: BTreeMap<NodeId, Peer>,
     /// The copy of the records is as of this revision. It is on disk.
     applied: u64,
-    /// Sites that it has given up itself, under which epoch. On disk, too; what older records say once more does not undo it.
+    /// Sites that it has given up itself, under which epoch last. On disk, too; what older records say once more, also of an epoch
+    /// before that one, does not undo it.
     given_up: BTreeMap<SiteId, Served>,
     /// Instances: of which epoch, and from which real time on they answer.
     instances: BTreeMap<SiteId, (u64, u64)>,
@@ -368,7 +369,10 @@ impl Node {
         let lags = placement.is_none_or(|parts| parts.epoch < work.epoch);
         let is_here = self.has(work.site, sky)
             && placement.and_then(|parts| parts.of(self.id)) == Some(work.epoch)
-            && self.given_up.get(&work.site) != Some(&(sky.store.life(work.site, self.applied), work.epoch));
+            && self
+                .given_up
+                .get(&work.site)
+                .is_none_or(|last| *last < (sky.store.life(work.site, self.applied), work.epoch));
         if !lags && !is_here || held > HELD_LONGEST {
             self.give(work, false, sky);
             return;

@@ -1,6 +1,7 @@
 //! Small clusters under all faults at once, from many seeds, and mistakes that must be found.
 //!
-//! `NAGAYA_SIM_SEED=N cargo test -p nagaya-sim` runs one seed alone, e.g. the one that a failure has printed.
+//! `NAGAYA_SIM_SEED=N cargo test -p nagaya-sim` runs one seed alone, e.g. the one that a failure has printed; `N..M` runs those from N
+//! up to, not including, M.
 
 use std::time::Duration;
 
@@ -40,9 +41,11 @@ fn run_several(seed: u64, copies_max: u32, flaws: Flaws) -> Report {
 }
 
 fn seeds(count: u64) -> Vec<u64> {
-    match std::env::var("NAGAYA_SIM_SEED") {
-        Ok(seed) => vec![seed.parse().expect("NAGAYA_SIM_SEED is a number")],
-        Err(_) => (1..=count).collect(),
+    let Ok(wanted) = std::env::var("NAGAYA_SIM_SEED") else { return (1..=count).collect() };
+    let number = |text: &str| text.parse().expect("NAGAYA_SIM_SEED is a number, or two with .. between");
+    match wanted.split_once("..") {
+        Some((first, end)) => (number(first)..number(end)).collect(),
+        None => vec![number(&wanted)],
     }
 }
 
@@ -71,15 +74,18 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
     println!(
         "{answers} answers, {refusals} refusals, {relocations} relocations, {vouched} vouched, {forgotten} removed for good, latest {latest:?}"
     );
-    // Nothing was proved if nothing went on.
-    assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
-    assert!(forgotten > 0 || seeds.len() == 1, "no removed site was away for long");
+    // Nothing was proved if nothing went on. Of one seed alone that is no matter.
+    if seeds.len() > 1 {
+        assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
+        assert!(forgotten > 0, "no removed site was away for long");
+    }
 }
 
 #[test]
 fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
     let (mut answers, mut refusals, mut copied, mut relocations) = (0, 0, 0, 0);
-    for seed in seeds(SEEDS) {
+    let seeds = seeds(SEEDS);
+    for seed in seeds.iter().copied() {
         let report = run_several(seed, 2 + (seed % 2) as u32, Flaws::default());
         without_violations(seed, &report);
         answers += report.answers;
@@ -87,8 +93,10 @@ fn of_several_nodes_that_have_a_site_no_more_serve_than_may() {
         (copied, relocations) = (copied + report.copied, relocations + report.relocations);
     }
     println!("{answers} answers, {refusals} refusals, {copied} times more or fewer, {relocations} changes");
-    assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
-    assert!(copied > 0 && relocations > copied, "nothing was proved");
+    if seeds.len() > 1 {
+        assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
+        assert!(copied > 0 && relocations > copied, "nothing was proved");
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use nagaya_admission::{Moment, Offer, Pass, Refused, Run};
 
 use crate::chance::Chance;
 use crate::model::{Model, ask, bounds, used};
-use crate::times;
+use crate::{times, with_seeds};
 
 /// Arrivals of one crowd.
 const ARRIVALS: u64 = 300_000;
@@ -246,11 +246,6 @@ fn simulate(seed: u64) {
 }
 
 #[test]
-fn a_crowd_is_served_as_agreed_1() {
-    simulate(1);
-}
-
-#[test]
-fn a_crowd_is_served_as_agreed_2() {
-    simulate(20_260_101);
+fn a_crowd_is_served_as_agreed() {
+    with_seeds([1, 20_260_101], simulate);
 }

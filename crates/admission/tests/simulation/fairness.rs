@@ -10,7 +10,7 @@ use nagaya_admission::{Admission, Effect, LaneId, LaneName, Moment, Offer, Pass,
 use crate::chance::Chance;
 use crate::model::{ask, bounds};
 use crate::server::Server;
-use crate::times;
+use crate::{times, with_seeds};
 
 /// Permits of the node.
 const RUN: u32 = 10;
@@ -43,7 +43,7 @@ struct Node {
 }
 
 impl Node {
-    fn new(rates: &[f64], weights: &[u32], work: &[f64]) -> Self {
+    fn new(rates: &[f64], weights: &[u32], work: &[f64], seed: u64) -> Self {
         let now = 1_700_000_000_000_000;
         let mut wide = bounds(RUN, 2_000, 100);
         (wide.wait_count, wide.wait_bytes) = (100_000, u64::MAX);
@@ -54,7 +54,8 @@ impl Node {
             admission.lane(Moment(now), root, LaneName([name; 16]), wide.clone())
         };
         let lanes: Vec<LaneId> = (1..).zip(weights).map(&mut lane).collect();
-        let mut chances: Vec<Chance> = (0..rates.len() as u64).map(|lane| Chance::new(lane << 32)).collect();
+        let chance = |lane| Chance::new((lane << 32) + seed);
+        let mut chances: Vec<Chance> = (0..rates.len() as u64).map(chance).collect();
         let next = rates.iter().zip(&mut chances);
         let next = next.map(|(rate, chance)| now + chance.exponential(1.0 / rate) as u64).collect();
         Self {
@@ -141,10 +142,14 @@ fn capacity() -> f64 {
 
 #[test]
 fn a_flood_takes_nothing_from_ordinary_lanes() {
+    with_seeds([0], flood);
+}
+
+fn flood(seed: u64) {
     let mut rates = vec![DEMAND * capacity(); ORDINARY];
-    let mut alone = Node::new(&rates, &[100; ORDINARY], &[WORK_US; ORDINARY]).run(SECONDS);
+    let mut alone = Node::new(&rates, &[100; ORDINARY], &[WORK_US; ORDINARY], seed).run(SECONDS);
     rates.push(FLOOD * DEMAND * capacity());
-    let mut flooded = Node::new(&rates, &[100; ORDINARY + 1], &[WORK_US; ORDINARY + 1]).run(SECONDS);
+    let mut flooded = Node::new(&rates, &[100; ORDINARY + 1], &[WORK_US; ORDINARY + 1], seed).run(SECONDS);
 
     // Each got what it asked for, up to an equal part of what there is.
     let fair: Vec<f64> =
@@ -165,11 +170,15 @@ fn a_flood_takes_nothing_from_ordinary_lanes() {
 
 #[test]
 fn lanes_that_want_all_get_it_by_weight_in_work() {
+    with_seeds([0], all_want_all);
+}
+
+fn all_want_all(seed: u64) {
     let weights = [100, 100, 200, 400];
     // The second lane's requests are ten times as long, so there are fewer of them.
     let work = [WORK_US, 10.0 * WORK_US, WORK_US, WORK_US / 4.0];
     let rates: Vec<f64> = work.iter().map(|work| 3.0 * f64::from(RUN) / work).collect();
-    let node = Node::new(&rates, &weights, &work).run(SECONDS);
+    let node = Node::new(&rates, &weights, &work, seed).run(SECONDS);
     let shares: Vec<f64> =
         node.served.iter().zip(weights).map(|(served, weight)| served / f64::from(weight)).collect();
     let index = jain(&shares);

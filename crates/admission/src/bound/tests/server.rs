@@ -49,6 +49,8 @@ pub enum Policy {
 pub struct World {
     pub load: Load,
     pub kinds: Vec<Kind>,
+    /// Whether the kinds can be told apart, as those of two paths can, before requests of them have ended.
+    pub are_told_apart: bool,
     /// Spread of each request's needs around its kind's: 0 is none, 1 is exponential.
     pub noise: f64,
     pub machine: Machine,
@@ -251,8 +253,8 @@ impl Simulation<'_> {
         self.free.push(index);
         let service = self.now - job.began;
         let all = self.learned.len() - 1;
-        let work =
-            if self.learned[job.kind].1 < 10 { 1.0 } else { self.learned[job.kind].0 / self.learned[all].0 };
+        let is_known = self.world.are_told_apart && self.learned[job.kind].1 >= 10;
+        let work = if is_known { self.learned[job.kind].0 / self.learned[all].0 } else { 1.0 };
         for index in [job.kind, all] {
             let (mean, count) = &mut self.learned[index];
             *count += 1;
