@@ -16,9 +16,11 @@ mod digest;
 mod facts;
 mod files;
 mod header;
+mod holes;
 mod incoming;
 mod log;
 mod outgoing;
+mod pagemap;
 mod store;
 
 use std::io;

@@ -5,7 +5,7 @@
 //! keeper's start; from then on it is enough that the file system says nothing has changed it. Not here: where images
 //! are (`store`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
@@ -15,7 +15,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use super::header::{Content, FILES_MAX, NAME};
 use super::store::Room;
-use super::{Digest, ImageError, at};
+use super::{Digest, ImageError, at, holes};
 
 /// What changes with every write to a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,37 +29,52 @@ pub struct Mark {
 /// Marks of all files of an image, from when their contents were compared.
 pub type Marks = BTreeMap<String, Mark>;
 
-fn open(dir: &Path, name: &str) -> io::Result<File> {
+/// `how`: for reading, or for writing too.
+pub fn open(dir: &Path, name: &str, how: OFlags) -> io::Result<File> {
     // Not blocking and following nothing: it may have been put there by whoever broke out of CRIU.
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let flags = how | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     Ok(File::from(rustix::fs::openat(CWD, dir.join(name), flags, Mode::empty())?))
 }
 
 /// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
-/// it.
+/// it. What can be left out of it is.
 pub fn take_over(dir: &Path, group: u32, room: Room) -> Result<BTreeMap<String, Content>, ImageError> {
+    let names = close(dir, group)?;
+    holes::leave_out(dir, names.iter())?;
+    let (mut files, mut total) = (BTreeMap::new(), 0);
+    for name in names {
+        let path = dir.join(&name);
+        let file = open(dir, &name, OFlags::RDONLY).map_err(at("open", &path))?;
+        let bytes = file.metadata().map_err(at("look at", &path))?.len();
+        total += bytes;
+        room.holds(total)?;
+        let digest = Digest::of_file(&file).map_err(at("read", &path))?;
+        files.insert(name, Content { bytes, digest });
+    }
+    Ok(files)
+}
+
+/// The names of all files in the directory, which are root's from here on.
+fn close(dir: &Path, group: u32) -> Result<BTreeSet<String>, ImageError> {
     let io = |error| at("take over", dir)(error);
     // First the directory: from here on nothing comes to it.
     let handle = File::open(dir).map_err(io)?;
     fchown(&handle, Some(0), Some(group)).map_err(io)?;
     handle.set_permissions(fs::Permissions::from_mode(0o750)).map_err(io)?;
-    let (mut files, mut total) = (BTreeMap::new(), 0);
+    let mut names = BTreeSet::new();
     for entry in fs::read_dir(dir).map_err(io)? {
         let entry = entry.map_err(io)?;
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
-        let file = open(dir, &name).map_err(at("open", &path))?;
+        let file = open(dir, &name, OFlags::RDONLY).map_err(at("open", &path))?;
         let stat = file.metadata().map_err(at("look at", &path))?;
-        if !stat.is_file() || stat.nlink() != 1 || files.len() >= FILES_MAX || name == NAME {
+        if !stat.is_file() || stat.nlink() != 1 || names.len() >= FILES_MAX || name == NAME {
             return Err(ImageError::Unfit { reason: format!("CRIU left {name}, which no image has") });
         }
-        total += stat.len();
-        room.holds(total)?;
         fchown(&file, Some(0), Some(group)).map_err(at("take over", &path))?;
         file.set_permissions(fs::Permissions::from_mode(0o640)).map_err(at("take over", &path))?;
-        let digest = Digest::of_file(&file).map_err(at("read", &path))?;
-        files.insert(name, Content { bytes: stat.len(), digest });
+        names.insert(name);
     }
-    Ok(files)
+    Ok(names)
 }
 
 /// Marks of the files as they are. The error is in words: what is wrong with them.
@@ -83,11 +98,14 @@ pub fn marks(dir: &Path, files: &BTreeMap<String, Content>) -> Result<Marks, Str
     files.iter().map(mark).collect()
 }
 
+fn digest(dir: &Path, name: &str) -> io::Result<Digest> {
+    Digest::of_file(&open(dir, name, OFlags::RDONLY)?)
+}
+
 /// Compares all contents. The error is in words.
 pub fn compare(dir: &Path, files: &BTreeMap<String, Content>) -> Result<(), String> {
     for (name, content) in files {
-        let digest = open(dir, name).and_then(|file| Digest::of_file(&file));
-        let digest = digest.map_err(|error| format!("{name}: {error}"))?;
+        let digest = digest(dir, name).map_err(|error| format!("{name}: {error}"))?;
         if digest != content.digest {
             return Err(format!("the content of {name} was changed"));
         }
@@ -103,8 +121,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("pages-1.img"), "contents").unwrap();
         fs::set_permissions(dir.path().join("pages-1.img"), fs::Permissions::from_mode(0o640)).unwrap();
-        let content =
-            Content { bytes: 8, digest: Digest::of_file(&open(dir.path(), "pages-1.img").unwrap()).unwrap() };
+        let content = Content { bytes: 8, digest: digest(dir.path(), "pages-1.img").unwrap() };
         let files = BTreeMap::from([("pages-1.img".to_owned(), content)]);
         (dir, files)
     }

@@ -25,6 +25,7 @@ pub const CRIU: &[Fact] = &[
     ("an application goes on from its image with what it remembered", goes_on),
     ("an image of an image's application is one too", generations),
     ("processes that share memory, files and locks go on together", prefork),
+    ("shared memory that nobody has used is in no image and reads as zeros", unused_memory),
     ("what an application made non-blocking is so after its restore", blocking),
     ("an application listens on sockets of its own after its restore", own_sockets),
     ("a restored program is as fenced in as before", still_fenced),
@@ -255,6 +256,54 @@ fn prefork() {
         except OSError: print('locked')";
     assert_eq!(scene::python(&life.sandbox, try_lock), "locked");
     assert_eq!(task.try_exit().unwrap(), None);
+}
+
+/// Two processes that share much memory, of which little is used, the way PHP keeps what it has compiled; some that nobody
+/// has used at all; and a file in memory. Tells what stands in the middle of the last two, and digests of all; writes there
+/// if it is told to.
+const ROOMY: &str = "import hashlib, mmap, os, socket\n\
+    server = socket.socket(fileno=3)\n\
+    size = 48 << 20\n\
+    file = os.memfd_create('roomy'); os.ftruncate(file, size)\n\
+    used, unused = mmap.mmap(-1, size), mmap.mmap(-1, size)\n\
+    for at in [0, 4096 * 9 + 5, size // 3, size - 1]:\n\
+    \x20   used[at] = at % 251 + 1\n\
+    \x20   os.pwrite(file, bytes([at % 251 + 1]), at)\n\
+    def serve():\n\
+    \x20   while True:\n\
+    \x20       client, _ = server.accept()\n\
+    \x20       if client.recv(100) == b'write':\n\
+    \x20           unused[size // 2] = 1; os.pwrite(file, b'2', size // 2)\n\
+    \x20       digests = [hashlib.sha256(all).hexdigest() for all in (used, unused, os.pread(file, size, 0))]\n\
+    \x20       client.sendall(f'{unused[size // 2]} {os.pread(file, 1, size // 2)} {digests}'.encode())\n\
+    \x20       client.close()\n\
+    if os.fork() == 0: serve()\n\
+    os.wait()\n";
+
+fn unused_memory() {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("roomy.py", ROOMY);
+    let life = stage.life();
+    let _task = life.start(&["python3", "roomy.py"]);
+    let said = life.ask("read");
+    assert!(said.starts_with(r"0 b'\x00' ["), "{said}");
+    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    assert!(image.bytes() < 48 << 20, "{} bytes", image.bytes());
+    assert_eq!(life.ask("read"), said, "it goes on after its image was taken");
+    drop(life);
+    let life = stage.life();
+    stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("read"), said);
+    let written = life.ask("write");
+    assert!(written.starts_with("1 b'2' ["), "{written}");
+    assert_eq!(life.ask("read"), written);
+    // An image of that is one, too.
+    stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    drop(life);
+    let life = stage.life();
+    stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap();
+    assert_eq!(life.ask("read"), written);
+    assert_eq!(put_aside(&stage), [""; 0]);
 }
 
 /// Tells whether it would wait in `accept` and for its log. It does not: it waits for events.
