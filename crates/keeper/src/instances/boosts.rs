@@ -141,9 +141,13 @@ impl Instance {
     /// Its limits are what its records and the requests that run say now.
     pub(super) fn follow_boosts(&self, engine: &Engine) {
         let (site, now) = (self.site(), self.boosts.borrow().now(&self.range(engine)));
-        if self.boosted.replace(now) != now {
+        let before = self.boosted.replace(now);
+        if before != now {
             let to = if now.is_empty() { "its own".to_owned() } else { now.to_string() };
-            tracing::debug!(site = %site.name, %to, "its limits are raised for requests");
+            tracing::debug!(site = %site.name, %to, "limits of an application for requests");
+        }
+        // A site of the same name may have an instance already that others want more for.
+        if !before.is_empty() || !now.is_empty() {
             engine.cells().boost(&site.name, now);
         }
     }

@@ -214,7 +214,6 @@ fn changed_record() {
         assert_eq!(world.act("app", Act::LimitCpu { thousandths: Some(2_500) })["ok"], true);
         assert_eq!(holds(&group), (Some(250), 1024));
         drop(guard);
-        until_so(|| world.metric("nagaya_keeper_boosts_total") == 1).await;
         assert_eq!(world.act("app", Act::LimitCpu { thousandths: None })["ok"], true);
         until_so(|| holds(&group) == (Some(50), 1024)).await;
     });
