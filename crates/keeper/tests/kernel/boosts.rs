@@ -3,7 +3,7 @@
 //!
 //! Not here: who decides of several (`instances::boosts`), raising for want of CPU (`instances`), what rules and edge ask for.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::cell::{Boost, CpuQuota};
 use nagaya_cmdb::instance::{Act, Tier};
@@ -53,7 +53,7 @@ fn group(world: &World) -> PathBuf {
 }
 
 /// Quota in percent of one core, and shares, as the kernel has them.
-fn holds(group: &PathBuf) -> (Option<u64>, u64) {
+fn holds(group: &Path) -> (Option<u64>, u64) {
     let percent = groups::cpu_quota(group).map(|(quota, period)| quota * 100 / period);
     (percent, groups::cpu_shares(group))
 }
