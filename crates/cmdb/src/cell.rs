@@ -103,10 +103,27 @@ impl CpuQuota {
         Self { quota_us, period_us: u32::try_from(period).unwrap_or(CPU_PERIOD_MAX_US) }
     }
 
+    /// Its share of one core in thousandths, rounded down.
+    pub fn thousandths(self) -> u32 {
+        let thousandths = u128::from(self.quota_us) * 1000 / u128::from(self.period_us.max(1));
+        u32::try_from(thousandths).unwrap_or(u32::MAX)
+    }
+
     /// The wall time in which this quota gives `cpu_us` of CPU time, microseconds.
     pub fn wall_us(self, cpu_us: u64) -> u64 {
         let wall = u128::from(cpu_us) * u128::from(self.period_us) / u128::from(self.quota_us.max(1));
         u64::try_from(wall).unwrap_or(u64::MAX)
+    }
+}
+
+impl fmt::Display for CpuQuota {
+    /// In percent of one core, as operators write it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tenths = self.thousandths();
+        match tenths % 10 {
+            0 => write!(f, "{}%", tenths / 10),
+            tenth => write!(f, "{}.{tenth}%", tenths / 10),
+        }
     }
 }
 
@@ -287,6 +304,38 @@ pub struct Demotion {
     pub limits: Limits,
 }
 
+/// Limits that a site's cell is to have while one request to its application runs, where its record gives less.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Boost {
+    pub cpu: Option<CpuQuota>,
+    /// `CPU_SHARES_MIN..=CPU_SHARES_MAX`.
+    pub cpu_shares: Option<u32>,
+}
+
+impl Boost {
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// This boost, with what `over` names in its place.
+    pub fn overlaid(self, over: Self) -> Self {
+        Self { cpu: over.cpu.or(self.cpu), cpu_shares: over.cpu_shares.or(self.cpu_shares) }
+    }
+}
+
+impl fmt::Display for Boost {
+    /// `cpu=200%,cpu_shares=4096`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(cpu) = self.cpu {
+            write!(f, "cpu={cpu}")?;
+        }
+        if let Some(shares) = self.cpu_shares {
+            write!(f, "{}cpu_shares={shares}", if self.cpu.is_some() { "," } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
 /// Where one request is to run. The default: in its own cell beneath its site's, with no limits of its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Confinement {
@@ -296,6 +345,8 @@ pub struct Confinement {
     pub named: Vec<NamedCell>,
     /// In rising order of `after_cpu_us`; at most `DEMOTIONS_MAX`.
     pub demotions: Vec<Demotion>,
+    /// For applications.
+    pub boost: Boost,
 }
 
 /// Most steps in which one request can be slowed down.
@@ -337,6 +388,24 @@ mod tests {
             assert!(quota.quota_us >= CPU_QUOTA_MIN_US, "{thousandths}");
             assert!((CPU_PERIOD_MIN_US..=CPU_PERIOD_MAX_US).contains(&quota.period_us), "{thousandths}");
         }
+    }
+
+    #[test]
+    fn quotas_are_told_in_percent() {
+        for (thousandths, text) in [(1_000, "100%"), (125, "12.5%"), (5, "0.5%"), (2_000, "200%")] {
+            let quota = CpuQuota::of_core(thousandths);
+            assert_eq!((quota.thousandths(), &*quota.to_string()), (thousandths, text));
+        }
+        let quota = CpuQuota { quota_us: u64::MAX, period_us: 0 };
+        assert_eq!(quota.thousandths(), u32::MAX);
+    }
+
+    #[test]
+    fn a_boost_is_one_word() {
+        let cpu = Boost { cpu: Some(CpuQuota::of_core(2_000)), cpu_shares: None };
+        let both = cpu.overlaid(Boost { cpu: None, cpu_shares: Some(4096) });
+        assert_eq!([cpu.to_string(), both.to_string()], ["cpu=200%", "cpu=200%,cpu_shares=4096"]);
+        assert_eq!(Boost { cpu: None, ..both }.to_string(), "cpu_shares=4096");
     }
 
     #[test]

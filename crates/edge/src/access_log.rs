@@ -19,7 +19,7 @@ use std::time::{Duration, Instant, SystemTime};
 use http::header::{REFERER, USER_AGENT};
 use http::{HeaderValue, Method, StatusCode, Version};
 use nagaya_base::{Code, RequestId};
-use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::cell::{Boost, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{Site, Tenant};
 use smallvec::SmallVec;
@@ -97,6 +97,8 @@ pub struct More {
     pub cell: Option<Box<str>>,
     /// For an application: whether that is the request's own.
     pub cell_of: Option<CellOf>,
+    /// How far limits of its site's application were raised for it.
+    pub raised: Boost,
     pub used: Used,
     /// How much longer its bodies took because of limits, microseconds.
     pub paced_us: u64,

@@ -19,6 +19,7 @@ use nagaya_admission::Prediction;
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::instance::Wake;
+use nagaya_keeper::client::BoostGuard;
 
 use crate::access_log::{AccessRecord, More, ThreadLog, Woken};
 use crate::admission::{Permit, take_away};
@@ -61,6 +62,8 @@ pub struct Account {
     stay: OnceCell<Rc<Stay>>,
     /// Keeps its site's instance awake until the response's body has ended.
     hold: Option<Rc<Hold>>,
+    /// Keeps limits of that instance higher as long.
+    boost: Option<BoostGuard>,
     /// Its right to be served here, where its site is placed.
     stint: Option<Stint>,
     /// Whether the node that answers it is lost in the middle of that.
@@ -178,6 +181,7 @@ impl Account {
             ruling: None,
             stay: OnceCell::new(),
             hold: None,
+            boost: None,
             stint: None,
             lost: None,
             is_carried: false,
@@ -290,9 +294,14 @@ impl Account {
         Rc::clone(self.hold.get_or_insert_with(|| Rc::new(hold())))
     }
 
+    /// Limits of its site's instance are higher because of it, until this account is closed.
+    pub fn set_boost(&mut self, boost: Option<BoostGuard>) {
+        self.boost = boost;
+    }
+
     /// What it needed the instance for will not happen here.
     pub fn needs_no_instance(&mut self) {
-        self.hold = None;
+        (self.hold, self.boost) = (None, None);
     }
 
     /// It is to be served here, where its site is placed.

@@ -12,6 +12,7 @@ use nagaya_cmdb::record::{App, Files, Http, Protocol};
 use nagaya_keeper::protocol::InstanceId;
 
 use crate::account::Account;
+use crate::boost;
 use crate::files::{Ctx, Programs};
 use crate::instances::Hold;
 use crate::message::{Head, Request, RequestBody, Response};
@@ -185,6 +186,7 @@ async fn from_script(
         node.upstream.count_retry();
         hold.renew(instance);
         let Ok(renewed) = awake(&hold, account).await else { return Err(refusal) };
+        boost::begin(node, renewed, account).await;
         (instance, call) = (renewed, again);
     }
 }
@@ -225,6 +227,7 @@ async fn ready_instance(
     if let Some(stint) = account.stint() {
         stint.begin(place::HOLD_MAX).await?;
     }
+    boost::begin(node, instance, account).await;
     Ok((hold, instance))
 }
 
@@ -261,6 +264,7 @@ async fn from_app(
         // It may have ended meanwhile: then there is another one. If there is none, the first failure says more.
         hold.renew(instance);
         let Ok(renewed) = awake(&hold, account).await else { return Err(failed.refusal) };
+        boost::begin(node, renewed, account).await;
         (instance, body) = (renewed, again);
     }
 }

@@ -8,6 +8,7 @@ pub mod refusal;
 pub mod request;
 
 pub mod admission;
+pub mod boost;
 pub mod exchange;
 pub mod files;
 pub mod instances;

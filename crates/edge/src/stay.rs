@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::cell::{Confinement, CpuQuota, Usage};
+use nagaya_cmdb::cell::{Boost, Confinement, CpuQuota, Usage};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
@@ -55,6 +55,8 @@ struct State {
     cell: Option<Box<str>>,
     /// For an application.
     cell_of: Option<CellOf>,
+    /// How far limits of an application were raised for it.
+    raised: Boost,
     /// When the first program began.
     since: Option<Instant>,
     /// Of all programs that have ended.
@@ -117,6 +119,15 @@ impl Stay {
 
     pub fn cell_of(&self) -> Option<CellOf> {
         self.state.borrow().cell_of
+    }
+
+    /// Limits of the application were raised for it, so far.
+    pub fn set_raised(&self, raised: Boost) {
+        self.state.borrow_mut().raised = raised;
+    }
+
+    pub fn raised(&self) -> Boost {
+        self.state.borrow().raised
     }
 
     pub fn cell(&self) -> Option<Box<str>> {
@@ -186,7 +197,7 @@ impl Stay {
     pub fn tell(&self, more: &mut More) {
         let state = self.state.borrow();
         more.cell.clone_from(&state.cell);
-        more.cell_of = state.cell_of;
+        (more.cell_of, more.raised) = (state.cell_of, state.raised);
         more.used = match state.since {
             None => Used::Nothing,
             Some(_) if state.unknown || state.due > 0 => Used::Unknown,

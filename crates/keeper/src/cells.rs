@@ -33,7 +33,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use nagaya_base::Code;
-use nagaya_cmdb::cell::{CellChange, Confinement, Controller, CpuQuota, Limits};
+use nagaya_cmdb::cell::{Boost, CellChange, Confinement, Controller, CpuQuota, Limits};
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::Mutex;
 
@@ -316,11 +316,16 @@ impl Cells {
         Ok(())
     }
 
-    /// A site's CPU limit now, and whether it is another than its record's.
+    /// A site's CPU limit apart from boosts, and whether it is another than its record's.
     pub fn cpu_limit(&self, site: &SiteName) -> (Option<CpuQuota>, bool) {
-        let state = self.state.lock();
-        let limit = state.desired.of(&What::Site(site.clone())).0.cpu;
-        (limit, state.desired.is_cpu_changed(site))
+        self.state.lock().desired.cpu_limit(site)
+    }
+
+    /// From now on a site has at least so much, where it has a limit. The empty one: only its own again.
+    pub fn boost(&self, site: &SiteName, boost: Boost) {
+        let mut state = self.state.lock();
+        let changed = state.desired.boost(site, boost);
+        state.follow(&self.shared, &changed);
     }
 
     /// For how long work of a site stood still because its own quota was used up, in all its cells together. Blocks, a little.

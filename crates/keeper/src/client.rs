@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
+use nagaya_cmdb::cell::{Boost, CellChange, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{NodeName, SiteName, TenantName};
 use rustix::io::Errno;
@@ -26,11 +26,12 @@ use crate::codec::{self, CodecError};
 use crate::instances::{ACCEPT_MAX, WAKE_MAX};
 use crate::process::START_TIMEOUT;
 use crate::protocol::{
-    Answer, Ask, Exit, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+    Answer, Ask, BoostId, Exit, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
 };
 use crate::roll::RollReader;
 use crate::server::{
-    INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX, SEATS_PER_CONNECTION_MAX, receive, send,
+    BOOSTS_PER_CONNECTION_MAX, INSTANCE_USES_PER_CONNECTION_MAX, PROCESSES_PER_CONNECTION_MAX,
+    SEATS_PER_CONNECTION_MAX, receive, send,
 };
 use crate::sys;
 use crate::tally::TallyReader;
@@ -55,8 +56,10 @@ const IMAGE_TIMEOUT: Duration = Duration::from_secs(120);
 const FETCH_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Guards at once, and questions that may become one.
-const FAREWELLS_MAX: usize =
-    PROCESSES_PER_CONNECTION_MAX + 2 * INSTANCE_USES_PER_CONNECTION_MAX + 2 * SEATS_PER_CONNECTION_MAX;
+const FAREWELLS_MAX: usize = PROCESSES_PER_CONNECTION_MAX
+    + BOOSTS_PER_CONNECTION_MAX
+    + 2 * INSTANCE_USES_PER_CONNECTION_MAX
+    + 2 * SEATS_PER_CONNECTION_MAX;
 
 /// Calls of one thread that may wait for answers.
 const WAITING_MAX: usize = INSTANCE_USES_PER_CONNECTION_MAX;
@@ -204,6 +207,22 @@ impl Drop for SeatGuard {
     }
 }
 
+/// Keeps limits of an instance higher for a request, until it is dropped, from any thread and without waiting.
+#[derive(Debug)]
+pub struct BoostGuard {
+    boost: BoostId,
+    /// As that of a `ProcessGuard`.
+    end: Option<mpsc::OwnedPermit<Farewell>>,
+}
+
+impl Drop for BoostGuard {
+    fn drop(&mut self) {
+        if let Some(end) = self.end.take() {
+            end.send(Farewell::EndBoost(self.boost));
+        }
+    }
+}
+
 /// Where the limits of a request in an instance hold.
 #[derive(Debug)]
 pub enum Entered {
@@ -219,6 +238,7 @@ enum Farewell {
     End(ProcessId),
     Leave(InstanceId),
     LeaveSeat(SeatId),
+    EndBoost(BoostId),
     Answered(InstanceId),
     /// The tag of a question nobody waits for any more.
     Forget(u64),
@@ -246,6 +266,7 @@ enum Guard {
     Process(ProcessGuard),
     Instance(InstanceGuard),
     Seat(SeatGuard),
+    Boost(BoostGuard),
 }
 
 /// What a call gets: the reply, its descriptors, and for a spawned process or an instance its guard.
@@ -454,6 +475,19 @@ impl Keeper {
             guard.leave = None;
         }
         used
+    }
+
+    /// While the guard lives, an instance this thread uses has these limits, where its record gives less. With how much of that its
+    /// records allow.
+    pub async fn boost_instance(
+        &self,
+        instance: InstanceId,
+        boost: Boost,
+    ) -> Result<(BoostGuard, Boost), ClientError> {
+        match self.call(Verb::BoostInstance { instance, boost }, CALL_TIMEOUT).await? {
+            (Reply::Boosted { granted, .. }, _, Some(Guard::Boost(guard))) => Ok((guard, granted)),
+            _ => Err(ClientError::Gone),
+        }
     }
 
     /// What another node is to be told of the site's image here. None: it has none.
@@ -677,7 +711,7 @@ impl Connection {
 
     fn deliver(&self, tag: u64, reply: Reply, fds: Vec<OwnedFd>) {
         let guard = match &reply {
-            Reply::Spawned { .. } | Reply::Using { .. } | Reply::Seated { .. } => {
+            Reply::Spawned { .. } | Reply::Using { .. } | Reply::Seated { .. } | Reply::Boosted { .. } => {
                 match self.farewells.clone().try_reserve_owned() {
                     Ok(place) => self.guard(&reply, place),
                     // The keeper leases no more than there are places; one that does is not ours.
@@ -703,6 +737,7 @@ impl Connection {
                 Some(Guard::Instance(InstanceGuard { instance, connection: self.number, leave: Some(place) }))
             }
             Reply::Seated { seat, .. } => Some(Guard::Seat(SeatGuard { seat, leave: Some(place) })),
+            Reply::Boosted { boost, .. } => Some(Guard::Boost(BoostGuard { boost, end: Some(place) })),
             _ => None,
         }
     }
@@ -719,6 +754,7 @@ impl Connection {
                 Farewell::Leave(instance) => Verb::LeaveInstance { instance },
                 Farewell::Answered(instance) => Verb::Answered { instance },
                 Farewell::LeaveSeat(seat) => Verb::LeaveSeat { seat },
+                Farewell::EndBoost(boost) => Verb::EndBoost { boost },
                 Farewell::Forget(tag) => Verb::Forget { tag },
             };
             let message = codec::encode(&Ask { tag: 0, verb }).expect("an id is a few bytes");
@@ -758,5 +794,6 @@ mod tests {
         is_send::<ProcessGuard>();
         is_send::<InstanceGuard>();
         is_send::<SeatGuard>();
+        is_send::<BoostGuard>();
     }
 }

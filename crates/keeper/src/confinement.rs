@@ -5,9 +5,9 @@
 //! are written (`cmdb::record`), and the cells themselves (`cells`).
 
 use nagaya_cmdb::cell::{
-    CPU_PERIOD_MAX_US, CPU_PERIOD_MIN_US, CPU_QUOTA_MIN_US, CPU_SHARES_MAX, CPU_SHARES_MIN, CellChange,
-    Confinement, Controller, CpuQuota, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX, Demotion, Device, IoLimit,
-    Limits, NAMED_PER_REQUEST_MAX, NamedCell, Scope,
+    Boost, CPU_PERIOD_MAX_US, CPU_PERIOD_MIN_US, CPU_QUOTA_MIN_US, CPU_SHARES_MAX, CPU_SHARES_MIN,
+    CellChange, Confinement, Controller, CpuQuota, DEMOTIONS_MAX, DEVICES_PER_CELL_MAX, Demotion, Device,
+    IoLimit, Limits, NAMED_PER_REQUEST_MAX, NamedCell, Scope,
 };
 use nagaya_cmdb::record::{IOPS_MAX, MEMORY_MIN, PROCESSES_MAX};
 use nagaya_cmdb::{Site, Tenant, TenantName};
@@ -42,6 +42,7 @@ pub fn of_site(site: &Site, asked: &Confinement) -> Confinement {
         limits: site.request_limits.limits().overlaid(&asked.limits),
         named: asked.named.clone(),
         demotions,
+        boost: asked.boost,
     }
 }
 
@@ -59,7 +60,7 @@ pub fn names_root_device(tenant: &Tenant, site: &Site, asked: &Confinement) -> b
 
 /// Whether a request may be confined like this.
 pub fn check(confinement: &Confinement) -> Result<(), Fault> {
-    let Confinement { limits, named, demotions } = confinement;
+    let Confinement { limits, named, demotions, boost } = confinement;
     of_request(limits, "the request")?;
     at_most(named.len(), NAMED_PER_REQUEST_MAX, "named cells")?;
     let mut joined = Vec::new();
@@ -68,7 +69,13 @@ pub fn check(confinement: &Confinement) -> Result<(), Fault> {
         joined.extend_from_slice(&cell.controllers);
     }
     once(&joined, "the named cells of one request")?;
-    check_demotions(demotions)
+    check_demotions(demotions)?;
+    check_boost(*boost)
+}
+
+/// Whether an instance may be asked to be raised like this. How far it then is, is its record's to say.
+pub fn check_boost(Boost { cpu, cpu_shares }: Boost) -> Result<(), Fault> {
+    check_limits(&Limits { cpu, cpu_shares, ..Limits::default() }, "a boost")
 }
 
 /// Whether so many tenants may be named at once. Which they are is no matter: what gives way loses nothing that nobody else wants.

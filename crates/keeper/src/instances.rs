@@ -7,6 +7,7 @@
 mod acts;
 mod address;
 mod alarms;
+mod boosts;
 mod carried;
 mod collection;
 mod door;
@@ -38,6 +39,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nagaya_cmdb::cell::Boost;
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_cmdb::record::App;
 use nagaya_cmdb::{Backend, Site, SiteName, Tenant, TenantName};
@@ -53,6 +55,9 @@ use crate::options::Options;
 use crate::protocol::{Failure, InstanceId};
 use crate::roll::Roll;
 use alarms::Alarms;
+pub use boosts::BoostLease;
+use boosts::Boosts;
+pub use holder::unix_diag;
 use housing::what_runs;
 use ledger::Ledger;
 use lifecycle::{Event, Lifecycle, Op, Refusal, Run, Waiter};
@@ -116,6 +121,10 @@ pub struct Instances {
     allowances: RefCell<HashMap<TenantName, Allowance>>,
     /// Number of the next seat in any of them.
     next_seat: Cell<u64>,
+    /// Whether the kernel tells who is connected to whom over Unix sockets. None: nobody needed to know yet.
+    unix_diag: Cell<Option<bool>>,
+    /// And of the next boost.
+    next_boost: Cell<u64>,
     /// Who is awake, for the edge. None: there is no memory for it.
     roll: RefCell<Option<Roll>>,
 }
@@ -148,6 +157,9 @@ struct Instance {
     wakes: Cell<u64>,
     /// It goes first on the processor. None: as others.
     goes_first_until: Cell<Option<Instant>>,
+    /// What requests of the present run want, and what its site's cell has of it.
+    boosts: RefCell<Boosts>,
+    boosted: Cell<Boost>,
     /// Where it was when last looked at, and since when.
     tier: Cell<(Tier, Instant)>,
     fault: RefCell<Option<Fault>>,
@@ -218,6 +230,8 @@ impl Instances {
             standing_changed: Notify::new(),
             allowances: RefCell::default(),
             next_seat: Cell::new(1),
+            unix_diag: Cell::new(None),
+            next_boost: Cell::new(1),
             roll: RefCell::new(roll()),
         }
     }
@@ -330,6 +344,8 @@ impl Instances {
             last_wake: RefCell::default(),
             wakes: Cell::new(0),
             goes_first_until: Cell::new(None),
+            boosts: RefCell::default(),
+            boosted: Cell::default(),
             tier,
             fault: RefCell::default(),
             last_end: RefCell::default(),
@@ -384,6 +400,7 @@ impl Instances {
         let is_same = is_same && site.tenant == old_site.tenant && same_runner(&tenant, &old_tenant);
         instance.site.replace(site);
         instance.tenant.replace(tenant);
+        instance.follow_boosts(engine);
         if is_same {
             self.tell(engine, instance, Event::Terms(terms));
         } else {
@@ -403,6 +420,7 @@ impl Instances {
         for instance in listed {
             if let Backend::App(app) = &instance.site().backend {
                 self.tell(engine, &instance, Event::Terms(self.terms(app, engine)));
+                instance.follow_boosts(engine);
             }
         }
     }

@@ -39,5 +39,6 @@ mod workers;
 
 pub use cells::GIVE_WAY_FOR;
 pub use confinement::TENANTS_MAX;
+pub use instances::unix_diag;
 pub use options::{BackEnd, HugePages, IdleOptions, InstanceOptions, Options};
 pub use server::{Start, run};

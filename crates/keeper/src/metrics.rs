@@ -81,6 +81,7 @@ pub struct Metrics {
     pub enters: Counter,
     pub moves: Counter,
     pub demotions: Counter,
+    pub boosts: Counter,
     pub wakes: Counters<2>,
     pub wake_stages: Histogram,
     pub images: Counters<1>,
@@ -112,6 +113,10 @@ impl Metrics {
             enters: r.counter("keeper_cell_enters", "Times a worker began to serve a request in a cell"),
             moves: r.counter("keeper_cell_moves", "Times a worker was moved to another cell"),
             demotions: r.counter("keeper_demotions", "Steps in which running requests were slowed down"),
+            boosts: r.counter(
+                "keeper_boosts",
+                "Times limits of an instance were raised for a request, or as high as that already",
+            ),
             wakes: r.counters(
                 "keeper_wakes",
                 "Instances woken, by where they rested and how it ended",

@@ -33,6 +33,8 @@ pub struct Options {
     /// Processes and threads one tenant may have at once, where its record gives no number: what a fork bomb reaches.
     pub processes_per_tenant: u32,
     pub back_end: BackEnd,
+    /// So many times the limit of a site's record its application may have for a request, where the record does not say how far.
+    pub raise_max: u32,
     pub instances: InstanceOptions,
     /// This node's name in its cluster. None: it is alone, and runs every site's application.
     pub node: Option<String>,
@@ -108,6 +110,7 @@ impl Default for Options {
             stderr_bytes_max: 64 * 1024,
             processes_per_tenant: 1024,
             back_end: BackEnd::Auto,
+            raise_max: 4,
             instances: InstanceOptions::default(),
             node: None,
         }

@@ -4,14 +4,14 @@
 //! `limits::KEEPER_MESSAGE_MAX` bytes, with at most `limits::KEEPER_FDS_MAX` file descriptors. Not here: the
 //! doing (`server`), the asking (`client`).
 
-use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
+use nagaya_cmdb::cell::{Boost, CellChange, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{NodeName, SiteName, TenantName};
 use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 8;
+pub const PROTOCOL_VERSION: u32 = 9;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +71,11 @@ pub enum Verb {
     /// That request has ended: its process goes back. Answer: `Used`, all since the `Seated`; or `Failed` with
     /// `Failure::NotFound` if it is not known for the whole of the request.
     LeaveSeat { seat: SeatId },
+    /// While a request runs in an instance in use, the instance is to have these limits, where its record gives less. Answer:
+    /// `Boosted`. It ends with `EndBoost`, with the last use of the instance by this connection, and with the instance.
+    BoostInstance { instance: InstanceId, boost: Boost },
+    /// That request has ended. No answer.
+    EndBoost { boost: BoostId },
     /// End what a `Spawned` answer began, with every process it started. No answer.
     End { process: ProcessId },
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
@@ -101,6 +106,10 @@ pub struct InstanceId(pub u64);
 /// A process of an instance in the cell of the request that it serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SeatId(pub u64);
+
+/// Limits of an instance that are higher for one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct BoostId(pub u64);
 
 /// Which of its connections to an instance the edge means. A wrong one names nobody, or a process of the same instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,6 +163,11 @@ pub enum Reply {
     Unseated {
         cell: String,
         for_good: bool,
+    },
+    /// `granted`: how much of what was asked for its records allow. What is not there is not above its record's.
+    Boosted {
+        boost: BoostId,
+        granted: Boost,
     },
     Done,
     Cells {

@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_cmdb::cell::Confinement;
+use nagaya_cmdb::cell::{Boost, Confinement};
 use nagaya_cmdb::feed::Question;
 use nagaya_cmdb::{SiteName, Table};
 use parking_lot::RwLock;
@@ -32,11 +32,11 @@ use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::{self, Fault};
 use crate::feed::{self, Answerer, Event, FeedError};
-use crate::instances::{Lease, Placed, SeatLease, Using};
+use crate::instances::{BoostLease, Lease, Placed, SeatLease, Using};
 use crate::options::Options;
 use crate::process::Handle;
 use crate::protocol::{
-    Answer, Ask, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+    Answer, Ask, BoostId, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
 };
 use crate::sandbox::Launcher;
 use crate::sys;
@@ -56,11 +56,15 @@ pub const INSTANCE_USES_PER_CONNECTION_MAX: usize = 16_384;
 /// Seats of requests in instances one connection may have at once, asked for or taken.
 pub const SEATS_PER_CONNECTION_MAX: usize = 4096;
 
-/// Answers that may wait for a peer to read them: each verb, each process, each use and each seat has at most one, and a seat
-/// that is left another.
+/// Boosts for requests in instances one connection may have at once.
+pub const BOOSTS_PER_CONNECTION_MAX: usize = 4096;
+
+/// Answers that may wait for a peer to read them: each verb, each process, each use, each boost and each seat has at most one, and
+/// a seat that is left another.
 const ANSWERS_MAX: usize = IN_FLIGHT_MAX
     + PROCESSES_PER_CONNECTION_MAX
     + INSTANCE_USES_PER_CONNECTION_MAX
+    + BOOSTS_PER_CONNECTION_MAX
     + 2 * SEATS_PER_CONNECTION_MAX;
 
 /// Messages of the feed that may wait.
@@ -368,7 +372,9 @@ struct Connection {
     uses: RefCell<HashMap<InstanceId, Vec<Lease>>>,
     /// What moves processes of instances for requests of this peer, and back when it is dropped.
     seats: RefCell<HashMap<SeatId, SeatLease>>,
-    /// How many are asked for.
+    /// What gives instances more for requests of this peer.
+    boosts: RefCell<HashMap<BoostId, BoostLease>>,
+    /// How many seats are asked for.
     seating: Cell<usize>,
     /// Those that wait for an instance or a seat, by their tags.
     asking: RefCell<HashMap<u64, AbortHandle>>,
@@ -388,6 +394,7 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
         leased: RefCell::default(),
         uses: RefCell::default(),
         seats: RefCell::default(),
+        boosts: RefCell::default(),
         seating: Cell::new(0),
         asking: RefCell::default(),
         in_flight: Cell::new(0),
@@ -409,6 +416,7 @@ async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
     // Each handle that is dropped ends its tree, each use its hold on an instance; nobody waits for answers any more.
     connection.leased.borrow_mut().clear();
     drop(connection.seats.take());
+    drop(connection.boosts.take());
     drop(connection.uses.take());
     connection.asking.take().into_values().for_each(|task| task.abort());
     engine.metrics.connections.add(-1);
@@ -493,6 +501,8 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
             connection.enter_instance(tag, instance, line, *confinement);
         }
         Verb::LeaveSeat { seat } => connection.leave_seat(tag, seat),
+        Verb::BoostInstance { instance, boost } => connection.boost(tag, instance, boost),
+        Verb::EndBoost { boost } => drop(connection.boosts.borrow_mut().remove(&boost)),
         _ if connection.in_flight.get() >= IN_FLIGHT_MAX => {
             refuse(Failure::Busy, fault::LIMIT, "too much is asked for at once; wait for answers");
         }
@@ -572,8 +582,14 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         | Verb::Answered { .. }
         | Verb::EnterInstance { .. }
         | Verb::LeaveSeat { .. }
+        | Verb::BoostInstance { .. }
+        | Verb::EndBoost { .. }
         | Verb::Forget { .. } => unreachable!("`take` has done these"),
     }
+}
+
+fn not_in_use(instance: InstanceId) -> Fault {
+    Fault::new(Failure::NotFound, fault::UNKNOWN, format!("instance {} is not in use", instance.0))
 }
 
 /// Counts a seat that is asked for until it is there or will not be.
@@ -646,11 +662,7 @@ impl Connection {
         };
         // Who does not use it cannot have a request in it.
         if !self.uses.borrow().contains_key(&instance) {
-            return refuse(
-                Failure::NotFound,
-                fault::UNKNOWN,
-                format!("instance {} is not in use", instance.0),
-            );
+            return self.reply(tag, not_in_use(instance).into_reply(), Vec::new());
         }
         if self.seats.borrow().len() + self.seating.get() >= SEATS_PER_CONNECTION_MAX {
             let message =
@@ -692,6 +704,29 @@ impl Connection {
         self.reply(tag, left.unwrap_or_else(|| unknown().into_reply()), Vec::new());
     }
 
+    fn boost(&self, tag: u64, instance: InstanceId, asked: Boost) {
+        let boosted = if !self.uses.borrow().contains_key(&instance) {
+            Err(not_in_use(instance))
+        } else if self.boosts.borrow().len() >= BOOSTS_PER_CONNECTION_MAX {
+            let message = format!("{BOOSTS_PER_CONNECTION_MAX} requests of one connection have boosts");
+            Err(Fault::new(Failure::Busy, fault::LIMIT, message))
+        } else {
+            self.engine.instances.boost(&self.engine, instance, asked)
+        };
+        let reply = match boosted {
+            Ok(lease) => {
+                let reply = Reply::Boosted { boost: lease.id(), granted: lease.granted() };
+                self.boosts.borrow_mut().insert(lease.id(), lease);
+                reply
+            }
+            Err(fault) => {
+                tracing::debug!("{fault}");
+                fault.into_reply()
+            }
+        };
+        self.reply(tag, reply, Vec::new());
+    }
+
     fn leave(&self, instance: InstanceId) {
         let lease = {
             let mut uses = self.uses.borrow_mut();
@@ -699,6 +734,8 @@ impl Connection {
             let lease = of.and_then(Vec::pop);
             if uses.get(&instance).is_some_and(Vec::is_empty) {
                 uses.remove(&instance);
+                // Who does not use it has no request in it.
+                self.boosts.borrow_mut().retain(|_, boost| boost.instance() != instance);
             }
             lease
         };

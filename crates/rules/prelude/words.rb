@@ -1,4 +1,4 @@
-# nagaya's own words; limit, cell, lane, demote, answer, redirect and log are natives.
+# nagaya's own words; limit, boost, cell, lane, demote, answer, redirect and log are natives.
 module Nagaya
   class Request
     HEADER = Header.new

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::cell::{
-    CellChange, Confinement, Controller, DEMOTIONS_MAX, Demotion, Limits, NAMED_PER_REQUEST_MAX, NamedCell,
+    Boost, CellChange, Confinement, Controller, DEMOTIONS_MAX, Demotion, Limits, NAMED_PER_REQUEST_MAX,
+    NamedCell,
 };
 
 use crate::Phase;
@@ -171,6 +172,7 @@ pub enum Topic {
     Limits,
     Named,
     Demotion,
+    Boost,
     Change,
     Lane,
     Rewrite,
@@ -247,6 +249,13 @@ impl Verdict {
         self.decided.add(Topic::Limits);
         let confinement = self.confinement_mut();
         confinement.limits = confinement.limits.overlaid(limits);
+    }
+
+    /// Limits of the site's application while the request runs, laid over those earlier rules wanted.
+    pub fn boost(&mut self, boost: Boost) {
+        self.decided.add(Topic::Boost);
+        let confinement = self.confinement_mut();
+        confinement.boost = confinement.boost.overlaid(boost);
     }
 
     /// Attaches the request. Each controller is in one named cell: an earlier one loses those this one takes.
@@ -489,11 +498,12 @@ impl Decided {
 }
 
 impl Topic {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Answer,
         Self::Limits,
         Self::Named,
         Self::Demotion,
+        Self::Boost,
         Self::Change,
         Self::Lane,
         Self::Rewrite,
@@ -509,6 +519,7 @@ impl Topic {
             Self::Limits => "limits",
             Self::Named => "named cell",
             Self::Demotion => "demotion",
+            Self::Boost => "boost",
             Self::Change => "cell change",
             Self::Lane => "lane",
             Self::Rewrite => "rewrite",

@@ -1,5 +1,5 @@
 //! Requests to applications that a rule limits: php-fpm, gunicorn and Apache as they are, whose workers serve one request each,
-//! and gunicorn with threads, whose limits are its instance's.
+//! and gunicorn with threads, whose limits are its instance's. And those for which a rule raises the limits of their application.
 //!
 //! Not here: who is moved and when (the keeper's own suite), instances as such (`instances`), cells of programs (`cells`).
 
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nagaya_tests::client::{Connection, Response};
 use nagaya_tests::suite::{Suite, Tests, skip};
 use nagaya_tests::wait;
-use nagaya_tests::world::World;
+use nagaya_tests::world::{World, cgroups_of};
 use serde_json::{Value, json};
 
 pub const SUITE: Suite = Suite {
@@ -23,12 +23,15 @@ pub const SUITE: Suite = Suite {
             what_serves_several_at_once_has_the_limits_of_its_instance,
             one_that_used_much_is_slowed_down_and_the_next_is_not,
             whose_client_leaves_leaves_no_limit_behind,
+            a_boost_raises_the_limit_of_an_application_while_a_request_runs_that_has_one,
         ],
     ),
 };
 
 const RULE: &str = "limit cpu: \"10%\" if request.path.start_with?(\"/slow\")\n\
-    demote after: \"20ms\", cpu: \"5%\" if request.path.start_with?(\"/long\")\n";
+    demote after: \"20ms\", cpu: \"5%\" if request.path.start_with?(\"/long\")\n\
+    boost cpu: \"150%\" if request.path == \"/paid\"\n\
+    boost cpu: \"900%\" if request.path == \"/most\"\n";
 
 /// Uses as many milliseconds of CPU time as the query says.
 const PHP: &str = "<?php $used = function () { $all = getrusage();
@@ -46,6 +49,18 @@ def application(environ, start_response):
         pass
     start_response('200 OK', [('Content-Type', 'text/plain')])
     return [str(os.getpid()).encode()]
+";
+
+/// Says that it has begun, and ends when it is told.
+const HOLDS: &str = "import os, time
+def application(environ, start_response):
+    name = environ['QUERY_STRING']
+    if name:
+        open(name + '.came', 'w').close()
+        while not os.path.exists(name + '.go'):
+            time.sleep(0.01)
+    start_response('200 OK', [('Content-Type', 'text/plain')])
+    return [b'done']
 ";
 
 const CGI: &str = "#!/usr/bin/perl\nmy $n; do { $n++ for 1 .. 10000 } while ((times)[0] + (times)[1] < $ENV{QUERY_STRING} / 1000);\n\
@@ -235,4 +250,81 @@ fn whose_client_leaves_leaves_no_limit_behind(world: &World) {
     });
     drop(slow);
     until_back(world, "leaves");
+}
+
+/// The CPU quota of a site's cell in percent of one core, as the kernel has it. None: no quota, or no cell.
+fn quota(world: &World, site: &str) -> Option<u64> {
+    let of_site = |root: PathBuf| root.join("tenant-alice").join(format!("site-{site}"));
+    let read = |dir: PathBuf| {
+        if let Ok(text) = std::fs::read_to_string(dir.join("cpu.max")) {
+            let (quota, period) = text.trim().split_once(' ')?;
+            return Some(quota.parse::<u64>().ok()? * 100 / period.parse::<u64>().ok()?);
+        }
+        let number = |file: &str| std::fs::read_to_string(dir.join(file)).ok()?.trim().parse::<u64>().ok();
+        Some(number("cpu.cfs_quota_us")? * 100 / number("cpu.cfs_period_us")?)
+    };
+    cgroups_of(world.pid_of("keeper")).into_iter().map(of_site).find_map(read)
+}
+
+/// A request to the site `boosted` that its application holds until it is told to end.
+fn held(world: &World, path: &str, name: &str) -> Connection {
+    let connection = ask(world, "boosted", &format!("{path}?{name}"));
+    let came = world.home("alice").join(format!("boosted/{name}.came"));
+    wait::until("the application has the request", || came.exists());
+    connection
+}
+
+fn told(world: &World, mut held: Connection, name: &str) -> Value {
+    world.write("alice", &format!("boosted/{name}.go"), "");
+    logged(world, &held.response().expect(200))
+}
+
+fn a_boost_raises_the_limit_of_an_application_while_a_request_runs_that_has_one(world: &World) {
+    let cells: Value = serde_json::from_str(&world.admin("/v1/cells").expect("it answers")).expect("JSON");
+    if cells["controllers"]["cpu"].is_null() {
+        skip("no cell can limit CPU time here");
+    }
+    add_gunicorn(world, "boosted", &["-w", "1", "-k", "gthread", "--threads", "4"]);
+    world.write("alice", "boosted/burn.py", HOLDS);
+    world.get("boosted.test", "/").expect(200);
+    world.cli(&["site", "set", "boosted", "--cpu", "50%"]);
+    assert_eq!(quota(world, "boosted"), Some(50));
+
+    let other = held(world, "/other", "other");
+    assert_eq!(quota(world, "boosted"), Some(50), "nobody has asked for more");
+    let paid = held(world, "/paid", "paid");
+    assert_eq!(quota(world, "boosted"), Some(150));
+    let paid = told(world, paid, "paid");
+    wait::until("it has its own limit again", || quota(world, "boosted") == Some(50));
+    let other = told(world, other, "other");
+    assert_eq!(paid["raised"], "cpu=150%", "{paid}");
+    assert!(other["raised"].is_null(), "{other}");
+    let explained = world.cli(&["explain", paid["id"].as_str().expect("an id")]);
+    let raised = explained.lines().find(|line| line.contains("cpu of the site, raised"));
+    assert!(raised.is_some_and(|line| line.contains("150%") && line.contains("set by rule")), "{explained}");
+
+    // Never beyond what the record lets it: four times its limit, as the configuration says.
+    let most = held(world, "/most", "most");
+    assert_eq!(quota(world, "boosted"), Some(200));
+    let most = told(world, most, "most");
+    assert_eq!(most["raised"], "cpu=200%", "{most}");
+    let explained = world.cli(&["explain", most["id"].as_str().expect("an id")]);
+    assert!(explained.contains("900% was asked for"), "{explained}");
+    wait::until("it has its own limit again", || quota(world, "boosted") == Some(50));
+
+    // Whose client leaves.
+    let left = held(world, "/paid", "left");
+    assert_eq!(quota(world, "boosted"), Some(150));
+    drop(left);
+    wait::until("it has its own limit again", || quota(world, "boosted") == Some(50));
+    world.write("alice", "boosted/left.go", "");
+
+    // A client that gets receipts, and a site that has no limit.
+    world.cli(&["site", "set", "boosted", "--unset", "cpu"]);
+    let free = world.get("boosted.test", "/paid").expect(200);
+    assert!(!free.header("nagaya-receipt").expect("this client gets receipts").contains("raised="));
+    world.cli(&["site", "set", "boosted", "--cpu", "50%"]);
+    let paid = world.get("boosted.test", "/paid").expect(200);
+    let receipt = paid.header("nagaya-receipt").expect("this client gets receipts");
+    assert!(receipt.contains(", raised=\"cpu=150%\""), "{receipt}");
 }

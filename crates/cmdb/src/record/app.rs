@@ -75,7 +75,7 @@ pub struct App {
     /// How many of it there may be, each on a node of its own. None: 1. A node alone has one, whatever this says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max: Option<u32>,
-    /// How far its site's CPU limit may be raised while it is short of CPU: `200%`. None: as the node's settings say.
+    /// How far its site's CPU limit may be raised, while it is short of CPU and by rules: `200%`. None: as the node's settings say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_max: Option<Amount>,
     #[serde(default, skip_serializing_if = "Outbound::is_default")]

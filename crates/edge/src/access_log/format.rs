@@ -152,6 +152,10 @@ impl Formatter {
         if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
             word("cell_of", of.as_str(), out);
         }
+        if let Some(raised) = record.more.as_ref().map(|more| more.raised).filter(|raised| !raised.is_empty())
+        {
+            word("raised", &raised.to_string(), out);
+        }
         Self::wake(record, out);
         if let Some(more) = &record.more {
             out.extend_from_slice(told::words(more).as_bytes());
@@ -220,6 +224,10 @@ impl Formatter {
         }
         if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
             text("cell_of", of.as_str().as_bytes(), out);
+        }
+        if let Some(raised) = record.more.as_ref().map(|more| more.raised).filter(|raised| !raised.is_empty())
+        {
+            text("raised", raised.to_string().as_bytes(), out);
         }
         Self::json_waits(record, out);
         out.extend_from_slice(&self.node);

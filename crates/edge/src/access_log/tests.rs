@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 
+use nagaya_cmdb::cell::CpuQuota;
 use nagaya_cmdb::instance::{Stage, Tier};
 use proptest::prelude::*;
 use tokio::task::LocalSet;
@@ -77,6 +78,11 @@ fn a_combined_line_ends_with_what_the_request_used() {
     full.more = Some(Box::new(More { cell, cell_of, ..More::default() }));
     assert!(line(LogFormat::Combined, &full).ends_with(" cell=demo/blog/r3 cell_of=instance node=n1\n"));
     assert!(line(LogFormat::Json, &full).contains(",\"cell\":\"demo/blog/r3\",\"cell_of\":\"instance\","));
+    let raised = Boost { cpu: Some(CpuQuota::of_core(2_000)), cpu_shares: Some(4096) };
+    full.more = Some(Box::new(More { raised, ..More::default() }));
+    let told = "raised=cpu=200%,cpu_shares=4096 node=n1\n";
+    assert!(line(LogFormat::Combined, &full).ends_with(told));
+    assert!(line(LogFormat::Json, &full).contains(",\"raised\":\"cpu=200%,cpu_shares=4096\","));
     full.more = Some(Box::new(More { used: Used::Unknown, ..More::default() }));
     assert!(line(LogFormat::Combined, &full).ends_with(" backend_us=2 cpu_us=- node=n1\n"));
     assert!(line(LogFormat::Json, &full).contains("\"cpu_us\":null"));

@@ -149,6 +149,10 @@ impl Disclosure {
         if let Some(of) = self.stay.as_ref().and_then(|stay| stay.cell_of()) {
             write!(out, ";of={}", of.as_str()).expect("a String takes everything");
         }
+        if let Some(raised) = self.stay.as_ref().map(|stay| stay.raised()).filter(|raised| !raised.is_empty())
+        {
+            write!(out, ", raised=\"{raised}\"").expect("a String takes everything");
+        }
         for (name, number) in self.figures.named() {
             let name = name.strip_suffix("_us").or_else(|| name.strip_suffix("_bytes")).unwrap_or(name);
             write!(out, ", {name}={}", number.min(INTEGER_MAX)).expect("a String takes everything");

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use nagaya_base::RequestId;
 use nagaya_base::units::{format_bytes, format_duration};
-use nagaya_cmdb::cell::{Confinement, CpuQuota, Device, Limits, NamedCell, Scope};
+use nagaya_cmdb::cell::{Boost, Confinement, Device, Limits, NamedCell, Scope};
 use nagaya_cmdb::instance::Tier;
 use serde_json::{Value, json};
 
@@ -140,24 +140,44 @@ fn limits(record: &AccessRecord, more: &More) -> Vec<Value> {
     for (what, value) in site.map(|site| written(&site.limits.limits())).unwrap_or_default() {
         put(format!("{what} of the site"), value, &of_site, true);
     }
+    told.extend(boosts(more, &by_rules));
+    let mut put = |what: String, value: String, from: &str| {
+        told.push(json!({ "what": what, "value": value, "from": from }));
+    };
     if let Some(tenant) = &more.tenant {
         for (what, value) in written(&tenant.limits.limits()) {
-            put(
-                format!("{what} of the tenant"),
-                value,
-                &format!("the record of tenant {}", tenant.name),
-                true,
-            );
+            put(format!("{what} of the tenant"), value, &format!("the record of tenant {}", tenant.name));
         }
     }
     told
+}
+
+/// What limits of the site were raised to, or were to be.
+fn boosts(more: &More, by_rules: &str) -> Vec<Value> {
+    let of =
+        |boost: Boost| written(&Limits { cpu: boost.cpu, cpu_shares: boost.cpu_shares, ..Limits::default() });
+    let raised = of(more.raised);
+    let told = |(what, asked): (String, String)| {
+        let granted = raised.iter().find(|(raised, _)| *raised == what).map(|(_, value)| value);
+        let value = granted.unwrap_or(&asked);
+        let mut limit =
+            json!({ "what": format!("{what} of the site, raised"), "value": value, "from": by_rules });
+        if granted.is_none() {
+            limit["holds"] = json!(false);
+            limit["note"] = json!("was not raised: the site has no such limit, or may have no more");
+        } else if *value != asked {
+            limit["note"] = json!(format!("{asked} was asked for"));
+        }
+        limit
+    };
+    of(more.confinement().boost).into_iter().map(told).collect()
 }
 
 /// Each limit as a name and a value, as an operator would write them.
 fn written(limits: &Limits) -> Vec<(String, String)> {
     let mut all = Vec::new();
     let mut put = |what: &str, value: Option<String>| all.extend(value.map(|value| (what.to_owned(), value)));
-    put("cpu", limits.cpu.map(percent));
+    put("cpu", limits.cpu.map(|cpu| cpu.to_string()));
     put("cpu_shares", limits.cpu_shares.map(|shares| shares.to_string()));
     for limit in &limits.io {
         let of = |what: &str| match limit.device {
@@ -174,15 +194,6 @@ fn written(limits: &Limits) -> Vec<(String, String)> {
     put("cpus", limits.cpus.as_deref().map(str::to_owned));
     put("mems", limits.mems.as_deref().map(str::to_owned));
     all
-}
-
-fn percent(quota: CpuQuota) -> String {
-    let tenths = u128::from(quota.quota_us) * 1000 / u128::from(quota.period_us.max(1));
-    if tenths.is_multiple_of(10) {
-        format!("{}%", tenths / 10)
-    } else {
-        format!("{}.{}%", tenths / 10, tenths % 10)
-    }
 }
 
 fn rate(bytes: u64) -> String {
@@ -255,10 +266,10 @@ fn waking(woken: &Woken) -> String {
 
 /// The CPU quotas that held for the request, the narrowest cell first.
 fn quotas(more: &More) -> String {
-    let own = more.confinement().limits.cpu.map(|quota| format!("its CPU quota of {}", percent(quota)));
+    let own = more.confinement().limits.cpu.map(|quota| format!("its CPU quota of {quota}"));
     let of_cell = |cell: &NamedCell| {
         let quota = cell.limits.as_ref()?.cpu?;
-        Some(format!("the CPU quota of {} of cell {}", percent(quota), cell.name))
+        Some(format!("the CPU quota of {quota} of cell {}", cell.name))
     };
     let all: Vec<_> = own.into_iter().chain(more.confinement().named.iter().filter_map(of_cell)).collect();
     if all.is_empty() {

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use http::HeaderMap;
 use nagaya_base::{Code, RequestId};
-use nagaya_cmdb::cell::{CellChange, Confinement};
+use nagaya_cmdb::cell::{Boost, CellChange, Confinement};
 use nagaya_keeper::client::Keeper;
 use nagaya_rules::{Engine, Level, Phase, Verdict};
 use parking_lot::Mutex;
@@ -314,12 +314,23 @@ pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
     let verdict = Rc::clone(&ruling.verdict);
     ruling.changed = verdict.changes.len();
     change_cells(node, route, &verdict).await;
-    let ruled = &verdict.confinement;
+    let ruled = &of_backend(node, route, account.id(), &verdict.confinement);
     match &route.confinement {
         Some(site) => account.confine(Arc::new(overlaid(site, ruled))),
         None if **ruled != Confinement::default() => account.confine(Arc::clone(ruled)),
         None => {}
     }
+}
+
+/// Only an application runs beyond its requests, and has limits that could be raised for one.
+fn of_backend(node: &Node, route: &Route, id: RequestId, ruled: &Arc<Confinement>) -> Arc<Confinement> {
+    let kind = route.site.backend.kind();
+    if ruled.boost.is_empty() || kind == "app" {
+        return Arc::clone(ruled);
+    }
+    let what = format!("a boost, which only applications can have, for a site of kind {kind}");
+    node.rules.tell(LeftOut(vec![what]), id, route);
+    Arc::new(Confinement { boost: Boost::default(), ..Confinement::clone(ruled) })
 }
 
 /// Carries out what a verdict wants of named cells, unless all of it was so already when the table of cells was as it is.
@@ -358,6 +369,7 @@ fn overlaid(site: &Confinement, rule: &Confinement) -> Confinement {
         limits: site.limits.overlaid(&rule.limits),
         named: rule.named.clone(),
         demotions: demotions.clone(),
+        boost: rule.boost,
     }
 }
 

@@ -26,3 +26,5 @@ pub const SHARED: Code = Code(348);
 pub const MOVE: Code = Code(349);
 /// Somebody removed a cell's directory.
 pub const REMOVED: Code = Code(350);
+/// The kernel does not tell which process of an application serves a connection.
+pub const NO_DIAG: Code = Code(351);

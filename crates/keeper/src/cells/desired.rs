@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use nagaya_cmdb::cell::{
-    CPU_SHARES_DEFAULT, CPU_SHARES_MAX, CPU_SHARES_MIN, CellChange, CellName, Confinement, CpuQuota, Limits,
-    Scope,
+    Boost, CPU_SHARES_DEFAULT, CPU_SHARES_MAX, CPU_SHARES_MIN, CellChange, CellName, Confinement, CpuQuota,
+    Limits, Scope,
 };
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 
@@ -49,6 +49,8 @@ struct Holder {
     limits: Limits,
     /// In the place of the record's, until that is another one.
     cpu: Option<CpuQuota>,
+    /// While requests run for which a rule wants more.
+    boost: Boost,
     /// Disks its files are on, as far as requests have told.
     roots: Vec<Number>,
     /// It gives way to others on the processor until then.
@@ -84,8 +86,8 @@ impl Desired {
                 (Limits { processes, cpu_shares, ..holder.limits.clone() }, &holder.roots)
             }),
             What::Site(name) => self.sites.get(name).map_or(none, |holder| {
-                let cpu = holder.cpu.or(holder.limits.cpu);
-                let cpu_shares = first(holder.limits.cpu_shares, self.preceding.contains_key(name));
+                let (cpu, cpu_shares) = holder.boosted();
+                let cpu_shares = first(cpu_shares, self.preceding.contains_key(name));
                 (Limits { cpu, cpu_shares, ..holder.limits.clone() }, &holder.roots)
             }),
             What::Named { name, tenant } => {
@@ -163,9 +165,17 @@ impl Desired {
         Ok(if is_changed { vec![What::Site(site.clone())] } else { Changed::new() })
     }
 
-    /// Whether its CPU limit is another than its record's.
-    pub fn is_cpu_changed(&self, site: &SiteName) -> bool {
-        self.sites.get(site).is_some_and(|holder| holder.cpu.is_some())
+    /// A site's CPU limit apart from boosts, and whether it is another than its record's.
+    pub fn cpu_limit(&self, site: &SiteName) -> (Option<CpuQuota>, bool) {
+        let limit = |holder: &Holder| (holder.cpu.or(holder.limits.cpu), holder.cpu.is_some());
+        self.sites.get(site).map_or((None, false), limit)
+    }
+
+    /// From now on a site has at least so much, where it has a limit.
+    pub fn boost(&mut self, site: &SiteName, boost: Boost) -> Changed {
+        let Some(holder) = self.sites.get_mut(site) else { return Changed::new() };
+        let before = std::mem::replace(&mut holder.boost, boost);
+        if before == boost { Changed::new() } else { vec![What::Site(site.clone())] }
     }
 
     // === Giving way ===
@@ -342,6 +352,18 @@ impl Holder {
             Some(_) => Some((own.unwrap_or(CPU_SHARES_DEFAULT) / GIVING_WAY_PART).max(CPU_SHARES_MIN)),
             None => own,
         }
+    }
+
+    /// Quota and shares of a site: the greater of its own and its boost's.
+    fn boosted(&self) -> (Option<CpuQuota>, Option<u32>) {
+        let greater = |own: CpuQuota| {
+            let boost = self.boost.cpu.filter(|boost| boost.thousandths() > own.thousandths());
+            boost.unwrap_or(own)
+        };
+        let cpu = self.cpu.or(self.limits.cpu).map(greater);
+        let own = self.limits.cpu_shares;
+        let more = self.boost.cpu_shares.filter(|more| *more > own.unwrap_or(CPU_SHARES_DEFAULT));
+        (cpu, more.or(own))
     }
 
     /// True: this disk is a new one.

@@ -5,8 +5,8 @@
 use std::os::fd::AsFd;
 
 use nagaya_cmdb::cell::{
-    CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell,
-    Scope, Usage,
+    Boost, CellChange, CellName, Confinement, Controller, CpuQuota, Demotion, Device, IoLimit, Limits,
+    NamedCell, Scope, Usage,
 };
 use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_cmdb::{SiteName, TenantName};
@@ -148,7 +148,12 @@ fn any_confinement() -> impl Strategy<Value = Confinement> {
     let demotion =
         (any::<u64>(), any_limits()).prop_map(|(after_cpu_us, limits)| Demotion { after_cpu_us, limits });
     let lists = (proptest::collection::vec(named, 0..3), proptest::collection::vec(demotion, 0..3));
-    (any_limits(), lists).prop_map(|(limits, (named, demotions))| Confinement { limits, named, demotions })
+    (any_limits(), lists).prop_map(|(limits, (named, demotions))| Confinement {
+        limits,
+        named,
+        demotions,
+        boost: Boost::default(),
+    })
 }
 
 fn any_change() -> impl Strategy<Value = CellChange> {

@@ -45,6 +45,7 @@ fn what_rules_usually_ask_for_is_accepted() {
         limits: own,
         named: vec![joined, named("httpd-limiterd", &[Controller::Cpu])],
         demotions: demotions.to_vec(),
+        boost: Boost { cpu: Some(CpuQuota::of_core(2_000)), cpu_shares: Some(10_000) },
     };
     assert_eq!(check(&confinement), Ok(()));
     assert_eq!(check(&Confinement::default()), Ok(()));
@@ -85,6 +86,10 @@ fn numbers_out_of_range_are_refused() {
     ] {
         let demotion = Demotion { after_cpu_us: 1, limits: limits.clone() };
         refused(&Confinement { demotions: vec![demotion], ..Confinement::default() }, why);
+        let boost = Boost { cpu: limits.cpu, cpu_shares: limits.cpu_shares };
+        if !boost.is_empty() {
+            refused(&Confinement { boost, ..Confinement::default() }, why);
+        }
         refused(&Confinement { limits, ..Confinement::default() }, why);
     }
 }

@@ -247,6 +247,9 @@ impl Instances {
         let Some(body) = body else { return };
         let resting = std::sync::Arc::clone(&body.resting);
         resting.begin(op.0);
+        if down_to.is_some() {
+            instance.end_boosts(engine);
+        }
         let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
         spawn_local(async move {
             if down_to.is_some() {
@@ -356,6 +359,7 @@ async fn live(
                 _ = end_wanted.wait_for(Option::is_some) => None,
             };
             instance.body.take();
+            instance.end_boosts(&engine);
             match died {
                 Some(_) if engine.processes.is_closing() => body.bury(),
                 Some(exit) => {

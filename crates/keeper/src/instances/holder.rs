@@ -14,6 +14,7 @@ use std::sync::Arc;
 use rustix::process::Pid;
 
 use self::diag::Diag;
+pub use self::diag::is_there as unix_diag;
 use crate::cells::Leaf;
 use crate::protocol::Line;
 

@@ -23,7 +23,8 @@ use tokio::time::{Instant, sleep};
 
 use super::holder::{Holder, Look};
 use super::start::Body;
-use super::{Instances, parts};
+use super::{Instances, parts, unix_diag};
+use crate::cells::codes::NO_DIAG;
 use crate::cells::{CellError, LOOK_AGAIN_MAX, Leaf};
 use crate::confinement;
 use crate::engine::Engine;
@@ -159,6 +160,9 @@ impl Instances {
         let unseated = |for_good| Placed::Unseated { cell: body.leaf().name().to_owned(), for_good };
         let sandboxed = body.port().and_then(|port| Look::new(line, port));
         let Some(look) = sandboxed.filter(|_| !body.seats.is_shared.get()) else { return Ok(unseated(true)) };
+        if matches!(line, Line::Unix { .. }) && !self.has_unix_diag(engine).await? {
+            return Ok(unseated(true));
+        }
         let pid = match until_held(engine, &body, &look).await? {
             Holder::One(pid) => pid,
             Holder::Shared => {
@@ -185,6 +189,25 @@ impl Instances {
             Some((lease, cell)) => Placed::Seated { lease, cell },
             None => unseated(false),
         })
+    }
+}
+
+impl Instances {
+    /// Whether it can be known who serves a connection over a Unix socket. If not, it is said once.
+    async fn has_unix_diag(&self, engine: &Engine) -> Result<bool, Fault> {
+        if let Some(known) = self.unix_diag.get() {
+            return Ok(known);
+        }
+        let asked = engine.on_worker(|| Ok(unix_diag())).await?;
+        let is_first = self.unix_diag.replace(Some(asked.is_ok())).is_none();
+        if let Err(why) = &asked
+            && is_first
+        {
+            tracing::warn!(
+                "{NO_DIAG}: limits of single requests to applications that listen on a Unix socket are those of the application: {why}"
+            );
+        }
+        Ok(asked.is_ok())
     }
 }
 

@@ -5,6 +5,7 @@
 //! made for their sake. Not here: checks of single values; those are beside the code they check.
 
 mod bases;
+mod boosts;
 mod cells;
 mod databases;
 mod exec;
@@ -113,8 +114,17 @@ fn main() {
 
 /// All that need controllers of cgroups.
 fn on_controllers() -> Vec<CellFact> {
-    [cells::CELLS, places::CELLS, limits::CELLS, instances::CELLS, seats::CELLS, faults::CELLS, placed::CELLS]
-        .concat()
+    [
+        cells::CELLS,
+        places::CELLS,
+        limits::CELLS,
+        instances::CELLS,
+        seats::CELLS,
+        boosts::CELLS,
+        faults::CELLS,
+        placed::CELLS,
+    ]
+    .concat()
 }
 
 fn of_cells((needs, name, fact): &CellFact, back_end: BackEnd) -> Trial {

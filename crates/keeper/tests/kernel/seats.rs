@@ -8,7 +8,9 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
-use nagaya_cmdb::cell::{CellName, Confinement, Controller, CpuQuota, Demotion, Limits, NamedCell, Scope};
+use nagaya_cmdb::cell::{
+    Boost, CellName, Confinement, Controller, CpuQuota, Demotion, Limits, NamedCell, Scope,
+};
 use nagaya_cmdb::instance::{Act, Tier};
 use nagaya_keeper::client::{ClientError, Entered, InstanceUse, Keeper, SeatGuard};
 use nagaya_keeper::protocol::{Failure, InstanceId, Line};
@@ -46,6 +48,7 @@ pub const CELLS: &[CellFact] = &[
         "an instance that rests, and one whose edge is gone, has all its processes with it",
         back_in_time,
     ),
+    (&["cpu"], "a request's own limit above its site's holds while that is raised", beneath_a_boost),
     (&["cpu", "pids"], "no connection of another instance, and no invented one, moves a process", hostile),
 ];
 
@@ -377,6 +380,36 @@ fn back_in_time() {
         until_so(|| cells(&world, "app").is_empty()).await;
     });
     assert!(world.drain(), "{}", world.log());
+}
+
+fn beneath_a_boost() {
+    let mut world = World::new().with(|options| options.instances.image_bytes_max = 0);
+    world.script("server.pl", WORKERS);
+    let app = json!({"kind": "app", "command": ["perl", "server.pl"], "directory": "www", "env": {"WORKERS": "2"}, "start_seconds": 300});
+    world.site_with("app", "alice", app, json!({"limits": {"cpu": "50%"}}));
+    let world = world.start();
+    world.run(async |keeper| {
+        let used = awake(&keeper, "app").await;
+        let id = used.guard.id();
+        let (seat, _) = seated(&keeper, id, &used.socket, &cpu(800)).await;
+        let running = pids(&world, "app");
+        let first = *running.iter().min().unwrap();
+        let home = groups::of(first, "cpu");
+        let cell = running.iter().map(|pid| groups::of(*pid, "cpu")).find(|group| *group != home).unwrap();
+        let site = groups::above(first, "cpu", "site-app").unwrap();
+        // On v1 a quota above that of the cell over it is not written.
+        let beneath = groups::cpu_quota(&cell);
+        assert_eq!(beneath, groups::is_v2("cpu").then_some((8_000, 10_000)));
+        let more = Boost { cpu: Some(CpuQuota::of_core(1_500)), cpu_shares: None };
+        let (boost, granted) = keeper.boost_instance(id, more).await.unwrap();
+        assert_eq!(granted, more);
+        assert_eq!(groups::cpu_quota(&site), Some((15_000, 10_000)));
+        assert_eq!(groups::cpu_quota(&cell), Some((8_000, 10_000)));
+        drop(boost);
+        until_so(|| groups::cpu_quota(&site) == Some((5_000, 10_000))).await;
+        assert_eq!(groups::cpu_quota(&cell), beneath);
+        keeper.leave_seat(seat).await.unwrap();
+    });
 }
 
 fn hostile() {

@@ -92,6 +92,8 @@ struct Limit {
     from: Option<String>,
     /// None: it held.
     holds: Option<bool>,
+    /// What else is to be said of it.
+    note: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -208,12 +210,12 @@ fn limits(receipt: &Receipt, out: &mut String) {
         let from =
             limit.from.as_deref().map_or_else(String::new, |from| format!("set by {}", printable(from)));
         let (what, value) = (printable(&limit.what), text(&limit.value));
-        let not = if limit.holds == Some(false) {
-            "; did not hold: the application serves others beside it"
-        } else {
-            ""
+        let note = match (&limit.note, limit.holds) {
+            (Some(note), _) => format!("; {}", printable(note)),
+            (None, Some(false)) => "; did not hold: the application serves others beside it".into(),
+            (None, _) => String::new(),
         };
-        let line = format!("  {what:what_width$}  {value:value_width$}  {from}{not}");
+        let line = format!("  {what:what_width$}  {value:value_width$}  {from}{note}");
         let _ = writeln!(out, "{}", line.trim_end());
     }
     for named in &receipt.named {
@@ -325,6 +327,14 @@ What it used
         }));
         assert!(text.contains("  cell    demo/blog/r2 of the instance\n"), "{text}");
         let told = "  cpu  10%  set by rule a.rb; did not hold: the application serves others beside it\n";
+        assert!(text.contains(told), "{text}");
+    }
+
+    #[test]
+    fn a_limit_that_was_raised_says_what_was_asked_for() {
+        let limit = json!({"what": "cpu of the site, raised", "value": "200%", "from": "rule a.rb", "note": "400% was asked for"});
+        let text = shown(json!({ "id": "ab", "took_us": 1, "limits": [limit] }));
+        let told = "  cpu of the site, raised  200%  set by rule a.rb; 400% was asked for\n";
         assert!(text.contains(told), "{text}");
     }
 

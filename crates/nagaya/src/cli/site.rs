@@ -227,7 +227,7 @@ pub struct InstanceFields {
     /// How many of it there may be, each on another node of a cluster: 1 to 16
     #[arg(long, value_name = "N")]
     pub max: Option<u32>,
-    /// How far its CPU limit (--cpu) may be raised while it is short of CPU, like 200%
+    /// How far its CPU limit (--cpu) may be raised, while it is short of CPU and by rules (boost), like 200%
     #[arg(long, value_name = "SHARE")]
     pub cpu_max: Option<String>,
     /// What of the network it reaches: none, nat (all outside of the node, by TCP), host (all that the node does), or HOST:PORT; repeat for more

@@ -604,7 +604,7 @@ const BALANCE: &[Key<Settings>] = &[
         count(1, 1_000),
         balance.raise_max,
         "Its CPU limit is raised at once, twofold at a time, up to so many times what its site's record says; never beyond its tenant's limit. \
-         `cpu_max` in a site's record goes before this. `1`: never."
+         A rule's `boost` goes as far. `cpu_max` in a site's record goes before this. `1`: never."
     ),
     key!(
         "busy",

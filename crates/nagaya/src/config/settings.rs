@@ -229,6 +229,7 @@ impl Settings {
             runtime_dir: self.keeper_dir(),
             edge_uid,
             php_workers_per_tenant: self.edge.php_workers,
+            raise_max: self.balance.raise_max,
             instances: InstanceOptions { images: self.images_dir(), ..self.keeper.instances.clone() },
             ..self.keeper.clone()
         }

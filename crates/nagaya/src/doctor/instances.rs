@@ -37,6 +37,15 @@ pub static ROWS: &[Row] = &[
         judge: swap,
     },
     Row {
+        name: "unix-diag",
+        why: "a rule's limits can hold for one request to an application that listens on a Unix socket",
+        how: "modprobe unix_diag, or a kernel with CONFIG_UNIX_DIAG (NGY0351)",
+        judge: |facts| match &facts.no_unix_diag {
+            None => (State::Ok, "yes".into()),
+            Some(why) => (State::Off, why.clone()),
+        },
+    },
+    Row {
         name: "huge-pages",
         why: "in pages of 64 KiB the memory of some applications is filled faster when they come back from their images",
         how: "huge_pages = \"64KiB\" in [instances]; it holds for all programs of the machine and needs Linux 6.8",
@@ -123,6 +132,15 @@ mod tests {
         assert_eq!(freezer(&facts), (State::Ok, "v1 (/sys/fs/cgroup/x)".into()));
         facts.cgroups.hierarchies.push(hierarchy(Version::V2, &[]));
         assert_eq!(freezer(&facts), (State::Ok, "v2 (/sys/fs/cgroup/x)".into()));
+    }
+
+    #[test]
+    fn a_kernel_without_unix_diag_is_told() {
+        let row = ROWS.iter().find(|row| row.name == "unix-diag").expect("there is such a row");
+        let why = "the kernel has no unix_diag".to_owned();
+        let facts = Facts { no_unix_diag: Some(why.clone()), ..Facts::default() };
+        assert_eq!((row.judge)(&facts), (State::Off, why));
+        assert_eq!((row.judge)(&Facts::default()).0, State::Ok);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! nagaya's own words for rules: `limit`, `cell`, `lane`, `demote`, `answer`, and what they ask of the request, the node
+//! nagaya's own words for rules: `limit`, `boost`, `cell`, `lane`, `demote`, `answer`, and what they ask of the request, the node
 //! and the time.
 //!
 //! A word that is not known and an amount that cannot be read raise, so that a limit is never missing because of a
@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use nagaya_cmdb::cell::{
-    CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope,
+    Boost, CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope,
 };
 use nagaya_cmdb::record::Amount;
 
@@ -34,6 +34,7 @@ const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\
 
 pub const NATIVES: &[Native] = &[
     Native::method(WORDS, "limit", limit),
+    Native::method(WORDS, "boost", boost),
     Native::method(WORDS, "cell", cell),
     Native::method(WORDS, "lane", lane),
     Native::method(WORDS, "priority", priority),
@@ -107,6 +108,39 @@ fn limit<'a>(call: &mut Call<'a>) -> Given<'a> {
         call.verdict.limit(&limits);
     }
     Ok(Value::Nil)
+}
+
+/// `boost cpu: "200%"`: of the site's application, while the request runs.
+fn boost<'a>(call: &mut Call<'a>) -> Given<'a> {
+    in_time(call, "boost")?;
+    if call.args().is_empty() {
+        return Err(NativeError::argument("boost takes words with amounts, such as boost cpu: \"200%\""));
+    }
+    for arg in call.args() {
+        let words = match arg {
+            Arg::Nil => continue,
+            Arg::Map(words) => words,
+            other => return Err(not_words("boost", other)),
+        };
+        let Limits { cpu, cpu_shares, .. } = boosted(words)?;
+        if cpu.is_some() || cpu_shares.is_some() {
+            call.verdict.boost(Boost { cpu, cpu_shares });
+        }
+    }
+    Ok(Value::Nil)
+}
+
+/// Other limits are not raised, and none without end: a slip is not to be taken for a boost.
+fn boosted(words: &[(Arg<'_>, Arg<'_>)]) -> Result<Limits, NativeError> {
+    let Words { limits, .. } = Words::read("boost", words, &[])?;
+    if (Limits { cpu: None, cpu_shares: None, ..limits.clone() }) != Limits::default() {
+        return Err(NativeError::argument("boost: there are cpu and cpu_shares, and no others"));
+    }
+    let is_cpu = |(key, value): &(Arg<'_>, Arg<'_>)| word(key) == Some("cpu") && *value != Arg::Nil;
+    if limits.cpu.is_none() && words.iter().any(is_cpu) {
+        return Err(NativeError::argument("boost: cpu: say how far, such as \"200%\""));
+    }
+    Ok(limits)
 }
 
 /// `cell "batch", cpu: "50%"`: shared by the requests of the tenant that say so; `of: :node` by all tenants'.

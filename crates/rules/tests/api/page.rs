@@ -103,6 +103,15 @@ fn days_and_nights_differ() {
 }
 
 #[test]
+fn who_pays_is_faster() {
+    let rule = recipe("Faster for who pays");
+    let verdict = World::get("http://a/checkout/pay").decide(&rule);
+    assert_eq!(verdict.confinement.boost.cpu, cpu(2000).cpu);
+    assert_eq!(verdict.confinement.limits, Limits::default());
+    assert!(World::get("http://a/").decide(&rule).is_silent());
+}
+
+#[test]
 fn the_page_has_no_ruby_that_does_not_run() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/rules.md");
     let page = std::fs::read_to_string(path).unwrap();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use nagaya_cmdb::cell::{
-    CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope, Usage,
+    Boost, CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope, Usage,
 };
 use nagaya_rules::{Answer, Lane, Level, Number, Phase, Text, Verdict};
 
@@ -93,6 +93,13 @@ fn slips_are_errors_with_their_line() {
         ("lane \"a\"", "run: is how many run at once"),
         ("lane \"a\", run: 0", "run: is how many run at once"),
         ("lane \"a\", ran: 5", "ran is no word here"),
+        ("boost", "boost takes words with amounts"),
+        ("boost 5", "boost takes words with amounts"),
+        ("boost cpu: 2", "'2' is not a share of CPU time"),
+        ("boost cpu: \"unlimited\"", "say how far"),
+        ("boost cpu_shares: 1", "cpu_shares: it is a number from 2 to 10000"),
+        ("boost cpu: \"200%\", write: \"5M\"", "there are cpu and cpu_shares, and no others"),
+        ("boost memory: \"1G\"", "there are cpu and cpu_shares, and no others"),
         ("demote cpu: \"5%\"", "after: is missing"),
         ("demote after: \"500\", cpu: \"5%\"", "'500' is not a time"),
         ("demote after: 500, cpu: \"5%\"", "write a time such as"),
@@ -176,6 +183,18 @@ fn demotions_are_steps_in_rising_order() {
     assert_eq!(verdict.confinement.demotions, steps);
     let five = "5.times { |i| demote after: \"#{i + 1}s\", cpu: \"5%\" }";
     assert!(world().fault(five).message.contains("at most 4 demotions"));
+}
+
+#[test]
+fn a_boost_is_apart_from_limits_and_the_last_of_each_word_counts() {
+    let verdict = world().decide(
+        "limit cpu: \"20%\"\nboost cpu: \"200%\", cpu_shares: 4096\nboost nil\nboost cpu: \"150%\"\nboost cpu: nil",
+    );
+    let cpu = |thousandths| Some(CpuQuota::of_core(thousandths));
+    assert_eq!(verdict.confinement.boost, Boost { cpu: cpu(1_500), cpu_shares: Some(4096) });
+    assert_eq!(verdict.confinement.limits.cpu, cpu(200));
+    assert!(verdict.has(nagaya_rules::Topic::Boost));
+    assert!(world().decide("boost nil").is_silent());
 }
 
 #[test]
@@ -283,6 +302,7 @@ fn when_the_request_has_ended_it_is_too_late_to_limit_it() {
         "cell \"a\"",
         "lane \"a\", run: 1",
         "demote after: \"1s\", cpu: \"5%\"",
+        "boost cpu: \"200%\"",
         "answer 403",
     ] {
         let fault = world.evaluate(Phase::LogTransaction, rule, &mut Verdict::default()).unwrap_err();

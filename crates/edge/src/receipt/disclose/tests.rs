@@ -1,7 +1,7 @@
 //! Tests of what a client is told: the fields, and when the figures come in a trailer.
 
 use http::StatusCode;
-use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::cell::{Boost, Confinement, CpuQuota, Usage};
 use nagaya_cmdb::instance::{Stage, Tier};
 use tokio::sync::mpsc;
 
@@ -55,10 +55,11 @@ fn an_answer_that_is_all_there_has_its_last_figures_in_the_head() {
 fn an_applications_cell_says_whose_it_is() {
     let stay = Stay::of(Confinement::default(), true);
     stay.set_cell_of("demo/blog/r2", CellOf::Instance);
+    stay.set_raised(Boost { cpu: Some(CpuQuota::of_core(1_500)), cpu_shares: None });
     let mut response = Response::new(StatusCode::OK);
     disclosure(Some(stay)).put(&mut response);
     let receipt = response.headers["nagaya-receipt"].to_str().unwrap();
-    assert!(receipt.contains(", cell=\"demo/blog/r2\";of=instance, took="), "{receipt}");
+    assert!(receipt.contains(", cell=\"demo/blog/r2\";of=instance, raised=\"cpu=150%\", took="), "{receipt}");
 }
 
 #[test]

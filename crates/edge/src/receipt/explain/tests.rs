@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_base::Code;
-use nagaya_cmdb::cell::{CellName, Controller, Demotion, IoLimit, Usage};
+use nagaya_cmdb::cell::{CellName, Controller, CpuQuota, Demotion, IoLimit, Usage};
 use nagaya_cmdb::instance::{Stage, Wake};
 use nagaya_cmdb::{Site, Tenant};
 use smallvec::smallvec;
@@ -39,7 +39,12 @@ fn more(site: &Site) -> More {
     let demotions: Vec<Demotion> = site.demotions.iter().filter_map(|step| step.demotion()).collect();
     More {
         cell: Some("demo/wiki/r3".into()),
-        confinement: Some(Arc::new(Confinement { limits, named: vec![named], demotions })),
+        confinement: Some(Arc::new(Confinement {
+            limits,
+            named: vec![named],
+            demotions,
+            boost: Boost::default(),
+        })),
         ruled_by: smallvec!["/etc/nagaya/rules/a.rb".into()],
         tenant: Some(tenant()),
         ..More::default()
@@ -107,6 +112,33 @@ fn limits_of_a_request_that_has_no_process_of_its_own_are_said_not_to_hold() {
         assert_eq!(not.map(|limit| limit["what"].as_str().unwrap()).collect::<Vec<_>>(), unheld);
         assert_eq!(told["cell_of"], of.as_str());
     }
+}
+
+#[test]
+fn a_boost_says_what_it_came_to() {
+    let asked = Boost { cpu: Some(CpuQuota::of_core(4_000)), cpu_shares: Some(2048) };
+    let cpu = |thousandths| Some(CpuQuota::of_core(thousandths));
+    let seen = |raised: Boost| {
+        let mut seen = record("/x", None);
+        let confinement = Some(Arc::new(Confinement { boost: asked, ..Confinement::default() }));
+        let ruled_by = smallvec!["a.rb".into()];
+        seen.more = Some(Box::new(More { confinement, ruled_by, raised, ..More::default() }));
+        tell(&seen, "n1")["limits"].clone()
+    };
+    let limit = |what: &str, value: &str| json!({ "what": format!("{what} of the site, raised"), "value": value, "from": "rule a.rb" });
+    let with = |mut limit: Value, more: Value| {
+        limit.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        limit
+    };
+    assert_eq!(seen(asked), json!([limit("cpu", "400%"), limit("cpu_shares", "2048")]));
+    let note = "was not raised: the site has no such limit, or may have no more";
+    assert_eq!(
+        seen(Boost { cpu: cpu(2_000), cpu_shares: None }),
+        json!([
+            with(limit("cpu", "200%"), json!({ "note": "400% was asked for" })),
+            with(limit("cpu_shares", "2048"), json!({ "holds": false, "note": note })),
+        ])
+    );
 }
 
 fn named<'a>(told: &'a Value, name: &str) -> &'a Value {

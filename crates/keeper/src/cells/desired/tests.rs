@@ -213,3 +213,46 @@ fn what_goes_first_has_its_tenant_with_it_and_only_until_then() {
     assert_eq!(shares(&desired), before);
     assert_eq!(desired.end_preceding(&other), vec![]);
 }
+
+#[test]
+fn a_site_has_the_greater_of_its_own_limits_and_its_boost() {
+    let record = |limits| {
+        let backend = json!({ "kind": "app", "command": ["x"], "directory": "d" });
+        let site = json!({ "name": "wiki", "tenant": "demo", "hosts": ["w.test"], "backend": backend, "limits": limits });
+        serde_json::from_value::<Site>(site).unwrap()
+    };
+    let cpu = |percent: u32| Some(CpuQuota::of_core(percent * 10));
+    let limits = json!({ "cpu": "50%", "cpu_shares": 512 });
+    let (site, mut desired) = (SiteName::new("wiki").unwrap(), Desired::new(100));
+    assert_eq!(
+        desired.boost(&site, Boost { cpu: cpu(100), cpu_shares: None }),
+        vec![],
+        "nothing of it is here"
+    );
+    desired.meet(&Home { site: Some(Arc::new(record(limits))), ..home() });
+    let holds = |desired: &Desired| {
+        let (limits, _) = desired.of(&What::Site(site.clone()));
+        (limits.cpu, limits.cpu_shares)
+    };
+    assert_eq!(holds(&desired), (cpu(50), Some(512)));
+    let all = Boost { cpu: cpu(100), cpu_shares: Some(2048) };
+    assert_eq!(desired.boost(&site, all), [What::Site(site.clone())]);
+    assert_eq!(desired.boost(&site, all), vec![], "it is so already");
+    assert_eq!(holds(&desired), (cpu(100), Some(2048)));
+    assert_eq!(desired.cpu_limit(&site), (cpu(50), false), "who balances load goes by what it has without");
+    // Raised for want of CPU beside it: the greater holds, and each goes by itself.
+    desired.limit_cpu(&site, cpu(200)).unwrap();
+    assert_eq!((holds(&desired).0, desired.cpu_limit(&site)), (cpu(200), (cpu(200), true)));
+    desired.limit_cpu(&site, None).unwrap();
+    assert_eq!(holds(&desired), (cpu(100), Some(2048)));
+    let lower = Boost { cpu: cpu(20), cpu_shares: Some(100) };
+    desired.boost(&site, lower);
+    assert_eq!(holds(&desired), (cpu(50), Some(512)), "it never lowers anything");
+    desired.boost(&site, Boost::default());
+    assert_eq!(holds(&desired), (cpu(50), Some(512)));
+
+    let mut free = Desired::new(100);
+    free.meet(&Home { site: Some(Arc::new(record(json!({})))), ..home() });
+    free.boost(&site, Boost { cpu: cpu(100), cpu_shares: Some(100) });
+    assert_eq!(holds(&free), (None, None), "where there is no limit, none is made");
+}

@@ -3,7 +3,8 @@
 //! Not here: what the answers mean (`holder`).
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, netlink};
@@ -24,6 +25,29 @@ const ATTRIBUTE_LEN: usize = 4;
 
 /// Longest answer: the fixed parts, a name of 108 bytes and a number.
 const ANSWER_LEN_MAX: usize = 512;
+
+/// Whether this kernel tells of Unix sockets; if not, why. Asking may load its module.
+pub fn is_there() -> Result<(), String> {
+    judge(ask_for_own())
+}
+
+/// Of a socket that is there for sure: what is not known is answered in the same way as what does not exist.
+fn ask_for_own() -> io::Result<Option<Found>> {
+    let (own, _other) = UnixStream::pair()?;
+    let inode = rustix::fs::fstat(own.as_fd())?.st_ino;
+    Diag::open()?.ask(u32::try_from(inode).map_err(|_| io::ErrorKind::InvalidData)?)
+}
+
+fn judge(asked: io::Result<Option<Found>>) -> Result<(), String> {
+    match asked {
+        Ok(Some(_)) => Ok(()),
+        Ok(None) => Err("the kernel has no unix_diag".into()),
+        Err(error) if Errno::from_io_error(&error) == Some(Errno::PROTONOSUPPORT) => {
+            Err("the kernel has no sock_diag".into())
+        }
+        Err(error) => Err(format!("the kernel cannot be asked: {error}")),
+    }
+}
 
 /// A way to ask, for sockets of this thread's network.
 #[derive(Debug)]
@@ -115,7 +139,7 @@ fn number_at(bytes: &[u8], at: usize) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::os::unix::net::UnixListener;
 
     use super::*;
 
@@ -129,10 +153,11 @@ mod tests {
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let client = UnixStream::connect(dir.path().join("s")).unwrap();
         let diag = Diag::open().unwrap();
-        let Some(waits) = diag.ask(inode(&client)).unwrap() else {
-            eprintln!("SKIPPED: this kernel has no unix_diag");
+        if let Err(why) = is_there() {
+            eprintln!("SKIPPED: {why}");
             return;
-        };
+        }
+        let waits = diag.ask(inode(&client)).unwrap().expect("it is open");
         assert_eq!(waits.peer, None);
         let (server, _) = listener.accept().unwrap();
         assert_eq!(diag.ask(inode(&client)).unwrap().unwrap().peer, Some(inode(&server)));
@@ -143,6 +168,19 @@ mod tests {
         let gone = inode(&client);
         drop((client, server));
         assert_eq!(diag.ask(gone).unwrap(), None);
+    }
+
+    #[test]
+    fn a_kernel_that_tells_nothing_is_known_by_its_answer_about_what_is_there() {
+        assert_eq!(judge(Ok(Some(Found::default()))), Ok(()));
+        for (asked, why) in [
+            (Ok(None), "no unix_diag"),
+            (Err(Errno::PROTONOSUPPORT.into()), "no sock_diag"),
+            (Err(Errno::PERM.into()), "cannot be asked"),
+            (Err(io::ErrorKind::UnexpectedEof.into()), "cannot be asked"),
+        ] {
+            assert!(judge(asked).unwrap_err().contains(why), "{why}");
+        }
     }
 
     #[test]
