@@ -19,6 +19,7 @@ mod header;
 mod holes;
 mod incoming;
 mod log;
+mod memory;
 mod outgoing;
 mod pagemap;
 mod store;

@@ -15,7 +15,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use super::header::{Content, FILES_MAX, NAME};
 use super::store::Room;
-use super::{Digest, ImageError, at, holes};
+use super::{Digest, ImageError, at, holes, memory};
 
 /// What changes with every write to a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,9 +37,10 @@ pub fn open(dir: &Path, name: &str, how: OFlags) -> io::Result<File> {
 }
 
 /// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
-/// it. What can be left out of it is.
+/// it. What can be left out of it is. One that would bring memory back wrongly is refused.
 pub fn take_over(dir: &Path, group: u32, room: Room) -> Result<BTreeMap<String, Content>, ImageError> {
     let names = close(dir, group)?;
+    memory::check(dir, names.iter())?;
     holes::leave_out(dir, names.iter())?;
     let (mut files, mut total) = (BTreeMap::new(), 0);
     for name in names {

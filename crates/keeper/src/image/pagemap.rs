@@ -123,8 +123,8 @@ impl Pagemap {
     }
 }
 
-/// The next message.
-fn message<'a>(rest: &mut &'a [u8]) -> Result<&'a [u8], &'static str> {
+/// The next message of an image. The error is in words that follow its name.
+pub fn message<'a>(rest: &mut &'a [u8]) -> Result<&'a [u8], &'static str> {
     let (len, after) = rest.split_first_chunk::<PREFIX>().ok_or(CUT)?;
     let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|_| CUT)?;
     let (message, after) = after.split_at_checked(len).ok_or(CUT)?;

@@ -26,6 +26,8 @@ pub const CRIU: &[Fact] = &[
     ("an image of an image's application is one too", generations),
     ("processes that share memory, files and locks go on together", prefork),
     ("shared memory that nobody has used is in no image and reads as zeros", unused_memory),
+    ("memory that would be two memories after a restore, or have lost pages, is not imaged", split_memory),
+    ("what is written to shared memory is seen by all who have it mapped after a restore", mapped_memory),
     ("what an application made non-blocking is so after its restore", blocking),
     ("an application listens on sockets of its own after its restore", own_sockets),
     ("a restored program is as fenced in as before", still_fenced),
@@ -304,6 +306,83 @@ fn unused_memory() {
     stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap();
     assert_eq!(life.ask("read"), written);
     assert_eq!(put_aside(&stage), [""; 0]);
+}
+
+/// A memfd, its descriptor and mappings of it, had in different ways; a module of Python's that maps memory keeps a descriptor,
+/// the call itself does not. Writes where it is told to, and tells what is read in another place.
+const MEMFD: &str = "import ctypes, mmap, os, socket, sys\n\
+    server = socket.socket(fileno=3)\n\
+    way = sys.argv[1]\n\
+    libc = ctypes.CDLL(None)\n\
+    libc.mmap.restype = ctypes.c_void_p\n\
+    def map(file, how):\n\
+    \x20   at = libc.mmap(None, ctypes.c_size_t(16384), 3, how, file, ctypes.c_long(0))\n\
+    \x20   return (ctypes.c_char * 16384).from_address(at)\n\
+    file = os.memfd_create('memory'); os.ftruncate(file, 16384); os.pwrite(file, b'a' * 16384, 0)\n\
+    one, two = map(file, mmap.MAP_SHARED), map(file, mmap.MAP_SHARED)\n\
+    write, read = lambda value: one.__setitem__(0, value), lambda: two[:1]\n\
+    if way == 'open': read = lambda: os.pread(file, 1, 0)\n\
+    if way == 'of python': two = mmap.mmap(file, 16384); os.close(file)\n\
+    if way == 'private': one = map(file, mmap.MAP_PRIVATE); os.close(file)\n\
+    if way == 'closed': os.close(file)\n\
+    if way == 'queued':\n\
+    \x20   ours, theirs = socket.socketpair()\n\
+    \x20   socket.send_fds(theirs, [b'x'], [file]); os.close(file)\n\
+    if way in ('elsewhere', 'by two'):\n\
+    \x20   ours, theirs = socket.socketpair()\n\
+    \x20   if os.fork():\n\
+    \x20       if way == 'by two': os.close(file)\n\
+    \x20       else: libc.munmap(one, ctypes.c_size_t(16384)); libc.munmap(two, ctypes.c_size_t(16384))\n\
+    \x20       while ours.recv(1): ours.send(two[:1] if way == 'by two' else os.pread(file, 1, 0))\n\
+    \x20   os.close(file)\n\
+    \x20   def read(): theirs.send(b'x'); return theirs.recv(1)\n\
+    while True:\n\
+    \x20   client, _ = server.accept()\n\
+    \x20   word = client.recv(100)\n\
+    \x20   if word != b'read': write(word)\n\
+    \x20   client.sendall(read()); client.close()\n";
+
+fn split_memory() {
+    for (way, why) in [
+        ("open", "would be two memories"),
+        ("of python", "would be two memories"),
+        ("elsewhere", "would be two memories"),
+        ("queued", "would be two memories"),
+        ("private", "pages would be lost"),
+    ] {
+        let mut stage = Stage::new();
+        stage.scene = stage.scene.with_file("memfd.py", MEMFD);
+        let life = stage.life();
+        let _task = life.start(&["python3", "memfd.py", way]);
+        assert_eq!(life.ask("read"), "a", "{way}");
+        let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+        assert_eq!(refused.code().to_string(), "NGY0335", "{way}: {refused}");
+        assert!(refused.to_string().contains(why), "{way}: {refused}");
+        let seen = if way == "private" { "a" } else { "b" };
+        assert_eq!(life.ask("b"), seen, "{way}: it goes on");
+        let found = stage.images.find(&stage.subject());
+        assert!(matches!(&found, Found::Unfit(reason) if reason.contains(why)), "{way}: {found:?}");
+        for dir in ["images", "work"] {
+            assert_eq!(fs::read_dir(stage.images.dir().join(dir)).unwrap().count(), 0, "{way}: {dir}");
+        }
+    }
+}
+
+fn mapped_memory() {
+    for way in ["closed", "by two"] {
+        let mut stage = Stage::new();
+        stage.scene = stage.scene.with_file("memfd.py", MEMFD);
+        let life = stage.life();
+        let _task = life.start(&["python3", "memfd.py", way]);
+        assert_eq!(life.ask("b"), "b", "{way}");
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        drop(life);
+        let life = stage.life();
+        stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+        assert_eq!(life.ask("read"), "b", "{way}");
+        assert_eq!(life.ask("c"), "c", "{way}");
+        assert_eq!(put_aside(&stage), [""; 0]);
+    }
 }
 
 /// Tells whether it would wait in `accept` and for its log. It does not: it waits for events.

@@ -1,0 +1,241 @@
+//! Memory that an image would bring back wrongly, without a word to the program.
+//!
+//! With the rights of a sandbox CRIU may not open what is mapped (`map_files` of proc(5)). So it takes a mapped memfd for
+//! anonymous memory. That is as good while it is shared among mappings alone. But a descriptor of it, open anywhere or in the
+//! queue of a socket, is brought back as a memory of its own, and what is written to one is not seen in the other. Of a
+//! private mapping the pages that were not written to are lost: they read as zeros.
+//!
+//! Both are found in what CRIU has written, in which all processes stood still at once; in `/proc` they would be changing. It
+//! is written with the rights of a sandbox, so it is as hostile as what runs there. Not here: pages (`pagemap`), who may write
+//! these files (`files`).
+
+use std::collections::HashSet;
+use std::io::Read;
+use std::path::Path;
+
+use prost::Message;
+use rustix::fs::OFlags;
+
+use super::pagemap::message;
+use super::{ImageError, at, files};
+
+/// Bytes of one file that is read: some 200,000 mappings of a process, or as many memfds.
+const LEN_MAX: u64 = 8 << 20;
+
+/// What an image begins with, of a process' memory and of all memfds.
+const MAPPINGS_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x20, 0x28, 0x49, 0x57];
+const MEMFDS_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x99, 0x34, 0x45, 0x48];
+
+/// All memfds that there is a descriptor of. There is none where there are no such.
+const MEMFDS: &str = "memfd.img";
+
+/// Of `Mapping::status`, in CRIU's words `VMA_ANON_SHARED` and `VMA_ANON_PRIVATE`.
+const SHARED: u32 = 1 << 8;
+const PRIVATE: u32 = 1 << 9;
+
+/// Of `Mapping::flags`: `MAP_HUGETLB` of Linux. Such memory has a number, too, if it is nobody's but the process'.
+const HUGE: u32 = 0x40000;
+
+const SPLIT: &str = "a memfd is mapped as shared memory and open as a descriptor, which would be two memories afterwards: \
+                     close all descriptors of it once it is mapped";
+const LOST: &str =
+    "a memfd is mapped privately, of which pages would be lost: copy it, or map it as shared memory";
+
+/// One of a process' mappings (`vma_entry`). What else it has is passed over.
+#[derive(Clone, PartialEq, Message)]
+struct Mapping {
+    /// Its inode's number if it is `SHARED` or `PRIVATE`; 0 for private memory without a file.
+    #[prost(uint64, required, tag = "4")]
+    memory: u64,
+    #[prost(uint32, required, tag = "6")]
+    flags: u32,
+    #[prost(uint32, required, tag = "7")]
+    status: u32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Mappings {
+    #[prost(message, repeated, tag = "14")]
+    all: Vec<Mapping>,
+}
+
+/// A memfd that there is a descriptor of (`memfd_inode_entry`).
+#[derive(Clone, PartialEq, Message)]
+struct Memfd {
+    /// The lower half of its inode's number.
+    #[prost(uint32, required, tag = "5")]
+    memory: u32,
+}
+
+/// Refuses an image of these files if it would bring memory back wrongly, or if that cannot be told.
+pub fn check<'a>(dir: &Path, names: impl Iterator<Item = &'a String> + Clone) -> Result<(), ImageError> {
+    let mut open = HashSet::new();
+    if names.clone().any(|name| name == MEMFDS) {
+        open = look(dir, MEMFDS, memfds)?;
+    }
+    for name in names.filter(|name| name.starts_with("mm-")) {
+        let all = look(dir, name, mappings)?;
+        if let Some(why) = wrong(&all, &open) {
+            return Err(ImageError::Unfit { reason: why.into() });
+        }
+    }
+    Ok(())
+}
+
+/// What a file says, read by `decode`, whose error is in words that follow the file's name.
+fn look<T>(
+    dir: &Path,
+    name: &str,
+    decode: impl FnOnce(&[u8]) -> Result<T, &'static str>,
+) -> Result<T, ImageError> {
+    let mut bytes = Vec::new();
+    let file = files::open(dir, name, OFlags::RDONLY).map_err(at("open", dir.join(name)))?;
+    file.take(LEN_MAX + 1).read_to_end(&mut bytes).map_err(at("read", dir.join(name)))?;
+    let decoded = if bytes.len() as u64 > LEN_MAX { Err("is too long") } else { decode(&bytes) };
+    decoded.map_err(|why| ImageError::Unfit { reason: format!("what CRIU says of its memory: {name} {why}") })
+}
+
+fn memfds(bytes: &[u8]) -> Result<HashSet<u32>, &'static str> {
+    let mut rest = bytes.strip_prefix(&MEMFDS_MAGIC).ok_or("is no list of memfds")?;
+    let mut open = HashSet::new();
+    while !rest.is_empty() {
+        let memfd = Memfd::decode(message(&mut rest)?).map_err(|_| "has what is no memfd")?;
+        open.insert(memfd.memory);
+    }
+    Ok(open)
+}
+
+fn mappings(bytes: &[u8]) -> Result<Vec<Mapping>, &'static str> {
+    let mut rest = bytes.strip_prefix(&MAPPINGS_MAGIC).ok_or("is no list of mappings")?;
+    let list = Mappings::decode(message(&mut rest)?).map_err(|_| "has what is no mapping")?;
+    if rest.is_empty() { Ok(list.all) } else { Err("has more than a process' mappings") }
+}
+
+/// What is wrong with mappings, where these memfds are open.
+fn wrong(mappings: &[Mapping], open: &HashSet<u32>) -> Option<&'static str> {
+    mappings.iter().find_map(|mapping| {
+        let Mapping { memory, flags, status } = *mapping;
+        // Two inodes with the same lower half would be one too many that is refused.
+        let low = u32::try_from(memory & u64::from(u32::MAX)).unwrap_or_default();
+        if status & SHARED != 0 && open.contains(&low) {
+            Some(SPLIT)
+        } else if status & PRIVATE != 0 && memory != 0 && flags & HUGE == 0 {
+            Some(LOST)
+        } else {
+            None
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As CRIU 4.2 has written them: of a program's text, of shared and of private memory.
+    const TEXT: [u8; 24] = [
+        0x08, 0x80, 0x80, 0x80, 0x02, 0x10, 0x80, 0xe0, 0x87, 0x02, 0x18, 0x00, 0x20, 0x01, 0x28, 0x01, 0x30,
+        0x02, 0x38, 0x41, 0x40, 0x01, 0x50, 0x00,
+    ];
+    const MEMORY: [u8; 33] = [
+        0x08, 0x80, 0xa0, 0xff, 0xf7, 0xf9, 0xe1, 0x1f, 0x10, 0x80, 0xa0, 0x80, 0xf8, 0xf9, 0xe1, 0x1f, 0x18,
+        0x00, 0x20, 0x82, 0xb6, 0x01, 0x28, 0x03, 0x30, 0x21, 0x38, 0x81, 0x02, 0x40, 0x01, 0x50, 0x02,
+    ];
+    const MEMFD: [u8; 27] = [
+        0x0a, 0x01, 0x78, 0x10, 0xc9, 0xdc, 0x03, 0x18, 0xc9, 0xdc, 0x03, 0x20, 0x80, 0x80, 0x01, 0x28, 0x82,
+        0xb6, 0x01, 0x30, 0x01, 0x38, 0x01, 0x48, 0xff, 0x83, 0x02,
+    ];
+
+    fn file(magic: [u8; 8], messages: &[&[u8]]) -> Vec<u8> {
+        let mut bytes = magic.to_vec();
+        for message in messages {
+            bytes.extend(u32::try_from(message.len()).unwrap().to_le_bytes());
+            bytes.extend(*message);
+        }
+        bytes
+    }
+
+    fn of_criu() -> Vec<u8> {
+        // A field before them, as the addresses are that it begins with.
+        let all = [&[0x08, 0x05][..], &[0x72, 24], &TEXT, &[0x72, 33], &MEMORY].concat();
+        file(MAPPINGS_MAGIC, &[&all])
+    }
+
+    fn mapping(memory: u64, flags: i32, status: u32) -> Mapping {
+        Mapping { memory, flags: flags.cast_unsigned(), status }
+    }
+
+    #[test]
+    fn what_criu_has_written_is_understood() {
+        let shared = mapping(0x5b02, 0x21, SHARED | 1);
+        assert_eq!(mappings(&of_criu()), Ok(vec![mapping(1, 2, 0x41), shared]));
+        assert_eq!(memfds(&file(MEMFDS_MAGIC, &[&MEMFD])), Ok(HashSet::from([0x5b02])));
+        assert_eq!(memfds(&MEMFDS_MAGIC), Ok(HashSet::new()));
+    }
+
+    #[test]
+    fn what_is_cut_or_something_else_is_not_understood() {
+        let (all, open) = (of_criu(), file(MEMFDS_MAGIC, &[&MEMFD]));
+        for end in 0..all.len() {
+            assert!(mappings(&all[..end]).is_err(), "{end}");
+        }
+        for end in 0..open.len() {
+            assert_eq!(memfds(&open[..end]).is_ok(), end == 8, "{end}");
+        }
+        assert!(mappings(&open).is_err());
+        assert!(memfds(&all).is_err());
+        assert!(mappings(&file(MAPPINGS_MAGIC, &[&[], &[]])).is_err(), "two processes");
+        assert!(mappings(&file(MAPPINGS_MAGIC, &[&[0x72, 9, 1]])).is_err(), "longer than it is");
+        assert!(memfds(&file(MEMFDS_MAGIC, &[&[0x2a, 0]])).is_err(), "of another kind");
+    }
+
+    #[test]
+    fn memory_that_would_come_back_wrongly() {
+        const OPEN: u32 = 7;
+        let rows = [
+            ("shared, and no descriptor of it", mapping(8, 0x21, SHARED | 1), None),
+            ("shared and open", mapping(OPEN.into(), 0x21, SHARED | 1), Some(SPLIT)),
+            (
+                "the same behind many inodes",
+                mapping(u64::from(OPEN) | 1 << 40, 0x21, SHARED | 1),
+                Some(SPLIT),
+            ),
+            ("shared memory of huge pages, open", mapping(OPEN.into(), 0x40021, SHARED | 1), Some(SPLIT)),
+            ("of System V, and no descriptor of it", mapping(8, 0x21, SHARED | 1 << 10 | 1), None),
+            ("private memory without a file", mapping(0, 0x22, PRIVATE | 1), None),
+            ("a private memfd", mapping(8, 0x22, PRIVATE | 1), Some(LOST)),
+            ("an open private memfd", mapping(OPEN.into(), 0x22, PRIVATE | 1), Some(LOST)),
+            ("private huge pages", mapping(8, 0x40022, PRIVATE | 1), None),
+            // Its number is CRIU's own.
+            ("a file, privately", mapping(OPEN.into(), 2, 0x41), None),
+            ("a file, shared", mapping(OPEN.into(), 1, 0x81), None),
+        ];
+        for (what, mapping, expected) in rows {
+            let of = [self::mapping(0, 0x22, PRIVATE | 1), mapping];
+            assert_eq!(wrong(&of, &HashSet::from([OPEN])), expected, "{what}");
+        }
+        assert_eq!(wrong(&[], &HashSet::from([OPEN])), None);
+    }
+
+    #[test]
+    fn an_image_is_refused_for_what_its_files_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
+        let refused = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+            check(dir.path(), names.iter()).err().map(|error| error.to_string())
+        };
+        let text = [&[0x72, 24][..], &TEXT].concat();
+        write("mm-10.img", &file(MAPPINGS_MAGIC, &[&text]));
+        write("mm-11.img", &of_criu());
+        write(MEMFDS, &file(MEMFDS_MAGIC, &[&MEMFD]));
+        assert_eq!(refused(&["mm-10.img", "mm-11.img", "core-10.img"]), None, "nobody has it open");
+        assert_eq!(refused(&["mm-10.img", MEMFDS]), None, "nobody has it mapped");
+        let both = refused(&["mm-10.img", "mm-11.img", MEMFDS]).unwrap();
+        assert!(both.contains("would be two memories"), "{both}");
+        write("mm-12.img", b"something");
+        assert!(refused(&["mm-12.img"]).unwrap().contains("mm-12.img is no list"));
+        let long = std::fs::File::create(dir.path().join("mm-13.img")).unwrap();
+        long.set_len(LEN_MAX + 1).unwrap();
+        assert!(refused(&["mm-13.img"]).unwrap().contains("mm-13.img is too long"));
+    }
+}
