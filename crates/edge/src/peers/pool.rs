@@ -65,6 +65,9 @@ pub enum NoPeer {
     Refused(String),
     #[error("it cannot be connected to: {0}")]
     Network(String),
+    /// Its edge ended meanwhile, most likely: what listens may outlive who accepts.
+    #[error("the connection broke while it was made: {0}")]
+    Broken(String),
     #[error("the connection is not trusted: {0}")]
     Tls(String),
     #[error("its HTTP/2 is broken: {0}")]
@@ -368,7 +371,10 @@ async fn open(record: &NodeRecord, member: &Member) -> Result<(SendRequest<Bytes
     })?;
     let _ = stream.set_nodelay(true);
     let connector = TlsConnector::from(Arc::clone(&member.credentials.client));
-    let stream = connector.connect(name, stream).await.map_err(|error| NoPeer::Tls(error.to_string()))?;
+    let stream = connector.connect(name, stream).await.map_err(|error| match is_break(&error) {
+        true => NoPeer::Broken(error.to_string()),
+        false => NoPeer::Tls(error.to_string()),
+    })?;
     if stream.get_ref().1.alpn_protocol() != Some(ALPN) {
         return Err(NoPeer::Tls("it does not speak h2".into()));
     }
@@ -381,5 +387,14 @@ async fn open(record: &NodeRecord, member: &Member) -> Result<(SendRequest<Bytes
         .initial_max_send_streams(STREAMS_MAX)
         .handshake(stream)
         .await
-        .map_err(|error| NoPeer::Protocol(error.to_string()))
+        .map_err(|error| match error.get_io().is_some_and(is_break) {
+            true => NoPeer::Broken(error.to_string()),
+            false => NoPeer::Protocol(error.to_string()),
+        })
+}
+
+/// The connection ended, and not for what was said on it.
+fn is_break(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }

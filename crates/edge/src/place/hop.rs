@@ -180,6 +180,7 @@ impl<'a> Hop<'a> {
         match error {
             NoPeer::Refused(_) => Lost::untouched(Why::Refused),
             NoPeer::Network(_) => Lost::untouched(Why::Silent),
+            NoPeer::Broken(_) => Lost::untouched(Why::Broken),
             error => {
                 tracing::warn!(code = "NGY0469", node = %record.name, %error, "another node cannot be used");
                 let why = format!("the node that runs the application: {error}");

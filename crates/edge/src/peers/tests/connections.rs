@@ -2,7 +2,7 @@
 //!
 //! Not here: what goes over them (`tests`).
 
-use tokio::io::copy_bidirectional;
+use tokio::io::{AsyncReadExt as _, copy_bidirectional};
 use tokio::net::TcpStream;
 
 use super::*;
@@ -37,5 +37,28 @@ fn a_connection_that_is_made_to_a_forgotten_node_is_closed() {
         assert!(!second.is_finished(), "the other one is in use");
         assert_eq!(shared.cluster.peers.tallies.status()[0]["connections"], 1);
         drop(seat);
+    });
+}
+
+#[test]
+fn a_connection_that_breaks_while_it_is_made_says_nothing_of_trust() {
+    run(async {
+        let shared = shared(Ca::new().options("a", "a"));
+        let pool = Pool::new(shared);
+        let ending = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let record = Arc::new(record("b", ending.local_addr().unwrap()));
+        for is_reset in [false, true] {
+            let accept = async {
+                let (mut stream, _) = ending.accept().await.unwrap();
+                let mut hello = [0; 4096];
+                // With bytes that nobody has read the kernel sends a reset, without any an end.
+                let came =
+                    if is_reset { stream.peek(&mut hello).await } else { stream.read(&mut hello).await };
+                assert!(came.unwrap() > 0);
+            };
+            let (seat, ()) = tokio::join!(pool.seat(&record), accept);
+            let error = seat.map(drop).unwrap_err();
+            assert!(matches!(error, NoPeer::Broken(_)), "{error}");
+        }
     });
 }
