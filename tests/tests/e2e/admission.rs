@@ -301,6 +301,8 @@ fn a_waiting_page_is_called_when_it_is_time() {
 fn two_pages_of_one_ticket_are_called() {
     let held = Held::start();
     let world = node(&held);
+    // So that nobody's slot begins before all have asked: it is the free place that calls.
+    world.cli(&["site", "set", "shop", "--slot-seconds", "600"]);
     let mut first = occupy(&world, &held);
     let page = ask(&world, "/", 1, "Accept: text/html\r\n").response().expect(503);
     let fields = format!("Nagaya-Ticket: {}\r\n", ticket(&page));

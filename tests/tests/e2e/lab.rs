@@ -196,7 +196,9 @@ fn nothing_is_left_when_the_owner_is_killed() {
 fn left_of(name: &str, dir: &std::path::Path) -> Vec<String> {
     let mut left = Vec::new();
     let text = dir.to_string_lossy();
-    left.extend(machine::processes_with(&text).into_iter().map(machine::command_line));
+    // One that has ended between the two looks has no command line any more.
+    let lines = machine::processes_with(&text).into_iter().map(machine::command_line);
+    left.extend(lines.filter(|line| !line.is_empty()));
     let mounts = fs::read_to_string("/proc/self/mountinfo").expect("proc");
     left.extend(mounts.lines().filter(|line| line.contains(&*text)).map(Into::into));
     let hierarchies = fs::read_dir("/sys/fs/cgroup").expect("cgroups").flatten().map(|entry| entry.path());
