@@ -156,6 +156,11 @@ pub enum Used {
 const SLOW: Duration = Duration::from_millis(100);
 
 impl AccessRecord {
+    /// How far limits of its application were raised, if they were.
+    fn raised(&self) -> Option<Boost> {
+        self.more.as_ref().map(|more| more.raised).filter(|raised| !raised.is_empty())
+    }
+
     /// Becomes the record of a new request. `in_full`: with what only a line of the log says. A node without a log does
     /// not pay for it.
     pub fn begin(&mut self, head: &Head, client: IpAddr, in_full: bool) {

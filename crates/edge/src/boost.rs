@@ -6,7 +6,6 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use nagaya_keeper::client::BoostGuard;
 use nagaya_keeper::protocol::InstanceId;
 use tokio::time::timeout;
 
@@ -24,7 +23,7 @@ pub async fn begin(node: &Node, instance: InstanceId, account: &mut Account) {
         return;
     };
     let asked = node.keeper().boost_instance(instance, stay.confinement().boost);
-    let boosted: Option<BoostGuard> = match timeout(BEFORE_SENDING, asked).await {
+    let boosted = match timeout(BEFORE_SENDING, asked).await {
         Ok(Ok((guard, granted))) => {
             stay.set_raised(granted);
             Some(guard)

@@ -152,8 +152,7 @@ impl Formatter {
         if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
             word("cell_of", of.as_str(), out);
         }
-        if let Some(raised) = record.more.as_ref().map(|more| more.raised).filter(|raised| !raised.is_empty())
-        {
+        if let Some(raised) = record.raised() {
             word("raised", &raised.to_string(), out);
         }
         Self::wake(record, out);
@@ -225,8 +224,7 @@ impl Formatter {
         if let Some(of) = record.more.as_ref().and_then(|more| more.cell_of) {
             text("cell_of", of.as_str().as_bytes(), out);
         }
-        if let Some(raised) = record.more.as_ref().map(|more| more.raised).filter(|raised| !raised.is_empty())
-        {
+        if let Some(raised) = record.raised() {
             text("raised", raised.to_string().as_bytes(), out);
         }
         Self::json_waits(record, out);
