@@ -20,8 +20,8 @@ use crate::names::{HostPattern, NodeName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, INSTANCES_MAX, Idle, Listen, Never,
-    Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, INSTANCES_MAX, Idle, ImageMemory,
+    Listen, Never, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
 pub use cluster::{Copied, NodeRecord, Part, Placement, Why};

@@ -19,6 +19,8 @@ mod header;
 mod holes;
 mod incoming;
 mod log;
+mod mapped;
+mod mappings;
 mod memory;
 mod outgoing;
 mod pagemap;
@@ -30,12 +32,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nagaya_base::Code;
+use nagaya_cmdb::record::ImageMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::sandbox::{Launcher, Sandbox, SandboxError, Task};
 
 use archive::Head;
-use checkpoint::Engine;
+use checkpoint::{Engine, Needs};
 use header::Header;
 use incoming::Staged;
 use outgoing::{Archive, Pace};
@@ -226,32 +229,43 @@ impl Images {
     }
 
     /// Takes an image of all processes in a sandbox, which go on running, in place of one there may be. What cannot be
-    /// imaged is remembered.
+    /// imaged is remembered. Not of what an image has brought back, unless its memory was copied.
     pub fn take(
         &self,
         subject: &Subject,
         sandbox: &Sandbox,
         handed: &Handed<'_>,
+        memory: ImageMemory,
     ) -> Result<Image, ImageError> {
-        let taken = self.write(subject, sandbox, handed);
+        if sandbox.is_shown() {
+            return Err(ImageError::Unfit { reason: "its memory is that of an image already".into() });
+        }
+        let taken = self.write((subject, memory), sandbox, handed);
         if let Err(error @ (ImageError::Unfit { .. } | ImageError::TooLarge { .. })) = &taken {
             self.store.refuse(&subject.id(), subject, &self.environment, &error.to_string());
         }
         taken
     }
 
-    fn write(&self, subject: &Subject, sandbox: &Sandbox, handed: &Handed<'_>) -> Result<Image, ImageError> {
+    fn write(
+        &self,
+        (subject, memory): (&Subject, ImageMemory),
+        sandbox: &Sandbox,
+        handed: &Handed<'_>,
+    ) -> Result<Image, ImageError> {
         let room = self.store.room()?;
         let image = self.store.work(sandbox)?;
         let work = self.store.work(sandbox)?;
         checkpoint::take(&self.engine, sandbox, handed, &image, &work)?;
-        let files = files::take_over(&image.path, crate::sandbox::root_id(subject.gid), room)?;
+        let group = crate::sandbox::root_id(subject.gid);
+        let (files, mapped) = files::take_over(&image.path, group, room, memory)?;
         let header = Header {
             subject: subject.clone(),
             environment: self.environment.clone(),
             taken_at: store::now(),
             handed: handed.known().map_err(at("look at", "what was handed over"))?,
             files,
+            mapped,
         };
         self.store.publish(&subject.id(), &header, image)?;
         Ok(Image { id: subject.id(), header })
@@ -274,7 +288,7 @@ impl Images {
         let _in_use = self.store.hold(&image.id);
         let work = self.store.work(sandbox)?;
         let dir = self.store.path(&image.id);
-        let what = (handed, image.header.handed.as_slice());
+        let what = (handed, Needs { known: &image.header.handed, mapped: &image.header.mapped });
         let restored = checkpoint::restore(&self.engine, sandbox, what, &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),

@@ -25,6 +25,7 @@ mod order;
 mod outlet;
 mod program;
 mod session;
+mod shown;
 mod terminal;
 mod tree;
 mod warden;
@@ -36,6 +37,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nagaya_base::Code;
@@ -189,6 +191,8 @@ pub(crate) struct Tool<'a> {
     pub pid: u32,
     /// It takes a checkpoint, and must read the filters of the others.
     pub reads_filters: bool,
+    /// It brings processes back that have memory in these ranges, which a file shows.
+    pub shown: Vec<(u64, u64)>,
 }
 
 /// The descriptor a tool's program gets.
@@ -302,7 +306,8 @@ impl Launcher {
                 let (Some(pidfd), Some(root)) = (fds.next(), fds.next()) else {
                     return Err(failed(io::ErrorKind::InvalidData.into()));
                 };
-                Ok(Sandbox { init: Mutex::new(ours), pidfd, root, identity: spec.identity })
+                let is_shown = AtomicBool::new(false);
+                Ok(Sandbox { init: Mutex::new(ours), pidfd, root, identity: spec.identity, is_shown })
             }
             Some((Told::Failed { step, errno }, _)) => {
                 Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
@@ -367,6 +372,8 @@ pub struct Sandbox {
     pidfd: OwnedFd,
     root: OwnedFd,
     identity: Identity,
+    /// Files of an image show memory of its processes.
+    is_shown: AtomicBool,
 }
 
 impl Drop for Sandbox {
@@ -380,6 +387,11 @@ impl Sandbox {
     /// Of its first process. Readable once the sandbox has ended.
     pub fn init_pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+
+    /// Whether files of an image show memory of its processes, which another image could not say.
+    pub fn is_shown(&self) -> bool {
+        self.is_shown.load(Ordering::Relaxed)
     }
 
     /// Whose it is.
@@ -414,6 +426,7 @@ impl Sandbox {
 
     /// Starts a tool of the keeper's.
     pub(crate) fn run_tool(&self, tool: &Tool<'_>) -> Result<Task, SandboxError> {
+        self.is_shown.fetch_or(!tool.shown.is_empty(), Ordering::Relaxed);
         let with_program = [(TOOL_FD, tool.program)].into_iter().chain(tool.fds.iter().copied());
         let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = with_program.unzip();
         let run = Run {
@@ -425,7 +438,11 @@ impl Sandbox {
             pid: Some(tool.pid.cast_signed()),
             open_files_max: 0,
             has_terminal: false,
-            role: Role::Tool { program: TOOL_FD, reads_filters: tool.reads_filters },
+            role: Role::Tool {
+                program: TOOL_FD,
+                reads_filters: tool.reads_filters,
+                shown: tool.shown.clone(),
+            },
         };
         self.ask(&Ask::Run(run), &fds)
     }

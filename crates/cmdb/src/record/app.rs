@@ -64,6 +64,9 @@ pub struct App {
     /// Names what is deployed: an image of another release is not used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub release: Option<String>,
+    /// How its memory comes back from an image.
+    #[serde(default, skip_serializing_if = "ImageMemory::is_default")]
+    pub image_memory: ImageMemory,
     /// Paths that nagaya gets by itself before an image is taken, so that what a first request loads is in it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warm_up: Vec<String>,
@@ -95,6 +98,25 @@ pub enum Listen {
     Port,
     /// A Unix socket that nagaya listens on and hands to it as descriptor 3 (`LISTEN_FDS=1`, sd_listen_fds(3)).
     Fd,
+}
+
+/// How an application's memory comes back from an image.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageMemory {
+    /// Mapped in programs that are known to be the same with it (Apache, PHP-FPM, Python, Ruby), and copied in others.
+    #[default]
+    Auto,
+    /// Pages are read from the image's file as they are touched: `madvise` cannot give those back, nor `mremap` make them more.
+    Mapped,
+    /// All pages are read at each wake, into memory like any other.
+    Copied,
+}
+
+impl ImageMemory {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// What is spoken with an application.

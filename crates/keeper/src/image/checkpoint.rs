@@ -13,8 +13,9 @@ use std::time::Duration;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
-use super::criu::{self, Criu, HANDED_FD, IMAGE_FD, WORK_FD};
-use super::{ImageError, at, log};
+use super::criu::{self, Criu, Given, HANDED_FD, IMAGE_FD, MAPPED_FD, WORK_FD};
+use super::mapped::Mapped;
+use super::{ImageError, at, files, log};
 use crate::sandbox::{self, ROOT_PID, Sandbox, Task, root_id};
 
 /// How long taking an image may take, and with it how long its application stands still. The largest measured took a
@@ -137,7 +138,8 @@ pub fn take(
         command.extend(["--external".into(), format!("unix[{}]", stat.st_ino)]);
     }
     let into = sandbox::detached(&image.path, true).map_err(at("open", &image.path))?;
-    match run(engine, sandbox, command, (&into, work), &[], TAKE_TIMEOUT)? {
+    let given = Given { reads_filters: true, ..Given::default() };
+    match run(engine, sandbox, command, (&into, work), given, TAKE_TIMEOUT)? {
         Some(0) => Ok(()),
         _ => {
             let reason = work.reason().map_err(at("read", &work.path))?;
@@ -151,11 +153,19 @@ pub fn take(
     }
 }
 
-/// Brings the processes of an image back in a fresh sandbox. `known` is what was handed to the ones that were taken.
+/// What an image says of how it is brought back.
+#[derive(Debug, Clone, Copy)]
+pub struct Needs<'a> {
+    /// What was handed to the processes that were taken.
+    pub known: &'a [Known],
+    pub mapped: &'a Mapped,
+}
+
+/// Brings the processes of an image back in a fresh sandbox.
 pub fn restore(
     engine: &Engine,
     sandbox: &Sandbox,
-    (handed, known): (&Handed<'_>, &[Known]),
+    (handed, needs): (&Handed<'_>, Needs<'_>),
     image: &Path,
     work: &Work,
 ) -> Result<Task, ImageError> {
@@ -165,14 +175,22 @@ pub fn restore(
     let copies =
         copies.collect::<Result<Vec<_>, _>>().map_err(|e| at("copy", "what is handed over")(e.into()))?;
     let mut fds = Vec::new();
-    for ((number, Known { name, nonblocking }), fd) in (HANDED_FD..).zip(known).zip(&copies) {
+    for ((number, Known { name, nonblocking }), fd) in (HANDED_FD..).zip(needs.known).zip(&copies) {
         rustix::io::ioctl_fionbio(fd, *nonblocking)
             .map_err(|errno| at("set up", "what is handed over")(errno.into()))?;
         command.extend(["--inherit-fd".into(), format!("fd[{number}]:{name}")]);
         fds.push((number, fd));
     }
+    let open = |name: &String| files::open(image, name, OFlags::RDONLY).map(OwnedFd::from);
+    let mapped = needs.mapped.files.iter().map(open).collect::<io::Result<Vec<_>>>();
+    let mapped = mapped.map_err(at("open", image))?;
+    for ((number, name), fd) in (MAPPED_FD..).zip(&needs.mapped.files).zip(&mapped) {
+        command.extend(["--inherit-fd".into(), format!("fd[{number}]:{}", Mapped::path(name))]);
+        fds.push((number, fd));
+    }
     let from = sandbox::detached(image, false).map_err(at("open", image))?;
-    match run(engine, sandbox, command, (&from, work), &fds, RESTORE_TIMEOUT)? {
+    let given = Given { fds, shown: needs.mapped.ranges.clone(), reads_filters: false };
+    match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT)? {
         Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
         _ => Err(ImageError::NotRestored {
             reason: work.reason().map_err(at("read", &work.path))?.to_string(),
@@ -181,20 +199,19 @@ pub fn restore(
 }
 
 /// The exit status of a CRIU with two directories. None: it was killed.
-fn run(
+fn run<'a>(
     engine: &Engine,
     sandbox: &Sandbox,
     mut command: Vec<String>,
-    (image, work): (&OwnedFd, &Work),
-    handed: &[(i32, &OwnedFd)],
+    (image, work): (&'a OwnedFd, &Work),
+    given: Given<'a>,
     within: Duration,
 ) -> Result<Option<i32>, ImageError> {
-    let reads_filters = command.first().is_some_and(|verb| verb == "dump");
     command.extend(["-D".into(), criu::by_number(IMAGE_FD), "-W".into(), criu::by_number(WORK_FD)]);
     let work = sandbox::detached(&work.path, true).map_err(at("open", &work.path))?;
-    let mut fds = vec![(IMAGE_FD, image), (WORK_FD, &work)];
-    fds.extend(handed);
-    let task = engine.criu.start(sandbox, &command, &fds, &engine.facts, reads_filters)?;
+    let fds = [given.fds, vec![(IMAGE_FD, image), (WORK_FD, &work)]].concat();
+    let given = Given { fds, ..given };
+    let task = engine.criu.start(sandbox, &command, &given, &engine.facts)?;
     match task.wait(within) {
         Ok(exit) => Ok(exit.status),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {

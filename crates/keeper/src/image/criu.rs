@@ -50,8 +50,10 @@ const FACTS_FD: i32 = 8;
 pub const IMAGE_FD: i32 = 9;
 /// Directory of its log.
 pub const WORK_FD: i32 = 10;
-/// What the restored processes are handed comes from here on.
+/// What the restored processes are handed comes from here on, at most two.
 pub const HANDED_FD: i32 = 11;
+/// Files of the image that they map come from here on, `mapped::FILES_MAX` of them.
+pub const MAPPED_FD: i32 = 16;
 
 /// Its number in the sandbox, beyond those an image brings back, and below the kernel's default of the largest.
 const PID: u32 = 30_000;
@@ -59,6 +61,17 @@ const PID: u32 = 30_000;
 /// Major and minor number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub u32, pub u32);
+
+/// What it is given besides its words.
+#[derive(Debug, Clone, Default)]
+pub struct Given<'a> {
+    /// With their numbers.
+    pub fds: Vec<(i32, &'a OwnedFd)>,
+    /// It takes a checkpoint, and must read the filters of the others.
+    pub reads_filters: bool,
+    /// Where files show memory of what it brings back (`mapped`).
+    pub shown: Vec<(u64, u64)>,
+}
 
 /// A CRIU that can be run.
 #[derive(Debug)]
@@ -239,14 +252,13 @@ impl Criu {
         })
     }
 
-    /// Starts it as root of the sandbox. `fds` go to their numbers; `facts` is `Facts::dir`.
+    /// Starts it as root of the sandbox; `facts` is `Facts::dir`.
     pub fn start(
         &self,
         sandbox: &Sandbox,
         words: &[String],
-        fds: &[(i32, &OwnedFd)],
+        given: &Given<'_>,
         facts: &OwnedFd,
-        reads_filters: bool,
     ) -> Result<Task, SandboxError> {
         let failed = |error| SandboxError::Run { step: sandbox::Step::Descriptors, error };
         let open = |path: &Path| -> Result<OwnedFd, SandboxError> {
@@ -269,14 +281,15 @@ impl Criu {
         argv.extend(own.map(Into::into));
         let mut all = vec![(BINARY_FD, binary.as_fd()), (FACTS_FD, facts.as_fd())];
         all.extend(LIBRARY_FDS.into_iter().zip(libraries.iter().map(AsFd::as_fd)));
-        all.extend(fds.iter().map(|(number, fd)| (*number, fd.as_fd())));
+        all.extend(given.fds.iter().map(|(number, fd)| (*number, fd.as_fd())));
         sandbox.run_tool(&Tool {
             program: loader.as_ref().unwrap_or(&binary).as_fd(),
             argv,
             env: vec![("XDG_RUNTIME_DIR".into(), by_number(FACTS_FD).into())],
             fds: all,
             pid: PID,
-            reads_filters,
+            reads_filters: given.reads_filters,
+            shown: given.shown.clone(),
         })
     }
 }

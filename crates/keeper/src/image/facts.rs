@@ -12,7 +12,7 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::pipe::PipeFlags;
 
-use super::criu::Criu;
+use super::criu::{Criu, Given};
 use super::{ImageError, at};
 use crate::sandbox::{self, Entrance, Identity, Launcher, Spec, root_id};
 
@@ -51,7 +51,9 @@ pub fn learn(criu: &Criu, launcher: &Launcher) -> Result<OwnedFd, ImageError> {
     let made = || at("make", "a directory for CRIU in memory");
     let scratch = sandbox::memory(uid, gid, "700", DIRECTORY_LEN_MAX).map_err(made())?;
     let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|e| made()(e.into()))?;
-    let task = criu.start(&sandbox, &["check".into()], &[(1, &write), (2, &write)], &scratch, false)?;
+    let given = Given { fds: vec![(1, &write), (2, &write)], ..Given::default() };
+    let task = criu.start(&sandbox, &["check".into()], &given, &scratch)?;
+    drop(given);
     drop(write);
     let exit = task.wait(CHECK_TIMEOUT).map_err(at("wait for", "'criu check'"))?;
     sandbox.end().map_err(at("end", "the sandbox of 'criu check'"))?;

@@ -11,9 +11,11 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::Path;
 
+use nagaya_cmdb::record::ImageMemory;
 use rustix::fs::{CWD, Mode, OFlags};
 
 use super::header::{Content, FILES_MAX, NAME};
+use super::mapped::{self, Mapped};
 use super::store::Room;
 use super::{Digest, ImageError, at, holes, memory};
 
@@ -37,11 +39,17 @@ pub fn open(dir: &Path, name: &str, how: OFlags) -> io::Result<File> {
 }
 
 /// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
-/// it. What can be left out of it is. One that would bring memory back wrongly is refused.
-pub fn take_over(dir: &Path, group: u32, room: Room) -> Result<BTreeMap<String, Content>, ImageError> {
-    let names = close(dir, group)?;
+/// it. What can be left out of it is, and what can be mapped is set apart. One that would bring memory back wrongly is refused.
+pub fn take_over(
+    dir: &Path,
+    group: u32,
+    room: Room,
+    memory: ImageMemory,
+) -> Result<(BTreeMap<String, Content>, Mapped), ImageError> {
+    let mut names = close(dir, group)?;
     memory::check(dir, names.iter())?;
     holes::leave_out(dir, names.iter())?;
+    let mapped = mapped::set_apart(dir, &mut names, group, memory)?;
     let (mut files, mut total) = (BTreeMap::new(), 0);
     for name in names {
         let path = dir.join(&name);
@@ -52,7 +60,7 @@ pub fn take_over(dir: &Path, group: u32, room: Room) -> Result<BTreeMap<String, 
         let digest = Digest::of_file(&file).map_err(at("read", &path))?;
         files.insert(name, Content { bytes, digest });
     }
-    Ok(files)
+    Ok((files, mapped))
 }
 
 /// The names of all files in the directory, which are root's from here on.

@@ -1,6 +1,6 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
-//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 2
+//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 3
 //! has the fields of `Header`. A header of another version is no image any more; there is no migration, because an image
 //! can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
@@ -13,9 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Digest;
 use super::checkpoint::Known;
+use super::mapped::Mapped;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";
@@ -119,6 +120,8 @@ pub struct Header {
     /// What was handed over, in the order of `checkpoint::Handed`.
     pub handed: Vec<Known>,
     pub files: BTreeMap<String, Content>,
+    /// Memory that its processes map from some of these files.
+    pub mapped: Mapped,
 }
 
 impl Header {
@@ -147,9 +150,12 @@ impl Header {
         }
         let header: Self = serde_json::from_str(body).map_err(|error| format!("does not read: {error}"))?;
         let is_plain = |name: &String| !name.is_empty() && !name.contains('/') && !name.starts_with('.');
-        match header.files.len() <= FILES_MAX && header.files.keys().all(is_plain) {
+        if header.files.len() > FILES_MAX || !header.files.keys().all(is_plain) {
+            return Err("names files no image has".into());
+        }
+        match header.mapped.is_sound(|name| header.files.contains_key(name)) {
             true => Ok(header),
-            false => Err("names files no image has".into()),
+            false => Err("maps memory no image has".into()),
         }
     }
 }
@@ -202,7 +208,8 @@ pub mod tests {
             Environment { kernel: "6.1".into(), processor: digest, criu: "4.1".into(), criu_build: digest };
         let files = BTreeMap::from([("pages-1.img".into(), Content { bytes: 5, digest })]);
         let handed = vec![Known { name: "socket:[1]".into(), nonblocking: true }];
-        Header { subject, environment, taken_at: 1, handed, files }
+        let mapped = Mapped { files: vec!["pages-1.img".into()], ranges: vec![(4096, 8192)] };
+        Header { subject, environment, taken_at: 1, handed, files, mapped }
     }
 
     #[test]
@@ -229,6 +236,22 @@ pub mod tests {
             let mut header = header();
             header.files.insert(name.into(), Content { bytes: 0, digest });
             assert!(Header::decode(&header.encode().unwrap()).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_header_that_maps_what_is_not_there_is_none() {
+        let (files, ranges) = (vec!["pages-1.img".to_owned()], vec![(4096, 8192)]);
+        let wrong = [
+            Mapped { files: vec!["pages-2.img".into()], ranges: ranges.clone() },
+            Mapped { files: vec!["pages-1.img".into(); super::super::mapped::FILES_MAX + 1], ranges },
+            Mapped { files: files.clone(), ranges: vec![(8192, 4096)] },
+            Mapped { files: files.clone(), ranges: vec![(4096, 8192), (8192, 9000)] },
+            Mapped { files, ranges: (1..100).map(|at| (at * 100, at * 100 + 1)).collect() },
+        ];
+        for mapped in wrong {
+            let header = Header { mapped: mapped.clone(), ..header() };
+            assert!(Header::decode(&header.encode().unwrap()).is_err(), "{mapped:?}");
         }
     }
 

@@ -16,22 +16,15 @@ use std::path::Path;
 use prost::Message;
 use rustix::fs::OFlags;
 
+use super::mappings::{LEN_MAX, Mapping, Mappings, PRIVATE, SHARED};
 use super::pagemap::message;
 use super::{ImageError, at, files};
 
-/// Bytes of one file that is read: some 200,000 mappings of a process, or as many memfds.
-const LEN_MAX: u64 = 8 << 20;
-
-/// What an image begins with, of a process' memory and of all memfds.
-const MAPPINGS_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x20, 0x28, 0x49, 0x57];
+/// What an image begins with, of all memfds.
 const MEMFDS_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x99, 0x34, 0x45, 0x48];
 
 /// All memfds that there is a descriptor of. There is none where there are no such.
 const MEMFDS: &str = "memfd.img";
-
-/// Of `Mapping::status`, in CRIU's words `VMA_ANON_SHARED` and `VMA_ANON_PRIVATE`.
-const SHARED: u32 = 1 << 8;
-const PRIVATE: u32 = 1 << 9;
 
 /// Of `Mapping::flags`: `MAP_HUGETLB` of Linux. Such memory has a number, too, if it is nobody's but the process'.
 const HUGE: u32 = 0x40000;
@@ -40,24 +33,6 @@ const SPLIT: &str = "a memfd is mapped as shared memory and open as a descriptor
                      close all descriptors of it once it is mapped";
 const LOST: &str =
     "a memfd is mapped privately, of which pages would be lost: copy it, or map it as shared memory";
-
-/// One of a process' mappings (`vma_entry`). What else it has is passed over.
-#[derive(Clone, PartialEq, Message)]
-struct Mapping {
-    /// Its inode's number if it is `SHARED` or `PRIVATE`; 0 for private memory without a file.
-    #[prost(uint64, required, tag = "4")]
-    memory: u64,
-    #[prost(uint32, required, tag = "6")]
-    flags: u32,
-    #[prost(uint32, required, tag = "7")]
-    status: u32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Mappings {
-    #[prost(message, repeated, tag = "14")]
-    all: Vec<Mapping>,
-}
 
 /// A memfd that there is a descriptor of (`memfd_inode_entry`).
 #[derive(Clone, PartialEq, Message)]
@@ -74,8 +49,8 @@ pub fn check<'a>(dir: &Path, names: impl Iterator<Item = &'a String> + Clone) ->
         open = look(dir, MEMFDS, memfds)?;
     }
     for name in names.filter(|name| name.starts_with("mm-")) {
-        let all = look(dir, name, mappings)?;
-        if let Some(why) = wrong(&all, &open) {
+        let list = look(dir, name, Mappings::decode)?;
+        if let Some(why) = wrong(&list.all, &open) {
             return Err(ImageError::Unfit { reason: why.into() });
         }
     }
@@ -105,16 +80,10 @@ fn memfds(bytes: &[u8]) -> Result<HashSet<u32>, &'static str> {
     Ok(open)
 }
 
-fn mappings(bytes: &[u8]) -> Result<Vec<Mapping>, &'static str> {
-    let mut rest = bytes.strip_prefix(&MAPPINGS_MAGIC).ok_or("is no list of mappings")?;
-    let list = Mappings::decode(message(&mut rest)?).map_err(|_| "has what is no mapping")?;
-    if rest.is_empty() { Ok(list.all) } else { Err("has more than a process' mappings") }
-}
-
 /// What is wrong with mappings, where these memfds are open.
 fn wrong(mappings: &[Mapping], open: &HashSet<u32>) -> Option<&'static str> {
     mappings.iter().find_map(|mapping| {
-        let Mapping { memory, flags, status } = *mapping;
+        let Mapping { memory, flags, status, .. } = *mapping;
         // Two inodes with the same lower half would be one too many that is refused.
         let low = u32::try_from(memory & u64::from(u32::MAX)).unwrap_or_default();
         if status & SHARED != 0 && open.contains(&low) {
@@ -129,17 +98,10 @@ fn wrong(mappings: &[Mapping], open: &HashSet<u32>) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::mappings::tests::{list, of_criu};
     use super::*;
 
-    /// As CRIU 4.2 has written them: of a program's text, of shared and of private memory.
-    const TEXT: [u8; 24] = [
-        0x08, 0x80, 0x80, 0x80, 0x02, 0x10, 0x80, 0xe0, 0x87, 0x02, 0x18, 0x00, 0x20, 0x01, 0x28, 0x01, 0x30,
-        0x02, 0x38, 0x41, 0x40, 0x01, 0x50, 0x00,
-    ];
-    const MEMORY: [u8; 33] = [
-        0x08, 0x80, 0xa0, 0xff, 0xf7, 0xf9, 0xe1, 0x1f, 0x10, 0x80, 0xa0, 0x80, 0xf8, 0xf9, 0xe1, 0x1f, 0x18,
-        0x00, 0x20, 0x82, 0xb6, 0x01, 0x28, 0x03, 0x30, 0x21, 0x38, 0x81, 0x02, 0x40, 0x01, 0x50, 0x02,
-    ];
+    /// As CRIU 4.2 has written one.
     const MEMFD: [u8; 27] = [
         0x0a, 0x01, 0x78, 0x10, 0xc9, 0xdc, 0x03, 0x18, 0xc9, 0xdc, 0x03, 0x20, 0x80, 0x80, 0x01, 0x28, 0x82,
         0xb6, 0x01, 0x30, 0x01, 0x38, 0x01, 0x48, 0xff, 0x83, 0x02,
@@ -154,37 +116,19 @@ mod tests {
         bytes
     }
 
-    fn of_criu() -> Vec<u8> {
-        // A field before them, as the addresses are that it begins with.
-        let all = [&[0x08, 0x05][..], &[0x72, 24], &TEXT, &[0x72, 33], &MEMORY].concat();
-        file(MAPPINGS_MAGIC, &[&all])
-    }
-
     fn mapping(memory: u64, flags: i32, status: u32) -> Mapping {
-        Mapping { memory, flags: flags.cast_unsigned(), status }
+        Mapping { memory, flags: flags.cast_unsigned(), status, ..Mapping::default() }
     }
 
     #[test]
-    fn what_criu_has_written_is_understood() {
-        let shared = mapping(0x5b02, 0x21, SHARED | 1);
-        assert_eq!(mappings(&of_criu()), Ok(vec![mapping(1, 2, 0x41), shared]));
-        assert_eq!(memfds(&file(MEMFDS_MAGIC, &[&MEMFD])), Ok(HashSet::from([0x5b02])));
+    fn memfds_of_criu_are_understood() {
+        let open = file(MEMFDS_MAGIC, &[&MEMFD]);
+        assert_eq!(memfds(&open), Ok(HashSet::from([0x5b02])));
         assert_eq!(memfds(&MEMFDS_MAGIC), Ok(HashSet::new()));
-    }
-
-    #[test]
-    fn what_is_cut_or_something_else_is_not_understood() {
-        let (all, open) = (of_criu(), file(MEMFDS_MAGIC, &[&MEMFD]));
-        for end in 0..all.len() {
-            assert!(mappings(&all[..end]).is_err(), "{end}");
-        }
         for end in 0..open.len() {
             assert_eq!(memfds(&open[..end]).is_ok(), end == 8, "{end}");
         }
-        assert!(mappings(&open).is_err());
-        assert!(memfds(&all).is_err());
-        assert!(mappings(&file(MAPPINGS_MAGIC, &[&[], &[]])).is_err(), "two processes");
-        assert!(mappings(&file(MAPPINGS_MAGIC, &[&[0x72, 9, 1]])).is_err(), "longer than it is");
+        assert!(memfds(&of_criu()).is_err());
         assert!(memfds(&file(MEMFDS_MAGIC, &[&[0x2a, 0]])).is_err(), "of another kind");
     }
 
@@ -224,8 +168,7 @@ mod tests {
             let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
             check(dir.path(), names.iter()).err().map(|error| error.to_string())
         };
-        let text = [&[0x72, 24][..], &TEXT].concat();
-        write("mm-10.img", &file(MAPPINGS_MAGIC, &[&text]));
+        write("mm-10.img", &list(vec![mapping(1, 2, 0x41)], 1).encode());
         write("mm-11.img", &of_criu());
         write(MEMFDS, &file(MEMFDS_MAGIC, &[&MEMFD]));
         assert_eq!(refused(&["mm-10.img", "mm-11.img", "core-10.img"]), None, "nobody has it open");

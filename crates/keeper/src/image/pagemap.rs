@@ -19,8 +19,10 @@ const PREFIX: usize = 4;
 /// Bytes from which its file of pages is known: no head is longer.
 pub const HEAD_LEN: usize = MAGIC.len() + PREFIX + 6;
 
-/// Its pages are in the file of pages, and not in an older image, nor anybody's to ask for later.
+/// Its pages are in the file of pages, and not in an older image.
 const PRESENT: u32 = 4;
+/// The same, and they could be asked for later if CRIU were told to.
+const PRESENT_LAZY: u32 = PRESENT | 2;
 
 const CUT: &str = "is cut";
 const UNKNOWN: &str = "has something that is not known";
@@ -66,7 +68,7 @@ impl Stretch {
 
     fn is_plain(&self) -> bool {
         let counts = matches!((self.pages_32, self.pages_64), (0, Some(1..)) | (1.., None));
-        counts && self.in_parent.is_none() && self.flags == Some(PRESENT)
+        counts && self.in_parent.is_none() && matches!(self.flags, Some(PRESENT | PRESENT_LAZY))
     }
 }
 
@@ -132,8 +134,8 @@ pub fn message<'a>(rest: &mut &'a [u8]) -> Result<&'a [u8], &'static str> {
     Ok(message)
 }
 
-fn append(bytes: &mut Vec<u8>, message: &impl Message) {
-    // Some tens of bytes: five numbers at most.
+pub fn append(bytes: &mut Vec<u8>, message: &impl Message) {
+    // Some tens of bytes.
     let len = u32::try_from(message.encoded_len()).unwrap_or(u32::MAX);
     bytes.extend(len.to_le_bytes());
     bytes.extend(message.encode_to_vec());
@@ -192,7 +194,8 @@ pub mod tests {
     fn pages_that_are_elsewhere_are_not_understood() {
         let plain = stretch(0, 1, true);
         let others = [
-            Stretch { flags: Some(6), ..plain.clone() },
+            Stretch { flags: Some(5), ..plain.clone() },
+            Stretch { flags: Some(2), ..plain.clone() },
             Stretch { flags: Some(1), ..plain.clone() },
             Stretch { flags: None, ..plain.clone() },
             Stretch { in_parent: Some(true), ..plain.clone() },

@@ -247,7 +247,7 @@ impl Housing {
         subject: &Subject,
         handover: &Handover,
     ) -> Result<Image, ImageError> {
-        let image = images.take(subject, sandbox, &handover.handed())?;
+        let image = images.take(subject, sandbox, &handover.handed(), self.app.image_memory)?;
         if let Err(error) = self.keep(&self.scratch()) {
             if error.kind() == io::ErrorKind::StorageFull {
                 images.discard(&image);

@@ -107,12 +107,13 @@ pub struct Run {
     pub role: Role,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Role {
     /// The tenant's program: its uid, no rights, behind the filter of system calls.
     Tenant,
-    /// A tool of the keeper's: root of the sandbox. The program is the descriptor of this number.
-    Tool { program: i32, reads_filters: bool },
+    /// A tool of the keeper's: root of the sandbox. The program is the descriptor of this number. What it brings back has
+    /// memory in these ranges that a file shows.
+    Tool { program: i32, reads_filters: bool, shown: Vec<(u64, u64)> },
 }
 
 /// From an init.

@@ -14,7 +14,7 @@ use rustix::process::{Resource, Rlimit};
 
 use super::kernel::{self, Alone, Fork};
 use super::order::{Role, Run, Step};
-use super::{channel, filter};
+use super::{channel, filter, shown};
 
 /// Where a program without a `/` in its name is looked for, if its environment does not say.
 const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
@@ -103,12 +103,16 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
             .map_err(at(Step::Descriptors))?;
     }
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
-    match run.role {
+    match &run.role {
         Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,
         Role::Tool { reads_filters: true, .. } => {
             let questions =
                 kernel::install_asking_filter(&filter::of_checkpoints()).map_err(at(Step::Rights))?;
             channel::send(init, &Said::Questions, &[questions.as_fd()]).map_err(at(Step::Rights))?;
+        }
+        // It goes on to what the tool brings back.
+        Role::Tool { shown, .. } if !shown.is_empty() => {
+            kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
         }
         Role::Tool { .. } => {}
     }
@@ -172,8 +176,8 @@ fn execute(run: &Run) -> Result<Infallible, NotRun> {
         env.push(format!("LISTEN_PID={}", rustix::process::getpid()).into_bytes());
     }
     let (args, env) = (texts(&run.argv)?, texts(&env)?);
-    if let Role::Tool { program, .. } = run.role {
-        return nix::unistd::execveat(kernel::descriptor(program), c"", &args, &env, AtFlags::AT_EMPTY_PATH)
+    if let Role::Tool { program, .. } = &run.role {
+        return nix::unistd::execveat(kernel::descriptor(*program), c"", &args, &env, AtFlags::AT_EMPTY_PATH)
             .map_err(|errno| failed(errno.into()));
     }
     let mut last = nix::errno::Errno::ENOENT;

@@ -10,7 +10,9 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use nagaya_cmdb::record::ImageMemory;
 use nagaya_keeper::image::{
     Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
 };
@@ -70,14 +72,14 @@ const COUNTER: &str = "import os, socket\n\
 const LIMITS: Limits =
     Limits { bytes_max: 1 << 30, images_max: 100, age_max: std::time::Duration::from_secs(3600) };
 
-struct Stage {
-    scene: Scene,
-    images: Images,
+pub struct Stage {
+    pub scene: Scene,
+    pub images: Images,
 }
 
 /// One life of the application.
-struct Life {
-    sandbox: Sandbox,
+pub struct Life {
+    pub sandbox: Sandbox,
     listener: OwnedFd,
     path: PathBuf,
     log: OwnedFd,
@@ -85,14 +87,14 @@ struct Life {
 }
 
 impl Stage {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let scene = Scene::new().with_file("counter.py", COUNTER);
         let dir = scene.dir.path().join("images");
         let images = Images::open(&dir, configured().as_deref(), launcher(), LIMITS).unwrap();
         Self { scene, images }
     }
 
-    fn subject(&self) -> Subject {
+    pub fn subject(&self) -> Subject {
         Subject {
             site: "counter".into(),
             release: "1".into(),
@@ -104,9 +106,11 @@ impl Stage {
     }
 
     /// A fresh sandbox with the sockets of an application, and nothing in it.
-    fn life(&self) -> Life {
+    pub fn life(&self) -> Life {
+        static LIVES: AtomicU32 = AtomicU32::new(0);
         let sandbox = self.scene.create();
-        let path = self.scene.dir.path().join("listener.sock");
+        let name = format!("listener-{}.sock", LIVES.fetch_add(1, Ordering::Relaxed));
+        let path = self.scene.dir.path().join(name);
         let listener = sandbox.listener(&path).unwrap();
         let (log, log_writer) = sandbox.pipe().unwrap();
         Life { sandbox, listener, path, log, log_writer }
@@ -114,11 +118,11 @@ impl Stage {
 }
 
 impl Life {
-    fn start(&self, command: &[&str]) -> Task {
+    pub fn start(&self, command: &[&str]) -> Task {
         scene::root_task(&self.sandbox, command, Some(&self.listener), &self.log_writer)
     }
 
-    fn handed(&self) -> Handed<'_> {
+    pub fn handed(&self) -> Handed<'_> {
         Handed { listener: Some(self.listener.as_fd()), log: Some(self.log_writer.as_fd()) }
     }
 
@@ -126,7 +130,7 @@ impl Life {
         self.sandbox.connect(&Address::Listener(self.path.clone())).unwrap()
     }
 
-    fn ask(&self, word: &str) -> String {
+    pub fn ask(&self, word: &str) -> String {
         talk(self.connect(), word)
     }
 
@@ -150,10 +154,14 @@ fn talk(socket: OwnedFd, word: &str) -> String {
 
 /// An application that serves, and an image of it.
 fn imaged(stage: &Stage) -> (Life, Image) {
+    imaged_with(stage, ImageMemory::Auto)
+}
+
+fn imaged_with(stage: &Stage, memory: ImageMemory) -> (Life, Image) {
     let life = stage.life();
     let _task = life.start(&["python3", "counter.py"]);
     assert_eq!(life.ask("one"), format!("10 {ALICE} ['one']"));
-    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap();
     (life, image)
 }
 
@@ -207,14 +215,15 @@ fn goes_on() {
 
 fn generations() {
     let stage = Stage::new();
-    let (mut life, mut image) = imaged(&stage);
+    let (mut life, mut image) = imaged_with(&stage, ImageMemory::Copied);
     for generation in 2..5 {
         drop(life);
         life = stage.life();
         stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
         let said = life.ask("again");
         assert_eq!(said.matches("again").count(), generation - 1, "{said}");
-        image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        image =
+            stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Copied).unwrap();
     }
     assert_eq!(stage.images.list().len(), 1, "each takes the place of the one before");
 }
@@ -246,7 +255,8 @@ fn prefork() {
     let life = stage.life();
     let _task = life.start(&["python3", "prefork.py"]);
     assert_eq!(life.ask("x"), "1 alive 2");
-    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    let image =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
     assert_eq!(life.ask("x"), "2 alive 2");
     drop(life);
     let life = stage.life();
@@ -289,7 +299,8 @@ fn unused_memory() {
     let _task = life.start(&["python3", "roomy.py"]);
     let said = life.ask("read");
     assert!(said.starts_with(r"0 b'\x00' ["), "{said}");
-    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    let image =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Copied).unwrap();
     assert!(image.bytes() < 48 << 20, "{} bytes", image.bytes());
     assert_eq!(life.ask("read"), said, "it goes on after its image was taken");
     drop(life);
@@ -300,7 +311,7 @@ fn unused_memory() {
     assert!(written.starts_with("1 b'2' ["), "{written}");
     assert_eq!(life.ask("read"), written);
     // An image of that is one, too.
-    stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Copied).unwrap();
     drop(life);
     let life = stage.life();
     stage.images.restore(&found(&stage), &life.sandbox, &life.handed()).unwrap();
@@ -355,7 +366,10 @@ fn split_memory() {
         let life = stage.life();
         let _task = life.start(&["python3", "memfd.py", way]);
         assert_eq!(life.ask("read"), "a", "{way}");
-        let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+        let refused = stage
+            .images
+            .take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto)
+            .unwrap_err();
         assert_eq!(refused.code().to_string(), "NGY0335", "{way}: {refused}");
         assert!(refused.to_string().contains(why), "{way}: {refused}");
         let seen = if way == "private" { "a" } else { "b" };
@@ -375,7 +389,8 @@ fn mapped_memory() {
         let life = stage.life();
         let _task = life.start(&["python3", "memfd.py", way]);
         assert_eq!(life.ask("b"), "b", "{way}");
-        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        let image =
+            stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
         drop(life);
         let life = stage.life();
         stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
@@ -406,7 +421,8 @@ fn blocking() {
         let life = stage.life();
         let _task = life.start(&[&["python3", "events.py"], nonblocking].concat());
         assert_eq!(life.ask("x"), said);
-        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        let image =
+            stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
         drop(life);
         let life = stage.life();
         stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
@@ -431,7 +447,7 @@ fn own_sockets() {
         assert!(life.read_log().contains("starts"));
         assert_eq!(talk(life.sandbox.connect(&address).unwrap(), "one"), format!("10 {ALICE} ['one']"));
         let stays = life.sandbox.connect(&address).unwrap();
-        let taken = stage.images.take(&stage.subject(), &life.sandbox, &log);
+        let taken = stage.images.take(&stage.subject(), &life.sandbox, &log, ImageMemory::Auto);
         match address {
             // It is cut off in the image.
             Address::Port(_) => drop(taken.unwrap()),
@@ -445,7 +461,7 @@ fn own_sockets() {
                     talk(life.sandbox.connect(&address).unwrap(), "one"),
                     format!("10 {ALICE} ['one', '', 'gone', 'one']")
                 );
-                stage.images.take(&stage.subject(), &life.sandbox, &log).unwrap();
+                stage.images.take(&stage.subject(), &life.sandbox, &log, ImageMemory::Auto).unwrap();
             }
         }
         drop(life);
@@ -469,7 +485,8 @@ fn still_fenced() {
     let before = life.ask("x");
     let none = "0".repeat(16);
     assert_eq!(before, format!("10 {ALICE} ['{none}', '{none}', '1', '2', '1']"));
-    let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+    let image =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
     drop(life);
     let life = stage.life();
     stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
@@ -600,7 +617,7 @@ fn elsewhere() {
     assert_eq!(put_aside(&stage), [""; 0]);
     // A format of another version is none.
     let text = fs::read_to_string(image_file(&stage, "header")).unwrap();
-    fs::write(image_file(&stage, "header"), text.replacen("nagaya-image 2 ", "nagaya-image 1 ", 1)).unwrap();
+    fs::write(image_file(&stage, "header"), text.replacen("nagaya-image 3 ", "nagaya-image 1 ", 1)).unwrap();
     not_found(&stage, &stage.subject());
     assert!(put_aside(&stage)[0].contains("another version of nagaya"));
 }
@@ -615,7 +632,7 @@ fn not_restored() {
         let life = stage.life();
         let _task = life.start(&["python3", "data.py"]);
         life.ask("one");
-        stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap();
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
         drop(life);
         fs::remove_file(stage.scene.app("data")).unwrap();
         let life = stage.life();
@@ -644,7 +661,8 @@ fn unfit() {
     let _task = life.start(&["python3", "connected.py"]);
     let _connection = database.accept().unwrap();
     assert_eq!(life.ask("one"), format!("10 {ALICE} ['one']"));
-    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    let refused =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap_err();
     assert!(refused.to_string().contains("a Unix socket is connected to something outside"), "{refused}");
     assert_eq!(refused.code().to_string(), "NGY0335");
     assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"), "it goes on");
@@ -670,7 +688,8 @@ fn own_filter() {
     let life = stage.life();
     let _task = life.start(&["python3", "filtered.py"]);
     life.ask("one");
-    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    let refused =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap_err();
     assert!(refused.to_string().contains("a system call filter of its own"), "{refused}");
     assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
 }
@@ -681,7 +700,8 @@ fn no_room() {
     let life = stage.life();
     let _task = life.start(&["python3", "counter.py"]);
     life.ask("one");
-    let refused = stage.images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    let refused =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap_err();
     assert!(matches!(refused, ImageError::TooLarge { .. }), "{refused}");
     assert_eq!(life.ask("two"), format!("10 {ALICE} ['one', 'two']"));
     assert_eq!(fs::read_dir(stage.images.dir().join("work")).unwrap().count(), 0);
@@ -691,7 +711,8 @@ fn no_room() {
     fs::create_dir(&small).unwrap();
     let _mounted = Mounted::new(&small, "size=64m");
     let images = Images::open(&small.join("images"), configured().as_deref(), launcher(), LIMITS).unwrap();
-    let refused = images.take(&stage.subject(), &life.sandbox, &life.handed()).unwrap_err();
+    let refused =
+        images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap_err();
     assert!(matches!(refused, ImageError::NoSpace { .. }), "{refused}");
     assert!(matches!(images.find(&stage.subject()), Found::Nothing), "that is not remembered");
 }
@@ -720,7 +741,7 @@ fn collected() {
     life.ask("one");
     let release = |number: u32| Subject { release: number.to_string(), ..stage.subject() };
     for number in 1..=3 {
-        stage.images.take(&release(number), &life.sandbox, &life.handed()).unwrap();
+        stage.images.take(&release(number), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
     }
     // Used longest ago, by the clock of the file system.
     let used = |number: u32, seconds: u64| {

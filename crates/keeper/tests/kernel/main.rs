@@ -17,6 +17,7 @@ mod instances;
 mod layers;
 mod life;
 mod limits;
+mod mapped;
 mod nat;
 mod outbound;
 mod php;
@@ -95,6 +96,7 @@ fn main() {
     let trials = trials.chain(
         image::CRIU
             .iter()
+            .chain(mapped::MAPPED)
             .chain(wake::CRIU)
             .chain(faults::CRIU)
             .chain(outbound::CRIU)

@@ -94,6 +94,16 @@ pub enum Listen {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum ImageMemory {
+    /// Mapped for Apache, PHP-FPM, Python and Ruby, copied for others
+    Auto,
+    /// Pages are read as they are touched
+    Mapped,
+    /// All pages are read at each wake
+    Copied,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Protocol {
     /// HTTP/1.1
     Http,
@@ -215,6 +225,9 @@ pub struct InstanceFields {
     /// Name of what is deployed: with another one a new image is taken
     #[arg(long, value_name = "NAME")]
     pub release: Option<String>,
+    /// How its memory comes back from an image (app)
+    #[arg(long, value_enum)]
+    pub image_memory: Option<ImageMemory>,
     /// Path that nagaya gets before it takes an image, so that what it loads is in it; repeat for more
     #[arg(long = "warm-up", value_name = "PATH")]
     pub warm_up: Vec<String>,
@@ -404,6 +417,7 @@ impl InstanceFields {
         put(&mut ready, "within_seconds", self.ready_within_seconds);
         put_part(backend, "ready", ready);
         put(backend, "release", self.release.as_ref());
+        put(backend, "image_memory", self.image_memory.map(|memory| word(&memory)));
         put_list(backend, "warm_up", &self.warm_up);
         let mut steps = part(backend, "idle");
         steps.extend(self.idle.iter().cloned());

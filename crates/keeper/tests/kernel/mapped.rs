@@ -1,0 +1,147 @@
+//! Memory that a wake maps from its image, on the real kernel with a real CRIU: it is a program's own, and what it cannot be
+//! is refused.
+//!
+//! Not here: which memory that is, and the form of an image's lists (beside the code), everything else of images (`image`).
+
+use nagaya_cmdb::record::ImageMemory;
+use nagaya_keeper::image::{Image, ImageError};
+
+use crate::Fact;
+use crate::image::{Life, Stage};
+
+pub const MAPPED: &[Fact] = &[
+    ("memory that is mapped from an image is a program's own in every wake", own),
+    ("a child of a woken program has a copy of memory that is mapped", inherited),
+    ("memory that is mapped is not given back, nor made more, and other memory is", kept),
+    ("a program nobody knows, and one that is to have copies, maps nothing", copied),
+    ("no image is taken of memory that is an image's", not_again),
+];
+
+/// Answers what it is asked, with a block of memory of its own in which each page is full of a number.
+const BLOCK: &str = "import ctypes, mmap, os, socket\n\
+    server = socket.socket(fileno=3)\n\
+    PAGE, PAGES = mmap.PAGESIZE, 256\n\
+    KIND = dict(flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n\
+    block = mmap.mmap(-1, PAGE * PAGES, **KIND)\n\
+    for page in range(PAGES): block[page * PAGE:(page + 1) * PAGE] = bytes([page % 250 + 1]) * PAGE\n\
+    address = lambda of: ctypes.addressof(ctypes.c_char.from_buffer(of))\n\
+    libc = ctypes.CDLL(None, use_errno=True)\n\
+    number, size = ctypes.c_int, ctypes.c_size_t\n\
+    libc.madvise.argtypes = [size, size, number]\n\
+    libc.mremap.argtypes, libc.mremap.restype = [size, size, size, number], size\n\
+    def errno(result):\n\
+    \x20   return ctypes.get_errno() if result in (-1, 2**64 - 1) else 0\n\
+    def advise(of, first, pages, advice):\n\
+    \x20   return errno(libc.madvise(address(of) + first * PAGE, pages * PAGE, advice))\n\
+    def remap(of, first, pages, wanted):\n\
+    \x20   return errno(libc.mremap(address(of) + first * PAGE, pages * PAGE, wanted * PAGE, 1))\n\
+    def mapped():\n\
+    \x20   return sum('mapped-' in line for line in open('/proc/self/maps'))\n\
+    def is_whole(of):\n\
+    \x20   return all(of[p * PAGE] == of[p * PAGE + PAGE - 1] == p % 250 + 1 for p in range(PAGES))\n\
+    def set(page, to):\n\
+    \x20   block[page * PAGE] = to\n\
+    def in_child(do):\n\
+    \x20   child = os.fork()\n\
+    \x20   if child == 0: os._exit(do())\n\
+    \x20   return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n\
+    while True:\n\
+    \x20   client, _ = server.accept()\n\
+    \x20   try: client.sendall(str(eval(client.recv(1000).decode())).encode())\n\
+    \x20   except Exception as error: client.sendall(repr(error).encode())\n\
+    \x20   client.close()\n";
+
+fn stage() -> Stage {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("block.py", BLOCK);
+    stage
+}
+
+fn imaged(stage: &Stage, memory: ImageMemory) -> Image {
+    let life = stage.life();
+    let _task = life.start(&["python3", "block.py"]);
+    assert_eq!(life.ask("is_whole(block), mapped()"), "(True, 0)");
+    stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap()
+}
+
+fn woken(stage: &Stage, image: &Image) -> Life {
+    let life = stage.life();
+    stage.images.restore(image, &life.sandbox, &life.handed()).unwrap();
+    life
+}
+
+fn own() {
+    let stage = stage();
+    let image = imaged(&stage, ImageMemory::Auto);
+    let lives = [woken(&stage, &image), woken(&stage, &image)];
+    for life in &lives {
+        assert_eq!(life.ask("mapped() > 0"), "True", "{}", life.ask("open('/proc/self/maps').read()"));
+        assert_eq!(life.ask("is_whole(block)"), "True");
+    }
+    assert_eq!(lives[0].ask("set(7, 99)"), "None");
+    assert_eq!(lives[0].ask("block[7 * PAGE], is_whole(block)"), "(99, False)");
+    assert_eq!(lives[1].ask("is_whole(block)"), "True", "what one writes the other does not see");
+    let later = woken(&stage, &image);
+    assert_eq!(later.ask("is_whole(block)"), "True", "nor does one that wakes later");
+}
+
+fn inherited() {
+    let stage = stage();
+    let life = woken(&stage, &imaged(&stage, ImageMemory::Auto));
+    assert_eq!(life.ask("set(7, 99)"), "None");
+    assert_eq!(life.ask("in_child(lambda: block[7 * PAGE])"), "99");
+    assert_eq!(life.ask("in_child(lambda: set(8, 55) or block[8 * PAGE])"), "55");
+    assert_eq!(life.ask("set(7, 8) or is_whole(block)"), "True", "what its child wrote");
+}
+
+fn kept() {
+    let stage = stage();
+    let life = woken(&stage, &imaged(&stage, ImageMemory::Auto));
+    const DONTNEED: u32 = 4;
+    const FREE: u32 = 8;
+    let (einval, enomem) = ("22", "12");
+    assert_eq!(life.ask("set(7, 99)"), "None");
+    for (advice, answer) in [(DONTNEED, einval), (FREE, "0")] {
+        assert_eq!(life.ask(&format!("advise(block, 7, 1, {advice})")), answer);
+        assert_eq!(life.ask(&format!("advise(block, 0, PAGES, {advice})")), answer);
+    }
+    assert_eq!(life.ask("block[7 * PAGE]"), "99", "nothing was given back");
+    assert_eq!(life.ask("remap(block, 16, 16, 32)"), enomem);
+    assert_eq!(life.ask("set(7, 8) or is_whole(block)"), "True");
+    // Memory that it gets after its wake is like any other.
+    let fresh = "[b := mmap.mmap(-1, PAGE * PAGES, **KIND), b.write(b'x' * PAGE * PAGES), \
+                 advise(b, 0, PAGES, 4), b[0], b[PAGE * PAGES - 1]][2:]";
+    assert_eq!(life.ask(fresh), "[0, 0, 0]");
+    let moved = "[b := mmap.mmap(-1, PAGE, **KIND), remap(b, 0, 1, 2)][1]";
+    assert_eq!(life.ask(moved), "0");
+    assert_eq!(life.ask("advise(block, 0, PAGES, 14)"), "0", "advice that gives nothing back");
+}
+
+/// The same of a language whose programs are not known, as far as it is needed.
+const OTHER: &str = "open(S, '+<&=', 3); my $x = join '', map { chr(65 + $_ % 26) x 4096 } 1 .. 1000; \
+    while (accept(C, S)) { sysread(C, $b, 100); open(M, '<', '/proc/self/maps'); \
+    my $n = grep { /mapped-/ } <M>; syswrite(C, \"$n \" . length($x)); close C }";
+
+fn copied() {
+    let stage = stage();
+    let life = woken(&stage, &imaged(&stage, ImageMemory::Copied));
+    assert_eq!(life.ask("is_whole(block), mapped()"), "(True, 0)");
+    assert_eq!(life.ask("advise(block, 7, 1, 4), block[7 * PAGE]"), "(0, 0)");
+    for (memory, maps_any) in [(ImageMemory::Auto, false), (ImageMemory::Mapped, true)] {
+        let life = stage.life();
+        let _task = life.start(&["perl", "-e", OTHER]);
+        assert_eq!(life.ask("x"), "0 4096000");
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap();
+        let said = woken(&stage, &image).ask("x");
+        let (count, length) = said.split_once(' ').unwrap();
+        assert_eq!((count != "0", length), (maps_any, "4096000"), "{memory:?}: {said}");
+    }
+}
+
+fn not_again() {
+    let stage = stage();
+    let life = woken(&stage, &imaged(&stage, ImageMemory::Auto));
+    let taken = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto);
+    assert!(matches!(taken, Err(ImageError::Unfit { .. })), "{taken:?}");
+    assert_eq!(life.ask("is_whole(block)"), "True");
+}
