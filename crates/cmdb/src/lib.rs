@@ -16,8 +16,8 @@ pub mod table;
 pub use check::Mistake;
 pub use names::{HostPattern, NameError, NodeName, SiteName, TenantName};
 pub use record::{
-    Backend, CellLimits, Change, Copied, NodeRecord, Part, Placement, Setting, SettingValue, Site, Tenant,
-    Why,
+    Backend, CellLimits, Change, Copied, NodeRecord, Part, Placement, Setting, SettingValue, Site, Standing,
+    Tenant, Why,
 };
 pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

@@ -24,7 +24,7 @@ pub use app::{
     Listen, Never, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
-pub use cluster::{Copied, NodeRecord, Part, Placement, Why};
+pub use cluster::{Copied, NodeRecord, Part, Placement, Standing, Why};
 pub use limits::{
     Amount, CPU_THOUSANDTHS_MAX, CPU_THOUSANDTHS_MIN, CellLimits, Demotion, DeviceLimits, IOPS_MAX,
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,

@@ -18,7 +18,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use self::cluster::Cluster;
-use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use crate::names::NodeName;
+use crate::record::{Change, NodeRecord, Placement, Setting, Site, Standing, Tenant};
 
 /// A change that does not fit what the table holds. The store never commits such a change, so whoever gets
 /// this has lost step with the store and must load everything anew.
@@ -181,6 +182,11 @@ impl Table {
     /// Where the application of this site runs. None: nobody has asked for it, or there is no cluster.
     pub fn placement(&self, site: &str) -> Option<Placement> {
         self.cluster.placement(site)
+    }
+
+    /// How a node stands in the placement of a site. None: it is placed nowhere.
+    pub fn standing(&self, site: &str, node: &NodeName) -> Option<Standing> {
+        self.cluster.standing(site, node)
     }
 
     /// All placements, in no order.

@@ -2,7 +2,7 @@
 //!
 //! Not here: plain HTTP/1, which sends files by `sendfile` (`http1::write`).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -194,18 +194,29 @@ impl Body for Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        if let Some(receipt) = &mut self.receipt {
+        if let Some(mut receipt) = self.receipt.take() {
             receipt.sent(self.sent, !self.failed && self.source.is_end());
+            if let Some(pace) = &self.pace {
+                pace.receipt.replace(Some(receipt));
+            }
         }
     }
 }
 
 /// Whose turn it is while a body is sent, so that a client that takes nothing can be told from a backend
 /// that thinks.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Pace {
     /// Since when the client has had something to take; None while it is not its turn.
     client_since: Cell<Option<Instant>>,
+    /// What the body had, once that has ended.
+    receipt: RefCell<Option<Box<dyn Receipt>>>,
+}
+
+impl std::fmt::Debug for Pace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pace").field("client_since", &self.client_since).finish_non_exhaustive()
+    }
 }
 
 impl Pace {
@@ -215,6 +226,11 @@ impl Pace {
 
     fn backends_turn(&self) {
         self.client_since.set(None);
+    }
+
+    /// The receipt of a body that has ended. Dropping it writes the request's account, which takes its time.
+    pub fn take_receipt(&self) -> Option<Box<dyn Receipt>> {
+        self.receipt.take()
     }
 
     /// Ends when the client has taken nothing for `patience` though it could have.

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nagaya_base::Code;
 use nagaya_cmdb::record::Change;
-use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Table};
+use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Standing, Table};
 use nagaya_placement::Moment;
 use nagaya_placement::fence::{self, Arrivals, Before};
 use parking_lot::{Mutex, RwLock};
@@ -137,6 +137,14 @@ impl Cluster {
             true => placement,
             false => placement.at_most(table.site(site).map_or(1, |site| site.instances_max())),
         })
+    }
+
+    /// How a node stands in that, which every request asks more than once: mostly nothing is copied for it.
+    pub fn standing(&self, table: &Table, site: &str, node: &NodeName) -> Option<Standing> {
+        match table.standing(site, node) {
+            Some(known) if !known.has_copies && !self.ahead.read().contains_key(site) => Some(known),
+            _ => self.placement(table, site).map(|placement| placement.standing(node)),
+        }
     }
 
     /// The store has agreed on this placement; the records will say so in a moment.

@@ -270,27 +270,27 @@ fn field(out: &mut Vec<u8>, name: &[u8]) {
     out.extend_from_slice(b": ");
 }
 
-fn push_number(out: &mut Vec<u8>, number: u16) {
-    out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+fn push_number(out: &mut impl Extend<u8>, number: u16) {
+    out.extend(itoa::Buffer::new().format(number).bytes());
 }
 
 /// Nearly every address is IPv4, and `fmt` takes longer for its four numbers than for the rest of the head.
-fn push_address(out: &mut Vec<u8>, address: IpAddr) {
+pub fn push_address(out: &mut impl Extend<u8>, address: IpAddr) {
     match address {
         IpAddr::V4(address) => {
             for (place, octet) in address.octets().into_iter().enumerate() {
                 if place > 0 {
-                    out.push(b'.');
+                    out.extend([b'.']);
                 }
                 push_number(out, octet.into());
             }
         }
-        IpAddr::V6(address) => out.extend_from_slice(address.to_string().as_bytes()),
+        IpAddr::V6(address) => out.extend(address.to_string().bytes()),
     }
 }
 
 /// The lowest `digits` hexadecimal digits of `number`.
-fn push_hex(out: &mut Vec<u8>, number: u128, digits: u32) {
+pub fn push_hex(out: &mut impl Extend<u8>, number: u128, digits: u32) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     out.extend((0..digits).rev().map(|place| DIGITS[(number >> (place * 4)) as usize & 15]));
 }

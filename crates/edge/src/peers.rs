@@ -19,7 +19,7 @@ mod upload;
 mod watch;
 
 pub use credentials::{Credentials, CredentialsError};
-pub use fields::{Carried, Denied, Served};
+pub use fields::{Carried, Denied};
 pub use pool::{NoPeer, Pool};
 pub use probe::Probes;
 pub use tally::Tallies;

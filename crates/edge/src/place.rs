@@ -135,7 +135,8 @@ type Tried = Vec<(NodeName, u64)>;
 
 fn look(node: &Node, site: &SiteName, head: &Head, tried: &Tried) -> Where {
     let cluster = &node.shared.cluster;
-    let me = cluster.member().map(|member| member.node.clone());
+    let member = cluster.member();
+    let me = member.as_ref().map(|member| &member.node);
     node.shared.with_table(|table| {
         let Some(placement) = cluster.placement(table, site.as_str()) else {
             return Where::Ask { seen: None, lost: None, why: Why::First };
@@ -143,14 +144,14 @@ fn look(node: &Node, site: &SiteName, head: &Head, tried: &Tried) -> Where {
         let is_one_of_many = !placement.copies.is_empty();
         let part = match is_one_of_many {
             false => Some((&placement.node, placement.first_epoch())),
-            true => among(cluster, table, &placement, me.as_ref(), head, tried),
+            true => among(cluster, table, &placement, me, head, tried),
         };
         let Some((name, epoch)) = part.filter(|(name, epoch)| !has(tried, name, *epoch)) else {
             let lost = tried.last().map(|(node, _)| node.clone());
             let why = if lost.is_some() { Why::Silent } else { Why::Draining };
             return Where::Ask { seen: Some(placement), lost, why };
         };
-        if me.as_ref() == Some(name) {
+        if me == Some(name) {
             return Where::Here { epoch, is_one_of_many };
         }
         match table.node(name.as_str()) {
@@ -204,9 +205,11 @@ fn among<'a>(
 /// site, which is older. What has not come then is looked at as it is.
 pub async fn catch_up(node: &Node, carried: &Carried) {
     let cluster = &node.shared.cluster;
+    let Some(member) = cluster.member() else { return };
+    let site = carried.site.as_str();
     let is_behind = || {
-        let placement = node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
-        placement.is_none_or(|placement| placement.epoch < carried.epoch)
+        let standing = node.shared.with_table(|table| cluster.standing(table, site, &member.node));
+        standing.is_none_or(|standing| standing.newest < carried.epoch)
     };
     if !is_behind() {
         return;
@@ -228,15 +231,15 @@ async fn receive(
     if carried.site != route.site.name {
         return Err(Refusal::OtherSite);
     }
-    let me = cluster.member().map(|member| member.node.clone());
+    let member = cluster.member();
     // Under which epoch this node has it, if it does, and whether others do, too.
     let known = || {
-        let placement = node.shared.with_table(|table| cluster.placement(table, carried.site.as_str()));
-        let newest = placement.as_ref().map_or(0, |placement| placement.epoch);
-        let part = placement.as_ref().zip(me.as_ref()).and_then(|(at, me)| at.part(me));
-        let epoch = part.map(|part| part.epoch).filter(|epoch| *epoch >= carried.epoch);
-        let is_one_of_many = placement.as_ref().is_some_and(|placement| !placement.copies.is_empty());
-        epoch.map(|epoch| (epoch, is_one_of_many)).ok_or(Refusal::NotPlacedHere { epoch: newest })
+        let standing = member.as_ref().and_then(|member| {
+            node.shared.with_table(|table| cluster.standing(table, carried.site.as_str(), &member.node))
+        });
+        let newest = standing.map_or(0, |standing| standing.newest);
+        let here = standing.and_then(|standing| Some((standing.epoch?, standing.has_copies)));
+        here.filter(|(epoch, _)| *epoch >= carried.epoch).ok_or(Refusal::NotPlacedHere { epoch: newest })
     };
     let (mut epoch, is_one_of_many) = known()?;
     if cluster.is_leaving(&route.site.name) {
@@ -460,35 +463,18 @@ async fn watched(
     request: Request,
     account: &mut Account,
 ) -> Result<Response, Refusal> {
+    if request.head.conn.carried.is_some() {
+        return once(node, route, request, account).await;
+    }
     let Request { head, body } = request;
-    let is_carried = head.conn.carried.is_some();
     let mut keep = Keep::new(body);
     for _ in 0..=RELOCATIONS_MAX {
         let Some(stint) = account.stint() else {
             return Err(Refusal::Fenced);
         };
         let request = Request { head: head.clone(), body: keep.body() };
-        let answered = tokio::select! {
-            biased;
-            answered = exchange::run(node, route, request, account) => Some(answered),
-            () = stint.ended() => None,
-        };
-        let is_ours = match &answered {
-            Some(Ok(_)) => stint.confirmed(HOLD_MAX).await?,
-            Some(Err(Refusal::Moved)) | None => false,
-            Some(Err(_)) => stint.is_current(),
-        };
-        if let (true, Some(answered)) = (is_ours, answered) {
-            return answered;
-        }
-        // What it said is dropped here, and with it what it held.
-        account.needs_no_instance();
-        if is_carried {
-            // The node in front finds out where it is now, if it may be sent again.
-            return Err(match may_repeat(&head.method, stint.was_handed(), true) {
-                Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest() },
-                Repeat::No(reason) => Refusal::MayBeDone { node: stint.node(), reason },
-            });
+        if let Some(response) = attempt(node, route, request, account, &stint).await? {
+            return Ok(response);
         }
         if let Repeat::No(reason) = may_repeat(&head.method, stint.was_handed(), keep.is_whole()) {
             return Err(Refusal::MayBeDone { node: stint.node(), reason });
@@ -498,4 +484,51 @@ async fn watched(
         }
     }
     Err(Refusal::MovedTooOften)
+}
+
+/// One that another node has sent here has one attempt, so nothing of it is kept for a second one.
+async fn once(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+) -> Result<Response, Refusal> {
+    let Some(stint) = account.stint() else {
+        return Err(Refusal::Fenced);
+    };
+    let method = request.head.method.clone();
+    if let Some(response) = attempt(node, route, request, account, &stint).await? {
+        return Ok(response);
+    }
+    // The node in front finds out where it is now, if it may be sent again.
+    Err(match may_repeat(&method, stint.was_handed(), true) {
+        Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest() },
+        Repeat::No(reason) => Refusal::MayBeDone { node: stint.node(), reason },
+    })
+}
+
+/// The application's answer. None: the site has moved before there was one, or what was said is nobody's answer.
+async fn attempt(
+    node: &Node,
+    route: &Route,
+    request: Request,
+    account: &mut Account,
+    stint: &Stint,
+) -> Result<Option<Response>, Refusal> {
+    let answered = tokio::select! {
+        biased;
+        answered = exchange::run(node, route, request, account) => Some(answered),
+        () = stint.ended() => None,
+    };
+    let is_ours = match &answered {
+        Some(Ok(_)) => stint.confirmed(HOLD_MAX).await?,
+        Some(Err(Refusal::Moved)) | None => false,
+        Some(Err(_)) => stint.is_current(),
+    };
+    if let (true, Some(answered)) = (is_ours, answered) {
+        return answered.map(Some);
+    }
+    // What it said is dropped here, and with it what it held.
+    account.needs_no_instance();
+    Ok(None)
 }

@@ -87,6 +87,17 @@ pub struct Part<'a> {
     pub ready: bool,
 }
 
+/// How one node stands in a placement: what requests ask again and again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standing {
+    /// The placement's own epoch.
+    pub newest: u64,
+    /// Under which the node has the site, if it does.
+    pub epoch: Option<u64>,
+    /// Several nodes have the site.
+    pub has_copies: bool,
+}
+
 fn is_zero(number: &u32) -> bool {
     *number == 0
 }
@@ -120,6 +131,14 @@ impl Placement {
 
     pub fn part(&self, node: &NodeName) -> Option<Part<'_>> {
         self.parts().find(|part| part.node == node)
+    }
+
+    pub fn standing(&self, node: &NodeName) -> Standing {
+        Standing {
+            newest: self.epoch,
+            epoch: self.part(node).map(|part| part.epoch),
+            has_copies: !self.copies.is_empty(),
+        }
     }
 
     /// Without the copies that are too many: for a site that may have so many of it.

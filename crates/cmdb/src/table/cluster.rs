@@ -8,7 +8,7 @@ use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
 use crate::names::{NodeName, SiteName};
-use crate::record::{Copied, NodeRecord, Placement, Why};
+use crate::record::{Copied, NodeRecord, Placement, Standing, Why};
 
 #[derive(Debug, Default)]
 pub(super) struct Cluster {
@@ -79,6 +79,17 @@ impl Cluster {
     pub fn placement(&self, site: &str) -> Option<Placement> {
         let hash = self.hasher.hash_one(site);
         self.placements.find(hash, |entry| entry.site.as_str() == site).map(|entry| self.told(entry))
+    }
+
+    /// As `Placement::standing` says. Of the many placements that no other node has a copy of, nothing is copied for it.
+    pub fn standing(&self, site: &str, node: &NodeName) -> Option<Standing> {
+        let hash = self.hasher.hash_one(site);
+        let entry = self.placements.find(hash, |entry| entry.site.as_str() == site)?;
+        if entry.more.is_some() {
+            return Some(self.told(entry).standing(node));
+        }
+        let has_it = self.names[entry.node as usize] == *node;
+        Some(Standing { newest: entry.epoch, epoch: has_it.then_some(entry.epoch), has_copies: false })
     }
 
     pub fn placements(&self) -> impl Iterator<Item = Placement> {

@@ -264,7 +264,11 @@ proptest! {
         for name in (0..8).map(|n| format!("s{n}")) {
             let found = table.site(&name);
             prop_assert_eq!(found.as_deref(), model.sites.get(&name));
-            prop_assert_eq!(table.placement(&name), model.placements.get(&name).cloned());
+            let placement = model.placements.get(&name);
+            prop_assert_eq!(table.placement(&name), placement.cloned());
+            for node in ["n0", "n1", "n2", "other"].map(|name| NodeName::new(name).unwrap()) {
+                prop_assert_eq!(table.standing(&name, &node), placement.map(|placement| placement.standing(&node)));
+            }
         }
         prop_assert_eq!(table.placements().count(), model.placements.len());
         prop_assert_eq!(table.placement_count(), model.placements.len());

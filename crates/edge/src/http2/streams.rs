@@ -3,7 +3,9 @@
 //! Not here: what a stream carries (`http2`).
 
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
@@ -70,8 +72,26 @@ where
                 // Dropping the stream's future resets the stream and gives back all the response holds.
                 () = pace.client_stalled(patience) => {}
             }
+            let receipt = pace.take_receipt();
+            if receipt.is_some() {
+                // The client does not wait for the account: the connection's task, which sends it the answer, goes first.
+                behind_others().await;
+            }
         });
     }
+}
+
+/// Lets all tasks run that were woken before.
+async fn behind_others() {
+    let mut is_behind = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut is_behind, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// Counts a stream while it lives.

@@ -543,3 +543,90 @@ fn what_was_read_before_is_part_of_the_connection() {
         assert_eq!(head[0], 0x88);
     });
 }
+
+/// Counts what is written to it.
+struct Counting {
+    io: DuplexStream,
+    written: Rc<Cell<usize>>,
+}
+
+impl AsyncRead for Counting {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, into)
+    }
+}
+
+impl AsyncWrite for Counting {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.io).poll_write(cx, buf);
+        if let Poll::Ready(Ok(len)) = polled {
+            self.written.set(self.written.get() + len);
+        }
+        polled
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+/// An account that shows how much had been written when it was closed, and that all had been taken.
+struct Closing {
+    written: Rc<Cell<usize>>,
+    closed: Rc<Cell<Option<(usize, bool)>>>,
+    complete: bool,
+}
+
+impl Receipt for Closing {
+    fn sent(&mut self, _: u64, complete: bool) {
+        self.complete = complete;
+    }
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.closed.set(Some((self.written.get(), self.complete)));
+    }
+}
+
+#[test]
+fn an_account_is_closed_after_its_answer_is_on_its_way() {
+    run(async {
+        let (written, closed) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(None)));
+        let before = Rc::new(Cell::new(usize::MAX));
+        let world = world({
+            let (written, closed, before) = (Rc::clone(&written), Rc::clone(&closed), Rc::clone(&before));
+            move |_| {
+                before.set(written.get());
+                let (written, closed) = (Rc::clone(&written), Rc::clone(&closed));
+                let mut response = bytes("all of it");
+                response.receipt = Some(Box::new(Closing { written, closed, complete: false }));
+                std::future::ready(response)
+            }
+        });
+        let (near, io) = duplex(1 << 20);
+        let conn = Rc::new(ConnInfo {
+            peer: "192.0.2.7:5000".parse().unwrap(),
+            local: "192.0.2.1:443".parse().unwrap(),
+            tls: None,
+            carried: None,
+        });
+        let io = Counting { io, written: Rc::clone(&written) };
+        spawn_local(serve(io, BytesMut::new(), conn, world));
+        let (mut client, _connection) = connect(near).await;
+        let (response, _) = client.send_request(get("/"), true).unwrap();
+        assert_eq!(read_all(response.await.unwrap().body_mut()).await.unwrap(), b"all of it");
+        until(|| closed.get().is_some()).await;
+        let (at_close, complete) = closed.get().unwrap();
+        assert!(complete);
+        assert!(at_close >= before.get() + b"all of it".len(), "{at_close} bytes, {} before", before.get());
+    });
+}

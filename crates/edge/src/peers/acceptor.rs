@@ -302,7 +302,7 @@ impl<H: Host> Host for Ours<H> {
         if let Some(asked) = Asked::read(&request.head.headers) {
             return self.give(&request.head, asked).await;
         }
-        if let Err(why) = fields::read(&mut request.head, &self.from, Instant::now()) {
+        if let Err(why) = fields::read(&mut request.head, Instant::now()) {
             let (conn, id) = (Rc::clone(&request.head.conn), request.head.id);
             return self.host.refuse(&conn, Refusal::BadRequest(why), id);
         }

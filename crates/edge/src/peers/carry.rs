@@ -22,19 +22,20 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::sleep;
 
-use super::fields::{self, Carried, Denied, Served};
+use super::fields::{self, Carried, Denied};
 use super::pool::Seat;
 use super::upload::Upload;
 use crate::message::{BodyError, Head, RequestBody, Response, ResponseBody};
 use crate::refusal::Refusal;
 
 /// Of one connection alone, and never passed on.
-const HOP_BY_HOP: [HeaderName; 7] = [
+const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     EXPECT,
     HOST,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
+    TE,
     TRANSFER_ENCODING,
     UPGRADE,
 ];
@@ -44,7 +45,7 @@ pub enum Answer {
     Response {
         response: Response,
         /// Where its time went there.
-        served: Option<Served>,
+        stages: Option<Box<str>>,
         lost: Lost,
     },
     /// Nothing was done.
@@ -121,7 +122,6 @@ fn request(head: &Head, carried: &Carried, body: &RequestBody, wants_tunnel: boo
         headers.remove(name);
     }
     headers.remove(CONTENT_LENGTH);
-    headers.insert(TE, HeaderValue::from_static("trailers"));
     if let (false, Some(len)) = (wants_tunnel || body.is_empty(), body.len()) {
         headers.insert(CONTENT_LENGTH, HeaderValue::from(len));
     }
@@ -201,7 +201,7 @@ fn respond(
     if let Some(denied) = fields::denied(&headers) {
         return Answer::Denied(denied);
     }
-    let (served, switched) = (fields::served(&headers), fields::switched(&headers));
+    let (stages, switched) = (fields::take_served(&mut headers), fields::switched(&headers));
     fields::strip(&mut headers);
     let lost = Lost::default();
     let response = match (switched, outgoing) {
@@ -251,7 +251,7 @@ fn respond(
             }
         }
     };
-    Answer::Response { response, served, lost }
+    Answer::Response { response, stages, lost }
 }
 
 fn take_length(headers: &mut HeaderMap) -> Option<u64> {

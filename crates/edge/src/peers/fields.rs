@@ -6,18 +6,21 @@
 //!
 //! Not here: the connection (`pool`, `acceptor`), fields between proxies (`forward`).
 
-use std::fmt::Write as _;
+use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, Parts, PathAndQuery, Scheme};
 use http::{Method, Uri, Version};
 use nagaya_base::RequestId;
-use nagaya_cmdb::{NodeName, SiteName};
+use nagaya_cmdb::SiteName;
 use rustls::crypto::ring;
+use smallvec::SmallVec;
 
+use crate::forward::{push_address, push_hex};
 use crate::message::{ConnInfo, Head, TlsInfo};
 
 /// Every private field begins so.
@@ -39,9 +42,11 @@ const SERVED: HeaderName = HeaderName::from_static("nagaya-peer-served");
 /// In place of a host where an HTTP/1.0 client named none.
 const NOBODY: &str = "nobody.nagaya.internal";
 
-/// Bytes that the fields of every request and every answer mostly take.
-const REQUEST_LEN: usize = 160;
-const SERVED_LEN: usize = 160;
+/// Bytes that the fields of every request and every answer mostly take at most.
+const WORDS_LEN: usize = 192;
+
+/// One in so many fields of a kind is remembered by HTTP/2 after all. A prime, so that each kind is among them however many there are.
+const REMEMBERED_ONE_IN: u32 = 251;
 
 /// Stages of another node that are taken over, in bytes. They are fewer.
 const STAGES_MAX: usize = 1024;
@@ -49,8 +54,6 @@ const STAGES_MAX: usize = 1024;
 /// What a forwarded request has beside itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Carried {
-    /// The node that passed it on.
-    pub from: NodeName,
     pub site: SiteName,
     /// Of the placement it was sent for.
     pub epoch: u64,
@@ -71,14 +74,6 @@ pub enum Denied {
     OtherSite,
 }
 
-/// Where another node's time went.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Served {
-    pub node: NodeName,
-    /// `backend_us=120 cpu_us=15`: names are those of `Figures`, times microseconds. Mostly nobody asks for them.
-    pub stages: Box<str>,
-}
-
 /// Takes out what only nodes may say.
 pub fn strip(headers: &mut HeaderMap) {
     // Nobody honest sends any: nothing is allocated for them.
@@ -89,7 +84,7 @@ pub fn strip(headers: &mut HeaderMap) {
 
 // === Request ===
 
-/// Writes what the receiver needs to take the request as if the client had come to it. `from` goes by the certificate.
+/// Writes what the receiver needs to take the request as if the client had come to it. Who passes it on, the certificate says.
 pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Instant) {
     strip(headers);
     let conn = &head.conn;
@@ -99,11 +94,21 @@ pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Insta
         _ => "1.1",
     };
     let left = carried.deadline.saturating_duration_since(now).as_millis();
-    let (peer, local, id) = (conn.peer, conn.local, head.id);
-    let Carried { site, epoch, retries, .. } = carried;
-    let mut words = String::with_capacity(REQUEST_LEN);
-    let _ = write!(words, "{version} {peer} {local} {id} {site} {epoch} {left} {retries}");
-    put_once(headers, REQUEST, words);
+    let left = u64::try_from(left).unwrap_or(u64::MAX);
+    let mut words = Words::from_slice(version.as_bytes());
+    words.push(b' ');
+    push_socket(&mut words, conn.peer);
+    words.push(b' ');
+    push_socket(&mut words, conn.local);
+    words.push(b' ');
+    push_hex(&mut words, head.id.0, 32);
+    words.push(b' ');
+    words.extend_from_slice(carried.site.as_str().as_bytes());
+    for number in [carried.epoch, left, carried.retries.into()] {
+        words.push(b' ');
+        push_number(&mut words, number);
+    }
+    put_once(headers, REQUEST, &words);
     if let Some(tls) = &conn.tls {
         put(
             headers,
@@ -122,27 +127,27 @@ pub fn write(headers: &mut HeaderMap, head: &Head, carried: &Carried, now: Insta
 /// The address of the request for this connection. What it cannot say of a target that HTTP/1 could goes into a field.
 pub fn target(head: &Head, headers: &mut HeaderMap) -> Uri {
     let query = head.query.as_deref();
-    let target = match query {
+    let target = || match query {
         Some(query) => format!("{}?{query}", head.path),
         None => head.path.to_string(),
     };
-    let authority = match (&*head.host, head.port) {
-        ("", _) => NOBODY.to_owned(),
-        (host, Some(port)) => format!("{host}:{port}"),
-        (host, None) => host.to_owned(),
-    };
+    let (host, port) = if head.host.is_empty() { (NOBODY, None) } else { (&*head.host, head.port) };
+    let authority = port.map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"));
     let mut parts = Parts::default();
     parts.scheme = Some(if head.conn.tls.is_some() { Scheme::HTTPS } else { Scheme::HTTP });
-    parts.authority = Authority::try_from(authority.as_str()).ok();
-    parts.path_and_query = PathAndQuery::try_from(target.as_str()).ok();
+    parts.authority = Authority::from_maybe_shared(Bytes::from(authority)).ok();
+    parts.path_and_query = PathAndQuery::from_maybe_shared(Bytes::from(target())).ok();
     // What was read and what is sent must be the same byte for byte: a rule or an application may look at each.
-    let is_same = parts.authority.as_ref().is_some_and(|sent| sent.as_str() == authority)
+    let is_same = parts
+        .authority
+        .as_ref()
+        .is_some_and(|sent| sent.host() == host && sent.port().map(|port| port.as_u16()) == port)
         && parts
             .path_and_query
             .as_ref()
             .is_some_and(|sent| sent.path() == &*head.path && sent.query() == query);
     if !is_same {
-        if let Ok(target) = HeaderValue::from_bytes(target.as_bytes()) {
+        if let Ok(target) = HeaderValue::from_bytes(target().as_bytes()) {
             headers.insert(TARGET, target);
         }
         parts.path_and_query = Some(PathAndQuery::from_static("/"));
@@ -157,16 +162,44 @@ fn put(headers: &mut HeaderMap, name: HeaderName, value: impl ToString) {
     }
 }
 
-/// What is different each time: HTTP/2 is not to remember it in place of what comes again (RFC 7541 section 6.2.3).
-fn put_once(headers: &mut HeaderMap, name: HeaderName, value: String) {
-    if let Ok(mut value) = HeaderValue::try_from(value) {
-        value.set_sensitive(true);
-        headers.insert(name, value);
+/// What is made of words and numbers for every request: written without `fmt`, which takes longer for that than all the rest here.
+type Words = SmallVec<[u8; WORDS_LEN]>;
+
+fn push_number(words: &mut Words, number: u64) {
+    words.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+}
+
+fn push_socket(words: &mut Words, address: SocketAddr) {
+    match address {
+        SocketAddr::V4(address) => {
+            push_address(words, (*address.ip()).into());
+            words.push(b':');
+            push_number(words, address.port().into());
+        }
+        SocketAddr::V6(address) => words.extend_from_slice(address.to_string().as_bytes()),
     }
 }
 
-/// What came from `from` becomes the request that the client made. The reason if it cannot be one.
-pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'static str> {
+fn put_once(headers: &mut HeaderMap, name: HeaderName, value: &[u8]) {
+    if let Ok(value) = HeaderValue::from_bytes(value) {
+        headers.insert(name, once(value));
+    }
+}
+
+/// What is different each time: HTTP/2 is not to remember it in place of what comes again (RFC 7541 section 6.2.3). Seldom it does,
+/// and then knows the field's name, which is spelt out where it is not known.
+pub fn once(mut value: HeaderValue) -> HeaderValue {
+    thread_local! {
+        static COUNT: Cell<u32> = const { Cell::new(0) };
+    }
+    let count = COUNT.get();
+    COUNT.set((count + 1) % REMEMBERED_ONE_IN);
+    value.set_sensitive(count > 0);
+    value
+}
+
+/// What came from another node becomes the request that the client made. The reason if it cannot be one.
+pub fn read(head: &mut Head, now: Instant) -> Result<(), &'static str> {
     const WRONG: &str = "another node did not say what it has to say of a request";
     let headers = &head.headers;
     let mut words = text(headers, &REQUEST).ok_or(WRONG)?.split(' ');
@@ -182,7 +215,6 @@ pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'stat
     let id = Some(word()?).filter(|id| id.len() == 32).ok_or(WRONG)?;
     let id = u128::from_str_radix(id, 16).map_err(|_| WRONG)?;
     let carried = Carried {
-        from: from.clone(),
         site: SiteName::new(word()?).map_err(|_| WRONG)?,
         epoch: word()?.parse().map_err(|_| WRONG)?,
         deadline: now
@@ -211,6 +243,7 @@ pub fn read(head: &mut Head, from: &NodeName, now: Instant) -> Result<(), &'stat
     }
     (head.id, head.version, head.upgrade) = (RequestId(id), version, upgrade);
     head.conn = Rc::new(ConnInfo { peer, local, tls, carried: Some(Box::new(carried)) });
+    head.headers.remove(REQUEST);
     strip(&mut head.headers);
     Ok(())
 }
@@ -259,19 +292,22 @@ pub fn denied(headers: &HeaderMap) -> Option<Denied> {
 
 /// Says who served it, and where the time went until now.
 pub fn serve(headers: &mut HeaderMap, node: &str, stages: impl Iterator<Item = (&'static str, u64)>) {
-    let mut words = String::with_capacity(SERVED_LEN);
-    words.push_str(node);
+    let mut words = Words::from_slice(node.as_bytes());
     for (name, us) in stages.filter(|(_, us)| *us > 0) {
-        let _ = write!(words, " {name}={us}");
+        words.push(b' ');
+        words.extend_from_slice(name.as_bytes());
+        words.push(b'=');
+        push_number(&mut words, us);
     }
-    put_once(headers, SERVED, words);
+    put_once(headers, SERVED, &words);
 }
 
-pub fn served(headers: &HeaderMap) -> Option<Served> {
-    let said = text(headers, &SERVED)?;
-    let (node, stages) = said.split_once(' ').unwrap_or((said, ""));
-    let stages = if stages.len() > STAGES_MAX { "" } else { stages };
-    Some(Served { node: NodeName::new(node).ok()?, stages: stages.into() })
+/// Where another node's time went: `backend_us=120 cpu_us=15`. Names are those of `Figures`, times microseconds; mostly nobody asks
+/// for them.
+pub fn take_served(headers: &mut HeaderMap) -> Option<Box<str>> {
+    let said = headers.remove(SERVED)?;
+    let (_, stages) = said.to_str().ok()?.split_once(' ')?;
+    (stages.len() <= STAGES_MAX).then(|| stages.into())
 }
 
 /// From here on the two bodies are the two directions of an upgraded connection.
@@ -315,7 +351,6 @@ mod tests {
 
     fn carried(now: Instant) -> Carried {
         Carried {
-            from: NodeName::new("a").unwrap(),
             site: SiteName::new("wiki").unwrap(),
             epoch: 7,
             deadline: now + Duration::from_millis(1500),
@@ -350,7 +385,7 @@ mod tests {
             let mut headers = HeaderMap::new();
             write(&mut headers, &sent, &carried(now), now);
             let mut got = arrived(headers);
-            read(&mut got, &NodeName::new("a").unwrap(), now).unwrap();
+            read(&mut got, now).unwrap();
             assert_eq!((got.id, got.version, &got.upgrade), (sent.id, sent.version, &sent.upgrade));
             assert_eq!((got.conn.peer, got.conn.local), (sent.conn.peer, sent.conn.local));
             assert_eq!(got.conn.scheme(), sent.conn.scheme());
@@ -381,7 +416,7 @@ mod tests {
             let mut got = arrived(headers);
             (got.path, got.query) = (uri.path().into(), uri.query().map(Into::into));
             got.host = uri.host().unwrap().into();
-            read(&mut got, &NodeName::new("a").unwrap(), now).unwrap();
+            read(&mut got, now).unwrap();
             assert_eq!((&*got.path, got.query.as_deref(), &*got.host), (path, query, host));
         }
     }
@@ -417,10 +452,10 @@ mod tests {
         for wrong in lacks.chain([String::new(), said.clone() + " more"]) {
             let mut headers = whole.clone();
             headers.insert(REQUEST, HeaderValue::try_from(&wrong).unwrap());
-            assert!(read(&mut arrived(headers), &NodeName::new("a").unwrap(), now).is_err(), "{wrong}");
+            assert!(read(&mut arrived(headers), now).is_err(), "{wrong}");
         }
         whole.remove(REQUEST);
-        assert!(read(&mut arrived(whole), &NodeName::new("a").unwrap(), now).is_err());
+        assert!(read(&mut arrived(whole), now).is_err());
     }
 
     #[test]
@@ -431,10 +466,21 @@ mod tests {
             assert_eq!(denied(&headers), Some(said));
         }
         serve(&mut headers, "b", [("wake_us", 5), ("queue_us", 0), ("backend_us", 9)].into_iter());
-        let served = served(&headers).unwrap();
-        assert_eq!(served.node.as_str(), "b");
-        assert_eq!(&*served.stages, "wake_us=5 backend_us=9");
+        assert_eq!(take_served(&mut headers).as_deref(), Some("wake_us=5 backend_us=9"));
+        assert_eq!(headers.get(SERVED), None);
         strip(&mut headers);
         assert!(headers.is_empty());
+    }
+
+    #[test]
+    fn of_each_kind_of_field_http2_remembers_one_now_and_then() {
+        // Four kinds to a message, as an answer has them.
+        let mut remembered = [0; 4];
+        for _ in 0..10 * REMEMBERED_ONE_IN {
+            for kind in &mut remembered {
+                *kind += u32::from(!once(HeaderValue::from_static("x")).is_sensitive());
+            }
+        }
+        assert_eq!(remembered, [10; 4]);
     }
 }

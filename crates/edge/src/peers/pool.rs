@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use foldhash::fast::RandomState;
 use h2::client::{Builder, SendRequest};
 use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::liveness::Verdict;
@@ -79,7 +80,7 @@ pub enum NoPeer {
 /// One thread's.
 pub struct Pool {
     shared: Arc<Shared>,
-    nodes: RefCell<HashMap<NodeName, Rc<Node>>>,
+    nodes: RefCell<HashMap<NodeName, Rc<Node>, RandomState>>,
     /// The member whose credentials the connections were made with.
     member: RefCell<Option<Arc<Member>>>,
 }

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use foldhash::fast::RandomState;
 use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::Moment;
 use nagaya_placement::liveness::{self, Verdict};
@@ -59,7 +60,7 @@ const LINES_MAX: usize = 1024;
 #[derive(Debug, Default)]
 pub struct Probes {
     /// When each node was last heard from, CLOCK_BOOTTIME.
-    heard: RwLock<HashMap<NodeName, Arc<AtomicU64>>>,
+    heard: RwLock<HashMap<NodeName, Arc<AtomicU64>, RandomState>>,
     asks: Mutex<Option<mpsc::Sender<Asked>>>,
     orders: Mutex<Option<mpsc::Sender<Order>>>,
 }

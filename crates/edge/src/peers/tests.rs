@@ -264,8 +264,7 @@ async fn until(mut done: impl FnMut() -> bool) {
 async fn send(pool: &Pool, record: &NodeRecord, request: Request) -> Result<Response, String> {
     let Request { head, body } = request;
     let (seat, _) = pool.seat(&Arc::new(record.clone())).await.map_err(|error| error.to_string())?;
-    let carried =
-        Carried { from: name("a"), site: site(), epoch: 1, deadline: Instant::now() + PATIENCE, retries: 3 };
+    let carried = Carried { site: site(), epoch: 1, deadline: Instant::now() + PATIENCE, retries: 3 };
     match carry::send(seat, &head, &carried, body, PATIENCE, &Cell::new(false)).await {
         Ok(Answer::Response { response, .. }) => Ok(response),
         Ok(Answer::Denied(denied)) => Err(format!("{denied:?}")),
@@ -872,8 +871,7 @@ fn a_node_that_is_slow_and_answers_probes_is_waited_for() {
 async fn received(node: &Node, epoch: u64) -> (StatusCode, Option<Denied>) {
     let mut request = get();
     let Head { conn, .. } = &*request.head;
-    let carried =
-        Carried { from: name("b"), site: site(), epoch, deadline: Instant::now() + PATIENCE, retries: 3 };
+    let carried = Carried { site: site(), epoch, deadline: Instant::now() + PATIENCE, retries: 3 };
     let conn = ConnInfo { peer: conn.peer, local: conn.local, tls: None, carried: Some(Box::new(carried)) };
     request.head.conn = Rc::new(conn);
     let response = serve(node, request).await;

@@ -49,7 +49,7 @@ fn is_stream_of_events(response: &Response) -> bool {
 
 async fn whole(mut rest: Rest) -> Result<ResponseBody, String> {
     let (mut held, mut bytes) = (VecDeque::new(), 0);
-    let mut late = std::pin::pin!(sleep(HELD_FOR));
+    let mut late = std::pin::pin!(async { sleep(HELD_FOR).await });
     let left = rest.size_hint().exact();
     while bytes <= HELD_BYTES {
         let next = tokio::select! {
@@ -69,6 +69,10 @@ async fn whole(mut rest: Rest) -> Result<ResponseBody, String> {
                 // The application's own doing: its client learns of it as it would have without us.
                 held.push_back(Err(error));
                 break;
+            }
+            // Mostly all of it is here, and nothing else has to be waited for.
+            Some(Ok(frame)) if held.is_empty() && frame.is_data() && rest.is_end_stream() => {
+                return Ok(ResponseBody::Bytes(frame.into_data().unwrap_or_default()));
             }
             Some(Ok(frame)) => {
                 bytes += frame.data_ref().map_or(0, Bytes::len);

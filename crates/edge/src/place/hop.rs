@@ -141,7 +141,6 @@ impl<'a> Hop<'a> {
             self.node.peers.seat(record).await.map_err(|error| self.unconnected(record, error))?;
         let used = u32::try_from(account.relocations()).unwrap_or(u32::MAX);
         let carried = Carried {
-            from: self.node.shared.cluster.own_name(),
             site: self.route.site.name.clone(),
             epoch,
             deadline: self.deadline,
@@ -156,8 +155,8 @@ impl<'a> Hop<'a> {
         })?;
         self.node.shared.cluster.peers.probes.heard(&record.name);
         match answer {
-            Answer::Response { response, served, lost } => {
-                let stages = served.map(|served| served.stages).unwrap_or_default();
+            Answer::Response { response, stages, lost } => {
+                let stages = stages.unwrap_or_default();
                 self.node.peers.began(record);
                 let response = beginning::hold(response).await.map_err(|why| Lost {
                     why: Some(Why::Broken),

@@ -14,8 +14,8 @@ use http_body::{Body, Frame, SizeHint};
 use crate::admission::BODY_HELD_MAX;
 use crate::message::{BodyError, RequestBody};
 
-/// The body, and what was read of it.
-pub struct Keep(Rc<RefCell<Kept>>);
+/// The body, and what was read of it. None: there is no body.
+pub struct Keep(Option<Rc<RefCell<Kept>>>);
 
 struct Kept {
     /// None once it was too much.
@@ -34,31 +34,35 @@ enum Piece {
 
 impl Keep {
     pub fn new(body: RequestBody) -> Self {
+        let is_empty = body.is_empty();
         let len = body.len();
-        Self(Rc::new(RefCell::new(Kept { read: Some(Vec::new()), bytes: 0, len, rest: body })))
+        let kept = || Rc::new(RefCell::new(Kept { read: Some(Vec::new()), bytes: 0, len, rest: body }));
+        Self((!is_empty).then(kept))
     }
 
     /// All that was read of it is kept, so it can be read from its beginning.
     pub fn is_whole(&self) -> bool {
-        self.0.borrow().read.is_some()
+        self.0.as_ref().is_none_or(|kept| kept.borrow().read.is_some())
     }
 
     /// The body from its beginning. One that was given out before is not to be read on.
     pub fn body(&self) -> RequestBody {
-        let kept = self.0.borrow();
-        if kept.read.as_ref().is_none_or(Vec::is_empty) && kept.rest.is_empty() {
-            return RequestBody::empty();
+        let is_over = |kept: &Kept| kept.read.as_ref().is_none_or(Vec::is_empty) && kept.rest.is_empty();
+        match &self.0 {
+            Some(kept) if !is_over(&kept.borrow()) => {
+                RequestBody::new(Reading { kept: Rc::clone(kept), at: 0, given: 0 })
+            }
+            _ => RequestBody::empty(),
         }
-        drop(kept);
-        RequestBody::new(Reading { kept: Rc::clone(&self.0), at: 0, given: 0 })
     }
 
     /// The body from its beginning, for the last time.
     pub fn into_body(self) -> RequestBody {
-        match Rc::try_unwrap(self.0) {
+        let Some(kept) = self.0 else { return RequestBody::empty() };
+        match Rc::try_unwrap(kept) {
             Ok(kept) if kept.borrow().bytes == 0 => kept.into_inner().rest,
-            Ok(kept) => Self(Rc::new(kept)).body(),
-            Err(kept) => Self(kept).body(),
+            Ok(kept) => Self(Some(Rc::new(kept))).body(),
+            Err(kept) => Self(Some(kept)).body(),
         }
     }
 }

@@ -36,10 +36,10 @@ impl Stint {
     /// The site is still placed here, as it was when the request came; what else has it does not matter.
     pub fn is_current(&self) -> bool {
         let cluster = &self.shared.cluster;
-        let placement = self.shared.with_table(|table| cluster.placement(table, self.site.as_str()));
-        let member = cluster.member();
-        let part = placement.as_ref().zip(member.as_ref()).and_then(|(at, me)| at.part(&me.node));
-        part.is_some_and(|part| part.epoch == self.epoch)
+        let Some(member) = cluster.member() else { return false };
+        let standing =
+            self.shared.with_table(|table| cluster.standing(table, self.site.as_str(), &member.node));
+        standing.is_some_and(|standing| standing.epoch == Some(self.epoch))
     }
 
     pub fn epoch(&self) -> u64 {

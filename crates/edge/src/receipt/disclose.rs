@@ -25,6 +25,7 @@ use tokio::time::timeout_at;
 use super::Figures;
 use crate::access_log::{More, stages};
 use crate::message::{BodyError, Response, ResponseBody};
+use crate::peers::fields::once;
 use crate::place::Relocated;
 use crate::stay::Stay;
 
@@ -34,6 +35,9 @@ pub const RECEIPT: HeaderName = HeaderName::from_static("nagaya-receipt");
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 const SERVER_TIMING: HeaderName = HeaderName::from_static("server-timing");
+
+/// What durations mostly take, in bytes.
+const TIMING_LEN: usize = 128;
 
 /// An answer up to this length is waited for, so that its head can have the last figures, but not for longer than this.
 const GATHER_MAX: usize = 64 << 10;
@@ -68,10 +72,14 @@ pub fn tell_queued(response: &mut Response, queued: Duration, predicted: Option<
 
 /// Tells a client that another node answered, and how long its answer took from here.
 pub fn tell_hop(response: &mut Response, node: &NodeName, took: Duration) {
-    let value = format!("peer;desc=\"{node}\";dur={:.3}", took.as_secs_f64() * 1000.0);
+    let mut value = String::with_capacity(TIMING_LEN);
+    for part in ["peer;desc=\"", node.as_str(), "\";dur="] {
+        value.push_str(part);
+    }
+    push_ms(&mut value, u64::try_from(took.as_micros()).unwrap_or(u64::MAX));
     // A node's name is plain.
     if let Ok(value) = HeaderValue::try_from(value) {
-        response.headers.append(SERVER_TIMING, value);
+        response.headers.append(SERVER_TIMING, once(value));
     }
 }
 
@@ -113,11 +121,12 @@ impl Disclosure {
     /// Server-Timing (W3C): durations in milliseconds. What took no time is left out.
     fn timing(&self) -> HeaderValue {
         let figures = &self.figures;
-        let mut out = String::with_capacity(128);
+        let mut out = String::with_capacity(TIMING_LEN);
         let mut put = |name: &str, us: u64| {
-            let comma = if out.is_empty() { "" } else { ", " };
-            write!(out, "{comma}{name};dur={}.{:03}", us / 1000, us % 1000)
-                .expect("a String takes everything");
+            out.push_str(if out.is_empty() { "" } else { ", " });
+            out.push_str(name);
+            out.push_str(";dur=");
+            push_ms(&mut out, us);
         };
         put("total", figures.took_us);
         let rest = [
@@ -155,7 +164,10 @@ impl Disclosure {
         }
         for (name, number) in self.figures.named() {
             let name = name.strip_suffix("_us").or_else(|| name.strip_suffix("_bytes")).unwrap_or(name);
-            write!(out, ", {name}={}", number.min(INTEGER_MAX)).expect("a String takes everything");
+            out.push_str(", ");
+            out.push_str(name);
+            out.push('=');
+            out.push_str(itoa::Buffer::new().format(number.min(INTEGER_MAX)));
             if let ("wake", Some(wake)) = (name, &self.wake) {
                 self.push_stages(&mut out, wake);
             }
@@ -185,10 +197,18 @@ impl Disclosure {
     }
 }
 
-/// No other answer says the same, so HTTP/2 is not to remember it in place of what comes again (RFC 7541 section 6.2.3).
-fn once(mut value: HeaderValue) -> HeaderValue {
-    value.set_sensitive(true);
-    value
+/// Milliseconds. These fields are written for every answer, and `fmt` takes longer for numbers than for all the rest of them.
+fn push_ms(out: &mut String, us: u64) {
+    out.push_str(itoa::Buffer::new().format(us / 1000));
+    let rest = us % 1000;
+    out.push_str(if rest < 10 {
+        ".00"
+    } else if rest < 100 {
+        ".0"
+    } else {
+        "."
+    });
+    out.push_str(itoa::Buffer::new().format(rest));
 }
 
 /// A string of structured fields (RFC 9651 section 3.3.3): printable ASCII, what is not is left out.

@@ -83,7 +83,7 @@ fn a_long_answer_whose_node_falls_silent_is_broken_off_and_says_so() {
         let Request { head, body } = get();
         let (seat, _) = pool.seat(&Arc::new(silent)).await.unwrap();
         let deadline = Instant::now() + PATIENCE;
-        let carried = Carried { from: name("a"), site: site(), epoch: 1, deadline, retries: 3 };
+        let carried = Carried { site: site(), epoch: 1, deadline, retries: 3 };
         let answer = carry::send(seat, &head, &carried, body, PATIENCE * 2, &Cell::new(false)).await;
         let Ok(Answer::Response { response, lost, .. }) = answer else { panic!("an answer") };
         assert_eq!(lost.why(), None);
