@@ -5,7 +5,8 @@
 //! calls, with loopback as their only network. It ends as a whole when its `Sandbox` is dropped, and with the keeper.
 //!
 //! Sandboxes are made by the **launcher** (`launcher`), a copy of the keeper's process from before it had threads: only
-//! a process with one thread can be forked into namespaces. All calls here block: make them from `workers`.
+//! a process with one thread can be forked into namespaces. A few are begun before they are ordered (`birth`). All calls
+//! here block: make them from `workers`.
 //!
 //! Not here: limits (`cells`; a sandbox is born in the cell it is given), what runs when (`instances`), images
 //! (`image`).
@@ -20,6 +21,7 @@ mod filter;
 mod init;
 mod kernel;
 mod launcher;
+mod namespaces;
 mod network;
 mod order;
 mod outlet;
@@ -30,6 +32,7 @@ mod terminal;
 mod tree;
 mod warden;
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
 use std::net::SocketAddr;
@@ -84,6 +87,10 @@ const ROOT_ID_BIT: u32 = 1 << 31;
 
 /// Bytes of a host name (`__NEW_UTS_LEN`).
 const HOSTNAME_LEN_MAX: usize = 64;
+
+/// Births that wait for their orders. They hold no memory worth speaking of, and more than so many wakes at once are no
+/// faster for them: then processors are what is short.
+const AHEAD_MAX: usize = 4;
 
 /// Sources that are bound into one sandbox.
 const BINDS_MAX: usize = 256;
@@ -248,6 +255,8 @@ pub struct Launcher {
     pidfd: OwnedFd,
     /// Whether it is in the keeper's own cgroup.
     settled: OnceLock<()>,
+    /// Connections with births that wait for their orders, the oldest first.
+    ahead: Mutex<VecDeque<OwnedFd>>,
 }
 
 impl Launcher {
@@ -264,7 +273,7 @@ impl Launcher {
             let (ours, theirs) = channel::pair()?;
             let keeper = rustix::process::getpid().as_raw_nonzero().get();
             let (pid, pidfd) = alone.fork(&Fork::default(), |alone| launcher::run(alone, &theirs, keeper))?;
-            Ok(Self { orders: ours, pid, pidfd, settled: OnceLock::new() })
+            Ok(Self { orders: ours, pid, pidfd, settled: OnceLock::new(), ahead: Mutex::default() })
         };
         start().map_err(SandboxError::Start)
     }
@@ -290,30 +299,62 @@ impl Launcher {
                 tracing::warn!(%error, "the launcher of sandboxes stays in another cgroup than the keeper");
             }
         });
-        let birth = birth_of(spec);
-        let (ours, theirs) = channel::pair().map_err(SandboxError::Launcher)?;
-        let mut fds = vec![theirs.as_fd()];
-        fds.extend(spec.entrance.born.iter().map(AsFd::as_fd));
-        fds.extend(spec.entrance.tasks.iter().map(AsFd::as_fd));
-        channel::send(&self.orders, &Order::Sandbox(Box::new(birth)), &fds)
-            .map_err(SandboxError::Launcher)?;
-        drop(fds);
-        drop(theirs);
+        let init = self.order(spec)?;
+        let made = Self::made(init, spec);
+        self.think_ahead();
+        made
+    }
+
+    fn made(init: OwnedFd, spec: &Spec) -> Result<Sandbox, SandboxError> {
         let failed = |error: io::Error| SandboxError::Create { step: "be made".into(), error };
-        match channel::receive_within::<Told>(&ours, CREATE_TIMEOUT).map_err(failed)? {
+        match channel::receive_within::<Told>(&init, CREATE_TIMEOUT).map_err(failed)? {
             Some((Told::Ready, fds)) => {
                 let mut fds = fds.into_iter();
                 let (Some(pidfd), Some(root)) = (fds.next(), fds.next()) else {
                     return Err(failed(io::ErrorKind::InvalidData.into()));
                 };
                 let is_shown = AtomicBool::new(false);
-                Ok(Sandbox { init: Mutex::new(ours), pidfd, root, identity: spec.identity, is_shown })
+                Ok(Sandbox { init: Mutex::new(init), pidfd, root, identity: spec.identity, is_shown })
             }
             Some((Told::Failed { step, errno }, _)) => {
                 Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
             }
             Some(_) => Err(failed(io::ErrorKind::InvalidData.into())),
             None => Err(failed(io::Error::new(io::ErrorKind::BrokenPipe, "its first process was killed"))),
+        }
+    }
+
+    /// Gives the order to a birth that waits for one, or else to a new one.
+    fn order(&self, spec: &Spec) -> Result<OwnedFd, SandboxError> {
+        let birth = birth_of(spec);
+        let fds: Vec<_> = spec.entrance.born.iter().chain(&spec.entrance.tasks).map(AsFd::as_fd).collect();
+        loop {
+            let waiting = self.ahead.lock().pop_front();
+            let is_new = waiting.is_none();
+            let init = waiting.map_or_else(|| self.begin(), Ok).map_err(SandboxError::Launcher)?;
+            match channel::send(&init, &birth, &fds) {
+                Ok(()) => return Ok(init),
+                // It was killed while it waited, as for want of memory.
+                Err(error) if !is_new && error.kind() == io::ErrorKind::BrokenPipe => {}
+                Err(error) => return Err(SandboxError::Create { step: "be ordered".into(), error }),
+            }
+        }
+    }
+
+    /// Begins a birth, and returns the connection with it.
+    fn begin(&self) -> io::Result<OwnedFd> {
+        let (ours, theirs) = channel::pair()?;
+        channel::send(&self.orders, &Order::Sandbox, &[theirs.as_fd()])?;
+        Ok(ours)
+    }
+
+    /// Has as many births wait as should.
+    fn think_ahead(&self) {
+        let mut ahead = self.ahead.lock();
+        while ahead.len() < AHEAD_MAX {
+            // Who cannot be had ahead is begun when it is ordered, and then it is said why it cannot.
+            let Ok(init) = self.begin() else { return };
+            ahead.push_back(init);
         }
     }
 }

@@ -370,7 +370,7 @@ unsafe fn take_identity(identity: Option<Identity>, parent: libc::pid_t) -> bool
     }
 }
 
-fn block_signals() -> libc::sigset_t {
+pub(crate) fn block_signals() -> libc::sigset_t {
     // SAFETY: both sets live on this stack and are written before they are read.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
@@ -381,7 +381,7 @@ fn block_signals() -> libc::sigset_t {
     }
 }
 
-fn restore_signals(before: &libc::sigset_t) {
+pub(crate) fn restore_signals(before: &libc::sigset_t) {
     // SAFETY: `before` is the set `block_signals` returned.
     unsafe {
         libc::pthread_sigmask(libc::SIG_SETMASK, before, ptr::null_mut());

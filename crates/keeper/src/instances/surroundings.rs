@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use nagaya_cmdb::record::{APP_PORT, App, Database, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
+use super::carried;
 use crate::fault::{self, Fault};
 use crate::options::Options;
 use crate::relay::Plan;
@@ -96,15 +97,13 @@ impl Scratch {
 
     /// Makes them for a start: what a run before left in `/run` is of nothing that lives; its `/tmp` it keeps.
     pub fn make(&self, owner: Identity) -> Result<(), Fault> {
-        let because = |path: &Path| {
-            let path = path.to_owned();
-            move |error| Fault::of_path(fault::APP, "cannot make", &path, error)
+        let make = || {
+            self.make_missing(owner)?;
+            // It stays itself: removing a directory and making it anew waits for the disk.
+            carried::empty(&self.run)?;
+            fs::set_permissions(&self.run, fs::Permissions::from_mode(0o700))
         };
-        match fs::remove_dir_all(&self.run) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(because(&self.run)(error)),
-            _ => {}
-        }
-        self.make_missing(owner).map_err(|error| because(&self.run)(error))
+        make().map_err(|error| Fault::of_path(fault::APP, "cannot make", &self.run, error))
     }
 
     /// Makes those that are not there.

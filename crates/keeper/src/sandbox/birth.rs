@@ -1,85 +1,92 @@
-//! The birth of a sandbox: sources opened with the node's rights, an init in namespaces of its own, its ids.
+//! The birth of a sandbox: what it is made of before its order, sources opened with the node's rights, its ids, its init.
 //!
-//! Runs in a copy of the launcher that ends when the init goes on alone. Not here: the init's life (`init`), its files
-//! (`tree`).
+//! Runs in a copy of the launcher, which becomes the sandbox' init. Until it enters the namespaces it has the node's
+//! rights, and from then on none. If there is no order yet it makes what is the same for every sandbox, and waits for
+//! one. Not here: the init's life (`init`), its files (`tree`), when it is forked (`launcher`), how many wait
+//! (`super::Launcher`).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
 
 use nix::unistd::{Gid, Uid};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::failure::{Failure, Step};
-use super::kernel::{self, Alone, CLONE_PARENT, Fork, NETWORK, SANDBOX_NAMESPACES};
+use super::kernel::{self, Alone, INIT};
+use super::namespaces::Namespaces;
 use super::order::{Birth, Told};
-use super::{channel, init, root_id, tree};
+use super::{channel, init, tree};
 
-/// What an order brings along.
+/// What comes with an order.
 struct Given {
-    keeper: OwnedFd,
     cgroup: Option<OwnedFd>,
     tasks: Vec<OwnedFd>,
 }
 
-/// Makes the sandbox, and tells the keeper where it cannot. The init tells where it can.
-pub fn run(alone: &Alone, birth: &Birth, fds: Vec<OwnedFd>) -> u8 {
-    let Some(given) = take(birth, fds) else { return 1 };
-    match make(alone, birth, &given) {
-        Ok(()) => 0,
-        Err(failure) => {
-            tell(&given.keeper, failure);
+/// Makes the sandbox once it is ordered, and tells the keeper where it cannot. The init tells where it can.
+pub fn run(alone: &Alone, keeper: &OwnedFd) -> u8 {
+    let Ok(ahead) = begin(alone, keeper) else { return 1 };
+    // None: the keeper has gone, and wants none.
+    let Ok(Some((birth, fds))) = channel::receive::<Birth>(keeper) else { return 1 };
+    let Some(given) = take(&birth, fds) else { return 1 };
+    match make(alone, keeper, &birth, &given, ahead) {
+        // The descriptors of these frames are closed already.
+        Ok(()) => kernel::end(init::run(alone, keeper, birth.uid, birth.gid).into()),
+        Err(Failure { step, errno }) => {
+            // A keeper that does not listen any more has given the sandbox up.
+            let _ = channel::send(keeper, &Told::Failed { step, errno }, &[]);
             1
         }
     }
 }
 
+/// What it has made ahead, if there is no order yet. What did not work is tried again for the order.
+fn begin(alone: &Alone, keeper: &OwnedFd) -> io::Result<Option<Namespaces>> {
+    rustix::thread::set_name(c"nagaya-birth")?;
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // The launcher's connection with the keeper, and nobody else's: this one may live for long.
+    kernel::close_all_but(&mut [0, 1, 2, keeper.as_raw_fd()])?;
+    match channel::wait_readable(keeper, Duration::ZERO) {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => Ok(Namespaces::make(alone).ok()),
+        waited => waited.map(|()| None),
+    }
+}
+
 fn take(birth: &Birth, fds: Vec<OwnedFd>) -> Option<Given> {
     let mut fds = fds.into_iter();
-    let keeper = fds.next()?;
     let cgroup = if birth.has_cgroup { Some(fds.next()?) } else { None };
-    Some(Given { keeper, cgroup, tasks: fds.collect() })
+    Some(Given { cgroup, tasks: fds.collect() })
 }
 
-fn tell(keeper: &OwnedFd, Failure { step, errno }: Failure) {
-    // A keeper that does not listen any more has given the sandbox up.
-    let _ = channel::send(keeper, &Told::Failed { step, errno }, &[]);
-}
-
-fn make(alone: &Alone, birth: &Birth, given: &Given) -> Result<(), Failure> {
-    let prepared = tree::prepare(birth)?;
-    let (go, wait) = channel::pair().step("make a connection with its init")?;
-    let how = Fork {
-        flags: if birth.host_network { SANDBOX_NAMESPACES & !NETWORK } else { SANDBOX_NAMESPACES }
-            | CLONE_PARENT,
-        pid: None,
-        cgroup: given.cgroup.as_ref().map(AsFd::as_fd),
-    };
-    let (pid, _pidfd) = alone
-        .fork(&how, |alone| {
-            let born = begin(birth, given, &prepared, wait).and_then(|()| forget_all_but(&given.keeper));
-            match born {
-                Ok(()) => init::run(alone, &given.keeper, birth.uid, birth.gid),
-                Err(failure) => {
-                    tell(&given.keeper, failure);
-                    1
-                }
-            }
-        })
-        .step("make its namespaces")?;
-    map(pid, "uid_map", birth.uid).step("map its uids")?;
-    map(pid, "gid_map", birth.gid).step("map its gids")?;
-    channel::send(&go, &(), &[]).step("let its init go on")
-}
-
-/// Two ids are all it has: its own root, which owns nothing on the node, and the tenant's, the same number as outside.
-fn map(pid: i32, file: &str, id: u32) -> io::Result<()> {
-    std::fs::write(format!("/proc/{pid}/{file}"), format!("0 {} 1\n{id} {id} 1\n", root_id(id)))
+/// Returns in the init, when the sandbox is made.
+fn make(
+    alone: &Alone,
+    keeper: &OwnedFd,
+    birth: &Birth,
+    given: &Given,
+    ahead: Option<Namespaces>,
+) -> Result<(), Failure> {
+    let namespaces = ahead.map_or_else(|| Namespaces::make(alone), Ok)?;
+    let sources = tree::prepare(birth, &namespaces.root)?;
+    namespaces.map(birth.uid, birth.gid)?;
+    namespaces.enter(!birth.host_network).step("enter its namespaces")?;
+    alone.go_on_as(INIT, given.cgroup.as_ref().map(AsFd::as_fd)).step("make its init")?;
+    settle(birth, given)?;
+    tree::attach(&namespaces.root, &sources, birth)?;
+    answer(keeper)?;
+    // The keeper need not wait for what follows; it is done before anything else that it asks for. Nothing of the node's stays open
+    // in an init.
+    tree::forget_node().step("let go of the node's /proc")?;
+    kernel::close_all_but(&mut [keeper.as_raw_fd()]).step("close what it does not need")?;
+    // Closed just now, and so is what came with the order.
+    std::mem::forget((namespaces, sources));
+    Ok(())
 }
 
 // === In the init ===
 
-fn begin(birth: &Birth, given: &Given, prepared: &tree::Prepared, wait: OwnedFd) -> Result<(), Failure> {
-    channel::receive::<()>(&wait).step("wait for its ids")?;
+fn settle(birth: &Birth, given: &Given) -> Result<(), Failure> {
     for tasks in &given.tasks {
         rustix::io::write(tasks, b"0").step("enter its cell")?;
     }
@@ -92,18 +99,12 @@ fn begin(birth: &Birth, given: &Given, prepared: &tree::Prepared, wait: OwnedFd)
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).step("be bound to the launcher")?;
     rustix::thread::set_name(c"nagaya-init").step("name its init")?;
     rustix::process::setsid().step("leave the keeper's session")?;
-    rustix::system::sethostname(birth.hostname.as_bytes()).step("name it")?;
-    if !birth.host_network {
-        kernel::raise_loopback().step("bring its loopback up")?;
-    }
-    tree::attach(prepared, birth.uid, birth.gid, birth.shm_bytes_max)?;
+    rustix::system::sethostname(birth.hostname.as_bytes()).step("name it")
+}
+
+fn answer(keeper: &OwnedFd) -> Result<(), Failure> {
     let own = rustix::process::pidfd_open(Pid::INIT, PidfdFlags::empty()).step("open its init")?;
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;
     let root = rustix::fs::open("/", flags, rustix::fs::Mode::empty()).step("open its root")?;
-    channel::send(&given.keeper, &Told::Ready, &[own.as_fd(), root.as_fd()]).step("answer the keeper")
-}
-
-/// Nothing of the node's stays open in an init.
-fn forget_all_but(keeper: &OwnedFd) -> Result<(), Failure> {
-    kernel::close_all_but(&mut [keeper.as_raw_fd()]).step("close what it does not need")
+    channel::send(keeper, &Told::Ready, &[own.as_fd(), root.as_fd()]).step("answer the keeper")
 }

@@ -15,23 +15,18 @@ use nix::libc;
 use rustix::mount::MountAttrFlags;
 
 use crate::protocol::Exit;
-use crate::sys::{CLONE_INTO_CGROUP, CloneArgs};
+use crate::sys::{CLONE_INTO_CGROUP, CloneArgs, block_signals, restore_signals};
 
 /// Exit status of a child whose code panicked.
 const EXIT_PANICKED: i32 = 101;
 
-pub const CLONE_PARENT: u64 = libc::CLONE_PARENT as u64;
+/// What a sandbox has of its own before it has a process (`namespaces`).
+pub const NAMESPACES: u64 =
+    (libc::CLONE_NEWUSER | libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS)
+        as u64;
 
-/// All that a sandbox has of its own, but its cgroup namespace: that begins where its init has gone.
-pub const SANDBOX_NAMESPACES: u64 = (libc::CLONE_NEWUSER
-    | libc::CLONE_NEWPID
-    | libc::CLONE_NEWNS
-    | libc::CLONE_NEWNET
-    | libc::CLONE_NEWIPC
-    | libc::CLONE_NEWUTS) as u64;
-
-/// The one of these that an order may leave out.
-pub const NETWORK: u64 = libc::CLONE_NEWNET as u64;
+/// Its init's own: numbers of processes, and who is told of its end. Its cgroup namespace begins where it has gone.
+pub const INIT: u64 = (libc::CLONE_NEWPID | libc::CLONE_PARENT) as u64;
 
 /// Proof that this process has one thread, so that a fork of it is a whole process: no lock is held by a thread that
 /// the child does not have. The processes that hold one never start a thread.
@@ -63,8 +58,7 @@ impl Alone {
         let mut args = CloneArgs {
             flags: how.flags | libc::CLONE_PIDFD as u64,
             pidfd: &raw mut pidfd as u64,
-            // A child that is to be our parent's takes over our own signal.
-            exit_signal: if how.flags & CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
+            exit_signal: libc::SIGCHLD as u64,
             ..CloneArgs::default()
         };
         if how.pid.is_some() {
@@ -88,6 +82,86 @@ impl Alone {
             _ => Ok((i32::try_from(pid).unwrap_or(i32::MAX), unsafe { OwnedFd::from_raw_fd(pidfd) })),
         }
     }
+
+    /// Goes on as another process, which takes all memory over as it is, and ends this one. Nothing is copied: a fork
+    /// would copy what its parent then throws away. Descriptors are the same, and nothing is dropped. After an error
+    /// this is still the same process.
+    ///
+    /// `flags`: `CLONE_*`, with `CLONE_PARENT` among them, or nobody would be told of its end. `cgroup`: as for a fork.
+    pub fn go_on_as(&self, flags: u64, cgroup: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        // A child that is our parent's takes over our own signal for its end.
+        let mut args = CloneArgs { flags: flags | libc::CLONE_VM as u64, ..CloneArgs::default() };
+        if let Some(cgroup) = cgroup {
+            args.flags |= CLONE_INTO_CGROUP;
+            args.cgroup = cgroup.as_raw_fd() as u64;
+        }
+        let signals = block_signals();
+        // SAFETY: `args` lives. This process has one thread (`Alone`), and all signals are blocked, so that no handler runs
+        // on the stack that both have for a moment.
+        let failed = unsafe { replace(&args) };
+        restore_signals(&signals);
+        if failed < 0 {
+            Err(io::Error::from_raw_os_error(i32::try_from(-failed).unwrap_or(libc::EIO)))
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// `clone3` from which only the child returns, with 0; or who called, if it fails, with a negated errno.
+///
+/// # Safety
+/// No other thread, and no handler of a signal, may run in this memory until it returns.
+#[cfg(target_arch = "x86_64")]
+unsafe fn replace(args: &CloneArgs) -> i64 {
+    let result: i64;
+    // SAFETY: the child shares memory and stack with the parent, which after the call only makes one more, out of
+    // registers: it reads and writes no memory, and ends. So no two processes ever use it. The kernel keeps all registers
+    // but rax, rcx and r11, and gives the child a copy of them and the same thread-local storage.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jle 2f",
+            "xor edi, edi",
+            "mov eax, {exit_group}",
+            "syscall",
+            "ud2",
+            "2:",
+            exit_group = const libc::SYS_exit_group,
+            inlateout("rax") libc::SYS_clone3 => result,
+            in("rdi") args,
+            in("rsi") size_of::<CloneArgs>(),
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    result
+}
+
+/// # Safety
+/// See the version for x86-64.
+#[cfg(target_arch = "aarch64")]
+unsafe fn replace(args: &CloneArgs) -> i64 {
+    let result: i64;
+    // SAFETY: as on x86-64; the kernel keeps all registers but x0.
+    unsafe {
+        std::arch::asm!(
+            "svc #0",
+            "cmp x0, #0",
+            "b.le 2f",
+            "mov x0, #0",
+            "mov x8, #{exit_group}",
+            "svc #0",
+            "brk #1",
+            "2:",
+            exit_group = const libc::SYS_exit_group,
+            inlateout("x0") args => result,
+            in("x1") size_of::<CloneArgs>(),
+            in("x8") libc::SYS_clone3,
+        );
+    }
+    result
 }
 
 /// From here on this process runs before all that have no real-time priority, the moment it can. Its memory stays in

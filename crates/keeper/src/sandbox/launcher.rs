@@ -1,19 +1,27 @@
-//! The launcher's process: a copy of the keeper from before it had threads. It makes one more copy for each sandbox.
+//! The launcher's process: a copy of the keeper from before it had threads. It makes one more copy for each sandbox, and
+//! a few ahead when it has nothing else to do.
 //!
 //! It exists because only a process with one thread can be forked into a working whole, and because a fork of it is
 //! cheap: it has touched almost no memory. It ends with the keeper, and every sandbox with it. Not here: what a sandbox
 //! is made of (`birth`), the keeper's end of the connection (`super::Launcher`).
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
 
 use nix::libc;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::process::{DumpableBehavior, Signal};
 
 use super::kernel::{self, Alone, Fork};
 use super::order::Order;
-use super::{birth, channel, warden};
+use super::{AHEAD_MAX, birth, channel, warden};
+
+/// How long nothing may be ordered before something is made ahead: what was ordered just now needs the processors more.
+const QUIET: Duration = Duration::from_millis(20);
 
 /// Serves orders until the keeper has gone.
 pub fn run(alone: &Alone, orders: &OwnedFd, keeper: i32) -> u8 {
@@ -55,24 +63,55 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
 }
 
 fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
+    // Connections of births that are not forked yet.
+    let mut unborn = VecDeque::new();
     loop {
-        let (order, fds) = match channel::receive::<Order>(orders) {
-            Ok(Some(received)) => received,
-            Ok(None) => return Ok(()),
-            // Its descriptors are closed, which tells who gave the order.
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                eprintln!("the launcher of sandboxes got a bad order: {error}");
-                continue;
+        let Some(index) = ripe(orders, &unborn)? else {
+            match channel::receive::<Order>(orders) {
+                Ok(Some((order, fds))) => match (order, fds.into_iter().next()) {
+                    (Order::Sandbox, Some(keeper)) => unborn.push_back(keeper),
+                    (Order::Warden, Some(keeper)) => fork(alone, |_| warden::run(keeper)),
+                    (_, None) => {}
+                },
+                Ok(None) => return Ok(()),
+                // Its descriptors are closed, which tells who gave the order.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    eprintln!("the launcher of sandboxes got a bad order: {error}");
+                }
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
+            continue;
         };
-        // It answers the keeper itself. A fork that fails closes the keeper's connection, which is an answer too.
-        let forked = alone.fork(&Fork::default(), |alone| match order {
-            Order::Sandbox(birth) => birth::run(alone, &birth, fds),
-            Order::Warden => warden::run(fds),
-        });
-        if let Err(error) = forked {
-            eprintln!("the launcher of sandboxes cannot fork: {error}");
+        if let Some(keeper) = unborn.remove(index) {
+            fork(alone, |alone| birth::run(alone, &keeper));
         }
+    }
+}
+
+/// Waits until something is to be done. Which of these is to be forked now: one that has its order, or the first if nothing is
+/// ordered for a moment. None: there is something from the keeper.
+fn ripe(orders: &OwnedFd, unborn: &VecDeque<OwnedFd>) -> io::Result<Option<usize>> {
+    if unborn.len() > AHEAD_MAX {
+        return Ok(Some(0));
+    }
+    let mut watched: Vec<_> =
+        unborn.iter().chain([orders]).map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    let quiet = (!unborn.is_empty()).then(|| kernel::timespec(QUIET));
+    loop {
+        match poll(&mut watched, quiet.as_ref()) {
+            Ok(0) => return Ok(Some(0)),
+            Ok(_) => break,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    let ready = watched.iter().position(|one| !one.revents().is_empty());
+    Ok(ready.filter(|index| *index < unborn.len()))
+}
+
+/// What is forked answers the keeper itself. Where that fails its connection is closed, which is an answer too.
+fn fork(alone: &Alone, child: impl FnOnce(&Alone) -> u8) {
+    if let Err(error) = alone.fork(&Fork::default(), child) {
+        eprintln!("the launcher of sandboxes cannot fork: {error}");
     }
 }

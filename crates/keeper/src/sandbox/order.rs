@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 /// To the launcher.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// Make a sandbox. With it come the init's end of its connection with the keeper, the cgroup v2 directory if there
-    /// is one, and as many `tasks` files of cgroup v1.
-    Sandbox(Box<Birth>),
+    /// Make a sandbox of what comes over the connection that comes with it: one `Birth`, and with that the cgroup v2
+    /// directory if there is one, and as many `tasks` files of cgroup v1. What there is to know of the sandbox' is told
+    /// over the same connection.
+    Sandbox,
     /// Make the warden. With it comes its end of its connection with the keeper.
     Warden,
 }

@@ -1,8 +1,9 @@
 //! The files a sandbox sees: what is opened for it with the node's rights, and how its init puts that together.
 //!
-//! Two processes share the work. One with root's rights on the node opens every source as a mount of its own, attached
-//! nowhere (`prepare`): root of a sandbox could not reach them. The init then has a mount namespace and puts them in
-//! place (`attach`); at the end nothing of the node's own tree is left. Not here: the namespaces (`birth`).
+//! The root file system is made first, the same for every sandbox, and is all there is in its mount namespace
+//! (`skeleton`, `enter`). When the sandbox is ordered a process with root's rights on the node opens every source as a
+//! mount of its own, attached nowhere (`prepare`): root of a sandbox could not reach them. Its init puts them in place
+//! (`attach`). Not here: the namespaces (`namespaces`), who does what when (`birth`).
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -70,6 +71,9 @@ const MASKED: [&str; 16] = [
 /// write what is.
 const LOCKED: [&str; 3] = ["bus", "fs", "irq"];
 
+/// Directories of the root file system that are the sandbox' root's, in the order they are made.
+const OWNED: [&str; 10] = [".", "dev", "proc", "sys", "run", "tmp", "dev/pts", "dev/shm", HIDES, NOTHING];
+
 /// Name, major and minor number (`Documentation/admin-guide/devices.txt`).
 const DEVICES: [(&str, u32, u32); 6] =
     [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
@@ -85,6 +89,8 @@ const LINKS: [(&str, &str); 5] = [
 /// Directories of the skeleton that are mounted over others: those that may get mount points, and an empty one.
 const HIDES: &str = ".hidden";
 const NOTHING: &str = ".nothing";
+/// Where the node's `/proc` is until the sandbox has its own: relative to the root that is its working directory.
+const NODE_PROC: &str = ".hidden/proc";
 
 /// Bytes of the skeleton: directories, links and devices only.
 const SKELETON_BYTES_MAX: &str = "1m";
@@ -96,8 +102,10 @@ const SCRATCH_BYTES_MAX: u64 = 64 << 20;
 /// All sources of one sandbox, each a mount that is attached nowhere.
 #[derive(Debug)]
 pub struct Prepared {
-    root: OwnedFd,
-    base: Vec<Source>,
+    /// Each with its place in the root file system, where something is made for it.
+    base: Vec<(OwnedFd, PathBuf)>,
+    /// File systems of their own in the base.
+    nested: Vec<Source>,
     tmp: Option<OwnedFd>,
     run: Option<OwnedFd>,
     binds: Vec<Source>,
@@ -116,21 +124,20 @@ struct Source {
 
 // === With the node's rights ===
 
-/// Opens everything `birth` names.
-pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
-    let root = skeleton(birth).step("make its root file system")?;
+/// Opens everything `birth` names, and makes the root file system the sandbox'.
+pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
+    for name in OWNED {
+        give(root, name, birth).step("make its root file system its own")?;
+    }
     let base_at = || format!("open its base {}", birth.base.display());
     let base = rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty()).step(base_at())?;
     let is_node = birth.base == Path::new("/");
-    let mut sources = top_level(&base, &root, birth, is_node).step(base_at())?;
+    let sources = top_level(&base, root, birth, is_node).step(base_at())?;
+    let nested = nested(&base).step(base_at())?;
     let mut hide = Vec::new();
     if is_node {
         let hidden = HIDDEN.iter().map(Path::new).chain(birth.hide.iter().map(PathBuf::as_path));
         hide.extend(hidden.filter(|path| path.is_dir()).map(Path::to_path_buf));
-    }
-    for fact in FACTS.iter().map(Path::new).filter(|fact| fact.is_dir()) {
-        let mount = clone_path(CWD, fact, READ_ONLY).step(format!("open {}", fact.display()))?;
-        sources.push(Source { mount, target: fact.into(), is_directory: true });
     }
     let scratch = |path: &Option<PathBuf>| {
         let open = |path: &PathBuf| clone_path(CWD, path, PLAIN).step(format!("open {}", path.display()));
@@ -143,8 +150,8 @@ pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
         .map(|bound| open_bound(bound, identity).step(format!("open {} for it", bound.source.display())));
     let has_var_tmp = find(&base, Path::new("var/tmp"), true).is_ok();
     Ok(Prepared {
-        root,
         base: sources,
+        nested,
         tmp: scratch(&birth.tmp)?,
         run: scratch(&birth.run)?,
         binds: binds.collect::<Result<_, _>>()?,
@@ -153,13 +160,34 @@ pub fn prepare(birth: &Birth) -> Result<Prepared, Failure> {
     })
 }
 
-/// A small file system in memory that belongs to the sandbox' root, with the only devices there are.
-fn skeleton(birth: &Birth) -> io::Result<OwnedFd> {
-    let (uid, gid) = (root_id(birth.uid).to_string(), root_id(birth.gid).to_string());
-    let options = [("mode", "755"), ("size", SKELETON_BYTES_MAX), ("uid", &uid), ("gid", &gid)];
-    let root = new_mount("tmpfs", &options, SKELETON)?;
+/// What every sandbox begins with.
+#[derive(Debug)]
+pub struct Skeleton {
+    pub root: OwnedFd,
+    /// Of the node. Only who has one in full sight may mount another.
+    proc: OwnedFd,
+    facts: Vec<(OwnedFd, &'static Path)>,
+}
+
+/// Makes one: a root file system and what is the same in all of them.
+pub fn skeleton() -> io::Result<Skeleton> {
+    let root = root_of_all()?;
+    rustix::fs::mkdirat(&root, NODE_PROC, Mode::from_raw_mode(0o755))?;
+    let mut facts = Vec::with_capacity(FACTS.len());
+    for fact in FACTS.iter().map(Path::new).filter(|fact| fact.is_dir()) {
+        make(&root, fact, true)?;
+        facts.push((clone_path(CWD, fact, READ_ONLY)?, fact));
+    }
+    Ok(Skeleton { root, proc: clone_path(CWD, Path::new("/proc"), PLAIN | NO_PROGRAMS)?, facts })
+}
+
+/// A small file system in memory with the only devices there are. It is root's of the node until it is somebody's.
+fn root_of_all() -> io::Result<OwnedFd> {
+    let root = new_mount("tmpfs", &[("mode", "755"), ("size", SKELETON_BYTES_MAX)], SKELETON)?;
     let mode = Mode::from_raw_mode(0o755);
-    rustix::fs::mkdirat(&root, "dev", mode)?;
+    for name in OWNED.into_iter().filter(|name| *name != ".") {
+        rustix::fs::mkdirat(&root, name, mode)?;
+    }
     for (name, major, minor) in DEVICES {
         let (path, device) = (format!("dev/{name}"), rustix::fs::makedev(major, minor));
         let file = Mode::from_raw_mode(0o666);
@@ -170,12 +198,18 @@ fn skeleton(birth: &Birth) -> io::Result<OwnedFd> {
     for (name, to) in LINKS {
         rustix::fs::symlinkat(to, &root, name)?;
     }
-    for name in OWN.into_iter().filter(|name| *name != "dev").chain(["dev/pts", "dev/shm", HIDES, NOTHING]) {
-        rustix::fs::mkdirat(&root, name, mode)?;
-        rustix::fs::chownat(&root, name, Some(own(birth.uid)), Some(own_group(birth.gid)), AtFlags::empty())?;
-    }
-    rustix::fs::chownat(&root, "dev", Some(own(birth.uid)), Some(own_group(birth.gid)), AtFlags::empty())?;
     Ok(root)
+}
+
+/// Makes it the sandbox' root's.
+fn give(root: &OwnedFd, path: impl rustix::path::Arg, birth: &Birth) -> io::Result<()> {
+    Ok(rustix::fs::chownat(
+        root,
+        path,
+        Some(own(birth.uid)),
+        Some(own_group(birth.gid)),
+        AtFlags::SYMLINK_NOFOLLOW,
+    )?)
 }
 
 fn own(uid: u32) -> rustix::fs::Uid {
@@ -187,7 +221,12 @@ fn own_group(gid: u32) -> rustix::fs::Gid {
 }
 
 /// The directories of a base, each as a mount, and its links, which go into the skeleton as they are.
-fn top_level(base: &OwnedFd, root: &OwnedFd, birth: &Birth, is_node: bool) -> io::Result<Vec<Source>> {
+fn top_level(
+    base: &OwnedFd,
+    root: &OwnedFd,
+    birth: &Birth,
+    is_node: bool,
+) -> io::Result<Vec<(OwnedFd, PathBuf)>> {
     let mut sources = Vec::new();
     for entry in rustix::fs::Dir::read_from(base_readable(base)?)? {
         let entry = entry?;
@@ -196,8 +235,7 @@ fn top_level(base: &OwnedFd, root: &OwnedFd, birth: &Birth, is_node: bool) -> io
         if name.starts_with('.') || OWN.contains(&name) || left_out {
             continue;
         }
-        let stat = rustix::fs::statat(base, name, AtFlags::SYMLINK_NOFOLLOW)?;
-        match FileType::from_raw_mode(stat.st_mode) {
+        match kind_of(base, &entry)? {
             FileType::Symlink => {
                 let to = rustix::fs::readlinkat(base, name, Vec::new())?;
                 rustix::fs::symlinkat(&to, root, name)?;
@@ -206,22 +244,22 @@ fn top_level(base: &OwnedFd, root: &OwnedFd, birth: &Birth, is_node: bool) -> io
             FileType::Directory if EMPTY.contains(&name) && is_small(base, name)? => {
                 let dir = find(base, Path::new(name), true)?;
                 rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755))?;
-                rustix::fs::chownat(
-                    root,
-                    name,
-                    Some(own(birth.uid)),
-                    Some(own_group(birth.gid)),
-                    AtFlags::empty(),
-                )?;
+                give(root, name, birth)?;
                 spread(&dir, name, root, &mut sources)?;
             }
             FileType::Directory => {
                 let mount = clone_path(base, Path::new(name), READ_ONLY)?;
-                sources.push(Source { mount, target: name.into(), is_directory: true });
+                rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755))?;
+                sources.push((mount, name.into()));
             }
             _ => {}
         }
     }
+    Ok(sources)
+}
+
+fn nested(base: &OwnedFd) -> io::Result<Vec<Source>> {
+    let mut sources = Vec::new();
     for name in NESTED {
         // A base that is not the node's may have any links.
         let Ok(found) = find(base, Path::new(name), true) else { continue };
@@ -234,6 +272,17 @@ fn top_level(base: &OwnedFd, root: &OwnedFd, birth: &Birth, is_node: bool) -> io
     Ok(sources)
 }
 
+/// What it is; not all file systems say so with the name.
+fn kind_of(dir: &OwnedFd, entry: &rustix::fs::DirEntry) -> io::Result<FileType> {
+    match entry.file_type() {
+        FileType::Unknown => {
+            let stat = rustix::fs::statat(dir, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW)?;
+            Ok(FileType::from_raw_mode(stat.st_mode))
+        }
+        kind => Ok(kind),
+    }
+}
+
 /// Whether so few things are in it that each can be a mount of its own.
 fn is_small(base: &OwnedFd, name: &str) -> io::Result<bool> {
     let dir = base_readable(&find(base, Path::new(name), true)?)?;
@@ -242,7 +291,12 @@ fn is_small(base: &OwnedFd, name: &str) -> io::Result<bool> {
 }
 
 /// Each thing in a directory of the base as a mount beneath `name`; links go into the skeleton as they are.
-fn spread(dir: &OwnedFd, name: &str, root: &OwnedFd, sources: &mut Vec<Source>) -> io::Result<()> {
+fn spread(
+    dir: &OwnedFd,
+    name: &str,
+    root: &OwnedFd,
+    sources: &mut Vec<(OwnedFd, PathBuf)>,
+) -> io::Result<()> {
     for entry in rustix::fs::Dir::read_from(base_readable(dir)?)? {
         let entry = entry?;
         let Some(inner) = entry.file_name().to_str().ok().filter(|inner| !matches!(*inner, "." | ".."))
@@ -250,15 +304,18 @@ fn spread(dir: &OwnedFd, name: &str, root: &OwnedFd, sources: &mut Vec<Source>) 
             continue;
         };
         let target = Path::new(name).join(inner);
-        let stat = rustix::fs::statat(dir, inner, AtFlags::SYMLINK_NOFOLLOW)?;
-        match FileType::from_raw_mode(stat.st_mode) {
+        match kind_of(dir, &entry)? {
             FileType::Symlink => {
                 let to = rustix::fs::readlinkat(dir, inner, Vec::new())?;
                 rustix::fs::symlinkat(&to, root, &target)?;
             }
             kind @ (FileType::Directory | FileType::RegularFile) => {
                 let mount = clone_path(dir, Path::new(inner), READ_ONLY)?;
-                sources.push(Source { mount, target, is_directory: kind == FileType::Directory });
+                match kind {
+                    FileType::Directory => rustix::fs::mkdirat(root, &target, Mode::from_raw_mode(0o755))?,
+                    _ => drop(new_file(root, &target)?),
+                }
+                sources.push((mount, target));
             }
             _ => {}
         }
@@ -283,13 +340,29 @@ fn open_bound(bound: &Bound, identity: Identity) -> io::Result<Source> {
 
 // === In the sandbox' own namespaces ===
 
-/// Puts it all together and makes it the root of this process. Needs a mount namespace of its own, in which the node's
-/// tree is still to be seen.
-pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Result<(), Failure> {
-    let proc = new_mount("proc", &[("hidepid", "2")], PLAIN | NO_PROGRAMS).step("mount its /proc")?;
-    let root = &prepared.root;
-    attach_at(root, CWD, "/").step("attach its root")?;
-    for source in &prepared.base {
+/// Makes it the root of this process, and all of the mount namespace this process is in: nothing of the node's own tree
+/// is left but its `/proc`, for as long as it takes to mount another.
+pub fn enter(Skeleton { root, proc, facts }: &Skeleton) -> io::Result<()> {
+    attach_at(root, CWD, "/")?;
+    attach_at(proc, root, NODE_PROC)?;
+    for (mount, fact) in facts {
+        attach_to(mount, &find(root, fact, true)?)?;
+    }
+    pivot(root)
+}
+
+/// Lets go of the node's `/proc`. To be done before any program runs.
+pub fn forget_node() -> io::Result<()> {
+    Ok(unmount(NODE_PROC, UnmountFlags::DETACH)?)
+}
+
+/// Puts it all together. Needs the mount namespace that was entered with this root.
+pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<(), Failure> {
+    let (uid, gid) = (birth.uid, birth.gid);
+    for (mount, target) in &prepared.base {
+        attach_at(mount, root, target).step(format!("attach {}", target.display()))?;
+    }
+    for source in &prepared.nested {
         put(root, source).step(format!("attach {}", source.target.display()))?;
     }
     let mut hides = Vec::with_capacity(prepared.hide.len());
@@ -312,12 +385,13 @@ pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Re
         let at = find(root, Path::new("var/tmp"), true).step("find its /var/tmp")?;
         attach_to(&mount, &at).step("mount its /var/tmp")?;
     }
-    let shm = scratch(uid, gid, "1777", shm_bytes_max, PLAIN | NO_PROGRAMS);
+    let shm = scratch(uid, gid, "1777", birth.shm_bytes_max, PLAIN | NO_PROGRAMS);
     shm.and_then(|shm| attach_at(&shm, root, "dev/shm")).step("mount its /dev/shm")?;
     let options = [("ptmxmode", "666"), ("mode", "620"), ("max", TERMINALS_MAX)];
     let terminals = new_mount("devpts", &options, MountAttrFlags::MOUNT_ATTR_NOSUID | NO_PROGRAMS);
     terminals.and_then(|pts| attach_at(&pts, root, "dev/pts")).step("mount its /dev/pts")?;
-    attach_at(&proc, root, "proc").step("attach its /proc")?;
+    let proc = new_mount("proc", &[("hidepid", "2")], PLAIN | NO_PROGRAMS);
+    proc.and_then(|proc| attach_at(&proc, root, "proc")).step("mount its /proc")?;
     mask(root).step("mask its /proc")?;
     for source in &prepared.binds {
         put(root, source).step(format!("bind {}", source.target.display()))?;
@@ -325,9 +399,7 @@ pub fn attach(prepared: &Prepared, uid: u32, gid: u32, shm_bytes_max: u64) -> Re
     for hidden in &hides {
         set_mount_attributes(hidden, READ_ONLY).step("make what is hidden read-only")?;
     }
-    set_mount_attributes(root, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)
-        .step("make its root read-only")?;
-    pivot(root).step("enter its root")
+    set_mount_attributes(root, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY).step("make its root read-only")
 }
 
 fn hide(root: &OwnedFd, number: usize, path: &Path) -> io::Result<Option<OwnedFd>> {
@@ -358,29 +430,29 @@ fn scratch(
 
 /// Files of `/proc` become `/dev/null`, directories empty ones; a few more become read-only.
 fn mask(root: &OwnedFd) -> io::Result<()> {
+    let over = |path| rustix::fs::openat(root, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let (null, nothing) = (over("dev/null")?, over(NOTHING)?);
     for name in MASKED {
-        let path = Path::new("proc").join(name);
-        let target = match find(root, &path, false) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            target => target?,
-        };
+        let Some(target) = find_in_proc(root, name)? else { continue };
         let is_directory =
             FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) == FileType::Directory;
-        let over = if is_directory { NOTHING } else { "dev/null" };
-        attach_to(
-            &clone_path(root, Path::new(over), SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)?,
-            &target,
-        )?;
+        let over = if is_directory { &nothing } else { &null };
+        attach_to(&clone_mount(over, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)?, &target)?;
     }
     for name in LOCKED {
-        let path = Path::new("proc").join(name);
-        let target = match find(root, &path, true) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            target => target?,
-        };
+        let Some(target) = find_in_proc(root, name)? else { continue };
         attach_to(&clone_mount(&target, READ_ONLY | NO_PROGRAMS)?, &target)?;
     }
     Ok(())
+}
+
+/// None: this kernel has no such thing.
+fn find_in_proc(root: &OwnedFd, name: &str) -> io::Result<Option<OwnedFd>> {
+    match find(root, &Path::new("proc").join(name), false) {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Attaches at the source's target; what is missing of the path is made where the sandbox' root may do that.
@@ -409,10 +481,7 @@ fn make(root: &OwnedFd, path: &Path, is_directory: bool) -> io::Result<()> {
     for (index, name) in names.iter().enumerate() {
         let (is_last, mode) = (index + 1 == names.len(), Mode::from_raw_mode(0o755));
         let made = match is_last && !is_directory {
-            true => {
-                let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-                rustix::fs::openat(&at, name.as_os_str(), flags, mode).map(drop)
-            }
+            true => new_file(&at, name.as_os_str()).map(drop),
             false => rustix::fs::mkdirat(&at, name.as_os_str(), mode),
         };
         match made {
@@ -429,6 +498,11 @@ fn make(root: &OwnedFd, path: &Path, is_directory: bool) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+fn new_file(at: &OwnedFd, name: impl rustix::path::Arg) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+    rustix::fs::openat(at, name, flags, Mode::from_raw_mode(0o644))
 }
 
 /// Leaves the node's tree for good.
@@ -483,7 +557,7 @@ fn clone_mount(file: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd
     Ok(mount)
 }
 
-fn attach_at(mount: &OwnedFd, at: impl AsFd, path: &str) -> io::Result<()> {
+fn attach_at(mount: &OwnedFd, at: impl AsFd, path: impl rustix::path::Arg) -> io::Result<()> {
     Ok(move_mount(mount, "", at, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
 }
 

@@ -45,8 +45,7 @@ struct Warden {
 }
 
 /// Serves until the keeper has gone.
-pub fn run(fds: Vec<OwnedFd>) -> u8 {
-    let Some(keeper) = fds.into_iter().next() else { return 1 };
+pub fn run(keeper: OwnedFd) -> u8 {
     match set_up(keeper).and_then(|mut warden| warden.serve()) {
         Ok(()) => 0,
         Err(error) => {

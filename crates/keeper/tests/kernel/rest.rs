@@ -39,6 +39,7 @@ pub const ROOT: &[Fact] = &[
     ("an application reaches the node's network only if its record says so", reaches_the_network),
     ("nothing of an instance outlives a killed keeper", killed_keeper),
     ("a keeper whose launcher of sandboxes was killed ends, and all instances with it", killed_launcher),
+    ("what waits to become a sandbox is bounded, can be killed, and ends with its killed keeper", births),
     ("an instance is frozen, and ends with its killed keeper, on cgroup v1", frozen_on_v1),
     ("what is frozen is no hindrance to a keeper that ends", frozen_at_the_end),
 ];
@@ -510,16 +511,62 @@ fn killed_launcher() {
         run_of(&keeper, "app").await;
         pids(&world, "app")
     });
-    let keeper = world.keeper_pid();
-    let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
-    let launcher = children.split_ascii_whitespace().next().unwrap().parse().unwrap();
-    rustix::process::kill_process(Pid::from_raw(launcher).unwrap(), rustix::process::Signal::KILL).unwrap();
-    wait_dead(keeper.try_into().unwrap());
+    let launcher = launcher(&world);
+    kill(launcher);
+    wait_dead(world.keeper_pid().try_into().unwrap());
     all.into_iter().for_each(wait_dead);
     world.kill();
     world.restart();
     world.run(async |keeper| run_of(&keeper, "app").await);
     assert!(world.log().contains("NGY0317"), "{}", world.log());
+}
+
+/// Births that may wait for their orders (`AHEAD_MAX`).
+const AHEAD: usize = 4;
+
+fn births() {
+    let world = world("", json!({})).start();
+    let all_wait = async || {
+        until_so(|| waiting(&world).len() == AHEAD).await;
+        waiting(&world)
+    };
+    let last = world.run(async |keeper| {
+        let mut first = run_of(&keeper, "app").await;
+        for _ in 0..3 {
+            let births = all_wait().await;
+            world.act("app", Act::Stop);
+            // All but the one that is next; the start after that finds out, and begins another.
+            births.iter().skip(1).copied().for_each(kill);
+            births.iter().skip(1).copied().for_each(wait_dead);
+            let another = run_of(&keeper, "app").await;
+            assert_ne!(another, first);
+            first = another;
+            world.act("app", Act::Stop);
+            run_of(&keeper, "app").await;
+        }
+        all_wait().await
+    });
+    world.kill();
+    last.into_iter().for_each(wait_dead);
+}
+
+/// Processes that will be sandboxes.
+fn waiting(world: &World) -> Vec<i32> {
+    let name = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    children(launcher(world)).into_iter().filter(|pid| name(pid) == "nagaya-birth\n").collect()
+}
+
+fn launcher(world: &World) -> i32 {
+    *children(world.keeper_pid().try_into().unwrap()).first().expect("the first thing it starts")
+}
+
+fn children(pid: i32) -> Vec<i32> {
+    let pids = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    pids.split_ascii_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+fn kill(pid: i32) {
+    rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL).unwrap();
 }
 
 fn frozen_on_v1() {

@@ -111,6 +111,9 @@ fn others_files() {
     assert_eq!(pids.split(' ').count(), 1, "it sees itself alone: {pids}");
     let mounts = shell(&sandbox, "cat /proc/self/mountinfo");
     assert!(!mounts.contains("cgroup"), "{mounts}");
+    let procs =
+        mounts.lines().filter(|line| line.split(' ').nth(3) == Some("/") && line.contains(" - proc "));
+    assert_eq!(procs.count(), 1, "the node's /proc is gone, and its own is there: {mounts}");
     assert!(!mounts.contains("tmpfs rw,size=16777216k"), "{mounts}");
 }
 
