@@ -301,8 +301,9 @@ fn a_waiting_page_is_called_when_it_is_time() {
 fn two_pages_of_one_ticket_are_called() {
     let held = Held::start();
     let world = node(&held);
-    // So that nobody's slot begins before all have asked: it is the free place that calls.
-    world.cli(&["site", "set", "shop", "--slot-seconds", "600"]);
+    // So that nobody's slot begins before all have asked: it is the free place that calls. Slots begin at multiples of their
+    // length, so the longest there are begin least often.
+    world.cli(&["site", "set", "shop", "--slot-seconds", "3600"]);
     let mut first = occupy(&world, &held);
     let page = ask(&world, "/", 1, "Accept: text/html\r\n").response().expect(503);
     let fields = format!("Nagaya-Ticket: {}\r\n", ticket(&page));
