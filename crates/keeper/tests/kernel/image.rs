@@ -480,21 +480,23 @@ fn still_fenced() {
         'CapEff', 'CapBnd', 'NoNewPrivs', 'Seccomp'))]";
     let code = COUNTER.replace("seen.append(client.recv(100).decode())", status);
     stage.scene = stage.scene.with_file("fenced.py", &code);
-    let life = stage.life();
-    let _task = life.start(&["python3", "fenced.py"]);
-    let before = life.ask("x");
     let none = "0".repeat(16);
-    assert_eq!(before, format!("10 {ALICE} ['{none}', '{none}', '1', '2', '1']"));
-    let image =
-        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
-    drop(life);
-    let life = stage.life();
-    stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
-    assert_eq!(life.ask("x"), before);
-    // What CRIU was is gone; the application is alone, and new processes have numbers near its own.
-    let others = "import os; own = os.getpid()\n\
-        print(own < 100, [name for name in os.listdir('/proc') if name.isdigit() and int(name) != own])";
-    assert_eq!(scene::python(&life.sandbox, others), "True ['10']");
+    let fenced = |filters: u32| format!("10 {ALICE} ['{none}', '{none}', '1', '2', '{filters}']");
+    // One filter more where files show its memory.
+    for (memory, filters) in [(ImageMemory::Copied, 1), (ImageMemory::Auto, 2)] {
+        let life = stage.life();
+        let _task = life.start(&["python3", "fenced.py"]);
+        assert_eq!(life.ask("x"), fenced(1));
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap();
+        drop(life);
+        let life = stage.life();
+        stage.images.restore(&image, &life.sandbox, &life.handed()).unwrap();
+        assert_eq!(life.ask("x"), fenced(filters));
+        // What CRIU was is gone; the application is alone, and new processes have numbers near its own.
+        let others = "import os; own = os.getpid()\n\
+            print(own < 100, [name for name in os.listdir('/proc') if name.isdigit() and int(name) != own])";
+        assert_eq!(scene::python(&life.sandbox, others), "True ['10']");
+    }
 }
 
 fn no_obedience() {
