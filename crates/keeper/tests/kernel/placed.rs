@@ -414,6 +414,7 @@ fn moves_away() {
         place(&world, "app", "b", 4);
         all.into_iter().for_each(wait_dead);
         // Fenced.
+        authority_for_a_start(&world);
         use_once(&keeper, "other").await;
         until_fenced(&world, true).await;
         let all = pids(&world, "other");
