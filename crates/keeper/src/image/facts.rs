@@ -53,7 +53,6 @@ pub fn learn(criu: &Criu, launcher: &Launcher) -> Result<OwnedFd, ImageError> {
     let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|e| made()(e.into()))?;
     let given = Given { fds: vec![(1, &write), (2, &write)], ..Given::default() };
     let task = criu.start(&sandbox, &["check".into()], &given, &scratch)?;
-    drop(given);
     drop(write);
     let exit = task.wait(CHECK_TIMEOUT).map_err(at("wait for", "'criu check'"))?;
     sandbox.end().map_err(at("end", "the sandbox of 'criu check'"))?;

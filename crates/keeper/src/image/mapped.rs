@@ -1,11 +1,11 @@
 //! Private memory that a wake maps from a file of the image, and does not fill.
 //!
 //! To fill memory is most of what CRIU does in a wake: each page is a fault and a copy, and a first request needs a part of
-//! them. So long runs of pages move to files of their own, and the lists of mappings say that this memory is a private
-//! mapping of them: the kernel shows their pages as they are touched, and copies those that are written to. It is as good as
+//! them. So a process' file of pages becomes one that is mapped, what is still filled is copied to a new one, and the lists of
+//! mappings say that long runs of pages are private mappings of the first: the kernel shows their pages as they are touched, and copies those that are written to. It is as good as
 //! memory of its own but for what gives pages back to the kernel (`madvise`) or makes a mapping longer (`mremap`): there
-//! anonymous memory has zeros, and a file its contents. Those calls fail in the ranges this makes (`sandbox/shown`), with
-//! errors they are documented to have.
+//! anonymous memory has zeros, and a file its contents. In the ranges this makes those calls fail, with errors they are
+//! documented to have, or do nothing (`sandbox/shown`).
 //!
 //! CRIU writes its files with the rights of a sandbox, so they are as hostile as what runs there. A process whose lists are
 //! not understood to their last byte is left as it is. Not here: the form of those lists (`mappings`, `pagemap`), which
