@@ -14,6 +14,7 @@ mod checkpoint;
 mod criu;
 mod digest;
 mod facts;
+mod file_list;
 mod files;
 mod header;
 mod holes;
@@ -24,6 +25,7 @@ mod mappings;
 mod memory;
 mod outgoing;
 mod pagemap;
+mod shared;
 mod store;
 
 use std::io;
@@ -258,14 +260,15 @@ impl Images {
         let work = self.store.work(sandbox)?;
         checkpoint::take(&self.engine, sandbox, handed, &image, &work)?;
         let group = crate::sandbox::root_id(subject.gid);
-        let (files, mapped) = files::take_over(&image.path, group, room, memory)?;
+        let (files, apart) = files::take_over(&image.path, group, room, memory)?;
         let header = Header {
             subject: subject.clone(),
             environment: self.environment.clone(),
             taken_at: store::now(),
             handed: handed.known().map_err(at("look at", "what was handed over"))?,
             files,
-            mapped,
+            mapped: apart.mapped,
+            shared: apart.shared,
         };
         self.store.publish(&subject.id(), &header, image)?;
         Ok(Image { id: subject.id(), header })
@@ -288,7 +291,7 @@ impl Images {
         let _in_use = self.store.hold(&image.id);
         let work = self.store.work(sandbox)?;
         let dir = self.store.path(&image.id);
-        let what = (handed, Needs { known: &image.header.handed, mapped: &image.header.mapped });
+        let what = (handed, Needs { known: &image.header.handed, mapped: &image.header.mapped, shared: &image.header.shared });
         let restored = checkpoint::restore(&self.engine, sandbox, what, &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),

@@ -58,7 +58,7 @@ pub(crate) use channel::{receive, send};
 pub(crate) use kernel::timespec;
 pub use network::Address;
 pub use order::Step;
-pub(crate) use order::{Freezing, Ward, Warded};
+pub(crate) use order::{Fill, Freezing, Ward, Warded};
 pub(crate) use tree::{detached, lock, memory};
 
 /// No sandbox can be made at all.
@@ -200,6 +200,8 @@ pub(crate) struct Tool<'a> {
     pub reads_filters: bool,
     /// It brings processes back that have memory in these ranges, which a file shows.
     pub shown: Vec<(u64, u64)>,
+    /// What is written to memory before it starts, with numbers of `fds`.
+    pub fills: Vec<Fill>,
 }
 
 /// The descriptor a tool's program gets.
@@ -483,6 +485,7 @@ impl Sandbox {
                 program: TOOL_FD,
                 reads_filters: tool.reads_filters,
                 shown: tool.shown.clone(),
+                fills: tool.fills.clone(),
             },
         };
         self.ask(&Ask::Run(run), &fds)

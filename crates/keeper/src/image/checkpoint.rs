@@ -13,10 +13,12 @@ use std::time::Duration;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
-use super::criu::{self, Criu, Given, HANDED_FD, IMAGE_FD, MAPPED_FD, WORK_FD};
+use super::criu::{self, CONTENTS_FD, Criu, Given, HANDED_FD, IMAGE_FD, MAPPED_FD, SHARED_FD, WORK_FD};
+use super::file_list::handed_path;
 use super::mapped::Mapped;
+use super::shared::Shared;
 use super::{ImageError, at, files, log};
-use crate::sandbox::{self, ROOT_PID, Sandbox, Task, root_id};
+use crate::sandbox::{self, Fill, ROOT_PID, Sandbox, Task, root_id};
 
 /// How long taking an image may take, and with it how long its application stands still. The largest measured took a
 /// tenth of a second.
@@ -159,6 +161,7 @@ pub struct Needs<'a> {
     /// What was handed to the processes that were taken.
     pub known: &'a [Known],
     pub mapped: &'a Mapped,
+    pub shared: &'a [Shared],
 }
 
 /// Brings the processes of an image back in a fresh sandbox.
@@ -185,11 +188,21 @@ pub fn restore(
     let mapped = needs.mapped.files.iter().map(open).collect::<io::Result<Vec<_>>>();
     let mapped = mapped.map_err(at("open", image))?;
     for ((number, name), fd) in (MAPPED_FD..).zip(&needs.mapped.files).zip(&mapped) {
-        command.extend(["--inherit-fd".into(), format!("fd[{number}]:{}", Mapped::path(name))]);
+        command.extend(["--inherit-fd".into(), format!("fd[{number}]:{}", handed_path(name))]);
         fds.push((number, fd));
     }
+    let made = |one: &Shared| Ok((one.memory()?, open(&one.file)?));
+    let shared = needs.shared.iter().map(made).collect::<io::Result<Vec<_>>>();
+    let shared = shared.map_err(at("make shared memory from", image))?;
+    let mut fills = Vec::new();
+    let numbers = (SHARED_FD..).zip(CONTENTS_FD..);
+    for (((memory, contents), one), (to, from)) in numbers.zip(needs.shared).zip(&shared) {
+        command.extend(["--inherit-fd".into(), format!("fd[{memory}]:{}", handed_path(&one.file))]);
+        fds.extend([(memory, to), (contents, from)]);
+        fills.push(Fill { memory, contents, parts: one.parts.clone() });
+    }
     let from = sandbox::detached(image, false).map_err(at("open", image))?;
-    let given = Given { fds, shown: needs.mapped.ranges.clone(), reads_filters: false };
+    let given = Given { fds, shown: needs.mapped.ranges.clone(), fills, reads_filters: false };
     match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT)? {
         Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
         _ => Err(ImageError::NotRestored {

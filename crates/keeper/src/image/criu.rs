@@ -19,7 +19,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::Digest;
-use crate::sandbox::{self, Sandbox, SandboxError, Task, Tool};
+use crate::sandbox::{self, Fill, Sandbox, SandboxError, Task, Tool};
 
 /// The oldest version that works: 3.17, which Debian 12 has, does not know kernels of today.
 const OLDEST: Version = Version(4, 1);
@@ -54,6 +54,10 @@ pub const WORK_FD: i32 = 10;
 pub const HANDED_FD: i32 = 11;
 /// Files of the image that they map come from here on, `mapped::FILES_MAX` of them.
 pub const MAPPED_FD: i32 = 16;
+/// Files of memory that they share come from here on, `shared::MEMORIES_MAX` of them.
+pub const SHARED_FD: i32 = 48;
+/// Files of the image that these are written from come from here on.
+pub const CONTENTS_FD: i32 = 56;
 
 /// Its number in the sandbox, beyond those an image brings back, and below the kernel's default of the largest.
 const PID: u32 = 30_000;
@@ -71,6 +75,8 @@ pub struct Given<'a> {
     pub reads_filters: bool,
     /// Where files show memory of what it brings back (`mapped`).
     pub shown: Vec<(u64, u64)>,
+    /// Memory that is written before it starts (`shared`).
+    pub fills: Vec<Fill>,
 }
 
 /// A CRIU that can be run.
@@ -290,6 +296,7 @@ impl Criu {
             pid: PID,
             reads_filters: given.reads_filters,
             shown: given.shown.clone(),
+            fills: given.fills.clone(),
         })
     }
 }

@@ -7,15 +7,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::Path;
 
 use nagaya_cmdb::record::ImageMemory;
 use rustix::fs::{CWD, Mode, OFlags};
 
+use super::file_list::FileList;
 use super::header::{Content, FILES_MAX, NAME};
 use super::mapped::{self, Mapped};
+use super::shared::{self, Shared};
 use super::store::Room;
 use super::{Digest, ImageError, at, holes, memory};
 
@@ -38,18 +40,36 @@ pub fn open(dir: &Path, name: &str, how: OFlags) -> io::Result<File> {
     Ok(File::from(rustix::fs::openat(CWD, dir.join(name), flags, Mode::empty())?))
 }
 
+/// All of a file. None: it is longer than that.
+pub fn read(dir: &Path, name: &str, len_max: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut bytes = Vec::new();
+    open(dir, name, OFlags::RDONLY)?.take(len_max + 1).read_to_end(&mut bytes)?;
+    Ok((bytes.len() as u64 <= len_max).then_some(bytes))
+}
+
+/// Writes a file anew.
+pub fn rewrite(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    open(dir, name, OFlags::WRONLY | OFlags::TRUNC)?.write_all(bytes)
+}
+
+/// What of an image's memory is not filled by CRIU.
+pub struct SetApart {
+    pub mapped: Mapped,
+    pub shared: Vec<Shared>,
+}
+
 /// Takes over what CRIU has written to a directory that was its own: nobody can write it any more, and `group` can read
-/// it. What can be left out of it is, and what can be mapped is set apart. One that would bring memory back wrongly is refused.
+/// it. What can be left out of it is, and what need not be filled is set apart. One that would bring memory back wrongly is refused.
 pub fn take_over(
     dir: &Path,
     group: u32,
     room: Room,
     memory: ImageMemory,
-) -> Result<(BTreeMap<String, Content>, Mapped), ImageError> {
+) -> Result<(BTreeMap<String, Content>, SetApart), ImageError> {
     let mut names = close(dir, group)?;
     memory::check(dir, names.iter())?;
     holes::leave_out(dir, names.iter())?;
-    let mapped = mapped::set_apart(dir, &mut names, group, memory)?;
+    let apart = set_apart(dir, &mut names, group, memory).map_err(at("set memory apart in", dir))?;
     let (mut files, mut total) = (BTreeMap::new(), 0);
     for name in names {
         let path = dir.join(&name);
@@ -60,7 +80,25 @@ pub fn take_over(
         let digest = Digest::of_file(&file).map_err(at("read", &path))?;
         files.insert(name, Content { bytes, digest });
     }
-    Ok((files, mapped))
+    Ok((files, apart))
+}
+
+/// Writes an image's files anew so that CRIU has less to fill.
+pub fn set_apart(
+    dir: &Path,
+    names: &mut BTreeSet<String>,
+    group: u32,
+    memory: ImageMemory,
+) -> io::Result<SetApart> {
+    let (mut mapped, mut shared) = (Mapped::default(), Vec::new());
+    if let Some(mut list) = FileList::read(dir, names)? {
+        if memory != ImageMemory::Copied {
+            mapped = mapped::set_apart(dir, names, &mut list, group, memory)?;
+        }
+        shared = shared::set_apart(dir, names, &mut list)?;
+        list.write(dir)?;
+    }
+    Ok(SetApart { mapped, shared })
 }
 
 /// The names of all files in the directory, which are root's from here on.

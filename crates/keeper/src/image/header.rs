@@ -1,6 +1,6 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
-//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 3
+//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 4
 //! has the fields of `Header`. A header of another version is no image any more; there is no migration, because an image
 //! can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
@@ -14,9 +14,10 @@ use serde::{Deserialize, Serialize};
 use super::Digest;
 use super::checkpoint::Known;
 use super::mapped::Mapped;
+use super::shared::Shared;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";
@@ -122,6 +123,8 @@ pub struct Header {
     pub files: BTreeMap<String, Content>,
     /// Memory that its processes map from some of these files.
     pub mapped: Mapped,
+    /// Memory that its processes share, and that a wake writes from some of these files.
+    pub shared: Vec<Shared>,
 }
 
 impl Header {
@@ -153,10 +156,9 @@ impl Header {
         if header.files.len() > FILES_MAX || !header.files.keys().all(is_plain) {
             return Err("names files no image has".into());
         }
-        match header.mapped.is_sound(|name| header.files.contains_key(name)) {
-            true => Ok(header),
-            false => Err("maps memory no image has".into()),
-        }
+        let is_sound = header.mapped.is_sound(|name| header.files.contains_key(name))
+            && Shared::are_sound(&header.shared, |name| header.files.get(name).map(|file| file.bytes));
+        if is_sound { Ok(header) } else { Err("maps memory no image has".into()) }
     }
 }
 
@@ -209,7 +211,7 @@ pub mod tests {
         let files = BTreeMap::from([("pages-1.img".into(), Content { bytes: 5, digest })]);
         let handed = vec![Known { name: "socket:[1]".into(), nonblocking: true }];
         let mapped = Mapped { files: vec!["pages-1.img".into()], ranges: vec![(4096, 8192)] };
-        Header { subject, environment, taken_at: 1, handed, files, mapped }
+        Header { subject, environment, taken_at: 1, handed, files, mapped, shared: Vec::new() }
     }
 
     #[test]

@@ -7,25 +7,29 @@
 //! anonymous memory has zeros, and a file its contents. In the ranges this makes those calls fail, with errors they are
 //! documented to have, or do nothing (`sandbox/shown`).
 //!
+//! Memory that is the same in a parent and its child CRIU fills once, moves three times and compares page by page. Of programs that differ it
+//! does not, and what is mapped is no work to have twice: so each process whose memory is set apart gets a number of its own for the
+//! program it runs.
+//!
 //! CRIU writes its files with the rights of a sandbox, so they are as hostile as what runs there. A process whose lists are
 //! not understood to their last byte is left as it is. Not here: the form of those lists (`mappings`, `pagemap`), which
 //! descriptors CRIU is given (`checkpoint`).
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{OpenOptionsExt, fchown};
 use std::path::Path;
 
 use nagaya_cmdb::record::ImageMemory;
 use nix::libc;
-use prost::Message;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use super::mappings::{self, FILE_PRIVATE, HEAP, Mapping, Mappings, PRIVATE, REGULAR};
-use super::pagemap::{self, Pagemap, Stretch, append, message};
-use super::{ImageError, at, files};
+use super::pagemap::{self, Pagemap, Stretch};
+use super::file_list::FileList;
+use super::files;
 
 /// Processes of one image whose memory is mapped, those with most of it: each file is a descriptor that CRIU is handed.
 pub const FILES_MAX: usize = 32;
@@ -42,14 +46,6 @@ const RUNS_MAX: usize = 2048;
 /// Programs whose memory is mapped if nothing else is said: what they do with `madvise` and `mremap` is known, and they are
 /// tested with it. Numbers of a version may follow.
 const PROGRAMS: [&str; 5] = ["apache2", "httpd", "php-fpm", "python", "ruby"];
-
-/// All files that processes have open or mapped, and what an image of it begins with.
-const FILES: &str = "files.img";
-const FILES_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x38, 0x31, 0x30, 0x56];
-const FILES_LEN_MAX: u64 = 8 << 20;
-
-/// An ordinary file (`fd_types`).
-const ORDINARY: i32 = 1;
 
 /// `MADV_*` that hold for mappings of files as for others: how it is read, and that it is in no child, huge, or in no dump.
 const ADVICE: u64 = 0b111 | 1 << 10 | 1 << 14 | 1 << 15 | 1 << 16;
@@ -74,52 +70,6 @@ impl Mapped {
             && self.ranges.iter().all(|(start, end)| start < end)
             && self.files.iter().all(|name| is_file(name))
     }
-
-    /// As CRIU knows one of its files: the path of none there is.
-    pub fn path(file: &str) -> String {
-        format!(".nagaya/{file}")
-    }
-}
-
-/// An open or mapped file (`file_entry`). What else it has is passed over.
-#[derive(Clone, PartialEq, Message)]
-struct Opened {
-    #[prost(int32, required, tag = "1")]
-    kind: i32,
-    #[prost(uint32, required, tag = "2")]
-    id: u32,
-    #[prost(message, optional, tag = "3")]
-    ordinary: Option<Ordinary>,
-}
-
-/// `reg_file_entry`, with what it must have.
-#[derive(Clone, PartialEq, Message)]
-struct Ordinary {
-    #[prost(uint32, required, tag = "1")]
-    id: u32,
-    #[prost(uint32, required, tag = "2")]
-    flags: u32,
-    #[prost(uint64, required, tag = "3")]
-    position: u64,
-    #[prost(message, required, tag = "5")]
-    owner: Owner,
-    #[prost(string, required, tag = "6")]
-    path: String,
-}
-
-/// Whom it sends signals to (`fown_entry`): nobody.
-#[derive(Clone, PartialEq, Message)]
-struct Owner {
-    #[prost(uint32, required, tag = "1")]
-    uid: u32,
-    #[prost(uint32, required, tag = "2")]
-    euid: u32,
-    #[prost(uint32, required, tag = "3")]
-    signal: u32,
-    #[prost(uint32, required, tag = "4")]
-    kind: u32,
-    #[prost(uint32, required, tag = "5")]
-    pid: u32,
 }
 
 /// Pages in a row, in memory and in a file of pages.
@@ -129,6 +79,8 @@ struct Run {
     end: u64,
     /// Where in the file, bytes.
     offset: u64,
+    /// It was no file's before: what is given back is zeros.
+    is_anonymous: bool,
 }
 
 impl Run {
@@ -150,18 +102,14 @@ struct Process {
 pub fn set_apart(
     dir: &Path,
     names: &mut BTreeSet<String>,
+    list: &mut FileList,
     group: u32,
     memory: ImageMemory,
-) -> Result<Mapped, ImageError> {
-    if memory == ImageMemory::Copied || !names.contains(FILES) {
-        return Ok(Mapped::default());
-    }
-    let failed = |error| at("set memory apart in", dir)(error);
-    let Some(opened) = opened(dir).map_err(failed)? else { return Ok(Mapped::default()) };
+) -> io::Result<Mapped> {
     let mut processes = Vec::new();
     for pid in names.iter().filter_map(|name| name.strip_prefix("mm-")?.strip_suffix(".img")) {
-        match process(dir, pid).map_err(failed)? {
-            Ok(process) if memory == ImageMemory::Mapped || is_known(&opened, process.mappings.program) => {
+        match process(dir, pid)? {
+            Ok(process) if memory == ImageMemory::Mapped || is_known(list, process.mappings.program) => {
                 processes.push(process);
             }
             Ok(_) => {}
@@ -171,57 +119,28 @@ pub fn set_apart(
     processes.retain(|process| !process.runs.is_empty());
     processes.sort_by_key(|process| std::cmp::Reverse(process.runs.iter().map(Run::len).sum::<u64>()));
     processes.truncate(FILES_MAX);
-    let free = opened.keys().max().map_or(1, |largest| largest.saturating_add(1));
-    if free.checked_add(FILES_MAX as u32).is_none() {
-        return Ok(Mapped::default());
-    }
-    let mut mapped = Mapped::default();
-    let mut added = Vec::new();
-    for (id, process) in (free..).zip(&processes) {
-        let file = process.set_apart(dir, id, group).map_err(failed)?;
-        let owner = Owner::default();
-        let path = format!("/{}", Mapped::path(&file));
-        let ordinary = Some(Ordinary { id, flags: 0, position: 0, owner, path });
-        append(&mut added, &Opened { kind: ORDINARY, id, ordinary });
+    let (mut mapped, mut runs) = (Mapped::default(), Vec::new());
+    for process in processes {
+        let file = process.file();
+        let Some(id) = list.add(&file, OFlags::RDONLY) else { break };
+        // What is the same in its parent is no reason to move memory about (see above).
+        let program = list.add_again(process.mappings.program).unwrap_or(process.mappings.program);
+        process.set_apart(dir, (id, program), group)?;
         names.insert(file.clone());
         mapped.files.push(file);
+        runs.extend(process.runs);
     }
-    let mut list = files::open(dir, FILES, OFlags::WRONLY | OFlags::APPEND).map_err(failed)?;
-    list.write_all(&added).map_err(failed)?;
-    let runs = processes.iter().flat_map(|process| &process.runs);
-    mapped.ranges = ranges(runs.map(|run| (run.start, run.end)).collect(), RANGES_MAX);
+    let anonymous = runs.iter().filter(|run| run.is_anonymous);
+    mapped.ranges = ranges(anonymous.map(|run| (run.start, run.end)).collect(), RANGES_MAX);
     Ok(mapped)
 }
 
-/// The paths of all files, by their numbers; empty for one that is no ordinary file. None: the list is not understood.
-fn opened(dir: &Path) -> io::Result<Option<HashMap<u32, String>>> {
-    let bytes = read(&files::open(dir, FILES, OFlags::RDONLY)?, FILES_LEN_MAX)?;
-    Ok(bytes.and_then(|bytes| paths(&bytes)))
-}
-
-fn paths(bytes: &[u8]) -> Option<HashMap<u32, String>> {
-    let mut rest = bytes.strip_prefix(&FILES_MAGIC)?;
-    let mut paths = HashMap::new();
-    while !rest.is_empty() {
-        let Opened { id, ordinary, .. } = Opened::decode(message(&mut rest).ok()?).ok()?;
-        paths.insert(id, ordinary.map(|file| file.path).unwrap_or_default());
-    }
-    Some(paths)
-}
-
-fn is_known(opened: &HashMap<u32, String>, program: u32) -> bool {
-    let name = opened.get(&program).and_then(|path| path.rsplit('/').next()).unwrap_or_default();
+fn is_known(list: &FileList, program: u32) -> bool {
+    let name = list.path(program).and_then(|path| path.rsplit('/').next()).unwrap_or_default();
     PROGRAMS.iter().any(|known| {
         let version = name.strip_prefix(known);
         version.is_some_and(|version| version.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.'))
     })
-}
-
-/// All of a file. None: it is longer than that.
-fn read(file: &File, len_max: u64) -> io::Result<Option<Vec<u8>>> {
-    let mut bytes = Vec::new();
-    file.take(len_max + 1).read_to_end(&mut bytes)?;
-    Ok((bytes.len() as u64 <= len_max).then_some(bytes))
 }
 
 /// The inner error is in words: why its memory stays as it is.
@@ -230,15 +149,12 @@ fn process(dir: &Path, pid: &str) -> io::Result<Result<Process, &'static str>> {
         [(format!("pagemap-{pid}.img"), pagemap::LEN_MAX), (format!("mm-{pid}.img"), mappings::LEN_MAX)];
     let mut contents = Vec::new();
     for (name, len_max) in &lists {
-        let file = match files::open(dir, name, OFlags::RDONLY) {
+        match files::read(dir, name, *len_max) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Ok(Err("it has no list of pages"));
             }
-            file => file?,
-        };
-        match read(&file, *len_max)? {
-            Some(bytes) => contents.push(bytes),
-            None => return Ok(Err("a list is too long")),
+            Ok(None) => return Ok(Err("a list is too long")),
+            read => contents.extend(read?),
         }
     }
     let (pages, mappings) = match (Pagemap::decode(&contents[0]), Mappings::decode(&contents[1])) {
@@ -273,19 +189,23 @@ fn runs(stretches: &[Stretch], mappings: &[Mapping], page_len: u64) -> Vec<Run> 
         let (start, len) = (stretch.address, stretch.pages() * page_len);
         match whole.last_mut() {
             Some(last) if last.end == start => last.end += len,
-            _ => whole.push(Run { start, end: start + len, offset }),
+            _ => whole.push(Run { start, end: start + len, offset, is_anonymous: true }),
         }
         offset += len;
     }
     let mut runs = Vec::new();
-    let mut mappings = mappings.iter().filter(|mapping| can_be_mapped(mapping)).peekable();
+    let mut mappings = mappings.iter().peekable();
     for run in whole {
         while mappings.next_if(|mapping| mapping.end <= run.start).is_some() {}
         let mut later = mappings.clone();
         while let Some(mapping) = later.next_if(|mapping| mapping.start < run.end) {
-            let start = mapping.start.max(run.start);
-            let part = Run { start, end: mapping.end.min(run.end), offset: run.offset + (start - run.start) };
-            if part.len() >= RUN_PAGES_MIN * page_len {
+            let (start, end) = (mapping.start.max(run.start), mapping.end.min(run.end));
+            let (offset, is_anonymous) = (run.offset + (start - run.start), is_plain(mapping));
+            let part = Run { start, end, offset, is_anonymous };
+            let is_whole = (start, end) == (mapping.start, mapping.end);
+            if is_anonymous && part.len() >= RUN_PAGES_MIN * page_len
+                || is_relocated(mapping) && is_whole
+            {
                 runs.push(part);
             }
         }
@@ -297,7 +217,7 @@ fn runs(stretches: &[Stretch], mappings: &[Mapping], page_len: u64) -> Vec<Run> 
 }
 
 /// Private memory of no file, that is not run, does not grow by itself, and has no property that only such memory can have.
-fn can_be_mapped(mapping: &Mapping) -> bool {
+fn is_plain(mapping: &Mapping) -> bool {
     const ANONYMOUS: u32 = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS).cast_unsigned();
     mapping.status & !HEAP == REGULAR | PRIVATE
         && mapping.memory == 0
@@ -306,25 +226,35 @@ fn can_be_mapped(mapping: &Mapping) -> bool {
         && mapping.advice.unwrap_or_default() & !ADVICE == 0
 }
 
+/// Private memory of a file that can only be read: if all of its pages were written to all the same, a dynamic loader has put
+/// addresses into a library and closed it (`PT_GNU_RELRO`, elf(5)). It belonged to a file before, nobody gives it back, and it does not grow.
+fn is_relocated(mapping: &Mapping) -> bool {
+    mapping.status == REGULAR | FILE_PRIVATE
+        && mapping.flags == libc::MAP_PRIVATE.cast_unsigned()
+        && mapping.protection == libc::PROT_READ.cast_unsigned()
+        && mapping.advice.unwrap_or_default() & !ADVICE == 0
+}
+
 impl Process {
-    /// Writes its lists anew, for a file of this number that is mapped. Returns that file's name.
-    fn set_apart(&self, dir: &Path, id: u32, group: u32) -> io::Result<String> {
+    /// The file that is mapped.
+    fn file(&self) -> String {
+        format!("mapped-{}.img", self.pages.pages_id)
+    }
+
+    /// Writes its lists anew, for a file that is mapped and a program with these numbers.
+    fn set_apart(&self, dir: &Path, (id, program): (u32, u32), group: u32) -> io::Result<()> {
         let Self { pid, pages, mappings, runs } = self;
-        let (all, name) = (pages_name(pages.pages_id), format!("mapped-{}.img", pages.pages_id));
-        fs::rename(dir.join(&all), dir.join(&name))?;
-        let from = files::open(dir, &name, OFlags::RDONLY)?;
+        let all = pages_name(pages.pages_id);
+        fs::rename(dir.join(&all), dir.join(self.file()))?;
+        let from = files::open(dir, &self.file(), OFlags::RDONLY)?;
         let filled = File::options().write(true).create_new(true).mode(0o640).open(dir.join(&all))?;
         fchown(&filled, Some(0), Some(group))?;
         let stretches = copy_filled(&pages.stretches, runs, &from, &filled)?;
-        write(dir, &format!("pagemap-{pid}.img"), &Pagemap { pages_id: pages.pages_id, stretches }.encode())?;
-        let mappings = mappings.with(split(&mappings.all, runs, id));
-        write(dir, &format!("mm-{pid}.img"), &mappings.encode())?;
-        Ok(name)
+        let pages = Pagemap { pages_id: pages.pages_id, stretches };
+        files::rewrite(dir, &format!("pagemap-{pid}.img"), &pages.encode())?;
+        let mappings = mappings.with(split(&mappings.all, runs, id), program);
+        files::rewrite(dir, &format!("mm-{pid}.img"), &mappings.encode())
     }
-}
-
-fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    files::open(dir, name, OFlags::WRONLY | OFlags::TRUNC)?.write_all(bytes)
 }
 
 /// Copies pages outside of runs, and tells which they are.
@@ -422,6 +352,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
+    use super::super::file_list::tests::opened_list;
     use super::super::mappings::tests::list;
     use super::super::pagemap::tests::stretch;
     use super::*;
@@ -429,19 +360,17 @@ mod tests {
     const PAGE: u64 = 4096;
     const GROUP: u32 = 0;
     const PYTHON: u32 = 3;
+    const LIBRARY: u64 = 4;
+
+    /// A library's that is closed for writing.
+    fn relocated(start: u64, end: u64) -> Mapping {
+        let (flags, status) = (libc::MAP_PRIVATE.cast_unsigned(), REGULAR | FILE_PRIVATE);
+        Mapping { start, end, memory: LIBRARY, protection: 1, flags, status, fd: -1, ..Mapping::default() }
+    }
 
     fn anonymous(start: u64, end: u64) -> Mapping {
         let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS).cast_unsigned();
         Mapping { start, end, protection: 3, flags, status: REGULAR | PRIVATE, fd: -1, ..Mapping::default() }
-    }
-
-    fn opened_list(paths: &[(u32, &str)]) -> Vec<u8> {
-        let mut bytes = FILES_MAGIC.to_vec();
-        for (id, path) in paths {
-            let ordinary = Ordinary { id: *id, path: (*path).into(), ..Ordinary::default() };
-            append(&mut bytes, &Opened { kind: ORDINARY, id: *id, ordinary: Some(ordinary) });
-        }
-        bytes
     }
 
     /// An image of one process, 10, whose pages are full of the bytes given.
@@ -460,7 +389,9 @@ mod tests {
             let pages = Pagemap { pages_id: 5, stretches: stretches.iter().map(entry).collect() };
             image.write("pagemap-10.img", &pages.encode());
             image.write("mm-10.img", &list(mappings, PYTHON).encode());
-            image.write("files.img", &opened_list(&[(1, "/dev/null"), (PYTHON, "/usr/bin/python3.11")]));
+            let library = u32::try_from(LIBRARY).unwrap();
+            let opened = [(1, "/dev/null"), (PYTHON, "/usr/bin/python3.11"), (library, "/usr/lib/libc.so.6")];
+            image.write("files.img", &opened_list(&opened));
             let bytes = stretches.iter().flat_map(|(_, pages)| pages).flat_map(|byte| [*byte; PAGE as usize]);
             image.write("pages-5.img", &bytes.collect::<Vec<u8>>());
             image
@@ -476,7 +407,7 @@ mod tests {
         }
 
         fn set_apart(&mut self, memory: ImageMemory) -> Mapped {
-            set_apart(self.dir.path(), &mut self.names, GROUP, memory).unwrap()
+            files::set_apart(self.dir.path(), &mut self.names, GROUP, memory).unwrap().mapped
         }
 
         fn mappings(&self) -> Vec<Mapping> {
@@ -492,8 +423,8 @@ mod tests {
                 assert!(page.iter().all(|byte| *byte == page[0]));
                 page[0]
             };
-            for mapping in self.mappings().iter().filter(|mapping| mapping.status & FILE_PRIVATE != 0) {
-                assert_eq!(self.paths()[&u32::try_from(mapping.memory).unwrap()], "/.nagaya/mapped-5.img");
+            for mapping in self.mappings().iter().filter(|mapping| mapping.memory > LIBRARY) {
+                assert_eq!(self.path(mapping.memory), "/.nagaya/mapped-5.img");
                 let file = self.read("mapped-5.img");
                 for (page, at) in
                     (mapping.start..mapping.end).step_by(4096).zip((mapping.offset..).step_by(4096))
@@ -512,8 +443,9 @@ mod tests {
             memory
         }
 
-        fn paths(&self) -> HashMap<u32, String> {
-            paths(&self.read("files.img")).unwrap()
+        fn path(&self, id: u64) -> String {
+            let list = FileList::read(self.dir.path(), &self.names).unwrap().unwrap();
+            list.path(u32::try_from(id).unwrap()).unwrap().to_owned()
         }
     }
 
@@ -571,7 +503,7 @@ mod tests {
             Mapping { advice: Some(1 << 18), ..plain.clone() },
         ];
         for other in others {
-            assert!(!can_be_mapped(&other), "{other:?}");
+            assert!(!is_plain(&other), "{other:?}");
             let mut image = Image::new(vec![other], &[(100, vec![1; 40])]);
             assert_eq!(image.set_apart(ImageMemory::Mapped), Mapped::default());
             assert!(!image.names.contains("mapped-5.img"));
@@ -582,7 +514,43 @@ mod tests {
             Mapping { flags: or(libc::MAP_NORESERVE), ..plain.clone() },
             Mapping { advice: Some(1 << 14), ..plain },
         ] {
-            assert!(can_be_mapped(&like), "{like:?}");
+            assert!(is_plain(&like), "{like:?}");
+        }
+    }
+
+    #[test]
+    fn libraries_that_were_relocated_are_mapped() {
+        let stretches = [(100, vec![1; 4]), (110, vec![2; 8]), (130, vec![3; 4]), (140, vec![4; 1])];
+        let mappings = vec![
+            relocated(100 * PAGE, 104 * PAGE),
+            // A page of it was not written to: it is the library's.
+            relocated(109 * PAGE, 118 * PAGE),
+            Mapping { protection: 3, ..relocated(130 * PAGE, 134 * PAGE) },
+            relocated(140 * PAGE, 141 * PAGE),
+        ];
+        let mut image = Image::new(mappings, &stretches);
+        let mapped = image.set_apart(ImageMemory::Auto);
+        assert_eq!(mapped.files, ["mapped-5.img"]);
+        assert_eq!(mapped.ranges, [], "it was a file's before");
+        let shown: Vec<_> = image.mappings().iter().map(|m| (m.start / PAGE, m.memory > LIBRARY)).collect();
+        assert_eq!(shown, [(100, true), (109, false), (130, false), (140, true)]);
+        assert_eq!(image.memory(), expected(&stretches));
+    }
+
+    #[test]
+    fn no_two_processes_run_a_program_of_the_same_number() {
+        let mut image = Image::new(vec![anonymous(100 * PAGE, 140 * PAGE)], &[(100, vec![1; 40])]);
+        let (pages, mappings) = (image.read("pages-5.img"), image.read("mm-10.img"));
+        let list = Pagemap { pages_id: 6, stretches: vec![stretch(100 * PAGE, 40, true)] };
+        image.write("pagemap-11.img", &list.encode());
+        image.write("mm-11.img", &mappings);
+        image.write("pages-6.img", &pages);
+        assert_eq!(image.set_apart(ImageMemory::Auto).files.len(), 2);
+        let program = |name: &str| Mappings::decode(&image.read(name)).unwrap().program;
+        let programs = [program("mm-10.img"), program("mm-11.img")];
+        assert!(programs[0] != programs[1] && !programs.contains(&PYTHON), "{programs:?}");
+        for program in programs {
+            assert_eq!(image.path(program.into()), "/usr/bin/python3.11");
         }
     }
 
@@ -590,7 +558,14 @@ mod tests {
 
     #[test]
     fn which_programs_are_known() {
-        let is_known = |path: &str| is_known(&HashMap::from([(1, path.to_owned())]), 1);
+        let dir = tempfile::tempdir().unwrap();
+        let is_known = |path: &str| {
+            fs::write(dir.path().join("files.img"), opened_list(&[(1, path)])).unwrap();
+            let names = BTreeSet::from(["files.img".to_owned()]);
+            let list = FileList::read(dir.path(), &names).unwrap().unwrap();
+            assert!(!super::is_known(&list, 2), "none of it");
+            super::is_known(&list, 1)
+        };
         for path in [
             "/usr/bin/python3.11",
             "/usr/bin/ruby3.1",
@@ -603,7 +578,6 @@ mod tests {
         for path in ["/usr/bin/node", "/usr/bin/python3-other", "/usr/bin/rubyx", "/python3/app", ""] {
             assert!(!is_known(path), "{path}");
         }
-        assert!(!super::is_known(&HashMap::new(), 1));
     }
 
     #[test]
@@ -657,14 +631,17 @@ mod tests {
         /// Mappings and stretches at random, not aligned with each other: no page is lost, moved or there twice.
         #[test]
         fn all_memory_is_what_it_was(
-            gaps in vec((0..3_u64, 1..60_u64, any::<bool>()), 1..8),
+            gaps in vec((0..3_u64, 1..60_u64, 0..3_u8), 1..8),
             pages in vec((0..4_u64, vec(any::<u8>(), 1..50)), 0..8),
         ) {
             let (mut mappings, mut at) = (Vec::new(), 100);
-            for (gap, len, is_plain) in gaps {
-                let mut mapping = anonymous((at + gap) * PAGE, (at + gap + len) * PAGE);
-                mapping.protection = if is_plain { 3 } else { 7 };
-                mappings.push(mapping);
+            for (gap, len, kind) in gaps {
+                let (start, end) = ((at + gap) * PAGE, (at + gap + len) * PAGE);
+                mappings.push(match kind {
+                    0 => anonymous(start, end),
+                    1 => Mapping { protection: 7, ..anonymous(start, end) },
+                    _ => relocated(start, end),
+                });
                 at += gap + len;
             }
             let (mut stretches, mut from) = (Vec::new(), 100);
@@ -681,8 +658,12 @@ mod tests {
                 all.iter().flat_map(|m| (m.start / PAGE..m.end / PAGE).map(|page| (page, m.protection))).collect()
             };
             prop_assert_eq!(pages(&image.mappings()), pages(&mappings));
-            // All that a file shows is in the ranges.
-            for shown in image.mappings().iter().filter(|mapping| mapping.memory != 0) {
+            // All that a file shows, and was no file's, is in the ranges.
+            let was_anonymous = |shown: &&Mapping| {
+                shown.memory > LIBRARY
+                    && mappings.iter().any(|m| m.start <= shown.start && shown.end <= m.end && m.memory == 0)
+            };
+            for shown in image.mappings().iter().filter(was_anonymous) {
                 prop_assert!(mapped.ranges.iter().any(|(start, end)| *start <= shown.start && shown.end <= *end));
             }
             prop_assert!(mapped.is_sound(|name| image.names.contains(name)));

@@ -21,10 +21,11 @@ const MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x20, 0x28, 0x49, 0x57];
 const PROGRAM: u32 = 12;
 const MAPPING: u32 = 14;
 
-/// Of `Mapping::status`: ordinary memory, what `brk` has made, and the four kinds there are.
+/// Of `Mapping::status`: ordinary memory, what `brk` has made, and the kinds there are.
 pub const REGULAR: u32 = 1;
 pub const HEAP: u32 = 1 << 5;
 pub const FILE_PRIVATE: u32 = 1 << 6;
+pub const FILE_SHARED: u32 = 1 << 7;
 pub const SHARED: u32 = 1 << 8;
 pub const PRIVATE: u32 = 1 << 9;
 
@@ -103,9 +104,14 @@ impl Mappings {
         Ok(())
     }
 
-    /// The same process with other mappings.
-    pub fn with(&self, all: Vec<Mapping>) -> Self {
-        Self { all, ..self.clone() }
+    /// The same process with other mappings, and another number for the file that is executed.
+    pub fn with(&self, all: Vec<Mapping>, program: u32) -> Self {
+        let mut behind = self.behind.clone();
+        if program != self.program {
+            // Of a field that is there twice the last one counts (Protocol Buffers, "Encoding").
+            encoding::uint32::encode(PROGRAM, &program, &mut behind);
+        }
+        Self { all, program, behind, before: self.before.clone() }
     }
 
     pub fn encode(&self) -> Vec<u8> {

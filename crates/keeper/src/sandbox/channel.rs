@@ -23,8 +23,9 @@ use crate::codec;
 /// Bytes of one message: a program's arguments and environment are the largest part.
 pub const MESSAGE_MAX: usize = nagaya_base::limits::KEEPER_MESSAGE_MAX;
 
-/// Descriptors of one message: an entrance has one for each hierarchy of cgroups, a program six.
-pub const FDS_MAX: usize = 24;
+/// Descriptors of one message: an entrance has one for each hierarchy of cgroups, a program six, and a tool that brings an image
+/// back those of its files of memory, too.
+pub const FDS_MAX: usize = 64;
 
 /// Both ends of a new connection.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {

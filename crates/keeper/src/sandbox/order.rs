@@ -113,8 +113,19 @@ pub enum Role {
     /// The tenant's program: its uid, no rights, behind the filter of system calls.
     Tenant,
     /// A tool of the keeper's: root of the sandbox. The program is the descriptor of this number. What it brings back has
-    /// memory in these ranges that a file shows.
-    Tool { program: i32, reads_filters: bool, shown: Vec<(u64, u64)> },
+    /// memory in these ranges that a file shows, and
+    /// memory that is written before.
+    Tool { program: i32, reads_filters: bool, shown: Vec<(u64, u64)>, fills: Vec<Fill> },
+}
+
+/// A file of memory that is written in the sandbox' cell, which so pays for it, before a tool starts. Numbers are those of descriptors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fill {
+    pub memory: i32,
+    /// One part after the other. The tool does not get it.
+    pub contents: i32,
+    /// Where in the memory, from the first byte to the one behind the last.
+    pub parts: Vec<(u64, u64)>,
 }
 
 /// From an init.
@@ -146,5 +157,6 @@ pub enum Step {
     Descriptors,
     Rights,
     Directory,
+    Memory,
     Program,
 }

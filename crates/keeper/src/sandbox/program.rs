@@ -10,10 +10,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use nix::fcntl::AtFlags;
 use nix::unistd::{Gid, Uid};
+use rustix::fs::SeekFrom;
+use rustix::io::FdFlags;
 use rustix::process::{Resource, Rlimit};
 
 use super::kernel::{self, Alone, Fork};
-use super::order::{Role, Run, Step};
+use super::order::{Fill, Role, Run, Step};
 use super::{channel, filter, shown};
 
 /// Where a program without a `/` in its name is looked for, if its environment does not say.
@@ -110,16 +112,36 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
                 kernel::install_asking_filter(&filter::of_checkpoints()).map_err(at(Step::Rights))?;
             channel::send(init, &Said::Questions, &[questions.as_fd()]).map_err(at(Step::Rights))?;
         }
-        // It goes on to what the tool brings back.
-        Role::Tool { shown, .. } if !shown.is_empty() => {
-            kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
+        Role::Tool { shown, fills, .. } => {
+            fills.iter().try_for_each(fill).map_err(at(Step::Memory))?;
+            if !shown.is_empty() {
+                // It goes on to what the tool brings back.
+                kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
+            }
         }
-        Role::Tool { .. } => {}
     }
     rustix::process::chdir(&run.directory).map_err(io::Error::from).map_err(at(Step::Directory))?;
     // Last: what comes before is not all among what a tenant's program may do.
     if run.role == Role::Tenant {
         kernel::install_filter(&filter::of_tenants()).map_err(at(Step::Rights))?;
+    }
+    Ok(())
+}
+
+/// Writes a file of memory. What its contents come from is closed when the tool starts.
+fn fill(Fill { memory, contents, parts }: &Fill) -> io::Result<()> {
+    let (memory, contents) = (kernel::descriptor(*memory), kernel::descriptor(*contents));
+    rustix::io::fcntl_setfd(contents, FdFlags::CLOEXEC)?;
+    for (start, end) in parts {
+        rustix::fs::seek(memory, SeekFrom::Start(*start))?;
+        let mut left = end.saturating_sub(*start);
+        while left > 0 {
+            let most = usize::try_from(left).unwrap_or(usize::MAX);
+            match rustix::fs::sendfile(memory, contents, None, most)? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                written => left -= written as u64,
+            }
+        }
     }
     Ok(())
 }

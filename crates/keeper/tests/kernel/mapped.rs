@@ -1,5 +1,5 @@
-//! Memory that a wake maps from its image, on the real kernel with a real CRIU: it is a program's own, and what it cannot be
-//! is refused.
+//! Memory that a wake maps from its image, or writes before CRIU starts, on the real kernel with a real CRIU: it is a program's
+//! own, and what it cannot be is refused.
 //!
 //! Not here: which memory that is, and the form of an image's lists (beside the code), everything else of images (`image`).
 
@@ -7,7 +7,7 @@ use nagaya_cmdb::record::ImageMemory;
 use nagaya_keeper::image::{Image, ImageError};
 
 use crate::Fact;
-use crate::image::{Life, Stage};
+use crate::image::{Life, Stage, image_file};
 
 pub const MAPPED: &[Fact] = &[
     ("memory that is mapped from an image is a program's own in every wake", own),
@@ -15,6 +15,8 @@ pub const MAPPED: &[Fact] = &[
     ("memory that is mapped is not given back, nor made more, and other memory is", kept),
     ("a program nobody knows, and one that is to have copies, maps nothing", copied),
     ("no image is taken of memory that is an image's", not_again),
+    ("many processes come back, each with memory of its own", many),
+    ("shared memory comes back to all who share it, and to nobody else", shared),
 ];
 
 /// Answers what it is asked, with a block of memory of its own in which each page is full of a number.
@@ -144,4 +146,90 @@ fn not_again() {
     let taken = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto);
     assert!(matches!(taken, Err(ImageError::Unfit { .. })), "{taken:?}");
     assert_eq!(life.ask("is_whole(block)"), "True");
+}
+
+/// A master that asks each of its children whether its memory is what it was.
+const FAMILY: &str = "import os, socket\n\
+    server = socket.socket(fileno=3)\n\
+    children = []\n\
+    for number in range(1, 31):\n\
+    \x20   ours, theirs = socket.socketpair()\n\
+    \x20   if os.fork() == 0:\n\
+    \x20       block = bytearray([number]) * (1 << 20)\n\
+    \x20       while theirs.recv(1): theirs.sendall(bytes([number if sum(block) == number << 20 else 0]))\n\
+    \x20       os._exit(0)\n\
+    \x20   children.append(ours)\n\
+    def asked(child):\n\
+    \x20   child.sendall(b'?')\n\
+    \x20   return child.recv(1)[0]\n\
+    while True:\n\
+    \x20   client, _ = server.accept()\n\
+    \x20   client.recv(100)\n\
+    \x20   client.sendall(str([asked(child) for child in children]).encode())\n\
+    \x20   client.close()\n";
+
+fn many() {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("family.py", FAMILY);
+    let life = stage.life();
+    let _task = life.start(&["python3", "family.py"]);
+    let all = format!("{:?}", (1..=30).collect::<Vec<_>>());
+    assert_eq!(life.ask("x"), all);
+    let image =
+        stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), ImageMemory::Auto).unwrap();
+    assert!(files_of(&stage, "mapped-") > 20, "more than a message had room for");
+    drop(life);
+    assert_eq!(woken(&stage, &image).ask("x"), all);
+}
+
+/// How many files of an image have a name that begins so.
+fn files_of(stage: &Stage, prefix: &str) -> usize {
+    let dir = image_file(stage, "header").parent().unwrap().to_owned();
+    let names = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name());
+    names.filter(|name| name.to_string_lossy().starts_with(prefix)).count()
+}
+
+/// A child answers, a master writes what it is told to: both have the same memory, a part of which was never used.
+const TOGETHER: &str = "import mmap, os, socket, zlib\n\
+    server = socket.socket(fileno=3)\n\
+    SIZE = 16 << 20\n\
+    memory, other = mmap.mmap(-1, SIZE), mmap.mmap(-1, 1 << 20)\n\
+    for page in range(0, 2048): memory[page * 4096:page * 4096 + 8] = page.to_bytes(8, 'big')\n\
+    memory[SIZE - 1] = 7\n\
+    for page in range(0, 256): other[page * 4096] = 1\n\
+    ours, theirs = socket.socketpair()\n\
+    if os.fork() == 0:\n\
+    \x20   while True:\n\
+    \x20       client, _ = server.accept()\n\
+    \x20       told = client.recv(100)\n\
+    \x20       if told != b'read':\n\
+    \x20           theirs.sendall(told); theirs.recv(1)\n\
+    \x20       client.sendall(f'{zlib.crc32(memory)} {sum(other[:])} {memory[9 << 20]}'.encode())\n\
+    \x20       client.close()\n\
+    while told := ours.recv(100):\n\
+    \x20   memory[9 << 20] = int(told)\n\
+    \x20   ours.sendall(b'.')\n";
+
+fn shared() {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("together.py", TOGETHER);
+    let life = stage.life();
+    let _task = life.start(&["python3", "together.py"]);
+    let before = life.ask("read");
+    assert!(before.ends_with(" 256 0"), "{before}");
+    for memory in [ImageMemory::Copied, ImageMemory::Auto] {
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap();
+        assert_eq!(files_of(&stage, "shared-"), 2, "{memory:?}");
+        assert!(image.bytes() < 48 << 20, "what was never used is no part of it");
+        let lives = [woken(&stage, &image), woken(&stage, &image)];
+        for life in &lives {
+            assert_eq!(life.ask("read"), before, "{memory:?}");
+        }
+        let written = lives[0].ask("5");
+        assert!(written.ends_with(" 256 5"), "{written}");
+        assert_eq!(lives[0].ask("read"), written, "what its master writes");
+        assert_eq!(lives[1].ask("read"), before, "what one writes the other does not see");
+        assert_eq!(woken(&stage, &image).ask("read"), before, "nor does one that wakes later");
+    }
+    assert_eq!(life.ask("read"), before, "nor what was taken");
 }

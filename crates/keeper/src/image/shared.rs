@@ -1,0 +1,422 @@
+//! Shared memory that a wake writes before CRIU starts, and CRIU maps.
+//!
+//! CRIU restores shared memory by a fault a page. To write to a file of memory (memfd) what it is to contain takes less than half of
+//! that. So where all mappings of such memory are understood they become mappings of a file, which is made anew in each wake,
+//! written in the sandbox' cell (`sandbox/program`), and handed to CRIU. To the program it is what CRIU makes it: memory of
+//! nobody else's that its processes share.
+//!
+//! CRIU writes its files with the rights of a sandbox, so they are as hostile as what runs there. Not here: zero pages
+//! (`holes`), the form of the lists (`mappings`, `pagemap`, `file_list`).
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::fs;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use nix::libc;
+use rustix::fs::{MemfdFlags, OFlags};
+use serde::{Deserialize, Serialize};
+
+use super::file_list::FileList;
+use super::files;
+use super::mappings::{self, FILE_SHARED, Mapping, Mappings, REGULAR, SHARED};
+use super::pagemap::{self, Pagemap};
+
+/// Memories of one image, those with most pages: each is two descriptors on the way to CRIU.
+pub const MEMORIES_MAX: usize = 8;
+
+/// Parts of all of them that are written, each by a call of its own.
+pub const PARTS_MAX: usize = 1024;
+
+/// Less is not worth a file.
+const PAGES_MIN: u64 = 64;
+
+/// Bytes of one, as far as processes map it.
+pub const LEN_MAX: u64 = 1 << 40;
+
+/// One of an image's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shared {
+    /// File of the image with what is written, one part after the other.
+    pub file: String,
+    /// Bytes of the memory.
+    pub len: u64,
+    /// Where it has contents, from the first byte to the one behind the last, in order. Elsewhere it is zero.
+    pub parts: Vec<(u64, u64)>,
+}
+
+impl Shared {
+    /// Whether these can be of an image with files of these names and lengths.
+    pub fn are_sound(all: &[Self], len: impl Fn(&str) -> Option<u64>) -> bool {
+        let is_sound = |one: &Self| {
+            let in_order = one.parts.windows(2).all(|pair| pair[0].1 <= pair[1].0);
+            let in_memory = one.parts.iter().all(|(start, end)| start < end && *end <= one.len);
+            // In order and in memory, so the sum is no more than its length.
+            let fits = || len(&one.file) == Some(one.parts.iter().map(|(start, end)| end - start).sum());
+            one.len <= LEN_MAX && in_order && in_memory && fits()
+        };
+        all.len() <= MEMORIES_MAX
+            && all.iter().map(|one| one.parts.len()).sum::<usize>() <= PARTS_MAX
+            && all.iter().all(is_sound)
+    }
+}
+
+/// What is known of one memory.
+struct Memory {
+    number: u64,
+    pages: Pagemap,
+    /// As far as it is mapped.
+    len: u64,
+}
+
+/// Turns the largest shared memories of an image into files that a wake hands to CRIU. What is not understood stays as it is.
+pub fn set_apart(dir: &Path, names: &mut BTreeSet<String>, list: &mut FileList) -> io::Result<Vec<Shared>> {
+    let mut processes = HashMap::new();
+    for name in names.iter().filter(|name| name.starts_with("mm-")) {
+        match mappings(dir, name)? {
+            Some(mappings) => processes.insert(name.clone(), mappings),
+            None => {
+                tracing::debug!("shared memory is filled at each wake: {name} is not understood");
+                return Ok(Vec::new());
+            }
+        };
+    }
+    let (mut all, mut parts) = (Vec::new(), 0);
+    for memory in memories(dir, names, &processes)? {
+        parts += memory.pages.stretches.len();
+        let path = Shared::path(&memory.pages);
+        if all.len() >= MEMORIES_MAX || parts > PARTS_MAX {
+            break;
+        }
+        let Some(id) = list.add(&path, OFlags::RDWR) else { break };
+        for mapping in processes.values_mut().flat_map(|process| &mut process.all) {
+            if is_plain(mapping) && mapping.memory == memory.number {
+                mapping.memory = id.into();
+                mapping.status = REGULAR | FILE_SHARED;
+                mapping.flags &= !libc::MAP_ANONYMOUS.cast_unsigned();
+                mapping.file_flags = Some(OFlags::RDWR.bits());
+            }
+        }
+        all.push(memory.set_apart(dir, names)?);
+    }
+    if !all.is_empty() {
+        for (name, process) in processes {
+            files::rewrite(dir, &name, &process.encode())?;
+        }
+    }
+    Ok(all)
+}
+
+/// Those that can be set apart, the largest first.
+fn memories(
+    dir: &Path,
+    names: &BTreeSet<String>,
+    processes: &HashMap<String, Mappings>,
+) -> io::Result<Vec<Memory>> {
+    let page_len = rustix::param::page_size() as u64;
+    let mut lens: HashMap<u64, u64> = HashMap::new();
+    let mut others = HashSet::new();
+    for mapping in processes.values().flat_map(|process| &process.all).filter(|one| one.status & SHARED != 0) {
+        let end = (mapping.end.checked_sub(mapping.start)).and_then(|len| mapping.offset.checked_add(len));
+        match end {
+            Some(end) if is_plain(mapping) && end <= LEN_MAX => {
+                let len = lens.entry(mapping.memory).or_default();
+                *len = end.max(*len);
+            }
+            _ => _ = others.insert(mapping.memory),
+        }
+    }
+    let mut memories = Vec::new();
+    for (number, len) in lens.into_iter().filter(|(number, _)| !others.contains(number)) {
+        let Some(pages) = pagemap(dir, names, number)? else { continue };
+        let in_memory = pages.stretches.last().is_some_and(|last| {
+            // Checked by `pages` before: in order, and no more than there can be.
+            last.address + last.pages() * page_len <= len
+        });
+        if pages.pages(page_len).is_some_and(|count| count >= PAGES_MIN) && in_memory {
+            memories.push(Memory { number, pages, len });
+        }
+    }
+    memories.sort_by_key(|memory| (std::cmp::Reverse(memory.pages.pages(page_len)), memory.number));
+    Ok(memories)
+}
+
+/// Memory without a name that processes share: no huge pages, none of System V, and nothing that is not known.
+fn is_plain(mapping: &Mapping) -> bool {
+    const ANONYMOUS: u32 = (libc::MAP_SHARED | libc::MAP_ANONYMOUS).cast_unsigned();
+    mapping.status == REGULAR | SHARED
+        && mapping.flags & !libc::MAP_NORESERVE.cast_unsigned() == ANONYMOUS
+        && mapping.memory != 0
+}
+
+/// None: it is not understood.
+fn mappings(dir: &Path, name: &str) -> io::Result<Option<Mappings>> {
+    let bytes = files::read(dir, name, mappings::LEN_MAX)?;
+    let read = bytes.and_then(|bytes| Some((Mappings::decode(&bytes).ok()?, bytes)));
+    Ok(read.and_then(|(mappings, bytes)| (mappings.encode() == bytes).then_some(mappings)))
+}
+
+/// The list of pages of a memory, if its file of pages is nobody else's and as long as the list says. None: it is not understood.
+fn pagemap(dir: &Path, names: &BTreeSet<String>, number: u64) -> io::Result<Option<Pagemap>> {
+    let own = Memory::list(number);
+    if !names.contains(&own) {
+        return Ok(None);
+    }
+    let bytes = files::read(dir, &own, pagemap::LEN_MAX)?;
+    let Some(pages) = bytes.and_then(|bytes| Pagemap::decode(&bytes).ok()) else { return Ok(None) };
+    for other in names.iter().filter(|name| name.starts_with("pagemap-") && **name != own) {
+        let mut head = Vec::new();
+        files::open(dir, other, OFlags::RDONLY)?.take(pagemap::HEAD_LEN as u64).read_to_end(&mut head)?;
+        if Pagemap::pages_id(&head).is_ok_and(|id| id == pages.pages_id) {
+            return Ok(None);
+        }
+    }
+    let file = format!("pages-{}.img", pages.pages_id);
+    if !names.contains(&file) {
+        return Ok(None);
+    }
+    let len = files::open(dir, &file, OFlags::RDONLY)?.metadata()?.len();
+    let page_len = rustix::param::page_size() as u64;
+    let is_whole = pages.pages(page_len).and_then(|count| count.checked_mul(page_len)) == Some(len);
+    Ok(is_whole.then_some(pages))
+}
+
+impl Memory {
+    fn list(number: u64) -> String {
+        format!("pagemap-shmem-{number}.img")
+    }
+
+    /// Gives its file of pages the name of one that is written in a wake. CRIU's list of them is of no use any more.
+    fn set_apart(self, dir: &Path, names: &mut BTreeSet<String>) -> io::Result<Shared> {
+        let page_len = rustix::param::page_size() as u64;
+        let (pages, list, file) =
+            (format!("pages-{}.img", self.pages.pages_id), Self::list(self.number), Shared::path(&self.pages));
+        fs::rename(dir.join(&pages), dir.join(&file))?;
+        fs::remove_file(dir.join(&list))?;
+        names.remove(&pages);
+        names.remove(&list);
+        names.insert(file.clone());
+        let part = |stretch: &pagemap::Stretch| (stretch.address, stretch.address + stretch.pages() * page_len);
+        Ok(Shared { file, len: self.len, parts: self.pages.stretches.iter().map(part).collect() })
+    }
+}
+
+impl Shared {
+    /// Empty memory of its length.
+    pub fn memory(&self) -> io::Result<OwnedFd> {
+        let memory = rustix::fs::memfd_create(c"", MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&memory, self.len)?;
+        Ok(memory)
+    }
+
+    fn path(pages: &Pagemap) -> String {
+        format!("shared-{}.img", pages.pages_id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use nagaya_cmdb::record::ImageMemory;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::super::file_list::tests::opened_list;
+    use super::super::mappings::tests::list;
+    use super::super::pagemap::tests::stretch;
+    use super::*;
+
+    const PAGE: u64 = 4096;
+    const NUMBER: u64 = 238;
+
+    fn shared(start: u64, end: u64, number: u64) -> Mapping {
+        let flags = (libc::MAP_SHARED | libc::MAP_ANONYMOUS).cast_unsigned();
+        Mapping {
+            start: start * PAGE,
+            end: end * PAGE,
+            memory: number,
+            protection: 3,
+            flags,
+            status: REGULAR | SHARED,
+            fd: -1,
+            ..Mapping::default()
+        }
+    }
+
+    /// An image of processes with these mappings, of which one memory has pages: by their first page, what they are full of.
+    struct Image {
+        dir: tempfile::TempDir,
+        names: BTreeSet<String>,
+    }
+
+    impl Image {
+        fn new(processes: &[Vec<Mapping>], stretches: &[(u64, Vec<u8>)]) -> Self {
+            let mut image = Self { dir: tempfile::tempdir().unwrap(), names: BTreeSet::new() };
+            for (index, mappings) in processes.iter().enumerate() {
+                image.write(&format!("mm-{}.img", index + 10), &list(mappings.clone(), 3).encode());
+            }
+            image.write("files.img", &opened_list(&[(3, "/usr/bin/node")]));
+            let entry = |(first, pages): &(u64, Vec<u8>)| {
+                stretch(first * PAGE, u32::try_from(pages.len()).unwrap(), true)
+            };
+            let pages = Pagemap { pages_id: 4, stretches: stretches.iter().map(entry).collect() };
+            image.write("pagemap-shmem-238.img", &pages.encode());
+            let bytes = stretches.iter().flat_map(|(_, pages)| pages).flat_map(|byte| [*byte; PAGE as usize]);
+            image.write("pages-4.img", &bytes.collect::<Vec<u8>>());
+            image
+        }
+
+        fn write(&mut self, name: &str, bytes: &[u8]) {
+            fs::write(self.dir.path().join(name), bytes).unwrap();
+            self.names.insert(name.into());
+        }
+
+        fn set_apart(&mut self) -> Vec<Shared> {
+            // Shared memory is the same for programs that nobody knows, and where nothing is to be mapped.
+            files::set_apart(self.dir.path(), &mut self.names, 0, ImageMemory::Copied).unwrap().shared
+        }
+
+        fn mappings(&self, name: &str) -> Vec<Mapping> {
+            mappings(self.dir.path(), name).unwrap().unwrap().all
+        }
+
+        /// All of the files, and whether each is among the names.
+        fn contents(&self) -> BTreeMap<String, Vec<u8>> {
+            let entries = fs::read_dir(self.dir.path()).unwrap().map(Result::unwrap);
+            let files: BTreeMap<_, _> = entries
+                .map(|entry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap()))
+                .collect();
+            assert!(files.keys().eq(self.names.iter()));
+            files
+        }
+    }
+
+    #[test]
+    fn memory_of_two_processes_becomes_a_file() {
+        let own = Mapping { offset: 16 * PAGE, ..shared(500, 600, NUMBER) };
+        let other = shared(700, 701, 9);
+        let mut image = Image::new(
+            &[vec![shared(100, 200, NUMBER)], vec![own, other.clone()]],
+            &[(0, vec![1; 60]), (80, vec![2; 20])],
+        );
+        let all = image.set_apart();
+        let parts = vec![(0, 60 * PAGE), (80 * PAGE, 100 * PAGE)];
+        // One process sees more of it than the other.
+        assert_eq!(all, [Shared { file: "shared-4.img".into(), len: 116 * PAGE, parts }]);
+        let contents = image.contents();
+        assert_eq!(contents["shared-4.img"].len() as u64, 80 * PAGE);
+        assert!(!contents.contains_key("pagemap-shmem-238.img") && !contents.contains_key("pages-4.img"));
+        let list = FileList::read(image.dir.path(), &image.names).unwrap().unwrap();
+        for (name, start, offset) in [("mm-10.img", 100, 0), ("mm-11.img", 500, 16 * PAGE)] {
+            let mapping = image.mappings(name).remove(0);
+            assert_eq!((mapping.start, mapping.offset, mapping.protection), (start * PAGE, offset, 3));
+            assert_eq!(
+                (mapping.status, mapping.flags),
+                (REGULAR | FILE_SHARED, libc::MAP_SHARED.cast_unsigned())
+            );
+            assert_eq!(mapping.file_flags, Some(OFlags::RDWR.bits()));
+            assert_eq!(list.path(u32::try_from(mapping.memory).unwrap()), Some("/.nagaya/shared-4.img"));
+        }
+        assert_eq!(image.mappings("mm-11.img")[1], other, "it has no pages");
+        let len = |name: &str| contents.get(name).map(|bytes| bytes.len() as u64);
+        assert!(Shared::are_sound(&all, len));
+    }
+
+    #[test]
+    fn what_is_not_understood_stays_as_it_is() {
+        let plain = shared(100, 200, NUMBER);
+        let other = |mapping: Mapping| vec![vec![plain.clone()], vec![mapping]];
+        let flagged = |flag: i32| Mapping { flags: plain.flags | flag.cast_unsigned(), ..plain.clone() };
+        let pages = [(0, vec![1; 100])];
+        type Spoil = fn(&mut Image);
+        let rows: [(&str, Vec<Vec<Mapping>>, Spoil); 9] = [
+            ("of System V", other(Mapping { status: REGULAR | SHARED | 1 << 10, ..plain.clone() }), |_| {}),
+            ("huge pages", other(flagged(libc::MAP_HUGETLB)), |_| {}),
+            ("no memory there can be", other(Mapping { offset: u64::MAX, ..plain.clone() }), |_| {}),
+            ("more pages than memory", vec![vec![shared(100, 199, NUMBER)]], |_| {}),
+            ("a process that is not understood", other(plain.clone()), |image| {
+                image.write("mm-12.img", b"something");
+            }),
+            ("no list of files", other(plain.clone()), |image| image.write("files.img", b"something")),
+            ("a list of pages", other(plain.clone()), |image| {
+                image.write("pagemap-shmem-238.img", b"something");
+            }),
+            ("a file of pages that is too short", other(plain.clone()), |image| {
+                image.write("pages-4.img", &[1; 4096]);
+            }),
+            ("a file of pages of two memories", other(plain.clone()), |image| {
+                let list = fs::read(image.dir.path().join("pagemap-shmem-238.img")).unwrap();
+                image.write("pagemap-10.img", &list);
+            }),
+        ];
+        for (what, processes, spoil) in rows {
+            let mut image = Image::new(&processes, &pages);
+            spoil(&mut image);
+            let before = image.contents();
+            assert_eq!(image.set_apart(), [], "{what}");
+            assert_eq!(image.contents(), before, "{what}");
+        }
+        assert_eq!(Image::new(&[vec![plain]], &[(0, vec![1; 63])]).set_apart(), [], "it is small");
+    }
+
+    #[test]
+    fn no_header_tells_to_write_where_no_memory_is() {
+        let one = Shared { file: "shared-4.img".into(), len: 100, parts: vec![(0, 10), (20, 30)] };
+        let are_sound = |all: &[Shared]| Shared::are_sound(all, |name| (name == "shared-4.img").then_some(20));
+        assert!(are_sound(&[]) && are_sound(&[one.clone()]));
+        let with = |parts: &[(u64, u64)]| Shared { parts: parts.to_vec(), ..one.clone() };
+        let wrong = [
+            Shared { file: "another.img".into(), ..one.clone() },
+            Shared { len: 29, ..one.clone() },
+            Shared { len: LEN_MAX + 1, ..one.clone() },
+            with(&[(0, 10)]),
+            with(&[(20, 30), (0, 10)]),
+            with(&[(0, 10), (9, 19)]),
+            with(&[(30, 20), (40, 50)]),
+            with(&[]),
+        ];
+        for wrong in wrong {
+            assert!(!are_sound(&[wrong.clone()]), "{wrong:?}");
+        }
+        assert!(!are_sound(&vec![one.clone(); MEMORIES_MAX + 1]));
+        let parts = (0..=PARTS_MAX as u64).map(|at| (2 * at, 2 * at + 1)).collect::<Vec<_>>();
+        let many = Shared { len: LEN_MAX, parts, ..one };
+        assert!(!Shared::are_sound(&[many.clone()], |_| Some(many.parts.len() as u64)));
+    }
+
+    proptest! {
+        /// Whatever stretches there are: what is written in a wake is what CRIU would have filled.
+        #[test]
+        fn all_memory_is_what_it_was(pages in vec((0..4_u64, vec(any::<u8>(), 1..60)), 1..8)) {
+            let (mut stretches, mut from) = (Vec::new(), 0);
+            for (gap, bytes) in pages {
+                stretches.push((from + gap, bytes.clone()));
+                from += gap + bytes.len() as u64;
+            }
+            let mut image = Image::new(&[vec![shared(100, 100 + from, NUMBER)]], &stretches);
+            let all = image.set_apart();
+            prop_assert_eq!(all.is_empty(), stretches.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() < 64);
+            for one in all {
+                let bytes = &image.contents()[&one.file];
+                prop_assert_eq!(one.len, from * PAGE);
+                let (mut memory, mut at) = (vec![0; usize::try_from(one.len).unwrap()], 0);
+                for (start, end) in one.parts {
+                    let part = usize::try_from(start).unwrap()..usize::try_from(end).unwrap();
+                    let len = part.len();
+                    memory[part].copy_from_slice(&bytes[at..at + len]);
+                    at += len;
+                }
+                prop_assert_eq!(at, bytes.len());
+                for (first, bytes) in &stretches {
+                    for (page, byte) in (*first..).zip(bytes) {
+                        let start = usize::try_from(page * PAGE).unwrap();
+                        prop_assert!(memory[start..start + 4096].iter().all(|one| one == byte));
+                    }
+                }
+            }
+        }
+    }
+}
