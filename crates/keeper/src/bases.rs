@@ -8,6 +8,7 @@
 
 mod layer;
 mod layout;
+mod zstd;
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! One layer, put over those beneath it: a tar file, plain or with gzip (image-spec v1.1, layer.md).
+//! One layer, put over those beneath it: a tar file, plain or with gzip or zstd (image-spec v1.1, layer.md).
 //!
 //! It is read twice. The first time nothing is written: it must be what its digest says, within bounds, and its whiteouts are
 //! found, which are of the layers beneath wherever in the file they stand. Owners, modes, times and attributes are not taken over: everything is
@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use tar::{Archive, EntryType, PaxExtensions};
 
 use super::layout::hex;
+use super::zstd::Zstd;
 use super::{BaseError, Bounds};
 
 /// Longest path and longest target of a link, bytes (`PATH_MAX`), and directories in each other.
@@ -38,6 +39,7 @@ const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CL
 pub enum Compression {
     None,
     Gzip,
+    Zstd,
 }
 
 impl Compression {
@@ -49,6 +51,7 @@ impl Compression {
             }
             "application/vnd.oci.image.layer.v1.tar+gzip"
             | "application/vnd.docker.image.rootfs.diff.tar.gzip" => Some(Self::Gzip),
+            "application/vnd.oci.image.layer.v1.tar+zstd" => Some(Self::Zstd),
             _ => None,
         }
     }
@@ -130,6 +133,7 @@ impl Layer<'_> {
             let plain: Box<dyn Read + '_> = match self.compression {
                 Compression::None => Box::new(&mut raw),
                 Compression::Gzip => Box::new(MultiGzDecoder::new(&mut raw)),
+                Compression::Zstd => Box::new(Zstd::new(&mut raw)),
             };
             let mut counted = Counted { from: plain, left: &mut left.bytes_max };
             let shown = self.entries(&mut counted, &mut left.entries_max, &mut each);

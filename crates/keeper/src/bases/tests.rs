@@ -10,7 +10,7 @@ use super::*;
 
 #[path = "../../tests/kernel/layers.rs"]
 mod layers;
-use layers::{Layer as Tar, Writer, architecture};
+use layers::{Layer as Tar, Writer, architecture, zstd};
 
 struct World {
     dir: TempDir,
@@ -179,6 +179,55 @@ fn what_was_altered_or_is_missing_is_refused() {
 }
 
 #[test]
+fn a_layer_may_be_compressed_with_zstd() {
+    let layer = || Tar::new().dir("etc/").file("etc/one", "1").file("usr/noise", noise(300 << 10));
+    let mut world = World::new();
+    let blob = world.writer.zstd(layer());
+    world.writer.image("v1", architecture(), std::slice::from_ref(&blob));
+    let tree = world.get(None).unwrap().path.clone();
+    assert_eq!(fs::read_to_string(tree.join("etc/one")).unwrap(), "1");
+    assert_eq!(fs::read(tree.join("usr/noise")).unwrap(), noise(300 << 10));
+}
+
+#[test]
+fn zstd_that_is_none_is_refused() {
+    const KIND: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
+    let tar = Tar::new().file("etc/one", noise(100 << 10)).bytes();
+    let (whole, far) = (zstd(&["--check"], &tar), zstd(&["--ultra", "--long=28"], &tar));
+    let mut other_sum = whole.clone();
+    *other_sum.last_mut().unwrap() ^= 1;
+    let rows: [(&str, &[u8]); 6] = [
+        ("it is no zstd", b"something"),
+        ("it is no zstd", &whole[..whole.len() / 2]),
+        ("it is no zstd", &[&whole[..], b"more"].concat()),
+        ("checksum", &other_sum),
+        // Skips more than there is.
+        ("its end", &[&whole[..], b"\x50\x2a\x4d\x18\xff\0\0\0"].concat()),
+        ("it is no zstd", &far),
+    ];
+    for (words, bytes) in rows {
+        let mut world = World::new();
+        let blob = world.writer.blob(KIND, bytes);
+        world.writer.image("v1", architecture(), &[blob]);
+        world.refused(words);
+    }
+    let mut world = World::new();
+    let blob = world.writer.blob(KIND, &zstd(&["-19"], &Tar::new().file("zeros", vec![0; 2 << 20]).bytes()));
+    world.writer.image("v1", architecture(), &[blob]);
+    world.refused("more than 1048576 bytes");
+}
+
+/// Bytes that cannot be compressed to nothing, the same in each run.
+fn noise(len: usize) -> Vec<u8> {
+    let mut state = 1_u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8 & 0x3f
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+#[test]
 fn what_is_too_large_is_refused_before_it_fills_the_disk() {
     let world = World::of([Tar::new().file("zeros", vec![0; 2 << 20])]);
     assert!(fs::metadata(world.dir.path().join("layout/index.json")).unwrap().len() < 1 << 20);
@@ -206,10 +255,10 @@ fn a_name_means_one_image_for_this_machine() {
     assert!(error.contains("'v3'") && error.contains("v1, v2"), "{error}");
     let (one, two) = (world.get(Some("v1")).unwrap(), world.get(Some("v2")).unwrap());
     assert_ne!(one.path, two.path);
-    let zstd = world.writer.blob("application/vnd.oci.image.layer.v1.tar+zstd", b"");
-    world.writer.image("z", architecture(), &[zstd]);
-    let error = world.get(Some("z")).unwrap_err().to_string();
-    assert!(error.contains("plain or with gzip"), "{error}");
+    let encrypted = world.writer.blob("application/vnd.oci.image.layer.v1.tar+encrypted", b"");
+    world.writer.image("e", architecture(), &[encrypted]);
+    let error = world.get(Some("e")).unwrap_err().to_string();
+    assert!(error.contains("plain or with gzip or zstd"), "{error}");
     fs::remove_file(world.dir.path().join("layout/oci-layout")).unwrap();
     assert!(matches!(world.get(None), Err(BaseError::NoLayout { .. })));
 }

@@ -91,7 +91,7 @@ fn layout(dir: &Path, greeting: &str) -> Result<(Writer, Vec<Value>), String> {
         .device("dev/sda")
         .long(&format!("usr/share/{}", "long-name/".repeat(15).trim_end_matches('/')), b"");
     let layers = vec![
-        writer.gzip(perl()?.file("etc/greeting", "below\n").file("etc/gone", "still here\n")),
+        writer.zstd(perl()?.file("etc/greeting", "below\n").file("etc/gone", "still here\n")),
         writer.plain(own),
     ];
     writer.image("v1", architecture(), &layers);
@@ -132,7 +132,7 @@ fn runs_on_an_image() -> Result<(), String> {
         assert_eq!(unpacked(), 1, "once for both");
         assert_eq!(fs::metadata(&bases).unwrap().permissions().mode() & 0o777, 0o700);
         // A new image under the same name is what the next start runs on.
-        let above = writer.plain(Layer::new().file("etc/greeting", "changed\n"));
+        let above = writer.gzip(Layer::new().file("etc/greeting", "changed\n"));
         fs::remove_file(base.join("index.json")).unwrap();
         writer = Writer::new(&base);
         writer.image("v1", architecture(), &[layers[0].clone(), layers[1].clone(), above]);

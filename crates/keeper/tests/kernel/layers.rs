@@ -5,6 +5,7 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -68,7 +69,7 @@ impl Layer {
         self
     }
 
-    fn bytes(self) -> Vec<u8> {
+    pub fn bytes(self) -> Vec<u8> {
         self.0.into_inner().unwrap()
     }
 }
@@ -110,6 +111,15 @@ impl Writer {
         self.blob("application/vnd.oci.image.layer.v1.tar+gzip", &packed.finish().unwrap())
     }
 
+    /// With the tool itself, in two frames and what belongs to neither between them.
+    pub fn zstd(&self, layer: Layer) -> Value {
+        const NEITHER: [u8; 12] = *b"\x5a\x2a\x4d\x18\x04\0\0\0mine";
+        let bytes = layer.bytes();
+        let (one, two) = bytes.split_at(bytes.len() / 3);
+        let packed = [zstd(&[], one).as_slice(), &NEITHER, &zstd(&["-19", "--check"], two)].concat();
+        self.blob("application/vnd.oci.image.layer.v1.tar+zstd", &packed)
+    }
+
     /// An image of these layers, under this name. Returns its manifest.
     pub fn image(&mut self, tag: &str, architecture: &str, layers: &[Value]) -> Value {
         let config = json!({"os": "linux", "architecture": architecture, "config": {"Entrypoint": ["/bin/false"], "User": "root"}});
@@ -123,6 +133,20 @@ impl Writer {
         fs::write(self.dir.join("index.json"), index.to_string()).unwrap();
         manifest
     }
+}
+
+/// As `zstd` packs it with these options.
+pub fn zstd(options: &[&str], bytes: &[u8]) -> Vec<u8> {
+    let mut command = Command::new("zstd");
+    command.args(["--stdout", "--quiet"]).args(options).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut input = child.stdin.take().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || input.write_all(bytes).unwrap());
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success());
+        output.stdout
+    })
 }
 
 pub fn architecture() -> &'static str {
