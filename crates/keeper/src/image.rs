@@ -291,7 +291,10 @@ impl Images {
         let _in_use = self.store.hold(&image.id);
         let work = self.store.work(sandbox)?;
         let dir = self.store.path(&image.id);
-        let what = (handed, Needs { known: &image.header.handed, mapped: &image.header.mapped, shared: &image.header.shared });
+        let what = (
+            handed,
+            Needs { known: &image.header.handed, mapped: &image.header.mapped, shared: &image.header.shared },
+        );
         let restored = checkpoint::restore(&self.engine, sandbox, what, &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),

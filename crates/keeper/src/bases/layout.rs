@@ -196,7 +196,10 @@ impl Layout {
             let layer = layer.checked()?;
             let compression = Compression::of(&layer.media_type).ok_or_else(|| BaseError::Malformed {
                 what: format!("the kind of layer {}", layer.digest),
-                why: format!("'{}' is not a tar file, plain or with gzip or zstd", layer.media_type.escape_debug()),
+                why: format!(
+                    "'{}' is not a tar file, plain or with gzip or zstd",
+                    layer.media_type.escape_debug()
+                ),
             })?;
             Ok((layer, compression))
         });

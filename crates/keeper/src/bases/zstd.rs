@@ -39,7 +39,8 @@ impl<R: Read> Zstd<R> {
                 Ok(()) => return Ok(true),
                 // It is of those who made the file, such as a table of contents.
                 Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
-                    length, ..
+                    length,
+                    ..
                 })) => {
                     if io::copy(&mut (&mut self.from).take(length.into()), &mut io::sink())? < length.into() {
                         return Err(io::ErrorKind::UnexpectedEof.into());

@@ -146,7 +146,9 @@ impl FileList {
         };
         let twin = self.number()?;
         let entry = renumbered(&entry, ID, twin, Some(INNER)).ok()?;
-        let Opened { kind: ORDINARY, id, ordinary: Some(ordinary) } = Opened::decode(entry.as_slice()).ok()? else {
+        let Opened { kind: ORDINARY, id, ordinary: Some(ordinary) } =
+            Opened::decode(entry.as_slice()).ok()?
+        else {
             return None;
         };
         if (id, ordinary.id) != (twin, twin) {
@@ -222,8 +224,16 @@ pub mod tests {
     use super::*;
 
     /// As CRIU 4.2 has written them: an ordinary file with its size and mode, which are passed over, and a pipe.
-    const PROGRAM: [u8; 55] = [0x08, 0x01, 0x10, 0x01, 0x1a, 0x31, 0x08, 0x01, 0x10, 0x00, 0x18, 0x00, 0x2a, 0x0a, 0x08, 0x00, 0x10, 0x00, 0x18, 0x00, 0x20, 0x00, 0x28, 0x00, 0x32, 0x14, 0x2f, 0x75, 0x73, 0x72, 0x2f, 0x73, 0x62, 0x69, 0x6e, 0x2f, 0x70, 0x68, 0x70, 0x2d, 0x66, 0x70, 0x6d, 0x38, 0x2e, 0x32, 0x40, 0xf8, 0xdb, 0xda, 0x02, 0x50, 0xed, 0x83, 0x02];
-    const OTHER: [u8; 30] = [0x08, 0x02, 0x10, 0x92, 0x01, 0x92, 0x01, 0x16, 0x08, 0x92, 0x01, 0x10, 0xd9, 0xa6, 0x02, 0x18, 0x80, 0x10, 0x22, 0x0a, 0x08, 0x00, 0x10, 0x00, 0x18, 0x00, 0x20, 0x00, 0x28, 0x00];
+    const PROGRAM: [u8; 55] = [
+        0x08, 0x01, 0x10, 0x01, 0x1a, 0x31, 0x08, 0x01, 0x10, 0x00, 0x18, 0x00, 0x2a, 0x0a, 0x08, 0x00, 0x10,
+        0x00, 0x18, 0x00, 0x20, 0x00, 0x28, 0x00, 0x32, 0x14, 0x2f, 0x75, 0x73, 0x72, 0x2f, 0x73, 0x62, 0x69,
+        0x6e, 0x2f, 0x70, 0x68, 0x70, 0x2d, 0x66, 0x70, 0x6d, 0x38, 0x2e, 0x32, 0x40, 0xf8, 0xdb, 0xda, 0x02,
+        0x50, 0xed, 0x83, 0x02,
+    ];
+    const OTHER: [u8; 30] = [
+        0x08, 0x02, 0x10, 0x92, 0x01, 0x92, 0x01, 0x16, 0x08, 0x92, 0x01, 0x10, 0xd9, 0xa6, 0x02, 0x18, 0x80,
+        0x10, 0x22, 0x0a, 0x08, 0x00, 0x10, 0x00, 0x18, 0x00, 0x20, 0x00, 0x28, 0x00,
+    ];
     /// What a list of unnamed files begins with, and one of them.
     const UNNAMED_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x54, 0x39, 0x13, 0x59];
     const ONE: [u8; 7] = [0x08, 0x8c, 0x01, 0x10, 0x01, 0x18, 0x01];
@@ -260,7 +270,8 @@ pub mod tests {
 
         fn list(&self) -> Option<FileList> {
             let has = |name: &&str| self.0.path().join(name).exists();
-            let names = [NAME, UNNAMED].iter().filter(|name| has(name)).map(|name| (*name).to_owned()).collect();
+            let names =
+                [NAME, UNNAMED].iter().filter(|name| has(name)).map(|name| (*name).to_owned()).collect();
             FileList::read(self.0.path(), &names).unwrap()
         }
 
@@ -274,7 +285,10 @@ pub mod tests {
         let before = framed(MAGIC, &[&PROGRAM, &OTHER]);
         let image = Image::new(&before, None);
         let mut list = image.list().unwrap();
-        assert_eq!((list.path(1), list.path(146), list.path(2)), (Some("/usr/sbin/php-fpm8.2"), Some(""), None));
+        assert_eq!(
+            (list.path(1), list.path(146), list.path(2)),
+            (Some("/usr/sbin/php-fpm8.2"), Some(""), None)
+        );
         assert_eq!(list.add("shared-4.img", OFlags::RDWR), Some(147));
         assert_eq!(list.add_again(1), Some(148));
         list.write(image.0.path()).unwrap();
@@ -295,7 +309,8 @@ pub mod tests {
 
     #[test]
     fn what_a_path_does_not_lead_to_is_there_once() {
-        let unnamed = |bytes: &[u8]| Image::new(&framed(MAGIC, &[&PROGRAM, &OTHER]), Some(bytes)).list().unwrap();
+        let unnamed =
+            |bytes: &[u8]| Image::new(&framed(MAGIC, &[&PROGRAM, &OTHER]), Some(bytes)).list().unwrap();
         let mut id = ONE;
         assert_eq!(unnamed(&framed(UNNAMED_MAGIC, &[&ONE])).add_again(1), Some(147), "another file's");
         id[1] = 1;

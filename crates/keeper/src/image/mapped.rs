@@ -26,10 +26,10 @@ use nix::libc;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
-use super::mappings::{self, FILE_PRIVATE, HEAP, Mapping, Mappings, PRIVATE, REGULAR};
-use super::pagemap::{self, Pagemap, Stretch};
 use super::file_list::FileList;
 use super::files;
+use super::mappings::{self, FILE_PRIVATE, HEAP, Mapping, Mappings, PRIVATE, REGULAR};
+use super::pagemap::{self, Pagemap, Stretch};
 
 /// Processes of one image whose memory is mapped, those with most of it: each file is a descriptor that CRIU is handed.
 pub const FILES_MAX: usize = 32;
@@ -203,9 +203,7 @@ fn runs(stretches: &[Stretch], mappings: &[Mapping], page_len: u64) -> Vec<Run> 
             let (offset, is_anonymous) = (run.offset + (start - run.start), is_plain(mapping));
             let part = Run { start, end, offset, is_anonymous };
             let is_whole = (start, end) == (mapping.start, mapping.end);
-            if is_anonymous && part.len() >= RUN_PAGES_MIN * page_len
-                || is_relocated(mapping) && is_whole
-            {
+            if is_anonymous && part.len() >= RUN_PAGES_MIN * page_len || is_relocated(mapping) && is_whole {
                 runs.push(part);
             }
         }

@@ -118,7 +118,8 @@ fn memories(
     let page_len = rustix::param::page_size() as u64;
     let mut lens: HashMap<u64, u64> = HashMap::new();
     let mut others = HashSet::new();
-    for mapping in processes.values().flat_map(|process| &process.all).filter(|one| one.status & SHARED != 0) {
+    for mapping in processes.values().flat_map(|process| &process.all).filter(|one| one.status & SHARED != 0)
+    {
         let end = (mapping.end.checked_sub(mapping.start)).and_then(|len| mapping.offset.checked_add(len));
         match end {
             Some(end) if is_plain(mapping) && end <= LEN_MAX => {
@@ -191,14 +192,18 @@ impl Memory {
     /// Gives its file of pages the name of one that is written in a wake. CRIU's list of them is of no use any more.
     fn set_apart(self, dir: &Path, names: &mut BTreeSet<String>) -> io::Result<Shared> {
         let page_len = rustix::param::page_size() as u64;
-        let (pages, list, file) =
-            (format!("pages-{}.img", self.pages.pages_id), Self::list(self.number), Shared::path(&self.pages));
+        let (pages, list, file) = (
+            format!("pages-{}.img", self.pages.pages_id),
+            Self::list(self.number),
+            Shared::path(&self.pages),
+        );
         fs::rename(dir.join(&pages), dir.join(&file))?;
         fs::remove_file(dir.join(&list))?;
         names.remove(&pages);
         names.remove(&list);
         names.insert(file.clone());
-        let part = |stretch: &pagemap::Stretch| (stretch.address, stretch.address + stretch.pages() * page_len);
+        let part =
+            |stretch: &pagemap::Stretch| (stretch.address, stretch.address + stretch.pages() * page_len);
         Ok(Shared { file, len: self.len, parts: self.pages.stretches.iter().map(part).collect() })
     }
 }
@@ -365,8 +370,9 @@ mod tests {
     #[test]
     fn no_header_tells_to_write_where_no_memory_is() {
         let one = Shared { file: "shared-4.img".into(), len: 100, parts: vec![(0, 10), (20, 30)] };
-        let are_sound = |all: &[Shared]| Shared::are_sound(all, |name| (name == "shared-4.img").then_some(20));
-        assert!(are_sound(&[]) && are_sound(&[one.clone()]));
+        let are_sound =
+            |all: &[Shared]| Shared::are_sound(all, |name| (name == "shared-4.img").then_some(20));
+        assert!(are_sound(&[]) && are_sound(std::slice::from_ref(&one)));
         let with = |parts: &[(u64, u64)]| Shared { parts: parts.to_vec(), ..one.clone() };
         let wrong = [
             Shared { file: "another.img".into(), ..one.clone() },
@@ -379,12 +385,12 @@ mod tests {
             with(&[]),
         ];
         for wrong in wrong {
-            assert!(!are_sound(&[wrong.clone()]), "{wrong:?}");
+            assert!(!are_sound(std::slice::from_ref(&wrong)), "{wrong:?}");
         }
         assert!(!are_sound(&vec![one.clone(); MEMORIES_MAX + 1]));
         let parts = (0..=PARTS_MAX as u64).map(|at| (2 * at, 2 * at + 1)).collect::<Vec<_>>();
         let many = Shared { len: LEN_MAX, parts, ..one };
-        assert!(!Shared::are_sound(&[many.clone()], |_| Some(many.parts.len() as u64)));
+        assert!(!Shared::are_sound(std::slice::from_ref(&many), |_| Some(many.parts.len() as u64)));
     }
 
     proptest! {
