@@ -30,11 +30,11 @@ fn directory(path: &Path) -> OwnedFd {
 }
 
 fn open(path: &Path) -> (Store, oneshot::Receiver<Stored>) {
-    Store::open_at_pace(directory(path), QUICK).unwrap()
+    Store::open_at_pace(directory(path), QUICK, Reckoning::of_wall()).unwrap()
 }
 
 fn promised(nonce: u128) -> Record {
-    let begins = Moment(Clock::new().now().0 + 3_600_000_000);
+    let begins = Moment(Reckoning::of_wall().now_us() + 3_600_000_000);
     let ends = Moment(begins.0 + 60_000_000);
     let ticket = Ticket { lane: LANE, begins, ends, epoch: 0, nonce: Nonce(nonce) };
     Record::Promised { ticket, client: ClientKey(nonce as u64) }
