@@ -12,8 +12,8 @@ use super::replay::Replay;
 use super::{Kind, Learned};
 use crate::Moment;
 
-/// No kind that there is here can be left out for certain.
-const SURVIVAL_LEAST: f64 = 1e-3;
+/// No kind that comes here can be left out for certain. As little as makes no difference beside one that is likely.
+const SURVIVAL_LEAST: f64 = 1e-6;
 
 /// When permits were last recalled.
 #[derive(Debug, Default, Clone, Copy)]
