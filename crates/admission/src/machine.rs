@@ -200,7 +200,7 @@ impl Admission {
         if has_room {
             return Offer::Run(self.run_at_once(now, index, slot));
         }
-        self.recall(path.as_slice());
+        self.recall(now, path.as_slice());
         let wait = self.wait_at_end(now, index);
         if ask.can_wait && self.has_place(index, &ask, wait) {
             let order = order_of(now, ask.priority);

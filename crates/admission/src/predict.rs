@@ -13,11 +13,13 @@
 
 mod calibration;
 mod expected;
+mod lent;
 mod outlook;
 mod pace;
 mod replay;
 
 use self::expected::Expected;
+use self::lent::Lent;
 use self::outlook::{Outlook, Part};
 pub(crate) use self::replay::REPLAY_MAX;
 use self::replay::Replay;
@@ -52,6 +54,7 @@ pub(crate) struct Learned {
     /// Requests that ended in lanes inside.
     inner: u32,
     line: LineTime,
+    lent: Lent,
     pub(crate) record: Record,
     /// Counts changes of pace: what was predicted before the last one says nothing about those after it.
     pub(crate) changes: u32,
@@ -130,6 +133,7 @@ impl Default for Learned {
             service: Sketch::new(SERVICE_HALF_LIFE),
             inner: 0,
             line: LineTime::default(),
+            lent: Lent::default(),
             record: Record::default(),
             changes: 0,
         }
@@ -265,16 +269,15 @@ impl Learned {
     pub(crate) fn turn(&self, now: Moment, part: f64, permits: f64, lent: u32) -> Option<f64> {
         let any = self.any_in_line();
         let mut outlook = Outlook::new(permits);
-        let all = self.shares();
-        for kind in &self.kinds {
-            // Of those that run on lent permits nobody has noted what they are: as many of each kind as come of it.
-            let lent = f64::from(lent) * f64::from(kind.share) / all;
-            let own = f64::from(kind.running);
+        let lent = self.lent_kinds(now, lent);
+        for (at, kind) in self.kinds.iter().enumerate() {
+            let (own, lent) = (f64::from(kind.running), lent.of(at));
             if own + lent + f64::from(kind.waiting) <= 0.0 {
                 continue;
             }
             let expected = self.of_kind(kind, any)?;
-            let rest = own * kind.rest(now, expected) + lent * expected.rest_of_any();
+            let rest =
+                own * kind.rest(now, expected) + lent * expected.rest(self.lent.age(now, expected, 0.5));
             outlook.add(Part {
                 running: own + lent,
                 rest: rest / (own + lent).max(f64::MIN_POSITIVE),
@@ -284,11 +287,6 @@ impl Learned {
             });
         }
         outlook.turn()
-    }
-
-    /// Sum of the shares of all kinds.
-    fn shares(&self) -> f64 {
-        self.kinds.iter().map(|kind| f64::from(kind.share)).sum::<f64>().max(f64::MIN_POSITIVE)
     }
 
     /// Enough is known of those who run and wait for a wait to be told.
@@ -337,29 +335,12 @@ impl Learned {
             let has_run = now.0.saturating_sub(since.0) as f64;
             replay.runs(self.in_line(slot)?.rest(has_run));
         }
-        self.play_lent(lent, &mut replay)?;
+        self.play_lent(now, lent, &mut replay)?;
         replay.take_away(surplus);
         for slot in line {
             replay.waits(self.in_line(slot)?.service());
         }
         replay.turn()
-    }
-
-    /// Those that run on lent permits, as many of each kind as come of it, and some further on than others.
-    fn play_lent(&self, lent: u32, replay: &mut Replay) -> Option<()> {
-        let (mut due, all) = (0.0, self.shares());
-        let mut left = lent;
-        for kind in &self.kinds {
-            due += f64::from(lent) * f64::from(kind.share) / all;
-            // Rounded, so that none is lost.
-            let count = (due.round().max(0.0) as u32).saturating_sub(lent - left).min(left);
-            left -= count;
-            let service = if count > 0 { self.of_kind(kind, self.any_in_line())?.service() } else { 0.0 };
-            for one in 0..count {
-                replay.runs(service * (f64::from(one) + 0.5) / f64::from(count));
-            }
-        }
-        Some(())
     }
 
     /// So many have run since this was last called or the line began.
@@ -374,6 +355,11 @@ impl Learned {
             self.line = LineTime { running: f64::from(running), ..LineTime::default() };
         }
         self.line.last = now;
+    }
+
+    /// There was a line at this moment, or later.
+    pub(crate) fn had_line_since(&self, moment: Moment) -> bool {
+        self.line.last > moment
     }
 
     /// One that ran has ended while there was a line.

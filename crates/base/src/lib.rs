@@ -6,9 +6,11 @@
 pub mod clock;
 pub mod code;
 pub mod limits;
+pub mod reckoning;
 pub mod request_id;
 pub mod units;
 
 pub use clock::{Clock, SystemClock};
 pub use code::Code;
+pub use reckoning::Reckoning;
 pub use request_id::RequestId;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use nagaya_admission::Explained;
+use nagaya_base::Reckoning;
 use nagaya_cmdb::feed::{self, Down, Fetched, Placed, Question, Up};
 use nagaya_cmdb::instance::Needed;
 use nagaya_cmdb::record::Change;
@@ -42,6 +43,8 @@ pub struct Start {
     pub feed: UnixStream,
     /// Where tickets are kept. None: none are given.
     pub tickets: Option<OwnedFd>,
+    /// What the node says that time it is: an edge that was started anew keeps what the one before it promised.
+    pub reckoning: Reckoning,
     /// Where other nodes of a cluster ask. None: this node can be in none.
     pub peers: Option<PeerSockets>,
 }
@@ -88,7 +91,7 @@ impl Process {
         let options: Options = serde_json::from_value(options)?;
         let metrics = Arc::new(Metrics::new());
         let log = open_log(&options, &metrics);
-        let shared = Arc::new(Shared::new(options, log, metrics));
+        let shared = Arc::new(Shared::new(options, log, metrics, start.reckoning));
         if let Some(directory) = start.tickets {
             admission::open(&shared, directory);
         }

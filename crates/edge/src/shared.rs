@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use nagaya_base::Reckoning;
 use nagaya_cmdb::record::Change;
 use nagaya_cmdb::table::{self, Table, TableError};
 use nagaya_rules::RuleSet;
@@ -51,7 +52,12 @@ pub struct Shared {
 }
 
 impl Shared {
-    pub fn new(options: Options, log: Option<Arc<AccessLog>>, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        options: Options,
+        log: Option<Arc<AccessLog>>,
+        metrics: Arc<Metrics>,
+        reckoning: Reckoning,
+    ) -> Self {
         Self {
             table: RwLock::new(Table::new()),
             generation: AtomicU64::new(1),
@@ -61,7 +67,7 @@ impl Shared {
             load: Load::new(),
             cluster: Cluster::new(&options),
             told: Told::default(),
-            lanes: Lanes::new(&options, metrics.waiting.clone()),
+            lanes: Lanes::new(&options, metrics.waiting.clone(), reckoning),
             tickets: RwLock::default(),
             options: RwLock::new(Arc::new(options)),
             log: RwLock::new(log),

@@ -31,6 +31,8 @@ pub struct Inherited {
     pub keeper: Option<RawFd>,
     /// The edge's directory for tickets.
     pub tickets: Option<RawFd>,
+    /// What time it is by the node's reckoning, in microseconds since 1970.
+    pub now_us: u64,
     /// Where other nodes reach the edge.
     pub peers: Option<InheritedPeers>,
     /// Whose rights to take, uid and gid. None: stay as started.

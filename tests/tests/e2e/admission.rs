@@ -3,13 +3,14 @@
 //! Not here: bounds by number (`limits`), the waiting page in a browser (`browser`).
 
 use std::net::Ipv4Addr;
-use std::time::Duration;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
 
 use nagaya_tests::client::{Connection, Response};
 use nagaya_tests::machine;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
-use nagaya_tests::world::World;
+use nagaya_tests::world::{Builder, World};
 use serde_json::{Value, json};
 
 use crate::limits::Held;
@@ -23,6 +24,7 @@ pub const SUITE: Suite = Suite {
         whoever_half_closes_or_sends_slowly_in_line_harms_nobody,
         a_ticket_is_good_for_one_request_here_and_unaltered,
         a_ticket_outlives_a_killed_edge,
+        a_wall_clock_that_is_set_moves_no_promise,
         people_get_a_page_and_crawlers_no_ticket,
         a_waiting_page_is_called_when_it_is_time,
         two_pages_of_one_ticket_are_called,
@@ -41,7 +43,11 @@ const RUNNING: &str = "/running";
 /// A site of which one request runs at once, none waits if it is predicted to wait, and slots of two seconds are promised. Clients
 /// are told apart by the address a proxy names.
 fn node(held: &Held) -> World {
-    let world = World::builder()
+    node_of(World::builder(), held)
+}
+
+fn node_of(builder: Builder, held: &Held) -> World {
+    let world = builder
         .set("edge", "threads = 1\ntrusted_proxies = [\"127.0.0.1\"]")
         .set("admission", "penalty = \"0ms\"")
         .tenant("alice")
@@ -240,6 +246,105 @@ fn a_ticket_outlives_a_killed_edge() {
     busy.response().expect(200);
     again.response().expect(200);
     world.stop();
+}
+
+/// A wall clock that the node sees and nobody else, which can be set while it runs.
+struct WallClock(PathBuf);
+
+impl WallClock {
+    /// Debian's `libfaketime` in front of the C library; the clock that never jumps is left as it is.
+    fn of(builder: Builder) -> (Self, Builder) {
+        let library = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
+        let library = library.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1"));
+        let library =
+            library.into_iter().find(|path| path.exists()).expect("libfaketime: './dev setup test'");
+        let clock = Self(builder.path("wall-clock"));
+        clock.set(0);
+        let builder = builder.before(&[
+            "env",
+            &format!("LD_PRELOAD={}", library.display()),
+            &format!("FAKETIME_TIMESTAMP_FILE={}", clock.0.display()),
+            "FAKETIME_NO_CACHE=1",
+            "FAKETIME_DONT_FAKE_MONOTONIC=1",
+            "FAKETIME_DISABLE_SHM=1",
+        ]);
+        (clock, builder)
+    }
+
+    /// So many seconds off from now on. At once: nobody reads half of it.
+    fn set(&self, off: i64) {
+        let new = self.0.with_extension("new");
+        machine::write(&new, format!("{off:+}"));
+        std::fs::rename(&new, &self.0).expect("our own file");
+    }
+}
+
+/// How far off a time is that the node tells for something that is to happen within a minute, in seconds.
+fn off(told: u64) -> i64 {
+    let now = SystemTime::UNIX_EPOCH.elapsed().expect("it is after 1970").as_secs();
+    told.cast_signed() - now.cast_signed()
+}
+
+fn a_wall_clock_that_is_set_moves_no_promise() {
+    for step in [3_600, -3_600] {
+        let held = Held::start();
+        let (clock, builder) = WallClock::of(World::builder());
+        let world = node_of(builder, &held);
+        let is_at = |told: &Value, by: i64| {
+            let off = off(told.as_u64().expect("seconds since 1970")) - by;
+            assert!((-1..=120).contains(&off), "{off} s from a clock that is {by} s off");
+        };
+        let later = |client: u8| {
+            let refused = ask(&world, "/later", client, "").response().expect(503);
+            let after: u64 = refused.header("retry-after").expect("a time").parse().expect("seconds");
+            assert!((1..=60).contains(&after), "{after}");
+            (ticket(&refused), problem(&refused))
+        };
+        // Each comes in its slot, whatever the clock says by then.
+        let keep = |client: u8, ticket: &str, first: &mut Connection| {
+            let mut again = come_in_time(&world, "/later", client, ticket);
+            held.let_go(2);
+            first.response().expect(200);
+            again.response().expect(200);
+        };
+        let mut first = occupy(&world, &held);
+        let (before, problem) = later(1);
+        is_at(&problem["not_before"], 0);
+        clock.set(step);
+        // Whoever comes now is told a time by the clock that is.
+        let (after, problem) = later(2);
+        is_at(&problem["not_before"], step);
+        keep(1, &before, &mut first);
+        let mut second = occupy(&world, &held);
+        keep(2, &after, &mut second);
+        let mut plain = ask(&world, "/plain", 3, "");
+        held.let_go(1);
+        plain.response().expect(200);
+        let received = held.backend.received();
+        let (_, came) = received.rsplit_once("x-request-start: t=").expect("backends are told");
+        let came: u64 = came.split("\r\n").next().and_then(|it| it.parse().ok()).expect("microseconds");
+        assert!((-120..=1).contains(&(off(came / 1_000_000) - step)), "the node sees the clock that was set");
+        let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
+        let lane = lanes.as_array().unwrap().iter().find(|lane| lane["name"] == "shop").expect("its lane");
+        assert_eq!((&lane["counts"]["promised"], &lane["counts"]["kept"]), (&json!(2), &json!(2)), "{lane}");
+
+        // An edge that is started anew under the clock as it is now keeps what the one before it has promised.
+        let first = occupy(&world, &held);
+        let (before, _) = later(4);
+        machine::signal(world.pid_of("edge"), "KILL");
+        wait::until("another edge serves", || {
+            world.try_status().is_some()
+                && world.restarts_of("edge") == 1
+                && Connection::try_open(world.http()).is_ok()
+        });
+        drop(first);
+        held.let_go(1);
+        let mut busy = occupy(&world, &held);
+        keep(4, &before, &mut busy);
+        assert_eq!((world.restarts_of("edge"), world.restarts_of("keeper")), (1, 0));
+        assert!(!world.log().contains("panicked"));
+        world.stop();
+    }
 }
 
 fn people_get_a_page_and_crawlers_no_ticket() {

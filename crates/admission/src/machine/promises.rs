@@ -199,7 +199,7 @@ impl Admission {
             self.spend(now, pass, &holding);
             return Some(Offer::Run(pass));
         }
-        self.recall(self.path(index).as_slice());
+        self.recall(now, self.path(index).as_slice());
         let lane = self.at(index);
         let room = lane.bounds.wait_bytes.saturating_mul(HOLDER_BYTES);
         if !ask.can_wait || lane.bytes.saturating_add(ask.bytes) > room {

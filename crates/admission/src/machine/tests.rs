@@ -215,6 +215,23 @@ fn permits_are_lent_while_all_is_calm_and_wanted_back_when_somebody_waits() {
 }
 
 #[test]
+fn where_there_was_a_line_nothing_is_lent_for_a_minute() {
+    let mut admission = Admission::new(START, bounds(10));
+    let root = admission.root();
+    let lane = admission.lane(START, root, name(1), bounds(1));
+    let other = admission.lane(START, root, name(2), bounds(10));
+    let first = runs(&mut admission, at(0), lane);
+    let second = waits(&mut admission, at(1), lane);
+    admission.release(at(5_000), first, used(5_000));
+    assert_eq!(effects(&mut admission), [Effect::Run(second)]);
+    admission.release(at(5_001), second, used(1));
+    admission.set(at(5_001), lane, bounds(10));
+    assert_eq!(admission.lend(at(64_999), lane, 4), 0, "who runs when the next line begins is to be known");
+    assert_eq!(admission.lend(at(64_999), other, 4), 4);
+    assert_eq!(admission.lend(at(65_000), lane, 1), 1);
+}
+
+#[test]
 fn what_ran_on_lent_permits_is_learned_from() {
     let mut admission = Admission::new(START, bounds(10));
     let root = admission.root();

@@ -46,14 +46,14 @@ impl<'a> Expected<'a> {
         f64::from(self.pace.spread())
     }
 
-    /// What is left, on average, of one of which it is not known for how long it has run.
-    pub(super) fn rest_of_any(self) -> f64 {
-        self.service() * (1.0 + self.spread()) / 2.0
-    }
-
     /// What is left, on average, of one that has run for so long.
     pub(super) fn rest(self, has_run: f64) -> f64 {
         self.pace.rest(has_run / self.stretch).unwrap_or(0.0) * self.stretch
+    }
+
+    /// The part of them that runs for so long.
+    pub(super) fn survival(self, has_run: f64) -> f64 {
+        self.pace.survival(has_run / self.stretch)
     }
 }
 

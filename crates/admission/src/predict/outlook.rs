@@ -8,7 +8,7 @@
 //! Not here: what a kind of request takes (`predict::pace`), and permits that are shared with other lanes (`machine::waits`).
 
 /// Kinds with requests that run or wait: those told apart, and the shared one.
-const PARTS: usize = 33;
+pub(super) const PARTS: usize = 33;
 /// Halvings: down to a millionth of what is looked at first.
 const HALVINGS: usize = 24;
 /// Doublings until a time is found that is too late.

@@ -104,6 +104,21 @@ impl Pace {
         Some(rest.clamp(service * REST_LEAST, service * REST_MOST))
     }
 
+    /// The part of all that runs for so long, by the same distribution. 1 if nothing is known.
+    pub(crate) fn survival(&self, has_run: f64) -> f64 {
+        let Some(service) = self.expected().map(f64::from).filter(|service| *service > 0.0) else {
+            return 1.0;
+        };
+        let spread = f64::from(self.spread());
+        let slope = (spread - 1.0) / (spread + 1.0);
+        let parts = has_run / service;
+        // As random as radioactive decay.
+        if slope.abs() < 1e-3 {
+            return (-parts).exp();
+        }
+        (1.0 + slope * parts).max(0.0).powf(-(1.0 + slope) / slope)
+    }
+
     /// Squared coefficient of variation: 0 if all take equally long, 1 if it is as random as radioactive decay.
     pub(crate) fn spread(&self) -> f32 {
         if self.mean > 0.0 { self.variance / (self.mean * self.mean) } else { 1.0 }

@@ -63,6 +63,31 @@ fn what_has_run_is_done_if_all_take_equally_long() {
 }
 
 #[test]
+fn what_still_runs_on_a_lent_permit_after_all_quick_ones_is_a_slow_one() {
+    let mut learned = Learned::default();
+    let (read, report) = (learned.slot(at(0), Class(1)), learned.slot(at(0), Class(2)));
+    for step in 0..100u64 {
+        learned.slot(at(step), Class(1));
+        // A tenth more or less.
+        let part = 0.9 + (step % 3) as f64 / 10.0;
+        learned.learn(at(step), read, 10.0 * MS * part, Times::Queued);
+        learned.learn(at(step), report, 1_000.0 * MS * part, Times::Queued);
+    }
+    // Beside the lent one, one that has just begun.
+    learned.starts(at(1_000), read);
+    learned.lent_are_recalled(at(1_000));
+    learned.ends(read, at(1_000));
+    let turn = |learned: &Learned, ms| {
+        let played = learned.turn_played(at(ms), std::iter::empty(), 1, 0, std::iter::empty());
+        (played.expect("kinds are known") / MS, learned.turn(at(ms), 1.0, 1.0, 1).expect("likewise") / MS)
+    };
+    let (played, _) = turn(&learned, 1_001);
+    assert!((8.0..10.0).contains(&played), "as most are, a read: {played}");
+    let (played, summed) = turn(&learned, 1_100);
+    assert!((890.0..910.0).contains(&played) && (700.0..910.0).contains(&summed), "{played} {summed}");
+}
+
+#[test]
 fn further_kinds_share_a_slot_until_one_is_idle() {
     let mut learned = Learned::default();
     let slots: Vec<Slot> = (0..40).map(|class| learned.slot(at(0), Class(class))).collect();

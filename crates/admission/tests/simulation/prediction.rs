@@ -31,7 +31,7 @@ enum Crowd {
     /// Arrivals at random, so many times what can be served: swinging between the two.
     Open { from: f64, to: f64 },
     /// So many, a millisecond apart, and so many microseconds later again. One in `one_in` is of the last kind, the others of the
-    /// first.
+    /// first; which one is first of that kind is chance.
     Bursts { count: u32, one_in: u32, every_us: f64 },
 }
 
@@ -244,8 +244,9 @@ impl World {
     fn burst(&mut self) {
         let Crowd::Bursts { count, one_in, every_us } = self.phase().crowd else { return };
         let last = self.phase().kinds.len() - 1;
+        let first = self.chance.below(u64::from(one_in)) as u32;
         for place in 0..count {
-            let kind = if place % one_in == one_in - 1 { last } else { 0 };
+            let kind = if place % one_in == first { last } else { 0 };
             self.plan(1_000.0 * f64::from(place), Event::Arrival(0, Some(kind)));
         }
         self.plan(every_us, Event::Burst);
@@ -508,7 +509,7 @@ fn boards(seed: u64) {
         for round in 0..3 {
             world.errors_in(&format!("{name}: bursts of round {}", round + 1), &[4 + 4 * round]);
         }
-        check(&world.errors_in(&format!("{name}: bursts"), &[4, 8, 12]), 15.0);
+        check(&world.errors_in(&format!("{name}: bursts"), &[4, 8, 12]), 10.0);
     }
 }
 
@@ -530,7 +531,8 @@ fn first_bursts(seed: u64) {
         errors
             .extend(lending("", 2.0, phases, seed).outcomes.into_iter().filter(|outcome| outcome.phase == 3));
     }
-    check(&Errors::of("first bursts after the calm", errors.iter()), 26.0);
+    // The first to come have permits that were lent: nobody has noted that, in most of these, a report holds one of them.
+    check(&Errors::of("first bursts after the calm", errors.iter()), 24.0);
 }
 
 #[test]

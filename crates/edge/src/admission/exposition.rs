@@ -87,6 +87,7 @@ fn escaped(label: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use nagaya_base::Reckoning;
     use nagaya_cmdb::{Site, Tenant};
     use nagaya_telemetry::Gauge;
 
@@ -97,7 +98,7 @@ mod tests {
     #[test]
     fn a_lane_is_a_label_and_what_is_unknown_is_left_out() {
         let options = Options::default();
-        let lanes = Lanes::new(&options, Gauge::default());
+        let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
         let tenant: Tenant = serde_json::from_str(r#"{"name":"demo","uid":1000,"gid":1000}"#).unwrap();
         let site = r#"{"name":"s","tenant":"demo","hosts":["s"],"max_concurrent":7,"backend":{"kind":"static","root":"s"}}"#;
         let site: Site = serde_json::from_str(site).unwrap();

@@ -8,13 +8,14 @@ use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use foldhash::fast::RandomState;
 use nagaya_admission::{
     Admission, Ask, Bounds, Class, Crowd, Effect, Explained, LaneId, LaneName, Moment, Next, Nonce, Offer,
     Pass, Prediction, Pressure, Record, Refused, Run, Standing, Used,
 };
+use nagaya_base::Reckoning;
 use nagaya_cmdb::{Site, SiteName, Tenant, TenantName};
 use nagaya_rules::Lane as RuleLane;
 use nagaya_telemetry::Gauge;
@@ -83,7 +84,7 @@ pub type Called = oneshot::Sender<Moment>;
 #[derive(Debug)]
 pub struct Lanes {
     state: Mutex<State>,
-    clock: Clock,
+    reckoning: Reckoning,
     /// Threads that serve.
     threads: usize,
     /// Tickets whose pages are told, at most.
@@ -110,26 +111,6 @@ struct State {
     all_waiting: Gauge,
 }
 
-/// The node's own reckoning of time: the wall clock's at the start, carried on by the one that never jumps.
-#[derive(Debug)]
-struct Clock {
-    began: Instant,
-    at_start: u64,
-}
-
-impl Clock {
-    fn new() -> Self {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
-        let wall = u64::try_from(wall).unwrap_or(u64::MAX);
-        Self { began: Instant::now(), at_start: wall }
-    }
-
-    fn now(&self) -> Moment {
-        let since = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
-        Moment(self.at_start.saturating_add(since))
-    }
-}
-
 /// Why a page is not told when its holder may come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Untold {
@@ -148,10 +129,9 @@ pub enum Entered {
 
 impl Lanes {
     /// `all_waiting` is kept at the number of requests in line.
-    pub fn new(options: &Options, all_waiting: Gauge) -> Arc<Self> {
+    pub fn new(options: &Options, all_waiting: Gauge, reckoning: Reckoning) -> Arc<Self> {
         Arc::new_cyclic(|me| {
-            let clock = Clock::new();
-            let machine = Admission::new(clock.now(), node_bounds(options));
+            let machine = Admission::new(Moment(reckoning.now_us()), node_bounds(options));
             let state = State {
                 machine,
                 by_label: Map::default(),
@@ -167,7 +147,7 @@ impl Lanes {
             let threads = if options.threads == 0 { cores() } else { options.threads };
             Self {
                 state: Mutex::new(state),
-                clock,
+                reckoning,
                 threads,
                 listened_max: AtomicUsize::new(listened_max(options, threads)),
                 stirred: Notify::new(),
@@ -178,7 +158,16 @@ impl Lanes {
     }
 
     pub fn now(&self) -> Moment {
-        self.clock.now()
+        Moment(self.reckoning.now_us())
+    }
+
+    pub fn reckoning(&self) -> Reckoning {
+        self.reckoning
+    }
+
+    /// What the wall clock, as it is set now, will show at this moment, in microseconds since 1970.
+    pub fn on_wall(&self, moment: Moment) -> Moment {
+        Moment(self.reckoning.on_wall_us(moment.0))
     }
 
     /// The lane of a site as its records have it now, in its tenant's.

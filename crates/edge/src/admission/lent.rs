@@ -1,7 +1,7 @@
 //! Permits that a lane has been lent: given and taken back with one atomic operation each, as long as nobody waits.
 //!
-//! Most requests find their lane all but empty. They need no place in a line and no prediction, only to be counted, so the
-//! machine lends such a lane some permits in bulk. When it wants them back (somebody waits around there), they are
+//! Most requests find their lane all but empty, with no line in the last minute. They need no place in a line and no prediction, only
+//! to be counted, so the machine lends such a lane some permits in bulk. When it wants them back (somebody waits around there), they are
 //! recalled: nobody enters by them any more, and each comes back when its request ends. Not here: when permits are lent
 //! and recalled (`nagaya_admission`), what a request without one does (`lanes`).
 

@@ -10,9 +10,10 @@ mod words;
 
 use std::borrow::Cow;
 use std::fmt::Write;
+use std::ops::Range;
 use std::sync::LazyLock;
 
-use nagaya_admission::Promise;
+use nagaya_admission::Moment;
 use nagaya_base::Code;
 use ring::digest::{SHA256, digest};
 
@@ -115,10 +116,10 @@ pub fn render_own(template: &str, facts: &Facts<'_>) -> String {
     fill(template, |name| placeholder(name, facts))
 }
 
-/// The problem document (RFC 9457) for programs, with the code of the refusal: `promise` as `ticket` says it. `not_before` and `not_after` are seconds since the
-/// Unix epoch.
-pub fn problem_json(facts: &Facts<'_>, ticket: &str, promise: &Promise, code: Code) -> String {
-    let seconds = |moment: nagaya_admission::Moment| moment.0.div_ceil(1_000_000);
+/// The problem document (RFC 9457) for programs, with the code of the refusal: `slot` is that of the ticket by the wall clock. `not_before` and `not_after` are
+/// seconds since the Unix epoch.
+pub fn problem_json(facts: &Facts<'_>, ticket: &str, slot: &Range<Moment>, code: Code) -> String {
+    let seconds = |moment: Moment| moment.0.div_ceil(1_000_000);
     serde_json::json!({
         "type": format!("urn:nagaya:{code}"),
         "title": "Come back with this ticket",
@@ -132,8 +133,8 @@ pub fn problem_json(facts: &Facts<'_>, ticket: &str, promise: &Promise, code: Co
         "predicted_wait_seconds": facts.wait_seconds,
         "at_most_seconds": facts.at_most_seconds,
         "ticket": ticket,
-        "not_before": seconds(promise.ticket.begins),
-        "not_after": seconds(promise.ticket.ends),
+        "not_before": seconds(slot.start),
+        "not_after": seconds(slot.end),
         "request": facts.request_id,
     })
     .to_string()

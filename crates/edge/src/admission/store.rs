@@ -19,9 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use nagaya_admission::{Keys, LaneName, Moment, Record};
+use nagaya_base::Reckoning;
 use parking_lot::RwLock;
 use tokio::sync::oneshot;
 
@@ -94,14 +95,18 @@ impl Store {
     ///
     /// # Errors
     /// If there can be no thread.
-    pub fn open(directory: OwnedFd) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
-        Self::open_at_pace(directory, PACE)
+    pub fn open(directory: OwnedFd, reckoning: Reckoning) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
+        Self::open_at_pace(directory, PACE, reckoning)
     }
 
-    fn open_at_pace(directory: OwnedFd, pace: Pace) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
+    fn open_at_pace(
+        directory: OwnedFd,
+        pace: Pace,
+        reckoning: Reckoning,
+    ) -> io::Result<(Self, oneshot::Receiver<Stored>)> {
         let (opened, stored) = oneshot::channel();
         let keys = Arc::new(RwLock::new(None));
-        let mut keeper = Keeper::new(directory, pace, Arc::clone(&keys), opened);
+        let mut keeper = Keeper::new(directory, pace, Arc::clone(&keys), opened, reckoning);
         let has_lost = Arc::clone(&keeper.has_lost);
         // On the caller's thread, so that nobody is served before what was promised is known.
         keeper.open();
@@ -161,7 +166,7 @@ impl Drop for Store {
 struct Keeper {
     directory: OwnedFd,
     pace: Pace,
-    clock: Clock,
+    reckoning: Reckoning,
     /// None: not open now.
     file: Option<TicketFile>,
     /// The keys that sign and verify now, kept here too so that a file that begins anew has them.
@@ -187,12 +192,13 @@ impl Keeper {
         pace: Pace,
         keys: Arc<RwLock<Option<Arc<Keys>>>>,
         opened: oneshot::Sender<Stored>,
+        reckoning: Reckoning,
     ) -> Self {
         let now = Instant::now();
         Self {
             directory,
             pace,
-            clock: Clock::new(),
+            reckoning,
             file: None,
             key_rows: Vec::new(),
             keys,
@@ -243,7 +249,7 @@ impl Keeper {
         if self.file.is_none() && Instant::now() >= self.next_try {
             self.open();
         }
-        let now = self.clock.now();
+        let now = Moment(self.reckoning.now_us());
         let answer = match &mut self.file {
             None => Err(self.unavailable()),
             Some(file) => {
@@ -272,7 +278,7 @@ impl Keeper {
     }
 
     fn open(&mut self) {
-        let now = self.clock.now();
+        let now = Moment(self.reckoning.now_us());
         let directory = self.directory.as_fd();
         let mut opened = guarded(|| TicketFile::open(directory, &mut self.key_rows, now));
         if let Err(FileError::Damaged(detail)) = &opened {
@@ -351,27 +357,6 @@ impl Keeper {
 fn guarded<T>(run: impl FnOnce() -> Result<T, FileError>) -> Result<T, FileError> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
     caught.unwrap_or_else(|_| Err(FileError::Damaged("its pages do not fit together".into())))
-}
-
-/// The wall clock when it was made, and real time since: a step of the wall clock does not make tickets expire.
-struct Clock {
-    wall: Moment,
-    began: Instant,
-}
-
-impl Clock {
-    fn new() -> Self {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { wall: Moment(micros(wall)), began: Instant::now() }
-    }
-
-    fn now(&self) -> Moment {
-        Moment(self.wall.0.saturating_add(micros(self.began.elapsed())))
-    }
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use nagaya_admission::{Ask, Class, ClientKey, Nonce, Offer, Pass, Record, Refused, Used};
+use nagaya_base::Reckoning;
 use nagaya_cmdb::{Site, SiteName, Tenant};
 use nagaya_telemetry::Gauge;
 use tokio::sync::oneshot;
@@ -42,7 +43,7 @@ fn options(max_waiting: u32) -> Options {
 /// A lane of a site with this bound, and as many places in its line.
 fn lane(run: u32, waiting: u32) -> (Arc<Lanes>, Arc<Lane>) {
     let options = options(waiting);
-    let lanes = Lanes::new(&options, Gauge::default());
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
     let lane = lanes.of_site(&site(Some(run)), &tenant(None), &options);
     (lanes, lane)
 }
@@ -120,7 +121,7 @@ fn lent_permits_do_not_break_a_bound() {
 #[test]
 fn a_tenants_bound_holds_for_all_its_lanes() {
     let options = options(10);
-    let lanes = Lanes::new(&options, Gauge::default());
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
     let tenant = tenant(Some(3));
     let one = lanes.of_site(&site(None), &tenant, &options);
     let mut other = site(None);
@@ -245,7 +246,7 @@ fn what_ran_on_a_pass_is_learned_from() {
 fn pages_that_listen_leave_connections_for_who_comes() {
     let mut options = Options { threads: 1, ..options(1) };
     options.limits.connections = 8;
-    let lanes = Lanes::new(&options, Gauge::default());
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
     let first = lanes.listen(Nonce(1)).unwrap();
     let _second = lanes.listen(Nonce(2)).unwrap();
     assert_eq!(lanes.listen(Nonce(3)).unwrap_err(), Untold::TooMany);
@@ -259,7 +260,7 @@ fn pages_that_listen_leave_connections_for_who_comes() {
 #[test]
 fn who_is_promised_nothing_new_takes_no_records_along() {
     let options = Options { wait_ms: 0, ..options(1) };
-    let lanes = Lanes::new(&options, Gauge::default());
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
     let lane = lanes.of_site(&site(Some(1)), &tenant(None), &options);
     let used = Used { service: Duration::from_secs(1), is_whole: true };
     let Entered::Runs(first) = lanes.enter(&lane, ASK) else { panic!("there is room") };

@@ -88,7 +88,7 @@ impl Tickets {
 
 /// Opens the store in this directory, so that tickets are given; what was promised before is known before anybody is served.
 pub fn open(shared: &Shared, directory: OwnedFd) {
-    let (store, mut stored) = match Store::open(directory) {
+    let (store, mut stored) = match Store::open(directory, shared.lanes.reckoning()) {
         Ok(opened) => opened,
         Err(error) => {
             return tracing::error!(code = %CODE_NO_STORE, %error, "no tickets are given: their store has no thread");

@@ -126,7 +126,7 @@ fn turned(
     is_early: bool,
     request: &Request,
 ) -> Turned {
-    let head = &request.head;
+    let (head, lanes) = (&request.head, &node.shared.lanes);
     let ticket = keys.sign(&promise.ticket);
     let begins = begins_in(node, promise);
     let window = Duration::from_micros(promise.ticket.ends.0.saturating_sub(promise.ticket.begins.0));
@@ -172,7 +172,8 @@ fn turned(
         }
     } else {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-        page::problem_json(&facts, &ticket, promise, if is_early { CODE_EARLY } else { CODE_PROMISED })
+        let slot = lanes.on_wall(promise.ticket.begins)..lanes.on_wall(promise.ticket.ends);
+        page::problem_json(&facts, &ticket, &slot, if is_early { CODE_EARLY } else { CODE_PROMISED })
     };
     Turned { headers, body: Bytes::from(body), is_early }
 }

@@ -17,7 +17,7 @@ use bytes::Bytes;
 use http::header::HeaderValue;
 use http::{HeaderMap, Method, StatusCode, Version};
 use http_body_util::{BodyExt, Full};
-use nagaya_base::RequestId;
+use nagaya_base::{Reckoning, RequestId};
 use nagaya_cmdb::feed::{Placed, Up};
 use nagaya_cmdb::record::Change;
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
@@ -128,7 +128,7 @@ fn placement(node: &str, epoch: u64) -> Placement {
 
 fn shared(cluster: ClusterOptions) -> Arc<Shared> {
     let options = Options { node: cluster.node.clone(), cluster: Some(cluster), ..Options::default() };
-    let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new())));
+    let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall()));
     let tenant = r#"{"name":"t","uid":2000,"gid":2000,"home":"/srv/t"}"#;
     let demo = r#"{"name":"demo","tenant":"t","hosts":["demo"],"backend":{"kind":"app","command":["serve"],"directory":"app"}}"#;
     let changes = [

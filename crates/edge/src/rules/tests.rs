@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use http::{HeaderName, HeaderValue, Method, StatusCode, Version};
-use nagaya_base::RequestId;
+use nagaya_base::{Reckoning, RequestId};
 use nagaya_cmdb::cell::{CellName, CpuQuota};
 use nagaya_cmdb::record::Change;
 use nagaya_keeper::client::Keeper;
@@ -46,7 +46,7 @@ impl World {
         };
         let rules = rules.iter().enumerate().map(write).collect();
         let options = Options { rules, node: "here".into(), ..Options::default() };
-        let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new())));
+        let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall()));
         let tenant = r#"{"name":"demo","uid":1000,"gid":1000,"home":"/srv/demo"}"#;
         let site = format!(
             r#"{{"name":"wiki","tenant":"demo","hosts":["wiki.test"],"path":"/w",

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nagaya_base::{Clock as _, SystemClock};
+use nagaya_base::{Clock as _, Reckoning, SystemClock};
 use nagaya_cmdb::feed::Down;
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
@@ -56,6 +56,8 @@ pub struct Parts {
     pub edge_identity: Option<Identity>,
     /// Where the edge keeps what it promised. None: it promises nothing.
     pub tickets: Option<OwnedFd>,
+    /// Goes on while edges come and go.
+    pub reckoning: Reckoning,
     /// Where other nodes of a cluster reach the edge. None: it can be in none.
     pub peers: Option<Peers>,
     pub node: Arc<Node>,
@@ -454,6 +456,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         listeners: Vec::new(),
         keeper: None,
         tickets: None,
+        now_us: parts.reckoning.now_us(),
         peers: None,
         identity: None,
         log_level: parts.serve.log.clone().unwrap_or_else(|| parts.settings.log.level.clone()),

@@ -24,6 +24,7 @@ mod sockets;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use nagaya_base::Reckoning;
 use nagaya_cmdb::store::{RedbStore, Store};
 use nix::unistd::Uid;
 use tokio::task::LocalSet;
@@ -110,6 +111,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         keeper_socket,
         edge_identity,
         tickets: place::prepare_tickets(&settings, edge_identity),
+        reckoning: Reckoning::of_wall(),
         peers,
         node: Arc::clone(&node),
     };

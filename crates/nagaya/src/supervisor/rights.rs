@@ -6,6 +6,7 @@
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
+use nagaya_base::Reckoning;
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
 use rustix::thread::{CapabilitySet, CapabilitySets};
@@ -129,7 +130,7 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
     }
     let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
     let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, &mut taker)).transpose()?;
-    Ok(nagaya_edge::Start { listeners, feed, tickets, peers })
+    Ok(nagaya_edge::Start { listeners, feed, tickets, reckoning: Reckoning::at(inherited.now_us), peers })
 }
 
 fn peer_sockets(

@@ -1,6 +1,6 @@
 //! The waiting page: what is in it, what cannot get into it, and who gets it.
 
-use nagaya_admission::{LaneName, Moment, Nonce, Promise, Ticket};
+use nagaya_admission::Moment;
 use proptest::prelude::*;
 
 use super::asked::{Language, is_crawler, language, wants_html};
@@ -260,17 +260,10 @@ fn a_site_has_a_page_of_its_own() {
 
 #[test]
 fn programs_get_a_problem_document() {
-    let ticket = Ticket {
-        lane: LaneName([7; 16]),
-        begins: Moment(1_800_000_000_500_000),
-        ends: Moment(1_800_000_020_000_000),
-        epoch: 1,
-        nonce: Nonce(5),
-    };
-    let promise = Promise { ticket, is_new: true, ahead: 12 };
+    let slot = Moment(1_800_000_000_500_000)..Moment(1_800_000_020_000_000);
     let told = Facts { site: "a\"b", at_most_seconds: None, ..facts(Language::English) };
     let document: serde_json::Value =
-        serde_json::from_str(&problem_json(&told, "TICKET", &promise, nagaya_base::Code(450)))
+        serde_json::from_str(&problem_json(&told, "TICKET", &slot, nagaya_base::Code(450)))
             .expect("it is JSON");
     assert_eq!(document["type"], "urn:nagaya:NGY0450");
     assert_eq!(document["status"], 503);

@@ -29,7 +29,7 @@ use redb::{
 use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Stored, micros};
+use super::Stored;
 
 /// The format this program writes and reads.
 const FORMAT: u64 = 1;
@@ -519,7 +519,8 @@ impl<'txn> Tables<'txn> {
 }
 
 fn after(moment: Moment, duration: Duration) -> Moment {
-    Moment(moment.0.saturating_add(micros(duration)))
+    let micros = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+    Moment(moment.0.saturating_add(micros))
 }
 
 #[cfg(test)]

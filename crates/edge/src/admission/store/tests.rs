@@ -30,11 +30,11 @@ fn directory(path: &Path) -> OwnedFd {
 }
 
 fn open(path: &Path) -> (Store, oneshot::Receiver<Stored>) {
-    Store::open_at_pace(directory(path), QUICK).unwrap()
+    Store::open_at_pace(directory(path), QUICK, Reckoning::of_wall()).unwrap()
 }
 
 fn promised(nonce: u128) -> Record {
-    let begins = Moment(Clock::new().now().0 + 3_600_000_000);
+    let begins = Moment(Reckoning::of_wall().now_us() + 3_600_000_000);
     let ends = Moment(begins.0 + 60_000_000);
     let ticket = Ticket { lane: LANE, begins, ends, epoch: 0, nonce: Nonce(nonce) };
     Record::Promised { ticket, client: ClientKey(nonce as u64) }
@@ -181,7 +181,7 @@ fn what_a_file_lost_that_was_open_is_asked_for_once_and_at_the_start_never() {
     let file = dir.path().join("tickets.redb");
     fs::write(&file, "not a database").unwrap();
     let (opened, mut found) = oneshot::channel();
-    let mut keeper = Keeper::new(directory(dir.path()), QUICK, Arc::default(), opened);
+    let mut keeper = Keeper::new(directory(dir.path()), QUICK, Arc::default(), opened, Reckoning::of_wall());
     keeper.open();
     assert_eq!(found.try_recv(), Ok(Vec::new()));
     let has_lost = |keeper: &Keeper| keeper.has_lost.swap(false, Ordering::AcqRel);
@@ -233,7 +233,7 @@ fn a_file_that_cannot_be_opened_is_spoken_of_once_each_time() {
     let _guard = tracing::subscriber::set_default(listener);
     let pace = Pace { retry: Duration::ZERO, ..PACE };
     let (opened, mut found) = oneshot::channel();
-    let mut keeper = Keeper::new(directory(dir.path()), pace, Arc::default(), opened);
+    let mut keeper = Keeper::new(directory(dir.path()), pace, Arc::default(), opened, Reckoning::of_wall());
     for round in 1..=3 {
         fs::create_dir(&in_the_way).unwrap();
         for _ in 0..20 {

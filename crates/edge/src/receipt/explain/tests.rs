@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use nagaya_base::Code;
+use nagaya_base::{Code, Reckoning};
 use nagaya_cmdb::cell::{CellName, Controller, CpuQuota, Demotion, IoLimit, Usage};
 use nagaya_cmdb::instance::{Stage, Wake};
 use nagaya_cmdb::{Site, Tenant};
@@ -199,7 +199,7 @@ fn what_is_not_known_is_not_made_up() {
 
 #[test]
 fn only_a_request_that_is_kept_is_told_of() {
-    let shared = Shared::new(Options::default(), None, Arc::new(Metrics::new()));
+    let shared = Shared::new(Options::default(), None, Arc::new(Metrics::new()), Reckoning::of_wall());
     shared.receipts.for_thread().push(Box::new(record("/x", None)), 8);
     let told: Value = serde_json::from_str(&explain(&shared, &format!("{:032x}", 0xabc))).unwrap();
     assert_eq!((&told["id"], &told["node"]), (&json!(format!("{:032x}", 0xabc)), &json!("localhost")));

@@ -1,0 +1,76 @@
+//! A node's own reckoning of time: the wall clock's when it began, carried on by the one that never jumps.
+//!
+//! What is promised for a time is kept by it, so that a wall clock that is set moves no promise. It is handed to a process
+//! that takes another one's place, which would otherwise begin with the wall clock as it was set meanwhile.
+//!
+//! Not here: the clock seam of simulations (`clock`), dates and times that people read.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Microseconds since 1970, as the wall clock was when it began.
+#[derive(Debug, Clone, Copy)]
+pub struct Reckoning {
+    began: Instant,
+    at_begin: u64,
+}
+
+impl Reckoning {
+    /// Begins with the wall clock as it is now.
+    pub fn of_wall() -> Self {
+        Self::at(wall_us())
+    }
+
+    /// Goes on from what another process says it is.
+    pub fn at(now_us: u64) -> Self {
+        Self { began: Instant::now(), at_begin: now_us }
+    }
+
+    pub fn now_us(&self) -> u64 {
+        self.at_begin.saturating_add(micros(self.began.elapsed()))
+    }
+
+    /// What the wall clock will show then, unless it is set again: for whoever goes by a clock of his own.
+    pub fn on_wall_us(&self, moment_us: u64) -> u64 {
+        shown_at(wall_us(), self.now_us(), moment_us)
+    }
+}
+
+fn shown_at(wall_us: u64, now_us: u64, moment_us: u64) -> u64 {
+    if moment_us >= now_us {
+        wall_us.saturating_add(moment_us - now_us)
+    } else {
+        wall_us.saturating_sub(now_us - moment_us)
+    }
+}
+
+fn wall_us() -> u64 {
+    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_goes_on_from_where_it_was() {
+        let hour_ago = wall_us() - 3_600_000_000;
+        let reckoning = Reckoning::at(hour_ago);
+        let first = reckoning.now_us();
+        assert!(first >= hour_ago && reckoning.now_us() >= first);
+        assert!(first < wall_us() - 1_800_000_000, "the wall clock is of no concern to it");
+    }
+
+    #[test]
+    fn a_moment_is_shown_as_far_from_the_wall_clock_as_it_is_from_now() {
+        for wall in [5_000, 5_000_000] {
+            assert_eq!(shown_at(wall, 1_000_000, 1_000_250), wall + 250);
+            assert_eq!(shown_at(wall, 1_000_000, 999_750), wall - 250);
+        }
+        assert_eq!(shown_at(100, 1_000_000, 0), 0);
+        assert_eq!(shown_at(u64::MAX, 0, 1), u64::MAX);
+    }
+}
