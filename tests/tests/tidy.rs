@@ -41,7 +41,7 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
     // The developer's packages speak to the built program as its users do, and nothing ships with them.
     ("tests", &[]),
     // Two experiments measure one part alone, without a server around it.
-    ("xtask", &["admission", "edge", "rules", "keeper", "cmdb", "telemetry"]),
+    ("xtask", &["admission", "edge", "rules", "keeper", "cmdb", "telemetry", "base"]),
 ];
 
 /// Files whose tests may sleep, with why waiting for a condition would not do.

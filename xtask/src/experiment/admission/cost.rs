@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use nagaya_admission::Class;
+use nagaya_base::Reckoning;
 use nagaya_edge::Options;
 use nagaya_edge::admission::{Lanes, Permit};
 use nagaya_edge::route::Route;
@@ -90,7 +91,7 @@ pub fn run(setting: &Setting) -> Result<()> {
 /// Microseconds of one thread for a request to enter and to leave, as the node's threads do it: all in one lane.
 fn gate_us() -> Result<f64> {
     let options = Options::default();
-    let lanes = Lanes::new(&options, Gauge::default());
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
     let tenant =
         serde_json::from_value(json!({"name": "people", "uid": 1000, "gid": 1000, "max_concurrent": 4096}));
     let site = serde_json::from_value(json!({
