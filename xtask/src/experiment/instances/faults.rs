@@ -66,7 +66,7 @@ const HUNGRY_MEMORY: &str = "64M";
 const JOURNAL: &str = "journal-0";
 
 /// Bytes of the disk of the images: 256 MiB stay free, and the others hold the images several times.
-const DISK: &str = "size=800m";
+const DISK: &str = "size=1200m";
 
 /// What is left of it when it is full.
 const DISK_LEFT: u64 = 16 << 20;
