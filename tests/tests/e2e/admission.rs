@@ -227,17 +227,22 @@ fn a_ticket_is_good_for_one_request_here_and_unaltered() {
     world.stop();
 }
 
-fn a_ticket_outlives_a_killed_edge() {
-    let held = Held::start();
-    let world = node(&held);
-    let first = occupy(&world, &held);
-    let ticket = ticket(&ask(&world, "/later", 1, "").response().expect(503));
+/// Kills the first edge of a node, and waits until another one serves.
+fn replace_edge(world: &World) {
     machine::signal(world.pid_of("edge"), "KILL");
     wait::until("another edge serves", || {
         world.try_status().is_some()
             && world.restarts_of("edge") == 1
             && Connection::try_open(world.http()).is_ok()
     });
+}
+
+fn a_ticket_outlives_a_killed_edge() {
+    let held = Held::start();
+    let world = node(&held);
+    let first = occupy(&world, &held);
+    let ticket = ticket(&ask(&world, "/later", 1, "").response().expect(503));
+    replace_edge(&world);
     drop(first);
     held.let_go(1);
     let mut busy = occupy(&world, &held);
@@ -331,12 +336,7 @@ fn a_wall_clock_that_is_set_moves_no_promise() {
         // An edge that is started anew under the clock as it is now keeps what the one before it has promised.
         let first = occupy(&world, &held);
         let (before, _) = later(4);
-        machine::signal(world.pid_of("edge"), "KILL");
-        wait::until("another edge serves", || {
-            world.try_status().is_some()
-                && world.restarts_of("edge") == 1
-                && Connection::try_open(world.http()).is_ok()
-        });
+        replace_edge(&world);
         drop(first);
         held.let_go(1);
         let mut busy = occupy(&world, &held);

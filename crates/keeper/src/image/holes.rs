@@ -69,7 +69,8 @@ fn start(file: &File, len_max: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn pages_id(dir: &Path, name: &str) -> io::Result<Result<u32, &'static str>> {
+/// The number of the file of pages that a list names. The inner error is in words that follow its name.
+pub fn pages_id(dir: &Path, name: &str) -> io::Result<Result<u32, &'static str>> {
     let bytes = start(&files::open(dir, name, OFlags::RDONLY)?, pagemap::HEAD_LEN as u64)?;
     Ok(Pagemap::pages_id(&bytes))
 }

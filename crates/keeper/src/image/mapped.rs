@@ -177,7 +177,7 @@ fn process(dir: &Path, pid: &str) -> io::Result<Result<Process, &'static str>> {
     Ok(Ok(Process { pid: pid.into(), pages, mappings, runs }))
 }
 
-fn pages_name(id: u32) -> String {
+pub fn pages_name(id: u32) -> String {
     format!("pages-{id}.img")
 }
 

@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
@@ -19,9 +19,10 @@ use rustix::fs::{MemfdFlags, OFlags};
 use serde::{Deserialize, Serialize};
 
 use super::file_list::FileList;
-use super::files;
+use super::mapped::pages_name;
 use super::mappings::{self, FILE_SHARED, Mapping, Mappings, REGULAR, SHARED};
 use super::pagemap::{self, Pagemap};
+use super::{files, holes};
 
 /// Memories of one image, those with most pages: each is two descriptors on the way to CRIU.
 pub const MEMORIES_MAX: usize = 8;
@@ -129,9 +130,9 @@ fn memories(
             _ => _ = others.insert(mapping.memory),
         }
     }
-    let mut memories = Vec::new();
+    let (mut memories, lists) = (Vec::new(), lists_by_file(dir, names)?);
     for (number, len) in lens.into_iter().filter(|(number, _)| !others.contains(number)) {
-        let Some(pages) = pagemap(dir, names, number)? else { continue };
+        let Some(pages) = pagemap(dir, names, &lists, number)? else { continue };
         let in_memory = pages.stretches.last().is_some_and(|last| {
             // Checked by `pages` before: in order, and no more than there can be.
             last.address + last.pages() * page_len <= len
@@ -159,23 +160,32 @@ fn mappings(dir: &Path, name: &str) -> io::Result<Option<Mappings>> {
     Ok(read.and_then(|(mappings, bytes)| (mappings.encode() == bytes).then_some(mappings)))
 }
 
+/// How many lists name each file of pages.
+fn lists_by_file(dir: &Path, names: &BTreeSet<String>) -> io::Result<HashMap<u32, usize>> {
+    let mut lists = HashMap::new();
+    for name in names.iter().filter(|name| name.starts_with("pagemap-")) {
+        if let Ok(id) = holes::pages_id(dir, name)? {
+            *lists.entry(id).or_default() += 1;
+        }
+    }
+    Ok(lists)
+}
+
 /// The list of pages of a memory, if its file of pages is nobody else's and as long as the list says. None: it is not understood.
-fn pagemap(dir: &Path, names: &BTreeSet<String>, number: u64) -> io::Result<Option<Pagemap>> {
+fn pagemap(
+    dir: &Path,
+    names: &BTreeSet<String>,
+    lists: &HashMap<u32, usize>,
+    number: u64,
+) -> io::Result<Option<Pagemap>> {
     let own = Memory::list(number);
     if !names.contains(&own) {
         return Ok(None);
     }
     let bytes = files::read(dir, &own, pagemap::LEN_MAX)?;
     let Some(pages) = bytes.and_then(|bytes| Pagemap::decode(&bytes).ok()) else { return Ok(None) };
-    for other in names.iter().filter(|name| name.starts_with("pagemap-") && **name != own) {
-        let mut head = Vec::new();
-        files::open(dir, other, OFlags::RDONLY)?.take(pagemap::HEAD_LEN as u64).read_to_end(&mut head)?;
-        if Pagemap::pages_id(&head).is_ok_and(|id| id == pages.pages_id) {
-            return Ok(None);
-        }
-    }
-    let file = format!("pages-{}.img", pages.pages_id);
-    if !names.contains(&file) {
+    let file = pages_name(pages.pages_id);
+    if lists.get(&pages.pages_id) != Some(&1) || !names.contains(&file) {
         return Ok(None);
     }
     let len = files::open(dir, &file, OFlags::RDONLY)?.metadata()?.len();
@@ -192,11 +202,8 @@ impl Memory {
     /// Gives its file of pages the name of one that is written in a wake. CRIU's list of them is of no use any more.
     fn set_apart(self, dir: &Path, names: &mut BTreeSet<String>) -> io::Result<Shared> {
         let page_len = rustix::param::page_size() as u64;
-        let (pages, list, file) = (
-            format!("pages-{}.img", self.pages.pages_id),
-            Self::list(self.number),
-            Shared::path(&self.pages),
-        );
+        let (pages, list, file) =
+            (pages_name(self.pages.pages_id), Self::list(self.number), Shared::path(&self.pages));
         fs::rename(dir.join(&pages), dir.join(&file))?;
         fs::remove_file(dir.join(&list))?;
         names.remove(&pages);
