@@ -9,6 +9,8 @@
 //! begins after a quiet hour is reckoned with the pace of the last one. A kind of which nothing is known counts as an average one
 //! where a number is needed to decide; nobody is told a wait that rests on that.
 //!
+//! A step in the speed of the whole machine is seen in those kinds that come often, and applied to the others (`predict::speed`).
+//!
 //! Not here: who is ahead of whom (`machine::line`), and the wait that follows from both (`machine::waits`).
 
 mod calibration;
@@ -17,12 +19,14 @@ mod lent;
 mod outlook;
 mod pace;
 mod replay;
+mod speed;
 
 use self::expected::Expected;
 use self::lent::Lent;
 use self::outlook::{Outlook, Part};
 pub(crate) use self::replay::REPLAY_MAX;
 use self::replay::Replay;
+use self::speed::{Follower, Speed};
 pub(crate) use calibration::{Outcome, Record};
 pub(crate) use pace::Pace;
 
@@ -55,6 +59,7 @@ pub(crate) struct Learned {
     inner: u32,
     line: LineTime,
     lent: Lent,
+    speed: Speed,
     pub(crate) record: Record,
     /// Counts changes of pace: what was predicted before the last one says nothing about those after it.
     pub(crate) changes: u32,
@@ -71,6 +76,7 @@ struct Kind {
     /// Requests so far, the late ones weighing more.
     share: f32,
     seen: Moment,
+    follower: Follower,
 }
 
 /// The pace while somebody waits, when all permits are in use, is not the one of a quiet hour.
@@ -134,6 +140,7 @@ impl Default for Learned {
             inner: 0,
             line: LineTime::default(),
             lent: Lent::default(),
+            speed: Speed::default(),
             record: Record::default(),
             changes: 0,
         }
@@ -238,15 +245,21 @@ impl Learned {
     pub(crate) fn learn(&mut self, now: Moment, slot: Slot, service_us: f64, times: Times) {
         self.service.add(service_us);
         let kind = &mut self.kinds[slot.0 as usize];
-        let calm = kind.paces.calm;
+        if times == Times::Queued {
+            kind.paces.queued.scale(self.speed.scale(&kind.follower) as f32);
+            kind.follower.catches_up(&self.speed);
+        }
+        let (calm, before) = (kind.paces.calm, kind.paces.queued);
         let has_changed = kind.paces.add(now, service_us as f32, times);
+        let moved = before.moved_to(&kind.paces.queued);
         if times == Times::Queued && calm.is_fair() {
             let calm = f64::from(calm.expected().unwrap_or(1.0)).max(1.0);
             let stretch = (service_us / calm).min(STRETCH_MOST) * STRETCH_SCALE;
             self.stretch.add(now, stretch as f32);
         }
         self.all.add(now, service_us as f32, times);
-        self.changes = self.changes.wrapping_add(u32::from(has_changed));
+        let have_moved = times == Times::Queued && self.has_moved(now, slot, moved);
+        self.changes = self.changes.wrapping_add(u32::from(has_changed || have_moved));
     }
 
     /// Learns from a request of a lane inside this one: only what any request takes.
@@ -386,8 +399,16 @@ impl Learned {
 
 impl Kind {
     fn new(class: Class) -> Self {
-        let paces = Paces::default();
-        Self { class, paces, waiting: 0, running: 0, started: 0, share: 0.0, seen: Moment::default() }
+        Self {
+            class,
+            paces: Paces::default(),
+            waiting: 0,
+            running: 0,
+            started: 0,
+            share: 0.0,
+            seen: Moment::default(),
+            follower: Follower::default(),
+        }
     }
 
     /// What is left, on average, of each of the running ones.

@@ -19,19 +19,20 @@ const ALIKE_BUT: usize = 8;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
     pace: &'a Pace,
-    /// What is measured in `pace` takes so many times as long in a line.
+    /// What is measured in `pace` takes so many times as long now, in a line.
     stretch: f64,
     /// Not only guessed.
     pub(super) is_known: bool,
 }
 
 impl<'a> Expected<'a> {
-    /// Of these paces; `None`: nothing is known.
-    fn of(paces: &'a Paces, stretch: Option<f64>) -> Option<Self> {
+    /// Of these paces; `None`: nothing is known. `scale`: how much longer all takes now than when it was last seen in a line.
+    fn of(paces: &'a Paces, stretch: Option<f64>, scale: f64) -> Option<Self> {
         if paces.queued.is_known() {
-            return Some(Self { pace: &paces.queued, stretch: 1.0, is_known: true });
+            return Some(Self { pace: &paces.queued, stretch: scale, is_known: true });
         }
-        // Without ever having seen a line nobody knows what it does.
+        // What a line does is learned from all that come, and so has in it how much longer all take now. Without ever having seen
+        // a line nobody knows what it does.
         let of_calm =
             Self { pace: &paces.calm, stretch: stretch.unwrap_or(1.0), is_known: stretch.is_some() };
         paces.calm.is_known().then_some(of_calm)
@@ -67,12 +68,12 @@ impl Learned {
 
     /// `any`: what it is taken for if nothing is known of it.
     pub(super) fn of_kind<'a>(&self, kind: &'a Kind, any: Option<Expected<'a>>) -> Option<Expected<'a>> {
-        Expected::of(&kind.paces, self.stretch()).or(any)
+        Expected::of(&kind.paces, self.stretch(), self.speed.scale(&kind.follower)).or(any)
     }
 
     /// Of any request: a guess, whatever it is a guess of.
     pub(super) fn any_in_line(&self) -> Option<Expected<'_>> {
-        let any = Expected::of(&self.all, self.stretch())?;
+        let any = Expected::of(&self.all, self.stretch(), 1.0)?;
         Some(Expected { is_known: false, ..any })
     }
 

@@ -89,6 +89,20 @@ impl Pace {
         has_changed
     }
 
+    /// All that was learned so far would have taken so many times as long.
+    pub(crate) fn scale(&mut self, by: f32) {
+        self.mean *= by;
+        self.short *= by;
+        self.expected *= by;
+        self.variance *= by * by;
+    }
+
+    /// By how much a later pace is expected to take longer, in logarithms. 0 if one of them says too little.
+    pub(crate) fn moved_to(&self, later: &Self) -> f32 {
+        let moved = later.expected.max(1.0) / self.expected.max(1.0);
+        if self.is_fair() && moved != 1.0 { moved.ln() } else { 0.0 }
+    }
+
     /// The expected service time. `None`: nothing is known.
     pub(crate) fn expected(&self) -> Option<f32> {
         self.is_known().then_some(self.expected)

@@ -1,6 +1,8 @@
 //! How well waits are predicted: simulated servers of several kinds, with what was told at arrival held against what came.
 //!
-//! Not here: the same with real servers (`./dev experiment admission-prediction`).
+//! Not here: the first seconds after a step in speed (`steps`), the same with real servers (`./dev experiment admission-prediction`).
+
+mod steps;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -21,6 +23,14 @@ struct Kind {
     percent: u64,
     median_us: f64,
     spread: f64,
+    /// It sleeps for so long before it needs a processor.
+    sleep_us: f64,
+}
+
+impl Kind {
+    const fn new(class: u32, percent: u64, median_us: f64, spread: f64) -> Self {
+        Self { class, percent, median_us, spread, sleep_us: 0.0 }
+    }
 }
 
 /// Who comes.
@@ -33,6 +43,9 @@ enum Crowd {
     /// So many, a millisecond apart, and so many microseconds later again. One in `one_in` is of the last kind, the others of the
     /// first; which one is first of that kind is chance.
     Bursts { count: u32, one_in: u32, every_us: f64 },
+    /// So many clients as in a closed loop, with all kinds by their shares; and at once so many of the last kind, whose share is none, so
+    /// many microseconds later again.
+    ClosedAndBursts { clients: u32, pause_us: f64, count: u32, every_us: f64 },
 }
 
 /// Who comes for how long. The next phase begins when all are served, and after a pause.
@@ -44,6 +57,14 @@ struct Phase {
     pause_seconds: u64,
 }
 
+/// From this second on, the server is so many times as fast: for all, or for who comes of one kind.
+#[derive(Clone, Copy)]
+struct Step {
+    second: u64,
+    speed: f64,
+    class: Option<u32>,
+}
+
 #[derive(Clone)]
 struct Scenario {
     name: &'static str,
@@ -52,26 +73,19 @@ struct Scenario {
     phases: Vec<Phase>,
     /// Of those who wait, so many percent leave before their turn.
     leaving: u64,
-    /// From this second on, the server is so many times as fast.
-    step: Option<(u64, f64)>,
+    step: Option<Step>,
     /// Lanes that share the node's permits with equal weights; all alike.
     lanes: u8,
     /// Requests that find a calm lane run on lent permits, as a node's do.
     lends: bool,
 }
 
-const HOMOGENEOUS: &[Kind] = &[Kind { class: 0, percent: 100, median_us: 50_000.0, spread: 0.3 }];
-const VARIED: &[Kind] = &[Kind { class: 0, percent: 100, median_us: 40_000.0, spread: 1.0 }];
-const MIXED: &[Kind] = &[
-    Kind { class: 0, percent: 95, median_us: 5_000.0, spread: 0.2 },
-    Kind { class: 1, percent: 5, median_us: 500_000.0, spread: 0.2 },
-];
+const HOMOGENEOUS: &[Kind] = &[Kind::new(0, 100, 50_000.0, 0.3)];
+const VARIED: &[Kind] = &[Kind::new(0, 100, 40_000.0, 1.0)];
+const MIXED: &[Kind] = &[Kind::new(0, 95, 5_000.0, 0.2), Kind::new(1, 5, 500_000.0, 0.2)];
 /// The bulletin board of the experiments, with two processors: what is posted, what is read, and reports that take long.
-const POSTS: &[Kind] = &[Kind { class: 0, percent: 100, median_us: 10_000.0, spread: 0.15 }];
-const READS_AND_REPORTS: &[Kind] = &[
-    Kind { class: 1, percent: 83, median_us: 8_000.0, spread: 0.15 },
-    Kind { class: 2, percent: 17, median_us: 150_000.0, spread: 0.1 },
-];
+const POSTS: &[Kind] = &[Kind::new(0, 100, 10_000.0, 0.15)];
+const READS_AND_REPORTS: &[Kind] = &[Kind::new(1, 83, 8_000.0, 0.15), Kind::new(2, 17, 150_000.0, 0.1)];
 
 impl Scenario {
     fn new(name: &'static str, kinds: &'static [Kind], crowd: Crowd) -> Self {
@@ -97,18 +111,24 @@ enum Event {
     Arrival(u8, Option<usize>),
     Burst,
     Leave(Pass),
+    /// It has slept and wants to compute.
+    Wake(Pass),
+    Step(f64),
 }
 
 /// A request that runs or waits.
 #[derive(Clone, Copy)]
 struct Party {
     work: f64,
+    sleep: f64,
     lane: u8,
     class: u32,
     since: u64,
     told: Option<f64>,
     /// It runs on a permit that was lent.
     is_lent: bool,
+    /// Nobody comes again when it has ended.
+    is_of_burst: bool,
 }
 
 /// A wait, and what was told of it.
@@ -181,13 +201,14 @@ impl World {
     }
 
     fn run(mut self) -> Self {
+        if let Some(Step { second, speed, class: None }) = self.scenario.step {
+            self.plan(second as f64 * 1e6, Event::Step(speed));
+        }
         self.begin_phase();
-        let mut step = self.scenario.step.map(|(second, speed)| (self.begin + second * 1_000_000, speed));
         loop {
             let next = self.events.peek().map_or(u64::MAX, |Reverse((at, _))| *at);
             let served = self.server.next_end().unwrap_or(u64::MAX).max(self.now);
-            let stepped = step.map_or(u64::MAX, |(at, _)| at);
-            let first = next.min(served).min(stepped);
+            let first = next.min(served);
             let is_over = self.is_phase_over(first);
             if is_over && self.phase + 1 == self.scenario.phases.len() {
                 return self;
@@ -200,13 +221,13 @@ impl World {
                 continue;
             }
             self.now = first;
-            if let Some((_, speed)) = step.take_if(|_| stepped == self.now) {
-                self.server.set_speed(Moment(self.now), speed);
-            } else if served == self.now {
+            if served == self.now {
                 self.served();
             } else if let Some(Reverse((_, number))) = self.events.pop() {
                 match self.happenings.remove(&number).expect("each event happens once") {
                     Event::Leave(pass) => self.leave(pass),
+                    Event::Wake(pass) => self.server.start(Moment(self.now), pass, self.parties[&pass].work),
+                    Event::Step(speed) => self.server.set_speed(Moment(self.now), speed),
                     _ if is_over => {}
                     Event::Arrival(lane, kind) => self.arrive(lane, kind),
                     Event::Burst => self.burst(),
@@ -225,8 +246,12 @@ impl World {
 
     fn begin_phase(&mut self) {
         self.phase_began = self.now;
+        if let Crowd::ClosedAndBursts { every_us, .. } = self.phase().crowd {
+            let begin = every_us * (1.0 + self.chance.part());
+            self.plan(begin, Event::Burst);
+        }
         match self.phase().crowd {
-            Crowd::Closed { clients, .. } => {
+            Crowd::Closed { clients, .. } | Crowd::ClosedAndBursts { clients, .. } => {
                 for client in 0..clients {
                     let lane = client as u8 % self.scenario.lanes;
                     self.plan(f64::from(client) * 100.0, Event::Arrival(lane, None));
@@ -242,8 +267,12 @@ impl World {
     }
 
     fn burst(&mut self) {
-        let Crowd::Bursts { count, one_in, every_us } = self.phase().crowd else { return };
         let last = self.phase().kinds.len() - 1;
+        if let Crowd::ClosedAndBursts { count, every_us, .. } = self.phase().crowd {
+            (0..count).for_each(|_| self.plan(1.0, Event::Arrival(0, Some(last))));
+            self.plan(every_us, Event::Burst);
+        }
+        let Crowd::Bursts { count, one_in, every_us } = self.phase().crowd else { return };
         let first = self.chance.below(u64::from(one_in)) as u32;
         for place in 0..count {
             let kind = if place % one_in == first { last } else { 0 };
@@ -265,8 +294,12 @@ impl World {
     fn arrive(&mut self, lane: u8, kind: Option<usize>) {
         let kind = kind.unwrap_or_else(|| self.kind());
         let Phase { kinds, crowd, .. } = self.phase();
-        let Kind { class, median_us, spread, .. } = kinds[kind];
-        let work = self.chance.lognormal(median_us, spread);
+        let Kind { class, median_us, spread, sleep_us, .. } = kinds[kind];
+        let slower =
+            |step: &Step| step.class == Some(class) && self.now >= self.begin + step.second * 1_000_000;
+        let speed = self.scenario.step.filter(slower).map_or(1.0, |step| step.speed);
+        let work = self.chance.lognormal(median_us, spread) / speed;
+        let sleep = if sleep_us > 0.0 { self.chance.lognormal(sleep_us, spread) } else { 0.0 };
         if let Crowd::Open { from, to } = crowd {
             let phase = (self.now - self.begin) as f64 / 20e6 * std::f64::consts::TAU;
             let load = from + (to - from) * (0.5 - 0.5 * phase.cos());
@@ -274,20 +307,22 @@ impl World {
             let pause = self.chance.exponential(1.0 / rate);
             self.plan(pause, Event::Arrival(lane, None));
         }
-        let mut party = Party { work, lane, class, since: self.now, told: None, is_lent: false };
+        let is_of_burst = matches!(crowd, Crowd::ClosedAndBursts { .. }) && kind + 1 == kinds.len();
+        let mut party =
+            Party { work, sleep, lane, class, since: self.now, told: None, is_lent: false, is_of_burst };
         let now = Moment(self.now);
         let id = self.lanes[usize::from(lane)];
         if self.scenario.lends && self.lenders[usize::from(lane)].enter(now, &mut self.admission, id) {
             self.lent += 1;
             let pass = Pass(u64::MAX - self.lent);
             self.parties.insert(pass, Party { is_lent: true, ..party });
-            self.server.start(now, pass, work);
+            self.starts(pass);
             return;
         }
         match self.admission.offer(now, id, ask(class, self.now)) {
             Offer::Run(pass) => {
                 self.parties.insert(pass, party);
-                self.server.start(now, pass, work);
+                self.starts(pass);
             }
             Offer::Wait(pass, prediction) => {
                 party.told = prediction.wait.map(|wait| wait.as_secs_f64() * 1e6);
@@ -302,6 +337,17 @@ impl World {
         self.follow();
     }
 
+    /// It has its permit.
+    fn starts(&mut self, pass: Pass) {
+        let Party { work, sleep, .. } = self.parties[&pass];
+        if sleep > 0.0 {
+            self.server.sleeps(Moment(self.now), pass);
+            self.plan(sleep, Event::Wake(pass));
+        } else {
+            self.server.start(Moment(self.now), pass, work);
+        }
+    }
+
     fn leave(&mut self, pass: Pass) {
         if self.admission.prediction(Moment(self.now), pass).is_some() {
             self.parties.remove(&pass);
@@ -312,7 +358,8 @@ impl World {
     fn served(&mut self) {
         let now = Moment(self.now);
         let (pass, took) = self.server.end(now).expect("something ends now");
-        let Party { lane, class, is_lent, .. } = self.parties.remove(&pass).expect("it was served");
+        let Party { lane, class, is_lent, is_of_burst, .. } =
+            self.parties.remove(&pass).expect("it was served");
         let used = Used { service: Duration::from_micros(took), is_whole: true };
         if is_lent {
             let id = self.lanes[usize::from(lane)];
@@ -324,7 +371,9 @@ impl World {
             self.admission.release(now, pass, used);
         }
         self.follow();
-        if let Crowd::Closed { pause_us, .. } = self.phase().crowd {
+        if let Crowd::Closed { pause_us, .. } | Crowd::ClosedAndBursts { pause_us, .. } = self.phase().crowd
+            && !is_of_burst
+        {
             let pause = self.chance.exponential(pause_us);
             self.plan(pause, Event::Arrival(lane, None));
         }
@@ -341,8 +390,8 @@ impl World {
             for effect in effects {
                 match effect {
                     Effect::Run(pass) => {
-                        let Party { work, since, told, .. } = self.parties[&pass];
-                        self.server.start(now, pass, work);
+                        let Party { since, told, .. } = self.parties[&pass];
+                        self.starts(pass);
                         let actual = (self.now - since) as f64;
                         self.outcomes.push(Outcome { at: since, phase: self.phase, told, actual });
                     }
@@ -554,8 +603,8 @@ fn a_step_in_speed_is_followed_within_ten_seconds() {
     for (name, speed) in
         [("closed 150, three times slower", 1.0 / 3.0), ("closed 150, three times faster", 3.0)]
     {
-        let scenario =
-            Scenario { step: Some((30, speed)), ..Scenario::new(name, HOMOGENEOUS, closed(150)).seconds(60) };
+        let step = Some(Step { second: 30, speed, class: None });
+        let scenario = Scenario { step, ..Scenario::new(name, HOMOGENEOUS, closed(150)).seconds(60) };
         measure_from(&scenario, 40, 10.0);
     }
 }

@@ -33,6 +33,11 @@ impl Server {
     pub fn start(&mut self, now: Moment, pass: Pass, work_us: f64) {
         self.advance(now.0);
         self.jobs.insert(((self.done + work_us.max(1.0)).to_bits(), pass));
+        self.started.entry(pass).or_insert(now.0);
+    }
+
+    /// It has begun, and needs no processor yet.
+    pub fn sleeps(&mut self, now: Moment, pass: Pass) {
         self.started.insert(pass, now.0);
     }
 
