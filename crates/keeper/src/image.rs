@@ -37,7 +37,7 @@ use nagaya_base::Code;
 use nagaya_cmdb::record::ImageMemory;
 use serde::{Deserialize, Serialize};
 
-use crate::sandbox::{Launcher, Sandbox, SandboxError, Task};
+use crate::sandbox::{Launcher, SHM_FILE, Sandbox, SandboxError, Task};
 
 use archive::Head;
 use checkpoint::{Engine, Needs};
@@ -291,11 +291,9 @@ impl Images {
         let _in_use = self.store.hold(&image.id);
         let work = self.store.work(sandbox)?;
         let dir = self.store.path(&image.id);
-        let what = (
-            handed,
-            Needs { known: &image.header.handed, mapped: &image.header.mapped, shared: &image.header.shared },
-        );
-        let restored = checkpoint::restore(&self.engine, sandbox, what, &dir, &work);
+        let Header { handed: known, files, mapped, shared, .. } = &image.header;
+        let needs = Needs { known, mapped, shared, has_shm: files.contains_key(SHM_FILE) };
+        let restored = checkpoint::restore(&self.engine, sandbox, (handed, needs), &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),
             Err(error @ (ImageError::NotRestored { .. } | ImageError::Timeout { .. })) if is_to_blame() => {

@@ -27,6 +27,7 @@ mod order;
 mod outlet;
 mod program;
 mod session;
+mod shm;
 mod shown;
 mod terminal;
 mod tree;
@@ -59,6 +60,7 @@ pub(crate) use kernel::timespec;
 pub use network::Address;
 pub use order::Step;
 pub(crate) use order::{Fill, Freezing, Ward, Warded};
+pub(crate) use shm::{DEPTH_MAX as SHM_DEPTH_MAX, ENTRIES_MAX as SHM_ENTRIES_MAX, FILE as SHM_FILE};
 pub(crate) use tree::{detached, lock, memory};
 
 /// No sandbox can be made at all.
@@ -196,12 +198,14 @@ pub(crate) struct Tool<'a> {
     /// Numbers from 4 to 63, or 1 and 2 for what it writes.
     pub fds: Vec<(i32, BorrowedFd<'a>)>,
     pub pid: u32,
-    /// It takes a checkpoint, and must read the filters of the others.
-    pub reads_filters: bool,
+    /// It takes a checkpoint into this directory, with a number of `fds`. What is in `/dev/shm` goes there, too (`kept`).
+    pub takes_into: Option<i32>,
     /// It brings processes back that have memory in these ranges, which a file shows.
     pub shown: Vec<(u64, u64)>,
     /// What is written to memory before it starts, with numbers of `fds`.
     pub fills: Vec<Fill>,
+    /// What the files in `/dev/shm` are made from before it starts, likewise.
+    pub shm: Option<i32>,
 }
 
 /// The descriptor a tool's program gets.
@@ -483,9 +487,10 @@ impl Sandbox {
             has_terminal: false,
             role: Role::Tool {
                 program: TOOL_FD,
-                reads_filters: tool.reads_filters,
+                takes_into: tool.takes_into,
                 shown: tool.shown.clone(),
                 fills: tool.fills.clone(),
+                shm: tool.shm,
             },
         };
         self.ask(&Ask::Run(run), &fds)
@@ -494,6 +499,16 @@ impl Sandbox {
     /// A process in it that was not started by `run`: one that an image brought back.
     pub fn adopt(&self, pid: u32) -> Result<Task, SandboxError> {
         self.ask(&Ask::Adopt { pid }, &[])
+    }
+
+    /// What came of keeping the files in its `/dev/shm`, once the tool that was to do so has ended.
+    pub(crate) fn kept(&self) -> Result<io::Result<()>, SandboxError> {
+        match self.tell(&Ask::Kept, &[])? {
+            (Told::Kept { errno }, _) => {
+                Ok(errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))))
+            }
+            _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
+        }
     }
 
     fn ask(&self, ask: &Ask, fds: &[BorrowedFd<'_>]) -> Result<Task, SandboxError> {

@@ -18,7 +18,10 @@ use super::file_list::handed_path;
 use super::mapped::Mapped;
 use super::shared::Shared;
 use super::{ImageError, at, files, log};
-use crate::sandbox::{self, Fill, ROOT_PID, Sandbox, Task, root_id};
+use crate::sandbox::{
+    self, Fill, ROOT_PID, SHM_DEPTH_MAX, SHM_ENTRIES_MAX, SHM_FILE, Sandbox, SandboxError, Step, Task,
+    root_id,
+};
 
 /// How long taking an image may take, and with it how long its application stands still. The largest measured took a
 /// tenth of a second.
@@ -140,9 +143,11 @@ pub fn take(
         command.extend(["--external".into(), format!("unix[{}]", stat.st_ino)]);
     }
     let into = sandbox::detached(&image.path, true).map_err(at("open", &image.path))?;
-    let given = Given { reads_filters: true, ..Given::default() };
-    match run(engine, sandbox, command, (&into, work), given, TAKE_TIMEOUT)? {
-        Some(0) => Ok(()),
+    let given = Given { is_to_take: true, ..Given::default() };
+    let status = run(engine, sandbox, command, (&into, work), given, TAKE_TIMEOUT)?;
+    let kept = sandbox.kept();
+    match status {
+        Some(0) => kept?.map_err(not_kept),
         _ => {
             let reason = work.reason().map_err(at("read", &work.path))?;
             let text = reason.to_string();
@@ -155,6 +160,20 @@ pub fn take(
     }
 }
 
+fn not_kept(error: io::Error) -> ImageError {
+    match error.kind() {
+        io::ErrorKind::StorageFull => {
+            ImageError::NoSpace { reason: format!("the files in its /dev/shm cannot be kept: {error}") }
+        }
+        io::ErrorKind::FileTooLarge => ImageError::Unfit {
+            reason: format!(
+                "it has more than {SHM_ENTRIES_MAX} files in /dev/shm, or directories deeper than {SHM_DEPTH_MAX}"
+            ),
+        },
+        _ => at("keep", "the files in its /dev/shm")(error),
+    }
+}
+
 /// What an image says of how it is brought back.
 #[derive(Debug, Clone, Copy)]
 pub struct Needs<'a> {
@@ -162,6 +181,8 @@ pub struct Needs<'a> {
     pub known: &'a [Known],
     pub mapped: &'a Mapped,
     pub shared: &'a [Shared],
+    /// It has files of `/dev/shm`.
+    pub has_shm: bool,
 }
 
 /// Brings the processes of an image back in a fresh sandbox.
@@ -184,8 +205,8 @@ pub fn restore(
         command.extend(["--inherit-fd".into(), format!("fd[{number}]:{name}")]);
         fds.push((number, fd));
     }
-    let open = |name: &String| files::open(image, name, OFlags::RDONLY).map(OwnedFd::from);
-    let mapped = needs.mapped.files.iter().map(open).collect::<io::Result<Vec<_>>>();
+    let open = |name: &str| files::open(image, name, OFlags::RDONLY).map(OwnedFd::from);
+    let mapped = needs.mapped.files.iter().map(|name| open(name)).collect::<io::Result<Vec<_>>>();
     let mapped = mapped.map_err(at("open", image))?;
     for ((number, name), fd) in (MAPPED_FD..).zip(&needs.mapped.files).zip(&mapped) {
         command.extend(["--inherit-fd".into(), format!("fd[{number}]:{}", handed_path(name))]);
@@ -201,13 +222,29 @@ pub fn restore(
         fds.extend([(memory, to), (contents, from)]);
         fills.push(Fill { memory, contents, parts: one.parts.clone() });
     }
+    let shm = needs.has_shm.then(|| open(SHM_FILE)).transpose().map_err(at("open", image.join(SHM_FILE)))?;
     let from = sandbox::detached(image, false).map_err(at("open", image))?;
-    let given = Given { fds, shown: needs.mapped.ranges.clone(), fills, reads_filters: false };
-    match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT)? {
+    let shown = needs.mapped.ranges.clone();
+    let given = Given { fds, shown, fills, shm: shm.as_ref(), ..Given::default() };
+    match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT).map_err(of_files)? {
         Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
         _ => Err(ImageError::NotRestored {
             reason: work.reason().map_err(at("read", &work.path))?.to_string(),
         }),
+    }
+}
+
+/// Files that are not put back are the image's fault, unless memory is short.
+fn of_files(error: ImageError) -> ImageError {
+    match error {
+        ImageError::Sandbox(SandboxError::Run { step: Step::Files, error })
+            if error.kind() != io::ErrorKind::OutOfMemory =>
+        {
+            ImageError::NotRestored {
+                reason: format!("the files in its /dev/shm cannot be put back: {error}"),
+            }
+        }
+        error => error,
     }
 }
 

@@ -52,6 +52,8 @@ pub const IMAGE_FD: i32 = 9;
 pub const WORK_FD: i32 = 10;
 /// What the restored processes are handed comes from here on, at most two.
 pub const HANDED_FD: i32 = 11;
+/// File of the image with the files of `/dev/shm`.
+const SHM_FD: i32 = 13;
 /// Files of the image that they map come from here on, `mapped::FILES_MAX` of them.
 pub const MAPPED_FD: i32 = 16;
 /// Files of memory that they share come from here on, `shared::MEMORIES_MAX` of them.
@@ -71,12 +73,14 @@ pub struct Version(pub u32, pub u32);
 pub struct Given<'a> {
     /// With their numbers.
     pub fds: Vec<(i32, &'a OwnedFd)>,
-    /// It takes a checkpoint, and must read the filters of the others.
-    pub reads_filters: bool,
+    /// It takes a checkpoint into the directory of the image.
+    pub is_to_take: bool,
     /// Where files show memory of what it brings back (`mapped`).
     pub shown: Vec<(u64, u64)>,
     /// Memory that is written before it starts (`shared`).
     pub fills: Vec<Fill>,
+    /// What the files in `/dev/shm` are made from before it starts.
+    pub shm: Option<&'a OwnedFd>,
 }
 
 /// A CRIU that can be run.
@@ -288,15 +292,17 @@ impl Criu {
         let mut all = vec![(BINARY_FD, binary.as_fd()), (FACTS_FD, facts.as_fd())];
         all.extend(LIBRARY_FDS.into_iter().zip(libraries.iter().map(AsFd::as_fd)));
         all.extend(given.fds.iter().map(|(number, fd)| (*number, fd.as_fd())));
+        all.extend(given.shm.map(|fd| (SHM_FD, fd.as_fd())));
         sandbox.run_tool(&Tool {
             program: loader.as_ref().unwrap_or(&binary).as_fd(),
             argv,
             env: vec![("XDG_RUNTIME_DIR".into(), by_number(FACTS_FD).into())],
             fds: all,
             pid: PID,
-            reads_filters: given.reads_filters,
+            takes_into: given.is_to_take.then_some(IMAGE_FD),
             shown: given.shown.clone(),
             fills: given.fills.clone(),
+            shm: given.shm.map(|_| SHM_FD),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
-//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 4
-//! has the fields of `Header`. A header of another version is no image any more; there is no migration, because an image
+//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 5
+//! has the fields of `Header`, and a file of its own for those in `/dev/shm`. A header of another version is no image any more; there is no migration, because an image
 //! can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use super::mapped::Mapped;
 use super::shared::Shared;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";

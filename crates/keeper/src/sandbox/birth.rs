@@ -32,7 +32,10 @@ pub fn run(alone: &Alone, keeper: &OwnedFd) -> u8 {
     let Some(given) = take(&birth, fds) else { return 1 };
     match make(alone, keeper, &birth, &given, ahead) {
         // The descriptors of these frames are closed already.
-        Ok(()) => kernel::end(init::run(alone, keeper, birth.uid, birth.gid).into()),
+        Ok(shm_device) => {
+            let own = init::Own { uid: birth.uid, gid: birth.gid, shm_device };
+            kernel::end(init::run(alone, keeper, own).into())
+        }
         Err(Failure { step, errno }) => {
             // A keeper that does not listen any more has given the sandbox up.
             let _ = channel::send(keeper, &Told::Failed { step, errno }, &[]);
@@ -59,21 +62,21 @@ fn take(birth: &Birth, fds: Vec<OwnedFd>) -> Option<Given> {
     Some(Given { cgroup, tasks: fds.collect() })
 }
 
-/// Returns in the init, when the sandbox is made.
+/// Returns in the init, when the sandbox is made, with the device of its `/dev/shm`.
 fn make(
     alone: &Alone,
     keeper: &OwnedFd,
     birth: &Birth,
     given: &Given,
     ahead: Option<Namespaces>,
-) -> Result<(), Failure> {
+) -> Result<u64, Failure> {
     let namespaces = ahead.map_or_else(|| Namespaces::make(alone), Ok)?;
     let sources = tree::prepare(birth, &namespaces.root)?;
     namespaces.map(birth.uid, birth.gid)?;
     namespaces.enter(!birth.host_network).step("enter its namespaces")?;
     alone.go_on_as(INIT, given.cgroup.as_ref().map(AsFd::as_fd)).step("make its init")?;
     settle(birth, given)?;
-    tree::attach(&namespaces.root, &sources, birth)?;
+    let shm_device = tree::attach(&namespaces.root, &sources, birth)?;
     answer(keeper)?;
     // The keeper need not wait for what follows; it is done before anything else that it asks for. Nothing of the node's stays open
     // in an init.
@@ -81,7 +84,7 @@ fn make(
     kernel::close_all_but(&mut [keeper.as_raw_fd()]).step("close what it does not need")?;
     // Closed just now, and so is what came with the order.
     std::mem::forget((namespaces, sources));
-    Ok(())
+    Ok(shm_device)
 }
 
 // === In the init ===

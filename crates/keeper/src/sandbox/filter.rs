@@ -74,15 +74,17 @@ pub fn of_tenants() -> Vec<Instruction> {
 }
 
 /// Lets everything through, and asks about the three calls of `ptrace` that the kernel keeps for root of the node:
-/// reading filters, their metadata, and suspending them.
+/// reading filters, their metadata, and suspending them. And about the one that lets go of a process, so that it is known
+/// when all of them still stand still.
 pub fn of_checkpoints() -> Vec<Instruction> {
     let ptrace = u32::try_from(libc::SYS_ptrace).unwrap_or(0);
     vec![
         op(LOAD, NUMBER),
-        jump(IF_EQUAL, ptrace, 0, 6),
+        jump(IF_EQUAL, ptrace, 0, 7),
         op(LOAD, argument(0)),
-        jump(IF_EQUAL, PTRACE_SECCOMP_GET_FILTER, 5, 0),
-        jump(IF_EQUAL, PTRACE_SECCOMP_GET_METADATA, 4, 0),
+        jump(IF_EQUAL, PTRACE_SECCOMP_GET_FILTER, 6, 0),
+        jump(IF_EQUAL, PTRACE_SECCOMP_GET_METADATA, 5, 0),
+        jump(IF_EQUAL, PTRACE_DETACH, 4, 0),
         jump(IF_EQUAL, PTRACE_SETOPTIONS, 0, 2),
         op(LOAD, argument(3)),
         jump(IF_ANY_BIT, PTRACE_O_SUSPEND_SECCOMP, 1, 0),
@@ -92,6 +94,7 @@ pub fn of_checkpoints() -> Vec<Instruction> {
 }
 
 /// Requests of `ptrace(2)`.
+pub const PTRACE_DETACH: u32 = 17;
 pub const PTRACE_SETOPTIONS: u32 = 0x4200;
 pub const PTRACE_SECCOMP_GET_FILTER: u32 = 0x420C;
 pub const PTRACE_SECCOMP_GET_METADATA: u32 = 0x420D;
@@ -336,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_asks_about_filters_only() {
+    fn a_checkpoint_asks_about_filters_and_its_end_only() {
         let ptrace = |request: u32, data: u32| {
             run(&of_checkpoints(), OURS, libc::SYS_ptrace, [request.into(), 1, 0, data.into(), 0, 0])
         };
@@ -344,6 +347,7 @@ mod tests {
         assert_eq!(ptrace(PTRACE_SECCOMP_GET_FILTER, 0), ask);
         assert_eq!(ptrace(PTRACE_SECCOMP_GET_METADATA, 0), ask);
         assert_eq!(ptrace(PTRACE_SETOPTIONS, PTRACE_O_SUSPEND_SECCOMP), ask);
+        assert_eq!(ptrace(PTRACE_DETACH, 0), ask);
         assert_eq!(ptrace(PTRACE_SETOPTIONS, 1), allow);
         assert_eq!(ptrace(16, 0), allow);
         assert_eq!(run(&of_checkpoints(), OURS, 0, [PTRACE_SECCOMP_GET_FILTER.into(); 6]), allow);

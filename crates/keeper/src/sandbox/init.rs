@@ -15,24 +15,35 @@ use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use super::checkpoint::{self, Standstill};
 use super::kernel::{self, Alone};
 use super::order::{Ask, Role, Run, Step, Told};
 use super::program::{self, NotRun};
-use super::{channel, checkpoint, session};
+use super::{channel, session};
 
 /// Ends of processes the keeper wants to be told about at once.
 const WATCHED_MAX: usize = 256;
 
+/// What it must know of its sandbox.
+#[derive(Debug, Clone, Copy)]
+pub struct Own {
+    /// Of the tenant.
+    pub uid: u32,
+    pub gid: u32,
+    pub shm_device: u64,
+}
+
 struct Init<'a> {
     alone: &'a Alone,
     keeper: &'a OwnedFd,
-    uid: u32,
-    gid: u32,
+    own: Own,
     children: SignalFd,
     /// Where the end of a process is written.
     watched: HashMap<u32, OwnedFd>,
     /// System calls of a checkpoint that wait for answers.
     questions: Option<OwnedFd>,
+    /// Of the checkpoint that ran last, until it is asked for.
+    standstill: Option<Standstill>,
     /// A tool that runs, and the last number that was given out before it.
     tool: Option<(u32, String)>,
 }
@@ -41,22 +52,23 @@ struct Init<'a> {
 const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
 
 /// Serves until the keeper closes the connection.
-pub fn run(alone: &Alone, keeper: &OwnedFd, uid: u32, gid: u32) -> u8 {
-    let served = begin(alone, keeper, uid, gid).and_then(|mut init| {
+pub fn run(alone: &Alone, keeper: &OwnedFd, own: Own) -> u8 {
+    let served = begin(alone, keeper, own).and_then(|mut init| {
         while init.turn()? {}
         Ok(())
     });
     u8::from(served.is_err())
 }
 
-fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, uid: u32, gid: u32) -> io::Result<Init<'a>> {
+fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, own: Own) -> io::Result<Init<'a>> {
     // The launcher lets the kernel reap; here every end counts.
     kernel::default_signals();
     let mut child = SigSet::empty();
     child.add(Signal::SIGCHLD);
     child.thread_block()?;
     let children = SignalFd::with_flags(&child, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-    Ok(Init { alone, keeper, uid, gid, children, watched: HashMap::new(), questions: None, tool: None })
+    let watched = HashMap::new();
+    Ok(Init { alone, keeper, own, children, watched, questions: None, standstill: None, tool: None })
 }
 
 impl Init<'_> {
@@ -105,8 +117,13 @@ impl Init<'_> {
 
     /// Answers for the kernel what a checkpoint asks it. One that has ended asks no more.
     fn answer(&mut self, asked: PollFlags) {
-        let Some(questions) = &self.questions else { return };
-        if !asked.contains(PollFlags::IN) || checkpoint::answer(questions).is_err() {
+        let is_answered = match (&self.questions, &mut self.standstill) {
+            (Some(questions), Some(standstill)) if asked.contains(PollFlags::IN) => {
+                checkpoint::answer(questions, standstill).is_ok()
+            }
+            _ => false,
+        };
+        if !is_answered {
             self.questions = None;
         }
     }
@@ -121,6 +138,11 @@ impl Init<'_> {
                 self.reap()?;
                 return channel::send(self.keeper, &Told::SessionEnded, &[]);
             }
+            Ask::Kept => {
+                let kept = self.standstill.take().map_or(Ok(()), Standstill::kept);
+                let errno = kept.err().map(|error| errno(&error));
+                return channel::send(self.keeper, &Told::Kept { errno }, &[]);
+            }
         };
         let watched = done.and_then(|(pid, pidfd)| Ok((pid, pidfd, self.watch(pid)?)));
         match watched {
@@ -128,22 +150,22 @@ impl Init<'_> {
                 channel::send(self.keeper, &Told::Runs { pid }, &[pidfd.as_fd(), end.as_fd()])
             }
             Err(NotRun { step, error }) => {
-                let errno = error.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
-                channel::send(self.keeper, &Told::NotRun { step, errno }, &[])
+                channel::send(self.keeper, &Told::NotRun { step, errno: errno(&error) }, &[])
             }
         }
     }
 
     fn run(&mut self, run: &Run, fds: &[OwnedFd]) -> Result<(u32, OwnedFd), NotRun> {
         if run.role == Role::Tenant {
-            let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+            let started = program::start(self.alone, run, fds, self.own.uid, self.own.gid)?;
             return Ok((started.pid, started.pidfd));
         }
         // What a tool forks gets numbers after its own: the low ones are those of an image.
         let failed = |error: io::Error| NotRun { step: Step::Fork, error };
         let before = std::fs::read_to_string(LAST_PID).map_err(failed)?;
         std::fs::write(LAST_PID, run.pid.unwrap_or(0).to_string()).map_err(failed)?;
-        let started = program::start(self.alone, run, fds, self.uid, self.gid)?;
+        self.standstill = standstill(run, fds, self.own.shm_device).map_err(failed)?;
+        let started = program::start(self.alone, run, fds, self.own.uid, self.own.gid)?;
         self.questions = started.questions;
         self.tool = Some((started.pid, before));
         Ok((started.pid, started.pidfd))
@@ -160,6 +182,18 @@ impl Init<'_> {
         self.watched.insert(pid, write);
         Ok(read)
     }
+}
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(Errno::IO.raw_os_error())
+}
+
+/// Of a tool that takes a checkpoint.
+fn standstill(run: &Run, fds: &[OwnedFd], shm_device: u64) -> io::Result<Option<Standstill>> {
+    let Role::Tool { takes_into: Some(image), .. } = &run.role else { return Ok(None) };
+    let found = run.fds.iter().zip(fds).find(|(number, _)| *number == image);
+    let (_, image) = found.ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(Some(Standstill::new(image.try_clone()?, shm_device)))
 }
 
 fn adopt(pid: u32) -> Result<OwnedFd, NotRun> {

@@ -390,17 +390,23 @@ pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
     Ok(Some(Question { id: question.id, pid, args: question.data.args }))
 }
 
-/// Answers a call instead of the kernel: with a value, or with an error.
-pub fn answer_question(
-    listener: &OwnedFd,
-    question: Question,
-    answer: Result<i64, libc::c_int>,
-) -> io::Result<()> {
-    let (val, error) = match answer {
-        Ok(value) => (value, 0),
-        Err(errno) => (0, -errno),
+/// What comes of a call that waited.
+#[derive(Debug, Clone, Copy)]
+pub enum Answer {
+    Value(i64),
+    Error(libc::c_int),
+    /// What the kernel makes of it.
+    GoOn,
+}
+
+/// Answers a call.
+pub fn answer_question(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
+    let (val, error, flags) = match answer {
+        Answer::Value(value) => (value, 0, 0),
+        Answer::Error(errno) => (0, -errno, 0),
+        Answer::GoOn => (0, 0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32),
     };
-    let mut response = libc::seccomp_notif_resp { id: question.id, val, error, flags: 0 };
+    let mut response = libc::seccomp_notif_resp { id: question.id, val, error, flags };
     // SAFETY: this request reads one such structure, which lives.
     let result = unsafe {
         libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SEND as libc::Ioctl, &raw mut response)

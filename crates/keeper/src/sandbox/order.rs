@@ -89,6 +89,8 @@ pub enum Ask {
     Adopt { pid: u32 },
     /// Kill all processes of the session that this one began.
     EndSession { pid: u32 },
+    /// What came of the files in `/dev/shm` at the end of the checkpoint that ran last.
+    Kept,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -112,10 +114,19 @@ pub struct Run {
 pub enum Role {
     /// The tenant's program: its uid, no rights, behind the filter of system calls.
     Tenant,
-    /// A tool of the keeper's: root of the sandbox. The program is the descriptor of this number. What it brings back has
-    /// memory in these ranges that a file shows, and
-    /// memory that is written before.
-    Tool { program: i32, reads_filters: bool, shown: Vec<(u64, u64)>, fills: Vec<Fill> },
+    /// A tool of the keeper's: root of the sandbox. Numbers are those of descriptors.
+    Tool {
+        program: i32,
+        /// It takes a checkpoint into this directory: it must read the filters of the others, and the files in `/dev/shm` are
+        /// written there, too, before it lets go of the first process.
+        takes_into: Option<i32>,
+        /// What it brings back has memory in these ranges that a file shows,
+        shown: Vec<(u64, u64)>,
+        /// memory that is written before,
+        fills: Vec<Fill>,
+        /// and files in `/dev/shm` that are made from this one before. The tool does not get it.
+        shm: Option<i32>,
+    },
 }
 
 /// A file of memory that is written in the sandbox' cell, which so pays for it, before a tool starts. Numbers are those of descriptors.
@@ -148,6 +159,9 @@ pub enum Told {
     },
     /// All of the session is killed. What the kernel has not ended yet, it is about to.
     SessionEnded,
+    Kept {
+        errno: Option<i32>,
+    },
 }
 
 /// Where on its way to the program a child failed.
@@ -158,5 +172,7 @@ pub enum Step {
     Rights,
     Directory,
     Memory,
+    /// Those in `/dev/shm`.
+    Files,
     Program,
 }

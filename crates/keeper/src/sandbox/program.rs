@@ -16,7 +16,7 @@ use rustix::process::{Resource, Rlimit};
 
 use super::kernel::{self, Alone, Fork};
 use super::order::{Fill, Role, Run, Step};
-use super::{channel, filter, shown};
+use super::{channel, filter, shm, shown};
 
 /// Where a program without a `/` in its name is looked for, if its environment does not say.
 const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
@@ -107,13 +107,16 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     match &run.role {
         Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,
-        Role::Tool { reads_filters: true, .. } => {
+        Role::Tool { takes_into: Some(_), .. } => {
             let questions =
                 kernel::install_asking_filter(&filter::of_checkpoints()).map_err(at(Step::Rights))?;
             channel::send(init, &Said::Questions, &[questions.as_fd()]).map_err(at(Step::Rights))?;
         }
-        Role::Tool { shown, fills, .. } => {
+        Role::Tool { shown, fills, shm, .. } => {
             fills.iter().try_for_each(fill).map_err(at(Step::Memory))?;
+            if let Some(from) = shm {
+                put_back(*from, uid, gid).map_err(at(Step::Files))?;
+            }
             if !shown.is_empty() {
                 // It goes on to what the tool brings back.
                 kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
@@ -144,6 +147,13 @@ fn fill(Fill { memory, contents, parts }: &Fill) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Makes the files in `/dev/shm`. What they come from is closed when the tool starts.
+fn put_back(from: i32, uid: u32, gid: u32) -> io::Result<()> {
+    let from = kernel::descriptor(from);
+    rustix::io::fcntl_setfd(from, FdFlags::CLOEXEC)?;
+    shm::put_back(from, uid, gid)
 }
 
 /// Puts the descriptors at their numbers and closes all others but the connection with the init.

@@ -356,8 +356,9 @@ pub fn forget_node() -> io::Result<()> {
     Ok(unmount(NODE_PROC, UnmountFlags::DETACH)?)
 }
 
-/// Puts it all together. Needs the mount namespace that was entered with this root.
-pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<(), Failure> {
+/// Puts it all together. Needs the mount namespace that was entered with this root. Returns the device of its `/dev/shm`,
+/// over which something else may be bound.
+pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<u64, Failure> {
     let (uid, gid) = (birth.uid, birth.gid);
     for (mount, target) in &prepared.base {
         attach_at(mount, root, target).step(format!("attach {}", target.display()))?;
@@ -385,8 +386,11 @@ pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<(), 
         let at = find(root, Path::new("var/tmp"), true).step("find its /var/tmp")?;
         attach_to(&mount, &at).step("mount its /var/tmp")?;
     }
-    let shm = scratch(uid, gid, "1777", birth.shm_bytes_max, PLAIN | NO_PROGRAMS);
-    shm.and_then(|shm| attach_at(&shm, root, "dev/shm")).step("mount its /dev/shm")?;
+    let shm = scratch(uid, gid, "1777", birth.shm_bytes_max, PLAIN | NO_PROGRAMS).and_then(|shm| {
+        attach_at(&shm, root, "dev/shm")?;
+        Ok(rustix::fs::fstat(&shm)?.st_dev)
+    });
+    let shm_device = shm.step("mount its /dev/shm")?;
     let options = [("ptmxmode", "666"), ("mode", "620"), ("max", TERMINALS_MAX)];
     let terminals = new_mount("devpts", &options, MountAttrFlags::MOUNT_ATTR_NOSUID | NO_PROGRAMS);
     terminals.and_then(|pts| attach_at(&pts, root, "dev/pts")).step("mount its /dev/pts")?;
@@ -399,7 +403,9 @@ pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<(), 
     for hidden in &hides {
         set_mount_attributes(hidden, READ_ONLY).step("make what is hidden read-only")?;
     }
-    set_mount_attributes(root, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY).step("make its root read-only")
+    set_mount_attributes(root, SKELETON | MountAttrFlags::MOUNT_ATTR_RDONLY)
+        .step("make its root read-only")?;
+    Ok(shm_device)
 }
 
 fn hide(root: &OwnedFd, number: usize, path: &Path) -> io::Result<Option<OwnedFd>> {

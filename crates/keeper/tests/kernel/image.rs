@@ -134,7 +134,7 @@ impl Life {
         talk(self.connect(), word)
     }
 
-    fn read_log(&self) -> String {
+    pub fn read_log(&self) -> String {
         scene::wait_readable(&self.log);
         let mut text = [0; 4096];
         let len = rustix::io::read(&self.log, &mut text).unwrap();
@@ -166,7 +166,7 @@ fn imaged_with(stage: &Stage, memory: ImageMemory) -> (Life, Image) {
 }
 
 #[track_caller]
-fn found(stage: &Stage) -> Image {
+pub fn found(stage: &Stage) -> Image {
     match stage.images.find(&stage.subject()) {
         Found::Image(image) => *image,
         other => panic!("{other:?}"),
@@ -180,7 +180,7 @@ fn not_found(stage: &Stage, subject: &Subject) {
 }
 
 /// Why images were put aside.
-fn put_aside(stage: &Stage) -> Vec<String> {
+pub fn put_aside(stage: &Stage) -> Vec<String> {
     stage.images.list().into_iter().filter_map(|one| one.quarantined).collect()
 }
 

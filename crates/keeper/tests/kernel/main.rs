@@ -29,6 +29,7 @@ mod rest;
 mod sandbox;
 mod scene;
 mod seats;
+mod shm;
 mod swap;
 mod transfer;
 mod wake;
@@ -97,6 +98,7 @@ fn main() {
         image::CRIU
             .iter()
             .chain(mapped::MAPPED)
+            .chain(shm::CRIU)
             .chain(wake::CRIU)
             .chain(faults::CRIU)
             .chain(outbound::CRIU)

@@ -29,12 +29,14 @@ pub const CRIU: &[Fact] = &[
     ("an image goes no faster than the node allows", paced),
 ];
 
-/// A pid file that a well-behaved program removes at its end, and a log it has open: an image is no good without them.
+/// A pid file that a well-behaved program removes at its end, a log it has open, and a file in memory: an image is no good
+/// without them.
 fn program() -> String {
     format!(
         "import atexit, os, signal, sys\n\
         log = open('/run/open.log', 'w')\n\
         held = open('/tmp/held', 'w')\n\
+        board = open('/dev/shm/board', 'w')\n\
         open('/run/pid', 'w').write('10')\n\
         atexit.register(lambda: os.remove('/run/pid'))\n\
         signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\n{SERVER}"

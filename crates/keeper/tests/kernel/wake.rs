@@ -69,13 +69,14 @@ async fn wake(keeper: &Keeper) -> (String, u32, Tier, Vec<Stage>) {
 }
 
 fn wakes_as_it_was() {
-    // A pid file that a well-behaved program removes at its end, and a log it has open.
+    // A pid file that a well-behaved program removes at its end, a log it has open, and a file in memory.
     let world = world(json!({"warm_up": ["/", "/"], "listen": "fd"}));
     world.script(
         "server.py",
         &format!(
             "import atexit, os, signal, sys\n\
         log = open('/run/open.log', 'w')\n\
+        board = open('/dev/shm/board', 'w')\n\
         open('/run/pid', 'w').write('10')\n\
         atexit.register(lambda: os.remove('/run/pid'))\n\
         signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\n{SERVER}"

@@ -7,10 +7,12 @@ use std::fs::{self, OpenOptions};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use nagaya_cmdb::instance::Tier;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::{Value, json};
 
 use super::{Hosted, Hosting, journals, place, uid};
@@ -62,6 +64,9 @@ while True:
 ";
 const HUNGRY_SITE: &str = "hungry";
 const HUNGRY_MEMORY: &str = "64M";
+
+/// How long the kernel may take to end it for want of memory.
+const KILLED_MAX: Duration = Duration::from_secs(20);
 
 const JOURNAL: &str = "journal-0";
 
@@ -320,9 +325,12 @@ impl Scene {
     }
 }
 
-fn kill(pid: u64) -> Result<()> {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("the number of a process")?;
-    kill_process(pid, Signal::KILL).context("killing")
+fn kill(number: u64) -> Result<()> {
+    kill_process(pid(number)?, Signal::KILL).context("killing")
+}
+
+fn pid(number: impl TryInto<i32>) -> Result<Pid> {
+    number.try_into().ok().and_then(Pid::from_raw).context("the number of a process")
 }
 
 fn nothing(_: &Scene, _: &str) -> Result<()> {
@@ -348,13 +356,17 @@ fn exhaust(scene: &Scene, site: &str) -> Result<()> {
     // One that ends again and again is started with pauses, as it should be; with a new image that is forgotten.
     scene.retake(site)?;
     let pids = scene.hosting.status(site)?.pids;
+    let last = pidfd_open(pid(*pids.last().context("an instance without processes")?)?, PidfdFlags::empty())
+        .context("opening a process")?;
     let mut stream = std::net::TcpStream::connect(scene.hosting.node.address).context("connecting")?;
     let host = super::host(site);
     write!(stream, "POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         .context("sending")?;
     stream.read_to_end(&mut Vec::new()).context("receiving")?;
-    let last = *pids.last().context("an instance without processes")?;
-    ensure!(!Path::new("/proc").join(last.to_string()).exists(), "{site} has as much memory as it wants");
+    // It may be answered before the kernel has ended all of it.
+    let within = Timespec { tv_sec: KILLED_MAX.as_secs().cast_signed(), tv_nsec: 0 };
+    let ended = poll(&mut [PollFd::new(&last, PollFlags::IN)], Some(&within)).context("waiting")?;
+    ensure!(ended == 1, "{site} has as much memory as it wants");
     Ok(())
 }
 
