@@ -406,18 +406,24 @@ fn a_waiting_page_is_called_when_it_is_time() {
 fn two_pages_of_one_ticket_are_called() {
     let held = Held::start();
     let world = node(&held);
-    // So that nobody's slot begins before all have asked: it is the free place that calls. Slots begin at multiples of their
-    // length, so the longest there are begin least often.
-    world.cli(&["site", "set", "shop", "--slot-seconds", "3600"]);
+    // So that the slot does not begin before all have asked: it is the free place that calls. The first slot begins when its turn is
+    // expected to be, which is soon, and the second half an hour later.
+    world.cli(&["site", "set", "shop", "--slot-seconds", "1800"]);
     let mut first = occupy(&world, &held);
-    let page = ask(&world, "/", 1, "Accept: text/html\r\n").response().expect(503);
+    let mut client = 0;
+    let page = wait::until_some("a ticket of the second slot", || {
+        client += 1;
+        let page = ask(&world, "/", client, "Accept: text/html\r\n").response().expect(503);
+        let after: u64 = page.header("retry-after").expect("a time").parse().expect("seconds");
+        (after > 900).then_some(page)
+    });
     let fields = format!("Nagaya-Ticket: {}\r\n", ticket(&page));
     let text = page.text();
     let events = text.split('"').find(|part| part.starts_with("/.nagaya/wait/")).expect("its stream");
-    let mut streams: Vec<_> = (0..2).map(|_| ask(&world, events, 1, &fields)).collect();
+    let mut streams: Vec<_> = (0..2).map(|_| ask(&world, events, client, &fields)).collect();
     wait::until("the streams have begun", || streams.iter_mut().all(|stream| stream.is_answered()));
     // Browsers that are told so do not ask for a stream again; their connections are needed for other things.
-    ask(&world, events, 1, &fields).response().expect(204);
+    ask(&world, events, client, &fields).response().expect(204);
     held.let_go(1);
     first.response().expect(200);
     for stream in &mut streams {
