@@ -27,9 +27,9 @@ use crate::{http, interrupt};
 /// Members of etcd: a cluster that shall survive the loss of one has three.
 const STORES: usize = 3;
 
-/// Milliseconds without word from the store after which a node serves nothing that is placed on it. Less than half the default: the
-/// store is on this very machine.
-const FENCE_MS: u32 = 120;
+/// Milliseconds without word from the store after which a node serves nothing that is placed on it. Half the default: the store is on
+/// this very machine.
+const FENCE_MS: u32 = 150;
 
 /// Concurrency above any load here, as in the experiments of one node.
 const WIDE: &str = "[tenants]\nmax_concurrent = 4096\nmax_waiting = 4096\n";
