@@ -1,8 +1,8 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
 //! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 5
-//! has the fields of `Header`, and a file of its own for those in `/dev/shm`. A header of another version is no image any more; there is no migration, because an image
-//! can be taken again at any time. Not here: reading and writing the files it names (`store`).
+//! has the fields of `Header`, and a file of its own for those in `/dev/shm`. A header of another version is no image any
+//! more; there is no migration, because an image can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
 use std::collections::BTreeMap;
 use std::fs;
