@@ -261,6 +261,7 @@ impl Lab {
             cgroups: Cgroups::of(&self.tag, name)?,
             network: &self.network,
             log: self.dir.join(name).join("output.log"),
+            in_time: u32::try_from(self.nodes).ok().filter(|_| !name.starts_with('e')),
         })
     }
 
@@ -338,7 +339,7 @@ impl Lab {
     fn start_relay(&self, name: &str, ms: f64) -> Result<()> {
         let [one, two] = self.network.unplug(name)?;
         let cgroups = Cgroups::of(&self.tag, &relay(name))?;
-        cgroups.make()?;
+        cgroups.make(None)?;
         let log = self.dir.join(name).join("relay.log");
         fs::write(&log, "").with_context(|| format!("creating {}", log.display()))?;
         let file = self.dir.join("relay.py");
