@@ -137,6 +137,10 @@ pub enum Up {
         why: Why,
         lost: Option<NodeName>,
     },
+    /// The edge: this node answers after all, of which a request may have said by `Place` that it does not.
+    Heard {
+        node: NodeName,
+    },
     /// The edge: the member with this id asks this node to vouch for it.
     VouchAsked {
         tag: u64,

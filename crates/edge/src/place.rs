@@ -286,13 +286,16 @@ async fn seek(
     let site = &route.site.name;
     let cluster = &node.shared.cluster;
     let hop = Hop::new(node, route, head);
-    let (mut resends, mut strays) = (0, 0);
+    let (mut resends, mut strays, mut returns) = (0, 0, 0);
     let mut tried = Tried::new();
     let way =
         |to: &NodeName, is_one_of_many: bool| is_one_of_many.then(|| Way::begin(&node.shared, site, to));
     loop {
-        match look(node, site, head, &tried) {
-            Where::Here { .. } if cluster.is_leaving(site) => leaves(cluster, site, account).await?,
+        let (seen, lost, why, detect) = match look(node, site, head, &tried) {
+            Where::Here { .. } if cluster.is_leaving(site) => {
+                leaves(cluster, site, account).await?;
+                continue;
+            }
             Where::Here { epoch, is_one_of_many } => {
                 if cluster.tenure.holds() || held(cluster, account).await? {
                     let me = cluster.member().map(|member| member.node.clone());
@@ -300,22 +303,15 @@ async fn seek(
                     account.stay_here(Stint::new(&node.shared, site, epoch, way));
                     return Ok(None);
                 }
+                continue;
             }
             Where::There { record, epoch, is_one_of_many } => {
                 let began = Instant::now();
                 let _way = way(&record.name, is_one_of_many);
-                let lost = match hop.send(&record, epoch, keep, account).await {
+                let why = match hop.send(&record, epoch, keep, account).await {
                     Ok(response) => return Ok(Some(response)),
-                    Err(lost) => lost,
+                    Err(lost) => may_go_on(lost, head, keep, &record.name)?,
                 };
-                let Lost { why, handed, refusal } = lost;
-                let Some(why) = why else { return Err(refusal) };
-                match may_repeat(&head.method, handed, keep.is_whole()) {
-                    Repeat::Yes => {}
-                    Repeat::No(reason) => {
-                        return Err(Refusal::MayBeDone { node: record.name.clone(), reason });
-                    }
-                }
                 if matches!(why, hop::Why::Broken) && resends < RESENDS_MAX {
                     resends += 1;
                     continue;
@@ -333,15 +329,26 @@ async fn seek(
                 if stands_in(node, site, head, &tried, seen.as_ref(), why) {
                     continue;
                 }
-                tried.clear();
-                let lost = Some(record.name.clone());
-                relocate(node, route, seen, lost, why.as_record(), began.elapsed(), account).await?;
+                (seen, Some(record.name.clone()), why.as_record(), began.elapsed())
             }
-            Where::Ask { seen, lost, why } => {
-                tried.clear();
-                relocate(node, route, seen, lost, why, Duration::ZERO, account).await?;
+            Where::Ask { seen, lost, why } => (seen, lost, why, Duration::ZERO),
+        };
+        tried.clear();
+        if !relocate(node, route, seen, lost, why, detect, account).await? {
+            returns += 1;
+            if returns > RELOCATIONS_MAX {
+                return Err(Refusal::MovedTooOften);
             }
         }
+    }
+}
+
+/// Why the request may go elsewhere, if it may.
+fn may_go_on(lost: Lost, head: &Head, keep: &Keep, node: &NodeName) -> Result<hop::Why, Refusal> {
+    let why = lost.why.ok_or(lost.refusal)?;
+    match may_repeat(&head.method, lost.handed, keep.is_whole()) {
+        Repeat::Yes => Ok(why),
+        Repeat::No(reason) => Err(Refusal::MayBeDone { node: node.clone(), reason }),
     }
 }
 
@@ -410,7 +417,7 @@ async fn held(cluster: &Cluster, account: &mut Account) -> Result<bool, Refusal>
     }
 }
 
-/// Has the supervisor find the site another node than it has.
+/// Has the supervisor find the site another node than it has. False: there is none, and the one that did not answer is there after all.
 async fn relocate(
     node: &Node,
     route: &Route,
@@ -419,7 +426,7 @@ async fn relocate(
     why: Why,
     detect: Duration,
     account: &mut Account,
-) -> Result<(), Refusal> {
+) -> Result<bool, Refusal> {
     if account.relocations() >= RELOCATIONS_MAX {
         return Err(Refusal::MovedTooOften);
     }
@@ -429,6 +436,7 @@ async fn relocate(
     let placed = cluster.desk.ask(&route.site.name, epoch, why, lost.as_ref()).await;
     let (placed, _) = placed.map_err(Refusal::Unplaced)?;
     match placed {
+        Placed::At { placement, .. } if lost.is_some() && Some(placement.epoch) == epoch => Ok(false),
         Placed::At { placement, decide_us, store_us } => {
             if epoch.is_some_and(|epoch| placement.epoch <= epoch) {
                 return Err(Refusal::Nowhere { reason: "no other node was found".into(), code: Code(461) });
@@ -446,7 +454,7 @@ async fn relocate(
             node.shared.metrics.relocated(&relocated);
             account.relocated(relocated);
             cluster.placed(placement);
-            Ok(())
+            Ok(true)
         }
         Placed::Nowhere { reason, code } => {
             let number = code.strip_prefix("NGY").and_then(|code| code.parse().ok());

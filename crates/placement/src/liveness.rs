@@ -93,6 +93,8 @@ pub struct Peer {
     against: Option<Against>,
     /// What was last found against it, and when; nothing once it was heard from.
     avoided: Option<(Verdict, Moment)>,
+    /// It was heard from after something was found against it, and nobody was told yet.
+    is_back: bool,
     /// Probes in a row that heard nothing.
     silences: u32,
     /// Doublings of the bound as of the last false alarm.
@@ -139,6 +141,7 @@ impl Peer {
             next: 1,
             against: None,
             avoided: None,
+            is_back: false,
             silences: 0,
             widened: 0,
             widened_at: Moment::default(),
@@ -158,7 +161,12 @@ impl Peer {
             self.false_alarm(now, against.probe);
         }
         self.silences = 0;
-        self.avoided = None;
+        self.is_back |= self.avoided.take().is_some();
+    }
+
+    /// Whether it was heard from after something was found against it. Said once for each time.
+    pub fn is_back(&mut self) -> bool {
+        std::mem::take(&mut self.is_back)
     }
 
     /// A request needs the peer.

@@ -199,6 +199,14 @@ impl fmt::Display for Choice<'_> {
     }
 }
 
+impl NoNode {
+    /// Nodes that could take it if they answered.
+    pub fn if_they_answered(&self) -> impl Iterator<Item = &str> {
+        let is_one = |out: &Out| matches!(out, Out::Silent | Out::Refuses);
+        self.out.iter().filter(move |(_, out)| is_one(out)).map(|(name, _)| name.as_str())
+    }
+}
+
 impl fmt::Display for NoNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.out.is_empty() {
@@ -232,16 +240,17 @@ fn ruled_out(need: &Need<'_>, node: &Candidate<'_>) -> Option<Out> {
         Some(Out::Draining)
     } else if !node.present {
         Some(Out::Absent)
-    } else if node.against == Some(Verdict::Silent) {
-        Some(Out::Silent)
-    } else if node.against == Some(Verdict::Refuses) {
-        Some(Out::Refuses)
     } else if node.memory_bytes < need.memory_bytes {
         Some(Out::TooSmall)
     } else if node.memory_free < need.memory_bytes {
         Some(Out::Full)
     } else {
-        None
+        // Last, as this may be over in a moment, and nothing else is against it then.
+        match node.against? {
+            Verdict::Silent => Some(Out::Silent),
+            Verdict::Refuses => Some(Out::Refuses),
+            Verdict::Answers | Verdict::Pending => None,
+        }
     }
 }
 

@@ -28,6 +28,9 @@ pub const WAITERS_MAX: usize = 4096;
 /// Sites that are looked after at once.
 pub const SITES_MAX: usize = 16_384;
 
+/// Where no node can take a site for the moment, that is looked at again so often, unless [`Relocations::reconsider`] says sooner.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
 /// Commits for one site before it is given up. Conflicts with others end sooner, as they are answers.
 pub const ATTEMPTS_MAX: u32 = 32;
 
@@ -90,6 +93,17 @@ pub enum Effect<S, N> {
         site: S,
         why: Refused,
     },
+}
+
+/// What the planner says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plan<N> {
+    Node(N),
+    /// The node that it was to leave is there after all: the site stays, under the epoch that it has.
+    Stay,
+    /// Nobody can take it now, and somebody may in a moment: requests wait for that.
+    NotNow,
+    Nowhere,
 }
 
 /// Why a request got no place.
@@ -165,6 +179,8 @@ enum Step {
     Looking(AskId, Moment),
     /// Until then the store is left alone; then it is read.
     Pausing(Moment),
+    /// Until then no node can take it; then that is looked at again.
+    Nobody(Moment),
 }
 
 impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
@@ -223,17 +239,31 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
-    /// The planner's choice; `None`: no node can take it.
-    pub fn planned(&mut self, now: Moment, site: &S, node: Option<N>, effects: &mut Vec<Effect<S, N>>) {
+    /// The planner's choice.
+    pub fn planned(&mut self, now: Moment, site: &S, plan: Plan<N>, effects: &mut Vec<Effect<S, N>>) {
         let Some(state) = self.sites.get_mut(site).filter(|state| state.step == Step::Planning) else {
             return;
         };
-        let Some(node) = node else {
-            self.give_up(site, Refused::Nowhere, effects);
-            return;
-        };
-        state.target = Some(node);
-        self.commit(now, site, effects);
+        match plan {
+            Plan::Node(node) => {
+                state.target = Some(node);
+                self.commit(now, site, effects);
+            }
+            Plan::Stay => self.stay(now, site, effects),
+            Plan::NotNow => {
+                state.step = Step::Nobody(now + LOOK_AGAIN);
+                self.alarm(site);
+            }
+            Plan::Nowhere => self.give_up(site, Refused::Nowhere, effects),
+        }
+    }
+
+    /// A node that nobody was sent to may take sites again: those that wait for one are planned anew.
+    pub fn reconsider(&mut self, effects: &mut Vec<Effect<S, N>>) {
+        let waits =
+            |(site, state): (&S, &Site<N>)| matches!(state.step, Step::Nobody(_)).then(|| site.clone());
+        let waiting: Vec<S> = self.sites.iter().filter_map(waits).collect();
+        waiting.iter().for_each(|site| self.plan(site, effects));
     }
 
     /// The commit was not sent, as this forbids it.
@@ -317,6 +347,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         let Some(state) = self.sites.get_mut(site) else { return };
         let why = match state.step {
             Step::Planning | Step::Held(_) => Refused::TooLate,
+            Step::Nobody(_) => Refused::Nowhere,
             Step::Asking(..) | Step::Looking(..) | Step::Pausing(_) => Refused::StoreSilent,
         };
         state.waiters.retain(|waiting| {
@@ -333,6 +364,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         match state.step {
             Step::Held(until) if until <= now => self.commit(now, site, effects),
             Step::Pausing(until) if until <= now => self.look(now, site, effects),
+            Step::Nobody(until) if until <= now => self.plan(site, effects),
             Step::Asking(_, until) | Step::Looking(_, until) if until <= now => self.pause(now, site),
             _ => self.alarm(site),
         }
@@ -436,6 +468,29 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         }
     }
 
+    /// Those who got no answer under this placement may ask it once more.
+    fn stay(&mut self, now: Moment, site: &S, effects: &mut Vec<Effect<S, N>>) {
+        let Some(state) = self.sites.get_mut(site) else { return };
+        let (Some(node), Some(epoch)) = (state.from.clone(), state.seen) else {
+            self.give_up(site, Refused::Nowhere, effects);
+            return;
+        };
+        state.waiters.retain(|waiting| {
+            let Waiting { waiter, seen, .. } = *waiting;
+            let is_answer = seen <= Some(epoch);
+            if is_answer {
+                let (site, node) = (site.clone(), node.clone());
+                effects.push(Effect::Serve { waiter, site, node, epoch, committed: None });
+            }
+            !is_answer
+        });
+        if state.waiters.is_empty() {
+            self.drop_site(site);
+        } else {
+            self.pause(now, site);
+        }
+    }
+
     fn give_up(&mut self, site: &S, why: Refused, effects: &mut Vec<Effect<S, N>>) {
         if let Some(state) = self.drop_site(site) {
             let refused = state.waiters.iter().map(|waiting| waiting.waiter);
@@ -466,7 +521,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         let Some(state) = self.sites.get_mut(site) else { return };
         let step = match state.step {
             Step::Planning => None,
-            Step::Held(until) | Step::Pausing(until) => Some(until),
+            Step::Held(until) | Step::Pausing(until) | Step::Nobody(until) => Some(until),
             Step::Asking(_, until) | Step::Looking(_, until) => Some(until),
         };
         let waiters = state.waiters.iter().map(|waiting| waiting.until).min();

@@ -9,7 +9,7 @@ use nagaya_placement::Moment;
 use nagaya_placement::fence::{Arrivals, Before, Holder, TERM, VOUCH_TERM, Voucher};
 use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
 use nagaya_placement::planner::{self, Candidate, Need};
-use nagaya_placement::relocation::{At, Effect, Outcome, Relocations, Waiter};
+use nagaya_placement::relocation::{At, Effect, Outcome, Plan, Relocations, Waiter};
 
 use crate::observer::Served;
 use crate::store::{Change, Happened};
@@ -553,8 +553,8 @@ impl Node {
         while let Some(effect) = effects.pop() {
             match effect {
                 Effect::Plan { site, from } => {
-                    let node = self.plan(site, from, sky);
-                    self.relocations.planned(now, &site, node, &mut effects);
+                    let plan = self.plan(site, from, sky);
+                    self.relocations.planned(now, &site, plan, &mut effects);
                 }
                 Effect::AskStore { site, ask, node, from, expect } => {
                     match self.begin(site, from, expect, now, sky) {
@@ -624,13 +624,13 @@ impl Node {
         Ok(Before::Other)
     }
 
-    fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Option<NodeId> {
+    fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Plan<NodeId> {
         let now = sky.local(self.id);
         let others = self.placement(site, sky).into_iter().flat_map(|parts| &parts.all);
         let others: Vec<_> = others.map(|part| part.node).filter(|node| Some(*node) != from).collect();
         let is_there = |node: &NodeId| self.peers.get(node).is_none_or(|peer| peer.known(now).is_none());
         if let Some(stands_in) = others.iter().find(|node| is_there(node)) {
-            return Some(*stands_in);
+            return Plan::Node(*stands_in);
         }
         let name = format!("site{site}");
         let mut candidates: Vec<Candidate> = sky.names.iter().zip(&sky.store.counts).map(candidate).collect();
@@ -639,8 +639,14 @@ impl Node {
         }
         let from = from.map(|node| sky.names[node as usize].as_str());
         let need = Need { site: &name, memory_bytes: GIB / 4, from };
-        let choice = planner::choose(&need, &candidates).ok()?;
-        choice.best().strip_prefix('n')?.parse().ok()
+        match planner::choose(&need, &candidates) {
+            Ok(choice) => {
+                let number = choice.best().strip_prefix('n').and_then(|number| number.parse().ok());
+                number.map_or(Plan::Nowhere, Plan::Node)
+            }
+            Err(none) if none.if_they_answered().next().is_some() => Plan::NotNow,
+            Err(_) => Plan::Nowhere,
+        }
     }
 
     fn stored(&mut self, says: StoreSays, sky: &mut Sky) {

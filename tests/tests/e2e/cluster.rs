@@ -29,6 +29,7 @@ pub const SUITE: Suite = Suite {
         an_image_is_where_its_application_would_move_to_before_it_does,
         a_killed_nodes_application_moves_and_the_node_comes_back_empty_handed,
         a_drained_node_gives_its_applications_away_without_an_error,
+        a_node_that_was_only_slow_is_waited_for_where_no_other_may_take_its_application,
         a_post_to_a_silent_node_is_not_done_twice,
         without_its_store_a_cluster_serves_what_it_knows,
         without_its_store_and_one_of_its_nodes_a_cluster_serves_no_application,
@@ -328,6 +329,38 @@ fn a_drained_node_gives_its_applications_away_without_an_error() {
         "{:?}",
         names.iter().map(why).collect::<Vec<_>>()
     );
+    cluster.stop();
+}
+
+fn a_node_that_was_only_slow_is_waited_for_where_no_other_may_take_its_application() {
+    let cluster = cluster_with(2, imageless);
+    let first = run_of(&cluster.nodes[0], "app").text();
+    let at = cluster.node_of("app");
+    let (slow, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    // It answers for the application, and takes none.
+    other.cli(&["cluster", "drain", &cluster::name_of(1 - at)]);
+    assert_eq!(run_of(other, "app").text(), first);
+    let before = cluster.placement(1 - at, "app").expect("it is placed");
+    let node = cluster::name_of(at);
+    let silent = || other.metric("nagaya_peer_probes_total", &format!("node=\"{node}\",found=\"silent\""));
+    let silent_before = silent();
+    let frozen = Frozen::stop(slow);
+    let (answered, address) = (Arc::<AtomicBool>::default(), other.http());
+    let visitor = std::thread::spawn({
+        let answered = Arc::clone(&answered);
+        move || {
+            let answer = client::get(address, "app.test", "/run");
+            answered.store(true, Ordering::Relaxed);
+            answer
+        }
+    });
+    wait::until("it counts as silent", || silent() > silent_before);
+    assert!(!answered.load(Ordering::Relaxed), "nobody was there to answer");
+    drop(frozen);
+    let answer = visitor.join().expect("it does not panic");
+    assert_eq!((answer.status, answer.text()), (200, first));
+    let after = cluster.placement(1 - at, "app").expect("it is placed");
+    assert_eq!((&after["node"], &after["epoch"]), (&before["node"], &before["epoch"]));
     cluster.stop();
 }
 

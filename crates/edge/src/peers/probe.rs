@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
+use nagaya_cmdb::feed::Up;
 use nagaya_cmdb::{NodeName, NodeRecord};
 use nagaya_placement::Moment;
 use nagaya_placement::liveness::{self, Verdict};
@@ -293,6 +294,9 @@ impl Prober {
         if let Some(line) = self.lines.get_mut(node) {
             if let Some(heard) = line.last_heard() {
                 self.shared.cluster.peers.probes.heard_at(node, heard);
+            }
+            if line.is_back() {
+                self.shared.cluster.desk.say(Up::Heard { node: node.clone() });
             }
             for found in line.take_findings() {
                 tallies.probed(node, found);

@@ -107,6 +107,8 @@ pub enum News {
     Ready { revision: u64 },
     /// The edge asks where a site's application is to run.
     Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName> },
+    /// The edge: this node answers after all.
+    Heard { node: NodeName },
     /// The edge: a member asks this node to vouch for it.
     VouchAsked { tag: u64, id: String },
     /// The edge: a member vouches for this node.
@@ -295,6 +297,7 @@ impl Shared {
                 Up::Place { tag, site, seen, why, lost } => {
                     (self.news)(News::Place { tag, site, seen, why, lost });
                 }
+                Up::Heard { node } => (self.news)(News::Heard { node }),
                 Up::VouchAsked { tag, id } => (self.news)(News::VouchAsked { tag, id }),
                 Up::Vouched { round, id, moved } => (self.news)(News::Vouched { round, id, moved }),
             }

@@ -281,6 +281,11 @@ impl Life {
                     cluster.place(Place { tag, site, seen, why, lost, edge });
                 }
             }
+            News::Heard { node } => {
+                if let Some(cluster) = &self.parts.node.cluster {
+                    cluster.tell(Order::Heard(node));
+                }
+            }
             News::VouchAsked { tag, id } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
                     cluster.tell(Order::Vouch { tag, id, edge });

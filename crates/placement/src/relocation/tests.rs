@@ -21,7 +21,7 @@ fn asked(sites: &mut Sites, site: u32) -> AskId {
     sites.need(at(0), site, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
     assert_eq!(effects, [Effect::Plan { site, from: Some(1) }]);
     effects.clear();
-    sites.planned(at(0), &site, Some(2), &mut effects);
+    sites.planned(at(0), &site, Plan::Node(2), &mut effects);
     let [Effect::AskStore { ask, node: 2, from: Some(1), expect: Some(4), .. }] = effects[..] else {
         panic!("{effects:?}");
     };
@@ -96,7 +96,7 @@ fn what_nobody_answered_is_looked_at_before_it_is_tried_again() {
     sites.looked(next, &7, ask, Ok(Some(At { node: 1, epoch: 4 })), &mut effects);
     assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
     effects.clear();
-    sites.planned(next, &7, Some(5), &mut effects);
+    sites.planned(next, &7, Plan::Node(5), &mut effects);
     let [Effect::AskStore { ask, expect: Some(4), .. }] = effects[..] else { panic!("{effects:?}") };
     effects.clear();
     // The first one arrived after all.
@@ -189,9 +189,79 @@ fn no_node_is_a_refusal() {
     let mut sites = new();
     let mut effects = Vec::new();
     sites.need(at(0), 7, Waiter(1), None, None, &mut effects);
-    sites.planned(at(0), &7, None, &mut effects);
+    sites.planned(at(0), &7, Plan::Nowhere, &mut effects);
     assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
     assert!(sites.is_empty());
+}
+
+#[test]
+fn where_nobody_can_take_it_now_requests_wait_until_somebody_can() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    effects.clear();
+    sites.planned(at(0), &7, Plan::NotNow, &mut effects);
+    assert_eq!(effects, []);
+    // By and by it is looked at again, and at once where there is a reason to.
+    let next = sites.next_at().expect("it goes on by itself");
+    assert!(next.since(at(0)) <= Duration::from_millis(500), "{next:?}");
+    sites.tick(next, &mut effects);
+    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    effects.clear();
+    sites.planned(next, &7, Plan::NotNow, &mut effects);
+    sites.reconsider(&mut effects);
+    assert_eq!(effects, [Effect::Plan { site: 7, from: Some(1) }]);
+    effects.clear();
+    sites.planned(next, &7, Plan::Node(2), &mut effects);
+    assert!(matches!(effects[..], [Effect::AskStore { node: 2, from: Some(1), expect: Some(4), .. }]));
+    // One that asks the store needs no other plan.
+    effects.clear();
+    sites.reconsider(&mut effects);
+    assert_eq!(effects, []);
+}
+
+#[test]
+fn nobody_waits_longer_for_somebody_to_come_back_than_for_anything_else() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
+    let mut last = at(0);
+    while refused(&effects).is_empty() {
+        if effects.iter().any(|effect| matches!(effect, Effect::Plan { .. })) {
+            effects.clear();
+            sites.planned(last, &7, Plan::NotNow, &mut effects);
+        }
+        last = sites.next_at().expect("it has an end");
+        sites.tick(last, &mut effects);
+    }
+    assert_eq!((last.since(at(0)), refused(&effects)), (WAIT_LONGEST, vec![(1, Refused::Nowhere)]));
+    assert!(sites.is_empty());
+}
+
+#[test]
+fn a_site_whose_node_is_there_after_all_stays_under_its_epoch() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    let known = Some(At { node: 1, epoch: 4 });
+    sites.need(at(0), 7, Waiter(1), Some(4), known, &mut effects);
+    // This one has seen a newer placement, so it is looked up.
+    sites.need(at(0), 7, Waiter(2), Some(5), known, &mut effects);
+    effects.clear();
+    sites.planned(at(0), &7, Plan::Stay, &mut effects);
+    assert_eq!(effects, [Effect::Serve { waiter: Waiter(1), site: 7, node: 1, epoch: 4, committed: None }]);
+    effects.clear();
+    sites.tick(sites.next_at().expect("the other one waits"), &mut effects);
+    assert!(matches!(effects[..], [Effect::Look { site: 7, .. }]), "{effects:?}");
+}
+
+#[test]
+fn a_site_that_never_had_a_node_cannot_stay() {
+    let mut sites = new();
+    let mut effects = Vec::new();
+    sites.need(at(0), 7, Waiter(1), None, None, &mut effects);
+    effects.clear();
+    sites.planned(at(0), &7, Plan::Stay, &mut effects);
+    assert_eq!(refused(&effects), [(1, Refused::Nowhere)]);
 }
 
 #[test]
@@ -291,8 +361,13 @@ proptest! {
             while let Some(effect) = effects.pop() {
                 match effect {
                     Effect::Plan { site, from } => {
-                        let node = (0..3).find(|node| Some(*node) != from);
-                        nodes[index].planned(at(now), &site, node, &mut effects);
+                        let node = (0..3).find(|node| Some(*node) != from).expect("there are two others");
+                        let plan = match dice.next().unwrap_or(2) % 16 {
+                            0 => Plan::NotNow,
+                            1 => Plan::Stay,
+                            _ => Plan::Node(node),
+                        };
+                        nodes[index].planned(at(now), &site, plan, &mut effects);
                     }
                     Effect::AskStore { site, ask, node, expect, .. } => {
                         let roll = dice.next().unwrap_or(0);

@@ -218,6 +218,11 @@ impl Line {
         self.peer.last_heard()
     }
 
+    /// Whether it is there after all, once for each time that something was found against it.
+    pub fn is_back(&mut self) -> bool {
+        self.peer.is_back()
+    }
+
     pub fn take_findings(&mut self) -> Vec<&'static str> {
         std::mem::take(&mut self.findings)
     }

@@ -61,6 +61,11 @@ impl Desk {
             Order::Shift { site, shift, answer } => {
                 let _ = answer.send(self.shift(&site, shift).await);
             }
+            Order::Heard(node) => {
+                if let Some(membership) = &*self.membership.borrow() {
+                    membership.heard(&node);
+                }
+            }
             Order::Vouch { tag, id, edge } => {
                 if let Some(membership) = &*self.membership.borrow() {
                     membership.vouch(tag, &id, &edge);

@@ -6,14 +6,13 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
-use nagaya_placement::liveness::Verdict;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -24,13 +23,11 @@ use super::load::{self, Load, Meter};
 use super::member::Member;
 use super::pki::{Secret, Stored};
 use super::relocating::Relocating;
+use super::suspects::Suspects;
 use super::trust::{By, Trust};
 use super::wishes::Wishes;
 use super::{Context, NO_AUTHORITY, NOWHERE, Neighbour, authority, credentials};
 use crate::admin::{Problem, list};
-
-/// A node that did not answer gets no further sites for so long.
-pub const SUSPECT_FOR: Duration = Duration::from_secs(5);
 
 /// How often a node tells the others how busy it is, and after how long without that it counts as gone.
 const PRESENT_EVERY: Duration = Duration::from_secs(1);
@@ -57,7 +54,7 @@ pub struct Membership {
     member: RefCell<Member>,
     /// Sites that are looked for a place for.
     pub relocating: Relocating,
-    pub suspects: RefCell<HashMap<NodeName, (Instant, Verdict)>>,
+    pub suspects: RefCell<Suspects>,
     /// Placements of each node, a little while ago.
     pub counted: RefCell<HashMap<NodeName, u32>>,
     /// Of these, how many came within the last minute because of their load.
@@ -317,11 +314,9 @@ impl Membership {
     /// How busy each member is, for the balance of load.
     pub fn loads(&self) -> Vec<Neighbour> {
         let known = self.known_nodes().unwrap_or_default();
-        let suspects = self.suspects.borrow();
         // What others said of themselves is old otherwise, and a site that was ended here could not be placed there.
         let is_confirmed = self.is_confirmed();
-        let is_suspect =
-            |name: &NodeName| suspects.get(name).is_some_and(|(since, _)| since.elapsed() < SUSPECT_FOR);
+        let is_suspect = |name: &NodeName| self.suspected(name).is_some();
         let told = |node: super::placing::Known| {
             let name = &node.record.name;
             let is_there = node.load.as_ref().is_some_and(|load| load.serves);

@@ -21,6 +21,7 @@ mod pki;
 mod placing;
 mod records;
 mod relocating;
+mod suspects;
 mod trust;
 mod wishes;
 
@@ -93,6 +94,8 @@ pub enum Order {
         shift: Shift,
         answer: oneshot::Sender<Result<(), String>>,
     },
+    /// A member that may count as silent was heard from.
+    Heard(NodeName),
     /// A member asks this node to vouch for it.
     Vouch {
         tag: u64,

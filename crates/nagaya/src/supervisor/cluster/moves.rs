@@ -85,7 +85,7 @@ impl Membership {
         // Before anything is held up: is there anywhere it could go?
         let to = match to {
             None if !placement.copies.is_empty() => None,
-            None => Some(self.choose(&site, Some(&placement.node), why)?),
+            None => Some(self.choose(&site, Some(&placement.node), why).map_err(|nobody| nobody.reason)?),
             to => to,
         };
         self.leave(placement, to, why).await

@@ -3,6 +3,7 @@
 //! Not here: the choice itself (`nagaya_placement`), the steps of a relocation (`relocating`), sites that move although nothing
 //! failed (`moves`).
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use nagaya_cmdb::{Backend, NodeName, NodeRecord, Placement, Site, SiteName, Why};
@@ -13,7 +14,7 @@ use nagaya_placement::relocation;
 
 use super::authority::now;
 use super::load::Load;
-use super::membership::{Membership, SUSPECT_FOR};
+use super::membership::Membership;
 use super::trust::{NotNow, TakingId};
 
 /// A node with what it told of itself last.
@@ -65,16 +66,14 @@ impl Membership {
 
     /// What is held against a node now.
     pub fn suspected(&self, name: &NodeName) -> Option<Verdict> {
-        let suspects = self.suspects.borrow();
-        let (since, verdict) = suspects.get(name)?;
-        (since.elapsed() < SUSPECT_FOR && *name != self.node).then_some(*verdict)
+        self.suspects.borrow().against(Instant::now(), name).filter(|_| *name != self.node)
     }
 
-    pub fn choose(&self, site: &SiteName, from: Option<&NodeName>, why: Why) -> Result<NodeName, String> {
+    pub fn choose(&self, site: &SiteName, from: Option<&NodeName>, why: Why) -> Result<NodeName, Nobody> {
         let record = self.records().site(site.as_str()).map_err(|error| error.to_string())?;
-        let Some(record) = record else { return Err(format!("there is no site '{site}'")) };
+        let Some(record) = record else { return Err(format!("there is no site '{site}'").into()) };
         if !matches!(record.backend, Backend::App(_)) {
-            return Err(format!("'{site}' has no application: every node answers for it"));
+            return Err(format!("'{site}' has no application: every node answers for it").into());
         }
         let mut known = self.known_nodes()?;
         let placement = self.records().placement(site.as_str()).map_err(|error| error.to_string())?;
@@ -93,7 +92,11 @@ impl Membership {
             from: from.map(NodeName::as_str).filter(|_| why != Why::First),
         };
         self.mark_image(&need, site, &mut candidates);
-        let choice = planner::choose(&need, &candidates).map_err(|none| none.to_string())?;
+        let choice = planner::choose(&need, &candidates).map_err(|none| {
+            let (suspects, now) = (self.suspects.borrow(), Instant::now());
+            let may_be_back = |name| NodeName::new(name).is_ok_and(|name| suspects.may_be_back(now, &name));
+            Nobody { reason: none.to_string(), is_for_now: none.if_they_answered().any(may_be_back) }
+        })?;
         tracing::debug!("{choice}");
         Ok(NodeName::new(choice.best()).expect("it is the name of a record"))
     }
@@ -122,14 +125,27 @@ impl Membership {
             .collect())
     }
 
-    /// Other sites of a node that did not answer must not be sent to it for a while.
-    pub fn suspect(&self, node: &NodeName, why: Why) {
-        let verdict = match why {
-            Why::Silent | Why::Fenced => Verdict::Silent,
-            Why::Refused => Verdict::Refuses,
-            Why::First | Why::Draining | Why::Load | Why::Operator => return,
-        };
-        self.suspects.borrow_mut().insert(node.clone(), (Instant::now(), verdict));
+    /// A member was heard from. Of what is held against it, it may have been the only node for some.
+    pub fn heard(self: &Rc<Self>, node: &NodeName) {
+        let is_member = matches!(self.records().node(node.as_str()), Ok(Some(_)));
+        if is_member && self.suspects.borrow_mut().heard(Instant::now(), node) {
+            tracing::debug!(%node, "it answers after all");
+            self.reconsider();
+        }
+    }
+}
+
+/// No node was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nobody {
+    pub reason: String,
+    /// One that could take it does not answer, and may again in a moment.
+    pub is_for_now: bool,
+}
+
+impl From<String> for Nobody {
+    fn from(reason: String) -> Self {
+        Self { reason, is_for_now: false }
     }
 }
 

@@ -13,7 +13,7 @@ use nagaya_cmdb::feed::Placed;
 use nagaya_cmdb::store::etcd::{Claim, ClusterError};
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 use nagaya_placement::fence::{Before, Held};
-use nagaya_placement::relocation::{self, AskId, At, Outcome, Refused, Relocations, Waiter};
+use nagaya_placement::relocation::{self, AskId, At, Outcome, Plan, Refused, Relocations, Waiter};
 use tokio::sync::{Notify, oneshot};
 
 use super::asks::nowhere;
@@ -41,6 +41,8 @@ struct Search {
     waiters: HashMap<Waiter, oneshot::Sender<Placed>>,
     /// The placement that was seen last, or committed.
     newest: Option<Placement>,
+    /// The node that this search has said does not answer, which is over once it does.
+    accused: Option<NodeName>,
     decide_us: u64,
     store_us: u64,
     /// Why the last step led nowhere.
@@ -120,8 +122,8 @@ impl Membership {
             let mut more = Vec::new();
             match effect {
                 Effect::Plan { site, from } => {
-                    let node = self.plan(&site, from.as_ref());
-                    self.relocating.machine.borrow_mut().planned(now(), &site, node, &mut more);
+                    let plan = self.plan(&site, from.as_ref());
+                    self.relocating.machine.borrow_mut().planned(now(), &site, plan, &mut more);
                 }
                 Effect::AskStore { site, ask, node, from, expect } => {
                     match self.following(&site, node, expect, from.as_ref()) {
@@ -149,12 +151,30 @@ impl Membership {
         self.relocating.changed.notify_one();
     }
 
-    /// The node that the site is to run on. None: there is none, for a reason that is kept for those who wait.
-    fn plan(&self, site: &SiteName, from: Option<&NodeName>) -> Option<NodeName> {
+    /// Sites that no node could take for the moment are planned anew.
+    pub(super) fn reconsider(self: &Rc<Self>) {
+        let mut effects = Vec::new();
+        self.relocating.machine.borrow_mut().reconsider(&mut effects);
+        self.carry_out(effects);
+    }
+
+    /// Where the site is to run. Why nowhere is kept for those who wait.
+    fn plan(&self, site: &SiteName, from: Option<&NodeName>) -> Plan<NodeName> {
         let begun = Instant::now();
         let why = self.relocating.why(site);
-        if let Some(from) = from {
-            self.suspect(from, why);
+        let mut is_first = false;
+        self.relocating.note(site, |search| {
+            is_first = search.accused.as_ref() != from;
+            if is_first {
+                let is_over_once_heard =
+                    |from: &&NodeName| self.suspects.borrow_mut().accuse(begun, from, why);
+                search.accused = from.filter(is_over_once_heard).cloned();
+            }
+        });
+        let accused = self.relocating.accused(site);
+        let is_back = accused.as_ref().is_some_and(|accused| self.suspected(accused).is_none());
+        if is_back && !is_first {
+            return Plan::Stay;
         }
         let chosen = match self.stand_in(site, from) {
             Some(node) => Ok(node),
@@ -162,9 +182,15 @@ impl Membership {
         };
         self.relocating.note(site, |search| {
             search.decide_us = micros(begun);
-            search.failed = chosen.as_ref().err().map(nowhere);
+            search.failed = chosen.as_ref().err().map(|nobody| nowhere(nobody.reason.clone()));
         });
-        chosen.ok()
+        let may_be_back = |node| self.suspects.borrow().may_be_back(begun, node);
+        match chosen {
+            Ok(node) => Plan::Node(node),
+            Err(_) if is_back => Plan::Stay,
+            Err(nobody) if nobody.is_for_now || accused.as_ref().is_some_and(may_be_back) => Plan::NotNow,
+            Err(_) => Plan::Nowhere,
+        }
     }
 
     /// Of the other nodes that have the site, too, one that is there as far as is known. It has to do nothing but go on.
@@ -295,6 +321,10 @@ impl Relocating {
         self.sites.borrow().get(site).map_or(Why::First, |search| search.why)
     }
 
+    fn accused(&self, site: &SiteName) -> Option<NodeName> {
+        self.sites.borrow().get(site)?.accused.clone()
+    }
+
     fn newest(&self, site: &SiteName) -> Option<Placement> {
         self.sites.borrow().get(site)?.newest.clone()
     }
@@ -329,8 +359,16 @@ impl Relocating {
 
 impl Search {
     fn new(why: Why) -> Self {
-        let (decide_us, store_us) = (0, 0);
-        Self { why, lost: None, waiters: HashMap::new(), newest: None, decide_us, store_us, failed: None }
+        Self {
+            why,
+            lost: None,
+            waiters: HashMap::new(),
+            newest: None,
+            accused: None,
+            decide_us: 0,
+            store_us: 0,
+            failed: None,
+        }
     }
 
     fn found(&self, epoch: u64) -> Placed {
