@@ -18,9 +18,9 @@ use std::time::Duration;
 use crate::Moment;
 use crate::fence::{Before, Held};
 
-/// Longest that a request waits for a place: a promise to the old node and an election among the store's members fit in, and it is
-/// less than edges wait for their supervisor, so that they are told the reason.
-pub const WAIT_LONGEST: Duration = Duration::from_secs(4);
+/// Longest that a request waits for a place: a promise to the old node, an election among the store's members and then a line of
+/// many sites fit in, and it is less than edges wait for their supervisor, so that they are told the reason.
+pub const WAIT_LONGEST: Duration = Duration::from_secs(8);
 
 /// Requests that wait for one site. Admission lets fewer through; this is the backstop.
 pub const WAITERS_MAX: usize = 4096;

@@ -106,7 +106,9 @@ fn a_copy_that_is_served_without_the_wait_is_found_out() {
         let report = run_several(seed, 2, flaws);
         report.violations.iter().any(|violation| matches!(violation, Violation::TooMany { .. }))
     };
-    assert!((1..=SEEDS_TO_FIND).any(is_found), "not noticed with {SEEDS_TO_FIND} seeds");
+    // Seldom: one of some 700 seeds shows it.
+    let seeds = SEEDS_TO_FIND * 5;
+    assert!((1..=seeds).any(is_found), "not noticed with {seeds} seeds");
 }
 
 /// The first seed that finds what this mistake leads to, and what that is.

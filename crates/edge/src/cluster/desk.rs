@@ -16,8 +16,9 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// Longest that a request waits for the answer. A store that has just lost its leader takes some seconds for a new one.
-const ANSWER_MAX: Duration = Duration::from_secs(5);
+/// Longest that a request waits for the answer. A store that has just lost its leader takes some seconds for a new one, and the
+/// supervisor answers within 8 s whatever happens (`nagaya_placement::relocation::WAIT_LONGEST`).
+const ANSWER_MAX: Duration = Duration::from_secs(9);
 
 /// Sites that may be asked for at once: all those of a node that has failed.
 const QUESTIONS_MAX: usize = 65_536;
