@@ -217,12 +217,6 @@ impl Allotment {
             made.dirs.iter().try_for_each(fs::create_dir).ok()?;
             fs::write(made.dirs[0].join("cpu.cfs_period_us"), "10000").ok()?;
             fs::write(made.dirs[0].join("cpu.cfs_quota_us"), "5000").ok()?;
-            // Without a share of real time of its own, the thread that answers other nodes waits as long as all else in here, and
-            // the node is silent whenever this machine has more to do. A kernel without such shares has no such file.
-            if made.dirs[0].join("cpu.rt_runtime_us").exists() {
-                fs::write(made.dirs[0].join("cpu.rt_period_us"), "10000").ok()?;
-                fs::write(made.dirs[0].join("cpu.rt_runtime_us"), "1000").ok()?;
-            }
             return Some(made);
         }
         let root = Path::new("/sys/fs/cgroup");
