@@ -28,17 +28,6 @@ const LOOK_EVERY: Duration = Duration::from_micros(500);
 /// Directories below each other in a machine's cgroup: the keeper's own tree has four levels.
 const DEPTH_MAX: usize = 10;
 
-/// Where the kernel shares out real time between groups of v1 (`CONFIG_RT_GROUP_SCHED`), a new group has none, and a machine does:
-/// a node's warden and the thread that answers other nodes run before all others. Of so many microseconds, as short as the
-/// kernel's own slices, so that one that has used its share up waits no longer.
-const REAL_TIME_PERIOD_US: u32 = 10_000;
-
-/// Of them, what all machines of a lab have together. The rest is for what else the host does.
-const REAL_TIME_ALL_US: u32 = 8_000;
-
-/// Of them, the most that one machine has, and the least that is worth having.
-const REAL_TIME_US: std::ops::RangeInclusive<u32> = 500..=2_500;
-
 /// Joins the cgroups named before `--`, then becomes what is named after it.
 const JOIN: &str =
     "while [ \"$1\" != -- ]; do echo $$ > \"$1/cgroup.procs\" || exit 1; shift; done; shift; exec \"$@\"";
@@ -96,13 +85,9 @@ impl Cgroups {
         self.freezer.exists()
     }
 
-    /// For a machine that has to answer in time, one of so many.
-    pub fn make(&self, in_time: Option<u32>) -> Result<()> {
+    pub fn make(&self) -> Result<()> {
         for dir in &self.dirs {
             fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-            if let Some(count) = in_time {
-                share_real_time(dir, count);
-            }
             if self.is_v2 && *dir == self.freezer {
                 // As much as this kernel and who started us allow: a node says itself what it has not.
                 for above in dir.ancestors().skip(1).take(2) {
@@ -218,14 +203,12 @@ pub struct Machine<'l> {
     pub cgroups: Cgroups,
     pub network: &'l Network,
     pub log: PathBuf,
-    /// It has to answer in time whatever the host does, and so many do.
-    pub in_time: Option<u32>,
 }
 
 impl Machine<'_> {
     pub fn start(&self, command: &[String]) -> Result<()> {
         ensure!(self.cgroups.pids().is_empty(), "{} runs already", self.name);
-        self.cgroups.make(self.in_time)?;
+        self.cgroups.make()?;
         self.cgroups.launch(&self.network.enter(&self.name), command, &self.log)
     }
 
@@ -250,19 +233,6 @@ impl Machine<'_> {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(LINES)..].join("\n")
-    }
-}
-
-/// A machine of so many gets its part. Without one (v2, another kernel, too many machines, a host that has none left) its first
-/// threads are first among equals, and its log says so.
-fn share_real_time(machine: &Path, count: u32) {
-    let each = (REAL_TIME_ALL_US / count.max(1)).min(*REAL_TIME_US.end());
-    let Some(lab) = machine.parent().filter(|_| each >= *REAL_TIME_US.start()) else { return };
-    for (dir, share) in [(lab, REAL_TIME_ALL_US), (machine, each)] {
-        if dir.join("cpu.rt_runtime_us").exists() {
-            let _ = fs::write(dir.join("cpu.rt_period_us"), REAL_TIME_PERIOD_US.to_string());
-            let _ = fs::write(dir.join("cpu.rt_runtime_us"), share.to_string());
-        }
     }
 }
 

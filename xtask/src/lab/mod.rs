@@ -261,7 +261,6 @@ impl Lab {
             cgroups: Cgroups::of(&self.tag, name)?,
             network: &self.network,
             log: self.dir.join(name).join("output.log"),
-            in_time: u32::try_from(self.nodes).ok().filter(|_| !name.starts_with('e')),
         })
     }
 
@@ -339,7 +338,7 @@ impl Lab {
     fn start_relay(&self, name: &str, ms: f64) -> Result<()> {
         let [one, two] = self.network.unplug(name)?;
         let cgroups = Cgroups::of(&self.tag, &relay(name))?;
-        cgroups.make(None)?;
+        cgroups.make()?;
         let log = self.dir.join(name).join("relay.log");
         fs::write(&log, "").with_context(|| format!("creating {}", log.display()))?;
         let file = self.dir.join("relay.py");
