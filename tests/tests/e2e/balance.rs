@@ -33,6 +33,9 @@ pub const SUITE: Suite = Suite {
 /// Until a machine that is full of other tests has time for this one.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// How often a node may be silent without being meant to.
+const SILENCES_MAX: usize = 5;
+
 /// So little that a machine which has much else to do has more to give.
 const LITTLE: &str = "4%";
 
@@ -390,6 +393,22 @@ fn until_awake_on(cluster: &Cluster, asked: usize, count: usize) -> Vec<String> 
     reached.unwrap_or_else(|| panic!("{:?}: {}", awake_on(cluster, asked), why()))
 }
 
+/// Until the second node has given it up for want of load. A node with half a processor may be silent for a moment before, when this
+/// machine has much else to do, and be taken out for that: then there is load once more.
+#[track_caller]
+fn until_little_for_one(cluster: &Cluster, at: usize) -> String {
+    for _ in 0..SILENCES_MAX {
+        until_awake_on(cluster, at, 1);
+        if cluster.placement(at, "app").expect("it is placed")["why"] != "silent" {
+            break;
+        }
+        let visitors = Visitors::come(&cluster.nodes[at], 4);
+        until_awake_on(cluster, at, 2);
+        visitors.leave();
+    }
+    cluster.nodes[1 - at].cli(&["explain", "app"])
+}
+
 fn run_of(node: &World) -> String {
     node.get("app.test", "/run").expect(200).text()
 }
@@ -423,8 +442,7 @@ fn a_busy_application_gets_a_second_node_that_stands_in_for_the_first_and_gives_
     assert!(answered > 0 && failed == 0, "{answered} were answered, {failed} were not");
 
     // No load: one fewer, and the first is the one that it was.
-    until_awake_on(&cluster, at, 1);
-    let why = other.cli(&["explain", "app"]);
+    let why = until_little_for_one(&cluster, at);
     assert!(why.contains("little for 1") && !why.contains("not done"), "{why}");
     assert_eq!((run_of(busy), run_of(other)), (run.clone(), run.clone()));
 

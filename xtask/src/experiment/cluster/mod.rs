@@ -210,7 +210,7 @@ impl OpenLoad<'_> {
         let (at, site, edge) = plan[seen.arrival];
         let is_right = seen.status == 200;
         if !is_right {
-            let why = seen.why.as_deref().unwrap_or_default();
+            let why = seen.code.as_deref().or(seen.why.as_deref()).unwrap_or_default();
             let (host, edge) = (&self.hosts[site], &self.edges[edge]);
             eprintln!(
                 "{host} at {edge}, sent at {:.3} s, failed after {:.0} ms: {} {why}",
