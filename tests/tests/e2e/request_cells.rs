@@ -177,7 +177,7 @@ fn until_back(world: &World, name: &str) -> Value {
 fn slowed_alone(world: &World, name: &str) {
     world.get(&format!("{name}.test"), "/first?0").expect(200);
     // On a busy machine it has computed for a while when its process is in the cell.
-    let mut slow = ask(world, name, "/slow?600");
+    let mut slow = ask(world, name, "/slow?1200");
     wait::until("it has a cell of its own", || {
         cells(world, name).iter().any(|(_, quota, _)| quota.is_some())
     });
