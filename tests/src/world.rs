@@ -390,7 +390,11 @@ impl World {
     /// The cells as `nagaya cells --json` lists them.
     #[track_caller]
     pub fn cells(&self) -> Vec<Value> {
-        let all: Value = serde_json::from_str(&self.cli(&["cells", "--json"])).expect("cells are JSON");
+        // On a busy machine a keeper may be late, and the command gives it up after a while (NGY0510).
+        let told = wait::until_some("the keeper tells its cells", || {
+            Some(self.try_cli(&["cells", "--json"])).filter(|told| told.status.success())
+        });
+        let all: Value = serde_json::from_slice(&told.stdout).expect("cells are JSON");
         all["cells"].as_array().expect("a list of cells").clone()
     }
 
