@@ -94,7 +94,7 @@ pub struct Peer {
     /// What was last found against it, and when; nothing once it was heard from.
     avoided: Option<(Verdict, Moment)>,
     /// It was heard from after something was found against it, and nobody was told yet.
-    is_back: bool,
+    has_returned: bool,
     /// Probes in a row that heard nothing.
     silences: u32,
     /// Doublings of the bound as of the last false alarm.
@@ -141,7 +141,7 @@ impl Peer {
             next: 1,
             against: None,
             avoided: None,
-            is_back: false,
+            has_returned: false,
             silences: 0,
             widened: 0,
             widened_at: Moment::default(),
@@ -161,12 +161,12 @@ impl Peer {
             self.false_alarm(now, against.probe);
         }
         self.silences = 0;
-        self.is_back |= self.avoided.take().is_some();
+        self.has_returned |= self.avoided.take().is_some();
     }
 
     /// Whether it was heard from after something was found against it. Said once for each time.
-    pub fn is_back(&mut self) -> bool {
-        std::mem::take(&mut self.is_back)
+    pub fn take_return(&mut self) -> bool {
+        std::mem::take(&mut self.has_returned)
     }
 
     /// A request needs the peer.

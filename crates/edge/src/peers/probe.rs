@@ -295,7 +295,7 @@ impl Prober {
             if let Some(heard) = line.last_heard() {
                 self.shared.cluster.peers.probes.heard_at(node, heard);
             }
-            if line.is_back() {
+            if line.take_return() {
                 self.shared.cluster.desk.say(Up::Heard { node: node.clone() });
             }
             for found in line.take_findings() {

@@ -152,12 +152,12 @@ fn a_late_answer_takes_the_verdict_back_and_widens_the_bound() {
     let before = peer.bound(at(start));
     let (probe, until) = sent(peer.ask(at(start)));
     assert_eq!(peer.expired(until), Some(probe));
-    assert!(!peer.is_back(), "nothing was heard yet");
+    assert!(!peer.take_return(), "nothing was heard yet");
     peer.answered(at(start + 40), probe, at(start));
     assert_eq!(peer.verdict(probe), Verdict::Answers);
     assert_eq!(peer.known(at(start + 40)), None);
-    assert!(peer.is_back());
-    assert!(!peer.is_back(), "that is said once");
+    assert!(peer.take_return());
+    assert!(!peer.take_return(), "that is said once");
     assert_eq!(peer.ask(at(start + 41)), Ask::Fresh);
     assert_eq!(peer.false_alarms(), 1);
     assert!(peer.bound(at(start + 40)) >= before * 2);

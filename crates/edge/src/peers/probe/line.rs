@@ -219,8 +219,8 @@ impl Line {
     }
 
     /// Whether it is there after all, once for each time that something was found against it.
-    pub fn is_back(&mut self) -> bool {
-        self.peer.is_back()
+    pub fn take_return(&mut self) -> bool {
+        self.peer.take_return()
     }
 
     pub fn take_findings(&mut self) -> Vec<&'static str> {

@@ -73,9 +73,14 @@ impl Suspects {
         }
     }
 
-    /// It is suspected, and so lately that it may be there again in a moment.
+    /// It does not answer, and so lately that it may again in a moment.
     pub fn may_be_back(&self, now: Instant, node: &NodeName) -> bool {
-        matches!(self.nodes.get(node), Some(State::Suspected { since, .. }) if now - *since < BACK_WITHIN)
+        match self.nodes.get(node) {
+            // Nothing that is heard from it ends this.
+            Some(State::Suspected { why: Why::Fenced, .. }) => false,
+            Some(State::Suspected { since, .. }) => now - *since < BACK_WITHIN,
+            Some(State::Heard(_)) | None => false,
+        }
     }
 }
 
@@ -107,6 +112,7 @@ mod tests {
     fn a_node_that_may_not_serve_is_not_cleared_by_being_heard() {
         let (mut suspects, begin, b) = (Suspects::default(), Instant::now(), node("b"));
         assert!(!suspects.accuse(begin, &b, Why::Fenced));
+        assert!(!suspects.may_be_back(begin, &b), "so nobody waits for that");
         assert!(!suspects.heard(begin, &b));
         assert_eq!(suspects.against(begin, &b), Some(Verdict::Silent));
     }
