@@ -393,12 +393,12 @@ impl World {
         // On a busy machine a keeper may be late, and the command gives it up after a while (NGY0510).
         let told = wait::until_some("the keeper tells its cells", || {
             let told = self.try_cli(&["cells", "--json"]);
-            let text = String::from_utf8_lossy(&told.stdout).into_owned();
-            let is_late = !told.status.success() && text.contains("NGY0510");
-            assert!(told.status.success() || is_late, "nagaya cells: {}\n{text}", told.status);
-            (!is_late).then_some(text)
+            let said = [&told.stdout, &told.stderr].map(|said| String::from_utf8_lossy(said).into_owned());
+            let is_late = !told.status.success() && said.iter().any(|said| said.contains("NGY0510"));
+            assert!(told.status.success() || is_late, "nagaya cells: {}\n{said:?}", told.status);
+            (!is_late).then_some(told.stdout)
         });
-        let all: Value = serde_json::from_str(&told).expect("cells are JSON");
+        let all: Value = serde_json::from_slice(&told).expect("cells are JSON");
         all["cells"].as_array().expect("a list of cells").clone()
     }
 
