@@ -58,14 +58,18 @@ pub fn visit(address: SocketAddr, host: &str, path: &str) -> Result<Visit> {
 
 /// What a head says that something took, in milliseconds: `Server-Timing: METRIC;dur=1.5`.
 pub fn server_timing(head: &str, metric: &str) -> Option<f64> {
-    let fields = head.lines().skip(1).filter_map(|line| {
-        let (found, value) = line.split_once(':')?;
-        found.eq_ignore_ascii_case("server-timing").then_some(value)
-    });
-    fields.flat_map(|field| field.split(',')).find_map(|entry| {
+    server_timings(head).flat_map(|field| field.split(',')).find_map(|entry| {
         let mut parts = entry.split(';').map(str::trim);
         (parts.next()? == metric).then_some(())?;
         parts.find_map(|part| part.strip_prefix("dur=")?.parse().ok())
+    })
+}
+
+/// The values of all `Server-Timing` fields of a head.
+pub fn server_timings(head: &str) -> impl Iterator<Item = &str> {
+    head.lines().skip(1).filter_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        found.eq_ignore_ascii_case("server-timing").then_some(value.trim())
     })
 }
 

@@ -141,6 +141,10 @@ pub enum Up {
     Heard {
         node: NodeName,
     },
+    /// The edge: this node's answer to a probe is late. It may be found silent in a moment.
+    Doubt {
+        node: NodeName,
+    },
     /// The edge: the member with this id asks this node to vouch for it.
     VouchAsked {
         tag: u64,

@@ -45,6 +45,16 @@ pub const fn outlasting(term: Duration) -> Duration {
     Duration::from_nanos(nanos + nanos / 1_000_000 * 3 * DRIFT_PPM as u64 + MARGIN.as_nanos() as u64)
 }
 
+/// What is left of that when `ago` of it has passed, by a clock that may run fast, too.
+pub const fn outlasting_since(term: Duration, ago: Duration) -> Duration {
+    outlasting(term).saturating_sub(surely(ago))
+}
+
+/// What has passed on any clock when one shows that so much has.
+const fn surely(ago: Duration) -> Duration {
+    ago.saturating_sub(outlasting(ago).saturating_sub(ago))
+}
+
 /// Who may have served a site before a placement was committed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Before {
@@ -81,10 +91,8 @@ impl<S: Ord + Clone> Arrivals<S> {
     /// This node knows since `now` that the site is placed here. It was committed no later; `ago` earlier, if whoever committed it
     /// has said so. What is said later can only make the wait shorter.
     pub fn placed(&mut self, now: Moment, site: S, epoch: u64, before: Before, ago: Duration) {
-        let from = serve_from(now, before, self.term);
-        // That clock may have run fast.
-        let ago = ago.saturating_sub(outlasting(ago).saturating_sub(ago));
-        let from = Moment(from.0.saturating_sub(u64::try_from(ago.as_nanos()).unwrap_or(u64::MAX)));
+        // The clock of whoever committed may have run fast.
+        let from = serve_from(now, before, self.term).before(surely(ago));
         match self.sites.get_mut(&site) {
             Some((known, earlier)) if *known == epoch => *earlier = from.min(*earlier),
             Some((known, _)) if *known > epoch => {}

@@ -8,6 +8,7 @@
 //! instances (`nagaya-keeper`).
 
 pub mod balance;
+pub mod doubt;
 pub mod fence;
 pub mod liveness;
 mod moment;

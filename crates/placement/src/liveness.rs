@@ -282,10 +282,10 @@ impl Peer {
         bound.max(BOUND_MIN).min(self.bound_max)
     }
 
-    /// While requests wait for the peer, it is asked again so long after each question: as long as a probe waits, so that one that
-    /// dies in the middle of a slow request is found out within twice that at most.
+    /// While requests wait for the peer, it is asked again so long after each question: half of what a probe waits, so that one that
+    /// dies in the middle of a slow request is found out within one and a half of that at most.
     pub fn again(&self, now: Moment) -> Duration {
-        self.bound(now)
+        self.bound(now) / 2
     }
 
     /// The smoothed round trip, once there is one.

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nagaya_placement::Moment;
+use nagaya_placement::doubt::Doubts;
 use nagaya_placement::fence::{Arrivals, Before, Holder, TERM, VOUCH_TERM, Voucher};
 use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
 use nagaya_placement::planner::{self, Candidate, Need};
@@ -47,6 +48,7 @@ pub(crate) struct Node {
     arrivals: Arrivals<SiteId>,
     relocations: Relocations<SiteId, NodeId>,
     peers: BTreeMap<NodeId, Peer>,
+    doubts: Doubts<NodeId>,
     /// The copy of the records is as of this revision. It is on disk.
     applied: u64,
     /// Sites that it has given up itself, under which epoch last. On disk, too; what older records say once more, also of an epoch
@@ -87,6 +89,7 @@ impl Node {
             arrivals: Arrivals::new(TERM),
             relocations: Relocations::new(),
             peers: BTreeMap::new(),
+            doubts: Doubts::default(),
             applied,
             given_up: BTreeMap::new(),
             instances: BTreeMap::new(),
@@ -182,7 +185,7 @@ impl Node {
     fn renew(&mut self, sky: &mut Sky) {
         let now = sky.local(self.id);
         let read = self.holder.sending(now);
-        sky.ask_store(self.id, StoreAsk::Renew(read));
+        sky.ask_store(self.id, StoreAsk::Renew { id: read, mark: None });
         if self.holder.wants_vouches(now) {
             let (round, members) = self.holder.asking(now);
             for member in members {
@@ -237,12 +240,12 @@ impl Node {
 
     fn take(&mut self, Change { site, what, .. }: Change, sky: &mut Sky) {
         match what {
-            Happened::Placed { before, after } => {
+            Happened::Placed { before, after, credit } => {
                 let had = before.as_ref().and_then(|parts| parts.of(self.id));
                 let before = if before.is_none() { Before::Nobody } else { Before::Other };
                 match after.of(self.id) {
                     Some(epoch) if had != Some(epoch) => {
-                        self.arrivals.placed(sky.local(self.id), site, epoch, before, Duration::ZERO);
+                        self.arrivals.placed(sky.local(self.id), site, epoch, before, credit);
                     }
                     None if had.is_some() => self.lose(site),
                     _ => {}
@@ -468,6 +471,9 @@ impl Node {
         } else if let Some(until) = self.peer(node).until() {
             if self.peer(node).resend_at().is_some_and(|at| at <= now) {
                 self.peer(node).resent(now);
+                if self.doubts.raise(now, &node) {
+                    sky.ask_store(self.id, StoreAsk::Doubt(node));
+                }
                 // The number of the probe under way is the one whose verdict is open.
                 if let Ask::Shared { probe, .. } = self.peer(node).ask(now) {
                     sky.send(self.id, node, What::Probe { from: self.id, probe, sent_at: now });
@@ -559,7 +565,10 @@ impl Node {
                 Effect::AskStore { site, ask, node, from, expect } => {
                     match self.begin(site, from, expect, now, sky) {
                         Ok(before) => {
-                            let ask = StoreAsk::Commit { site, ask, node, from, expect, before };
+                            let mark = from.filter(|_| before == Before::Other);
+                            let mark = mark.and_then(|from| self.doubts.against(&from));
+                            let mark = mark.map(|mark| (mark.revision, now.since(mark.since)));
+                            let ask = StoreAsk::Commit { site, ask, node, from, expect, before, mark };
                             sky.ask_store(self.id, ask);
                         }
                         Err(why) => self.relocations.held(now, &site, ask, why),
@@ -653,7 +662,11 @@ impl Node {
         let now = sky.local(self.id);
         let mut effects = Vec::new();
         match says {
-            StoreSays::Renewed { id, revision } => {
+            // It is taken away first, which is a read, too.
+            StoreSays::Renewed { mark: mark @ Some(_), id, .. } if !sky.shape.flaws.marks_ignored => {
+                sky.ask_store(self.id, StoreAsk::Renew { id, mark });
+            }
+            StoreSays::Renewed { id, revision, .. } => {
                 let flaws = sky.shape.flaws;
                 let id = if flaws.authority_from_receipt { self.holder.sending(now) } else { id };
                 self.holder.confirmed(id, if flaws.copy_may_lag { 0 } else { revision });
@@ -677,10 +690,17 @@ impl Node {
                     Err(Instead::Placement(placement)) => {
                         Outcome::Conflict(placement.map(|parts| self.part(site, &parts)))
                     }
+                    Err(Instead::Unmarked) => {
+                        if let Some(from) = from {
+                            self.doubts.forget(&from);
+                        }
+                        Outcome::NotDone
+                    }
                     Err(Instead::NoSite) => Outcome::Void,
                 };
                 self.relocations.stored(now, &site, ask, outcome, &mut effects);
             }
+            StoreSays::Marked { node, revision } => self.doubts.marked(now, &node, revision),
             StoreSays::Heard => {}
         }
         self.carry_out(effects, sky);

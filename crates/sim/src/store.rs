@@ -5,9 +5,11 @@
 //!
 //! Not here: when questions and answers arrive (`world`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use crate::wire::{Instead, NodeId, Parts, SiteId, StoreAsk, StoreSays};
+use crate::world::Flaws;
 
 /// One change.
 #[derive(Debug, Clone)]
@@ -23,6 +25,8 @@ pub(crate) enum Happened {
     Placed {
         before: Option<Parts>,
         after: Parts,
+        /// For so long nobody else had authority that it was not read before.
+        credit: Duration,
     },
     /// Its placement stays.
     Removed,
@@ -53,6 +57,11 @@ pub(crate) struct Store {
     copies_max: usize,
     /// Sites placed on each node, now.
     pub counts: Vec<u32>,
+    /// The marks that stand against nodes: the number of each, and the revision after which it was made.
+    marks: BTreeMap<NodeId, (u64, u64)>,
+    marks_made: u64,
+    /// Placements that counted on one.
+    pub marked: u64,
     pub placed: u64,
     pub copied: u64,
     pub forgotten: u64,
@@ -67,6 +76,9 @@ impl Store {
             removed: BTreeSet::new(),
             copies_max: copies_max as usize,
             counts: vec![0; nodes],
+            marks: BTreeMap::new(),
+            marks_made: 0,
+            marked: 0,
             placed: 0,
             copied: 0,
             forgotten: 0,
@@ -122,12 +134,12 @@ impl Store {
         Some((node_in(&history[index])?, ended))
     }
 
-    pub fn put(&mut self, now: u64, site: SiteId, after: Parts) {
+    pub fn put(&mut self, now: u64, site: SiteId, after: Parts, credit: Duration) {
         let before = self.at(site, self.head()).cloned();
         self.count(before.as_ref(), Some(&after));
         self.placed += 1;
         let life = self.life(site, self.head());
-        let made = self.log(now, site, Happened::Placed { before, after: after.clone() });
+        let made = self.log(now, site, Happened::Placed { before, after: after.clone(), credit });
         self.history[site as usize].push(Entry { made, life, at: Some(after) });
     }
 
@@ -189,25 +201,53 @@ impl Store {
         let current = self.at(site, self.head()).filter(|parts| parts.epoch == expect);
         if let Some(next) = current.and_then(next) {
             self.copied += 1;
-            self.put(now, site, next);
+            self.put(now, site, next, Duration::ZERO);
         }
     }
 
-    /// Does what it is asked, now.
-    pub fn apply(&mut self, now: u64, ask: StoreAsk) -> StoreSays {
+    /// Whether the mark stands against the node, and is newer than the site's placement.
+    fn is_marked(&self, site: SiteId, node: NodeId, mark: u64, flaws: Flaws) -> bool {
+        let placed = self.entry(site, self.head()).map_or(0, |entry| entry.made);
+        let is_it = |(number, after): &(u64, u64)| {
+            *number == mark && (placed <= *after || flaws.placements_newer_than_marks)
+        };
+        self.marks.get(&node).is_some_and(is_it)
+    }
+
+    /// Does what it is asked by a node, now.
+    pub fn apply(&mut self, now: u64, by: NodeId, ask: StoreAsk, flaws: Flaws) -> StoreSays {
         match ask {
-            StoreAsk::Renew(id) => StoreSays::Renewed { id, revision: self.head() },
+            StoreAsk::Renew { id, mark } => {
+                if mark.is_some() && self.marks.get(&by).map(|(number, _)| *number) == mark {
+                    self.marks.remove(&by);
+                }
+                let mark = self.marks.get(&by).map(|(number, _)| *number);
+                StoreSays::Renewed { id, revision: self.head(), mark }
+            }
+            StoreAsk::Doubt(node) => {
+                let head = self.head();
+                let Self { marks, marks_made, .. } = self;
+                let (revision, _) = *marks.entry(node).or_insert_with(|| {
+                    *marks_made += 1;
+                    (*marks_made, head)
+                });
+                StoreSays::Marked { node, revision }
+            }
             StoreAsk::Look { site, ask } => {
                 StoreSays::Found { site, ask, placement: self.at(site, self.head()).cloned() }
             }
-            StoreAsk::Commit { site, ask, node, from, expect, before } => {
+            StoreAsk::Commit { site, ask, node, from, expect, before, mark } => {
                 let current = self.at(site, self.head());
                 let next = Self::following(current, node, from);
                 let is_same = current.map(|parts| parts.epoch) == expect;
+                let is_marked = |from: NodeId, mark: u64| self.is_marked(site, from, mark, flaws);
+                let is_unmarked = from.zip(mark).is_some_and(|(from, (mark, _))| !is_marked(from, mark));
                 let done = match next.filter(|_| is_same) {
                     _ if self.removed.contains(&site) => Err(Instead::NoSite),
+                    Some(_) if is_unmarked => Err(Instead::Unmarked),
                     Some(next) => {
-                        self.put(now, site, next);
+                        self.marked += u64::from(mark.is_some());
+                        self.put(now, site, next, mark.map_or(Duration::ZERO, |(_, stood)| stood));
                         Ok(self.head())
                     }
                     None => Err(Instead::Placement(current.cloned())),

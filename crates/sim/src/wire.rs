@@ -127,7 +127,13 @@ pub(crate) struct Work {
 /// From a node to the store.
 #[derive(Debug, Clone)]
 pub(crate) enum StoreAsk {
-    Renew(RenewId),
+    /// Takes away the mark against this node that it knows of first, if that still stands.
+    Renew {
+        id: RenewId,
+        mark: Option<u64>,
+    },
+    /// Marks a node that may be dead.
+    Doubt(NodeId),
     Look {
         site: SiteId,
         ask: AskId,
@@ -139,6 +145,8 @@ pub(crate) enum StoreAsk {
         from: Option<NodeId>,
         expect: Option<u64>,
         before: Before,
+        /// Of `from`, which has to stand and to be newer than the placement; so long it has stood, by the clock of who asks.
+        mark: Option<(u64, Duration)>,
     },
     /// One more node gets the site.
     Copy {
@@ -166,6 +174,8 @@ pub(crate) enum StoreAsk {
 pub(crate) enum Instead {
     Placement(Option<Parts>),
     NoSite,
+    /// The mark that was relied on does not stand, or the placement is newer.
+    Unmarked,
 }
 
 /// The store's answer.
@@ -173,6 +183,13 @@ pub(crate) enum Instead {
 pub(crate) enum StoreSays {
     Renewed {
         id: RenewId,
+        revision: u64,
+        /// It stands against the node that has read this.
+        mark: Option<u64>,
+    },
+    /// A mark of this revision stands against the node.
+    Marked {
+        node: NodeId,
         revision: u64,
     },
     Found {

@@ -63,6 +63,10 @@ pub struct Flaws {
     pub promises_forgotten: bool,
     /// With a site that is removed goes its placement, at once.
     pub placements_go_with_sites: bool,
+    /// A read that finds a mark against the node gives it authority all the same.
+    pub marks_ignored: bool,
+    /// A mark counts for a site, too, that the node has got after it was marked.
+    pub placements_newer_than_marks: bool,
 }
 
 /// What a run has come to.
@@ -82,6 +86,8 @@ pub struct Report {
     pub copied: u64,
     /// Placements of removed sites that were taken away.
     pub forgotten: u64,
+    /// Relocations that waited less because of a mark.
+    pub marked: u64,
     pub events: u64,
 }
 
@@ -331,7 +337,7 @@ impl Sky {
     }
 
     fn store_does(&mut self, node: NodeId, life: u32, ask: StoreAsk) {
-        let says = self.store.apply(self.now, ask);
+        let says = self.store.apply(self.now, node, ask, self.shape.flaws);
         // It has been done, and nobody may ever hear of it.
         let is_lost = self.cuts[node as usize].store_from > 0 || self.dice.chance(self.shape.faults.loss);
         if !is_lost && self.lives[node as usize] == (Life::Up, life) {
@@ -428,7 +434,7 @@ impl World {
         let clocks: Vec<Clock> = clocks.collect();
         let mut store = Store::new(shape.sites as usize, shape.nodes as usize, shape.copies_max);
         for site in 0..shape.sites {
-            store.put(0, site, Parts::one(dice.roll(u64::from(shape.nodes)) as NodeId, 1));
+            store.put(0, site, Parts::one(dice.roll(u64::from(shape.nodes)) as NodeId, 1), Duration::ZERO);
         }
         let sky = Sky {
             now: 0,
@@ -568,6 +574,7 @@ impl World {
             relocations: self.sky.store.placed - u64::from(self.sky.shape.sites),
             copied: self.sky.store.copied,
             forgotten: self.sky.store.forgotten,
+            marked: self.sky.store.marked,
             events: self.sky.events,
         }
     }

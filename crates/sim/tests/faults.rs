@@ -59,7 +59,7 @@ fn without_violations(seed: u64, report: &Report) {
 #[test]
 fn one_epoch_serves_and_every_request_ends_whatever_fails() {
     let (mut answers, mut refusals, mut relocations, mut vouched, mut forgotten) = (0, 0, 0, 0, 0);
-    let mut latest = Duration::ZERO;
+    let (mut marked, mut latest) = (0, Duration::ZERO);
     let seeds = seeds(SEEDS);
     for seed in seeds.iter().copied() {
         let report = run(seed, Flaws::default());
@@ -69,15 +69,20 @@ fn one_epoch_serves_and_every_request_ends_whatever_fails() {
         relocations += report.relocations;
         vouched += report.vouched;
         forgotten += report.forgotten;
+        marked += report.marked;
         latest = latest.max(report.latest);
     }
     println!(
-        "{answers} answers, {refusals} refusals, {relocations} relocations, {vouched} vouched, {forgotten} removed for good, latest {latest:?}"
+        "{answers} answers, {refusals} refusals, {relocations} relocations, {marked} by a mark, {vouched} vouched, {forgotten} removed for good, latest {latest:?}"
     );
     // Nothing was proved if nothing went on. Of one seed alone that is no matter.
     if seeds.len() > 1 {
         assert!(answers > refusals * 3, "{answers} answers, {refusals} refusals");
         assert!(forgotten > 0, "no removed site was away for long");
+        assert!(
+            marked * 10 > relocations,
+            "{marked} of {relocations} relocations waited less because of a mark"
+        );
     }
 }
 
@@ -160,4 +165,14 @@ fn promises_forgotten_by_a_restart_are_found_out() {
 #[test]
 fn placements_that_go_with_their_sites_are_found_out() {
     must_be_found(Flaws { placements_go_with_sites: true, ..Flaws::default() });
+}
+
+#[test]
+fn authority_in_spite_of_a_mark_is_found_out() {
+    must_be_found(Flaws { marks_ignored: true, ..Flaws::default() });
+}
+
+#[test]
+fn marks_that_are_older_than_placements_are_found_out() {
+    must_be_found(Flaws { placements_newer_than_marks: true, ..Flaws::default() });
 }

@@ -37,9 +37,9 @@ use line::{Event, Line};
 use vouch::{Order, Vouching};
 
 /// Questions of other nodes that are looked at in a window; what comes beyond them waits in the socket, or is dropped there. A hundred
-/// nodes that each ask three times for a probe every 50th of a second are 15,000 in a second.
+/// nodes that each ask three times for a probe every 100th of a second are 30,000 in a second.
 const WINDOW: Duration = Duration::from_millis(100);
-const ANSWERS_PER_WINDOW: u32 = 2_000;
+const ANSWERS_PER_WINDOW: u32 = 4_000;
 
 /// Requests that the thread has not looked at yet, and datagrams: of what is more, requests ask again and nodes answer again.
 const ASKS_MAX: usize = 16_384;
@@ -297,6 +297,9 @@ impl Prober {
             }
             if line.take_return() {
                 self.shared.cluster.desk.say(Up::Heard { node: node.clone() });
+            }
+            if line.take_lateness() {
+                self.shared.cluster.desk.say(Up::Doubt { node: node.clone() });
             }
             for found in line.take_findings() {
                 tallies.probed(node, found);

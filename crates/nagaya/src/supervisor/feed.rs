@@ -109,6 +109,8 @@ pub enum News {
     Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName> },
     /// The edge: this node answers after all.
     Heard { node: NodeName },
+    /// The edge: this node's answer to a probe is late.
+    Doubt { node: NodeName },
     /// The edge: a member asks this node to vouch for it.
     VouchAsked { tag: u64, id: String },
     /// The edge: a member vouches for this node.
@@ -298,6 +300,7 @@ impl Shared {
                     (self.news)(News::Place { tag, site, seen, why, lost });
                 }
                 Up::Heard { node } => (self.news)(News::Heard { node }),
+                Up::Doubt { node } => (self.news)(News::Doubt { node }),
                 Up::VouchAsked { tag, id } => (self.news)(News::VouchAsked { tag, id }),
                 Up::Vouched { round, id, moved } => (self.news)(News::Vouched { round, id, moved }),
             }

@@ -286,6 +286,11 @@ impl Life {
                     cluster.tell(Order::Heard(node));
                 }
             }
+            News::Doubt { node } => {
+                if let Some(cluster) = &self.parts.node.cluster {
+                    cluster.tell(Order::Doubt(node));
+                }
+            }
             News::VouchAsked { tag, id } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
                     cluster.tell(Order::Vouch { tag, id, edge });

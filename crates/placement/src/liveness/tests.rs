@@ -68,9 +68,9 @@ fn the_bound_follows_the_measured_way() {
         let (peer, now) = measured(rtt, count);
         let bound = peer.bound(at(now));
         assert!(bound >= ms(least) && bound <= ms(most), "{rtt} ms, {count} times: {bound:?}");
-        assert_eq!(peer.again(at(now)), bound, "{rtt} ms, {count} times");
+        assert_eq!(peer.again(at(now)), bound / 2, "{rtt} ms, {count} times");
     }
-    assert_eq!(Peer::default().again(at(0)), BOUND_MAX, "nothing is measured");
+    assert_eq!(Peer::default().again(at(0)), BOUND_MAX / 2, "nothing is measured");
 }
 
 #[test]

@@ -319,6 +319,8 @@ fn sample(report: &mut Report, series: &Series) {
     // On a busy machine another request may have taken longer than the one that moved the site.
     let Some(mover) = series.asked.iter().find(|asked| asked.has_moved()) else { return };
     report.sample(round, app, variant, "mover_ms", mover.took_ms);
+    let told: Vec<_> = http::server_timings(&mover.head).collect();
+    report.note(&format!("{app}, {variant}, round {}: the request that moved it", round + 1), json!(told));
     for (metric, key) in STAGES {
         if let Some(ms) = http::server_timing(&mover.head, metric) {
             report.sample(round, app, variant, key, ms);

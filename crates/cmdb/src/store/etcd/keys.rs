@@ -9,6 +9,7 @@
 //! | `v1/{tenants,sites,nodes}/NAME`, `v1/settings/KEY` | record as JSON |
 //! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,`; it outlives its site for a while |
 //! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
+//! | `v1/doubts/NODE` | the node that got no answer from it: until it has taken this away, no read gives it authority |
 //! | `v1/present/NODE` | load of a node as JSON, under a lease |
 //! | `v1/pki/KEY` | bytes |
 //!
@@ -81,6 +82,10 @@ impl Keys {
 
     pub fn left(&self, node: &NodeName) -> String {
         self.below(&format!("left/{node}"))
+    }
+
+    pub fn doubt(&self, node: &NodeName) -> String {
+        self.below(&format!("doubts/{node}"))
     }
 
     pub fn pki(&self, key: &str) -> String {
@@ -277,19 +282,24 @@ pub(super) fn deleting_all(prefix: &str) -> Operation {
 }
 
 pub(super) fn is_there(key: &str) -> Compare {
-    created(key, Relation::Greater)
+    created(key, Relation::Greater, 0)
 }
 
 pub(super) fn is_absent(key: &str) -> Compare {
-    created(key, Relation::Equal)
+    created(key, Relation::Equal, 0)
 }
 
-fn created(key: &str, relation: Relation) -> Compare {
+/// Holds if the key was made in exactly this revision, and not taken away since.
+pub(super) fn is_made(key: &str, revision: u64) -> Compare {
+    created(key, Relation::Equal, revision)
+}
+
+fn created(key: &str, relation: Relation, revision: u64) -> Compare {
     Compare {
         result: relation.into(),
         target: Target::Created.into(),
         key: key.into(),
-        operand: Some(Operand::Created(0)),
+        operand: Some(Operand::Created(signed(revision))),
         range_end: Vec::new(),
     }
 }

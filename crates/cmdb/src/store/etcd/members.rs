@@ -22,6 +22,9 @@ use crate::store::{Kind, PAGE_LEN_MAX, Store};
 /// For a change of a node or placement. Longer than etcd needs to choose a new leader.
 const CHANGE_WAIT: Duration = Duration::from_secs(5);
 
+/// For a mark against a node: one that stands later is of no use to the request that waits.
+const DOUBT_WAIT: Duration = Duration::from_secs(1);
+
 /// Tries of a change that others overtake.
 const TRIES_MAX: u32 = 8;
 
@@ -62,9 +65,43 @@ impl ClusterStore {
         seen: Option<u64>,
         from: Option<&NodeName>,
     ) -> Result<Claim, ClusterError> {
+        let (inner, from) = (self.inner.clone(), from.cloned());
+        self.on_own(async move { inner.place(&placement, seen, from.as_ref(), None).await }).await
+    }
+
+    /// The same, if the mark of this revision still stands against `from`, and was made after what stands there was written. If
+    /// that alone was not so, it is lost to a placement of the epoch `seen`.
+    pub async fn place_marked(
+        &self,
+        placement: Placement,
+        seen: Option<u64>,
+        from: &NodeName,
+        mark: u64,
+    ) -> Result<Claim, ClusterError> {
+        let (inner, from) = (self.inner.clone(), from.clone());
+        self.on_own(async move { inner.place(&placement, seen, Some(&from), Some(mark)).await }).await
+    }
+
+    /// Marks a node that may be dead: from then on it has no authority from the store before it has taken the mark away. Returns the
+    /// revision at which the mark that stands now was made, by this call or before. None: there is no such node.
+    pub async fn doubt(&self, node: &NodeName, by: &NodeName) -> Result<Option<u64>, ClusterError> {
         let inner = self.inner.clone();
-        let left = from.map(|from| inner.keys.left(from));
-        self.on_own(async move { inner.place(&placement, seen, left).await }).await
+        let (key, record) = (inner.keys.doubt(node), inner.keys.record(Kind::Node, node.as_str()));
+        let by = by.to_string();
+        self.on_own(async move {
+            let txn = Txn {
+                compare: vec![keys::is_there(&record), keys::is_absent(&key)],
+                success: vec![keys::putting(&key, by)],
+                failure: vec![keys::getting(&key)],
+            };
+            let answer: TxnAnswer = inner.client.ask(TXN, txn, DOUBT_WAIT).await?.value;
+            if answer.succeeded {
+                return Ok(Some(keys::unsigned(answer.header.unwrap_or_default().revision)));
+            }
+            let stands = super::watch::pairs(answer.responses).into_iter().next().flatten();
+            Ok(stands.map(|stands| keys::unsigned(stands.create_revision)))
+        })
+        .await
     }
 
     /// Where a site's application runs, as of no earlier than this call.
@@ -108,7 +145,7 @@ impl ClusterStore {
     }
 
     /// Whether this node's record is still the one with this id: one linearizable read, so that its answer is no older than
-    /// this call. Members that are slow cost no more than `within`.
+    /// this call. A mark against the node is taken away first ([`ClusterStore::doubt`]). Each question costs no more than `within`.
     pub async fn confirm(
         &self,
         node: &NodeName,
@@ -117,20 +154,35 @@ impl ClusterStore {
     ) -> Result<Confirmed, ClusterError> {
         let (inner, id) = (self.inner.clone(), id.to_owned());
         let (key, left) = (inner.keys.record(Kind::Node, node.as_str()), inner.keys.left(node));
+        let doubt = inner.keys.doubt(node);
         self.on_own(async move {
-            let look = Txn { success: vec![keys::getting(&key), keys::getting(&left)], ..Txn::default() };
-            let answer: TxnAnswer = inner.client.ask_soon(TXN, look, within).await?;
-            let revision = keys::unsigned(answer.header.unwrap_or_default().revision);
-            let [record, left] = super::watch::pairs(answer.responses).try_into().unwrap_or_default();
-            let Some(record) = record else { return Ok(Confirmed::Gone) };
-            let left_at = left.map_or(0, |left| keys::unsigned(left.mod_revision));
-            let since = keys::unsigned(record.create_revision);
-            Ok(match read_node(&record.value)? {
-                node if node.id == id => {
-                    Confirmed::Ours { draining: node.draining, left_at, since, revision }
+            let mut look = Txn {
+                success: vec![keys::getting(&key), keys::getting(&left), keys::getting(&doubt)],
+                ..Txn::default()
+            };
+            for _ in 0..TRIES_MAX {
+                let answer: TxnAnswer = inner.client.ask_soon(TXN, look, within).await?;
+                let revision = keys::unsigned(answer.header.unwrap_or_default().revision);
+                let [record, left_by, mark] =
+                    super::watch::pairs(answer.responses).try_into().unwrap_or_default();
+                let Some(record) = record else { return Ok(Confirmed::Gone) };
+                let node = read_node(&record.value)?;
+                if node.id != id {
+                    return Ok(Confirmed::Anothers);
                 }
-                _ => Confirmed::Anothers,
-            })
+                let Some(mark) = mark else {
+                    let left_at = left_by.map_or(0, |left| keys::unsigned(left.mod_revision));
+                    let since = keys::unsigned(record.create_revision);
+                    return Ok(Confirmed::Ours { draining: node.draining, left_at, since, revision });
+                };
+                // Whoever has marked this node counts on it that nothing read before this is worth anything any more.
+                look = Txn {
+                    compare: vec![keys::is_made(&doubt, keys::unsigned(mark.create_revision))],
+                    success: vec![keys::getting(&key), keys::getting(&left), keys::deleting(&doubt)],
+                    failure: vec![keys::getting(&key), keys::getting(&left), keys::getting(&doubt)],
+                };
+            }
+            Err(ClusterError::Contended { tries: TRIES_MAX })
         })
         .await
     }
@@ -188,7 +240,8 @@ impl Inner {
         &self,
         placement: &Placement,
         seen: Option<u64>,
-        left: Option<String>,
+        from: Option<&NodeName>,
+        mark: Option<u64>,
     ) -> Result<Claim, ClusterError> {
         let site = self.keys.record(Kind::Site, placement.site.as_str());
         let node = self.keys.record(Kind::Node, placement.node.as_str());
@@ -198,8 +251,11 @@ impl Inner {
             Some(epoch) => compare.extend(keys::epoch_is(&key, epoch)),
             None => compare.push(keys::is_absent(&key)),
         }
+        if let Some((from, mark)) = from.zip(mark) {
+            compare.extend([keys::is_made(&self.keys.doubt(from), mark), keys::is_no_newer(&key, mark)]);
+        }
         let mut success = vec![keys::putting(&key, placement_value(placement))];
-        success.extend(left.map(|left| keys::putting(&left, placement.site.as_str())));
+        success.extend(from.map(|from| keys::putting(&self.keys.left(from), placement.site.as_str())));
         let txn = Txn {
             compare,
             success,
@@ -329,7 +385,8 @@ impl Inner {
                 let seen = keys::unsigned(head.header.unwrap_or_default().revision);
                 compare.push(keys::are_no_newer(&self.keys.records(Kind::Placement), seen));
             }
-            let txn = Txn { compare, success: vec![keys::deleting(&key)], failure: Vec::new() };
+            let success = vec![keys::deleting(&key), keys::deleting(&self.keys.doubt(name))];
+            let txn = Txn { compare, success, failure: Vec::new() };
             let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
             if answer.value.succeeded || answer.repeated {
                 return Ok(());

@@ -64,6 +64,8 @@ pub struct Line {
     findings: Vec<&'static str>,
     /// The probe under way.
     under_way: Option<Probe>,
+    /// It has no answer as soon as usual, and nobody was told yet.
+    is_late: bool,
 }
 
 struct Sent {
@@ -116,6 +118,7 @@ impl Line {
             waiting: Vec::new(),
             findings: Vec::new(),
             under_way: None,
+            is_late: false,
         })
     }
 
@@ -172,6 +175,7 @@ impl Line {
         {
             self.send(probe);
             self.peer.resent(now);
+            self.is_late = true;
         }
         self.peer.expired(now);
         self.settle();
@@ -221,6 +225,11 @@ impl Line {
     /// Whether it is there after all, once for each time that something was found against it.
     pub fn take_return(&mut self) -> bool {
         self.peer.take_return()
+    }
+
+    /// Whether a probe has no answer yet and was sent again, once for each time.
+    pub fn take_lateness(&mut self) -> bool {
+        std::mem::take(&mut self.is_late)
     }
 
     pub fn take_findings(&mut self) -> Vec<&'static str> {

@@ -66,6 +66,11 @@ impl Desk {
                     membership.heard(&node);
                 }
             }
+            Order::Doubt(node) => {
+                if let Some(membership) = &*self.membership.borrow() {
+                    membership.doubt(node);
+                }
+            }
             Order::Vouch { tag, id, edge } => {
                 if let Some(membership) = &*self.membership.borrow() {
                     membership.vouch(tag, &id, &edge);

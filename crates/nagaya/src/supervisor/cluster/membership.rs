@@ -13,6 +13,7 @@ use nagaya_cmdb::store::etcd::ClusterError;
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
+use nagaya_placement::doubt::Doubts;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -55,6 +56,7 @@ pub struct Membership {
     /// Sites that are looked for a place for.
     pub relocating: Relocating,
     pub suspects: RefCell<Suspects>,
+    pub doubts: RefCell<Doubts<NodeName>>,
     /// Placements of each node, a little while ago.
     pub counted: RefCell<HashMap<NodeName, u32>>,
     /// Of these, how many came within the last minute because of their load.
@@ -97,6 +99,7 @@ impl Membership {
             member: RefCell::new(member),
             relocating: Relocating::default(),
             suspects: RefCell::default(),
+            doubts: RefCell::default(),
             counted: RefCell::default(),
             arrivals: RefCell::default(),
             authority_until: Cell::new(0),

@@ -2,7 +2,7 @@
 //!
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
-//! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `images` has what they need there before, `moves` empties nodes
+//! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `images` has what they need there before, `moves` empties nodes
 //! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
@@ -11,6 +11,7 @@ mod allotment;
 mod asks;
 mod authority;
 mod copies;
+mod doubting;
 mod images;
 mod leftovers;
 pub mod load;
@@ -96,6 +97,8 @@ pub enum Order {
     },
     /// A member that may count as silent was heard from.
     Heard(NodeName),
+    /// A member's answer to a probe is late.
+    Doubt(NodeName),
     /// A member asks this node to vouch for it.
     Vouch {
         tag: u64,

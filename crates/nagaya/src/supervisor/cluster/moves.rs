@@ -163,7 +163,7 @@ impl Membership {
         let rest = from.without(&self.node, unix_ms(), why);
         rest.unwrap_or_else(|| {
             let node = self.choose(&from.site, Some(&self.node), why).unwrap_or_else(|_| self.node.clone());
-            self.next(&from.site, node, Some(from.epoch), false, why)
+            self.next(&from.site, node, Some(from.epoch), 0, why)
         })
     }
 

@@ -36,17 +36,16 @@ impl Membership {
         self.trust.borrow_mut().begin(now(), from, record.as_ref())
     }
 
-    /// The placement after the one that was seen.
+    /// The placement after the one that was seen. A node that was asked and gave the site up is done with it, and `wait_ms` is 0; one
+    /// that did not answer may serve it still.
     pub fn next(
         &self,
         site: &SiteName,
         node: NodeName,
         seen: Option<u64>,
-        had_node: bool,
+        wait_ms: u32,
         why: Why,
     ) -> Placement {
-        // A node that was asked and gave the site up is done with it. One that did not answer may serve it still.
-        let wait_ms = if had_node { self.wait_ms() } else { 0 };
         Placement {
             site: site.clone(),
             node,
@@ -128,6 +127,7 @@ impl Membership {
     /// A member was heard from. Of what is held against it, it may have been the only node for some.
     pub fn heard(self: &Rc<Self>, node: &NodeName) {
         let is_member = matches!(self.records().node(node.as_str()), Ok(Some(_)));
+        self.doubts.borrow_mut().forget(node);
         if is_member && self.suspects.borrow_mut().heard(Instant::now(), node) {
             tracing::debug!(%node, "it answers after all");
             self.reconsider();

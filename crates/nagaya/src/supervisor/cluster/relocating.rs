@@ -7,12 +7,12 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::feed::Placed;
 use nagaya_cmdb::store::etcd::{Claim, ClusterError};
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
-use nagaya_placement::fence::{Before, Held};
+use nagaya_placement::fence::{Before, Held, outlasting};
 use nagaya_placement::relocation::{self, AskId, At, Outcome, Plan, Refused, Relocations, Waiter};
 use tokio::sync::{Notify, oneshot};
 
@@ -31,6 +31,17 @@ pub struct Relocating {
     waiters: Cell<u64>,
     /// The next alarm may be an earlier one.
     changed: Notify,
+}
+
+/// What the store is to be asked: that `node` has the site instead of `from`.
+#[derive(Clone)]
+struct Step {
+    site: SiteName,
+    ask: AskId,
+    node: NodeName,
+    from: Option<NodeName>,
+    /// The epoch of the placement that this follows.
+    expect: Option<u64>,
 }
 
 /// What the machine need not know of one of them.
@@ -126,15 +137,8 @@ impl Membership {
                     self.relocating.machine.borrow_mut().planned(now(), &site, plan, &mut more);
                 }
                 Effect::AskStore { site, ask, node, from, expect } => {
-                    match self.following(&site, node, expect, from.as_ref()) {
-                        Some(next) => {
-                            tokio::task::spawn_local(Rc::clone(self).commit(ask, next, from, expect));
-                        }
-                        None => {
-                            let mut machine = self.relocating.machine.borrow_mut();
-                            machine.stored(now(), &site, ask, Outcome::NotDone, &mut more);
-                        }
-                    }
+                    let step = Step { site, ask, node, from, expect };
+                    tokio::task::spawn_local(Rc::clone(self).commit(step));
                 }
                 Effect::Look { site, ask } => {
                     tokio::task::spawn_local(Rc::clone(self).read(site, ask));
@@ -206,35 +210,25 @@ impl Membership {
 
     /// The placement in which `node` has the site and `from` does not, after that of epoch `expect`. None: that is not the one that
     /// is known, so nothing is said of who else has it.
-    fn following(
-        &self,
-        site: &SiteName,
-        node: NodeName,
-        expect: Option<u64>,
-        from: Option<&NodeName>,
-    ) -> Option<Placement> {
+    fn following(&self, step: &Step, wait: Duration) -> Option<Placement> {
+        let Step { site, node, from, expect, .. } = step;
         let why = self.relocating.why(site);
         let newest = self.relocating.newest(site);
-        if expect != newest.as_ref().map(|newest| newest.epoch) {
+        if *expect != newest.as_ref().map(|newest| newest.epoch) {
             return None;
         }
-        match newest.zip(from).filter(|(newest, _)| !newest.copies.is_empty()) {
-            Some((newest, from)) if newest.part(&node).is_some() => newest.without(from, unix_ms(), why),
-            Some((newest, from)) => newest.moved(from, node, unix_ms(), why, self.wait_ms()),
-            None => Some(self.next(site, node, expect, from.is_some(), why)),
+        let wait_ms = u32::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u32::MAX);
+        match newest.zip(from.as_ref()).filter(|(newest, _)| !newest.copies.is_empty()) {
+            Some((newest, from)) if newest.part(node).is_some() => newest.without(from, unix_ms(), why),
+            Some((newest, from)) => newest.moved(from, node.clone(), unix_ms(), why, wait_ms),
+            None => Some(self.next(site, node.clone(), *expect, wait_ms, why)),
         }
     }
 
     /// Has the store agree, if nothing forbids it.
-    async fn commit(
-        self: Rc<Self>,
-        ask: AskId,
-        placement: Placement,
-        from: Option<NodeName>,
-        expect: Option<u64>,
-    ) {
+    async fn commit(self: Rc<Self>, step: Step) {
         let begun = Instant::now();
-        let site = placement.site.clone();
+        let Step { site, ask, from, .. } = step.clone();
         let taking = match &from {
             Some(from) => match self.may_take(from).await {
                 Ok(taking) => Some(taking),
@@ -242,31 +236,32 @@ impl Membership {
             },
             None => None,
         };
-        let placed = self.store.place(placement.clone(), expect, from.as_ref()).await;
+        let claimed = self.claim(&step).await;
         if let Some(taking) = taking {
             // Of a claim that is void it is not known whether an earlier attempt at it lies somewhere.
-            let is_answered = matches!(placed, Ok(Claim::Won | Claim::Lost(_)));
+            let is_answered = matches!(&claimed, None | Some((_, Ok(Claim::Won | Claim::Lost(_)))));
             self.trust.borrow_mut().ended(now(), taking, is_answered);
         }
-        let outcome = match placed {
-            Ok(Claim::Won) => {
+        let outcome = match claimed {
+            None => Outcome::NotDone,
+            Some((placement, Ok(Claim::Won))) => {
                 let (node, epoch, why) = (&placement.node, placement.epoch, placement.why.as_str());
                 tracing::info!(%site, %node, epoch, why, "a site is placed");
                 let before = if from.is_some() { Before::Other } else { Before::Nobody };
                 self.relocating.seen(&site, Some(placement), begun);
                 Outcome::Committed { at: now(), before }
             }
-            Ok(Claim::Lost(theirs)) => {
+            Some((_, Ok(Claim::Lost(theirs)))) => {
                 let conflict = theirs.as_ref().map(|theirs| self.relocating.at(&site, theirs));
                 self.relocating.seen(&site, theirs, begun);
                 Outcome::Conflict(conflict)
             }
-            Ok(Claim::Void) => {
+            Some((placement, Ok(Claim::Void))) => {
                 let reason = format!("site '{site}' or node '{}' is gone", placement.node);
                 self.relocating.note(&site, |search| search.failed = Some(nowhere(reason)));
                 Outcome::Void
             }
-            Err(error) => {
+            Some((_, Err(error))) => {
                 self.relocating.note(&site, |search| search.failed = Some(failed(&error)));
                 Outcome::Unknown
             }
@@ -274,6 +269,26 @@ impl Membership {
         let mut effects = Vec::new();
         self.relocating.machine.borrow_mut().stored(now(), &site, ask, outcome, &mut effects);
         self.carry_out(effects);
+    }
+
+    /// One that counts on a mark is tried without it if that does not stand: the node lives, or has the site since a moment only.
+    /// None: nothing was asked, because the placement is not the one that the step is about.
+    async fn claim(&self, step: &Step) -> Option<(Placement, Result<Claim, ClusterError>)> {
+        let (wait, mark) = self.may_serve_on(step.from.as_ref());
+        let placement = self.following(step, wait)?;
+        let Some((from, mark)) = step.from.as_ref().zip(mark) else {
+            let claim = self.store.place(placement.clone(), step.expect, step.from.as_ref()).await;
+            return Some((placement, claim));
+        };
+        let claim = self.store.place_marked(placement.clone(), step.expect, from, mark.revision).await;
+        let is_unmarked = |theirs: &Placement| Some(theirs.epoch) == step.expect;
+        if !matches!(&claim, Ok(Claim::Lost(Some(theirs))) if is_unmarked(theirs)) {
+            return Some((placement, claim));
+        }
+        self.doubts.borrow_mut().forget(from);
+        let placement = self.following(step, outlasting(self.context.fence()))?;
+        let claim = self.store.place(placement.clone(), step.expect, Some(from)).await;
+        Some((placement, claim))
     }
 
     fn not_sent(self: &Rc<Self>, site: &SiteName, ask: AskId, reason: NotNow) {

@@ -400,6 +400,56 @@ fn a_node_that_loses_a_site_is_told_since_when() {
     });
 }
 
+/// A placement that relies on a mark is written only as long as the node has not looked since, and only over one that is older.
+#[test]
+fn a_mark_stands_until_its_node_has_looked_and_counts_for_older_placements() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one", "two"]);
+    let (a, b, c) = (name("a"), name("b"), name("c"));
+    let seen = |site, on| Claim::Lost(Some(placement(site, on, 1)));
+    etcd.runtime.block_on(async {
+        assert_eq!(store.doubt(&a, &b).await.unwrap(), None, "no such node");
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        store.place(placement("one", "a", 1), None, None).await.unwrap();
+        let first = store.doubt(&a, &b).await.unwrap().unwrap();
+        assert_eq!(store.doubt(&a, &c).await.unwrap(), Some(first), "it stands");
+        assert_eq!(store.confirm(&a, "another machine", PATIENCE).await.unwrap(), Confirmed::Anothers);
+        assert_eq!(store.doubt(&a, &b).await.unwrap(), Some(first), "who is not it does not take it away");
+
+        store.place(placement("two", "a", 1), None, None).await.unwrap();
+        let newer = store.place_marked(placement("two", "b", 2), Some(1), &a, first).await.unwrap();
+        assert_eq!(newer, seen("two", "a"), "it has got it since");
+        let other = store.place_marked(placement("one", "b", 2), Some(1), &b, first).await.unwrap();
+        assert_eq!(other, seen("one", "a"), "it is of another node");
+
+        let before = store.confirm(&a, "1", PATIENCE).await.unwrap();
+        let Confirmed::Ours { revision, .. } = before else { panic!("{before:?}") };
+        assert!(revision > first, "what it knows by that is newer than the mark");
+        let cleared = store.place_marked(placement("one", "b", 2), Some(1), &a, first).await.unwrap();
+        assert_eq!(cleared, seen("one", "a"), "it has looked");
+
+        let second = store.doubt(&a, &b).await.unwrap().unwrap();
+        assert!(second > first);
+        for site in ["one", "two"] {
+            let placed = store.place_marked(placement(site, "b", 2), Some(1), &a, second).await.unwrap();
+            assert_eq!(placed, Claim::Won, "{site}");
+        }
+        let after = store.confirm(&a, "1", PATIENCE).await.unwrap();
+        assert!(matches!(after, Confirmed::Ours { left_at, .. } if left_at > second), "{after:?}");
+
+        store.doubt(&a, &b).await.unwrap();
+        store.remove(&a, true).await.unwrap();
+        store.join(record("a", "3")).await.unwrap();
+        let third = store.doubt(&a, &b).await.unwrap().unwrap();
+        assert_eq!(third, node.store.doubt(&a, &b).await.unwrap().unwrap());
+        assert!(third > second, "a mark goes with its node");
+    });
+    node.is_fed();
+}
+
 #[test]
 fn a_node_leaves_only_when_no_application_is_on_it_or_by_force() {
     let etcd = Etcd::start(1);
