@@ -120,6 +120,8 @@ pub struct More {
     pub relocated: Vec<Relocated>,
     /// So long it waited for this node's authority.
     pub held: Duration,
+    /// So long it waited, beside an instance that was ready, until no node that had the site before could serve it any more.
+    pub fence: Duration,
     /// So long its site's instance waited for databases for it, and for no other.
     pub database: Option<Duration>,
 }

@@ -328,6 +328,13 @@ impl Account {
         self.more().held += time;
     }
 
+    /// Its site's instance was ready, and it waited so long until nobody else could serve the site.
+    pub fn was_fenced(&mut self, time: Duration) {
+        if !time.is_zero() {
+            self.more().fence += time;
+        }
+    }
+
     pub fn held(&self) -> Duration {
         self.record().more.as_ref().map_or(Duration::ZERO, |more| more.held)
     }
@@ -351,7 +358,8 @@ impl Account {
         let record = self.record_mut();
         // What comes before it, and what its end was held back for, are told by themselves.
         let woken = record.woken().map_or(Duration::ZERO, |woken| woken.waited);
-        let apart = record.queued + record.ruled + woken + paced;
+        let fence = record.more.as_ref().map_or(Duration::ZERO, |more| more.fence);
+        let apart = record.queued + record.ruled + woken + fence + paced;
         record.backend = record.begun.elapsed().saturating_sub(apart);
     }
 

@@ -225,7 +225,8 @@ async fn ready_instance(
     let instance = awake(&hold, account).await?;
     // Where sites are placed: the instance may be awake before it may serve.
     if let Some(stint) = account.stint() {
-        stint.begin(place::HOLD_MAX).await?;
+        let fence = stint.begin(place::HOLD_MAX).await?;
+        account.was_fenced(fence);
     }
     boost::begin(node, instance, account).await;
     Ok((hold, instance))

@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::{NodeName, SiteName};
 use tokio::time::sleep;
@@ -63,9 +63,10 @@ impl Stint {
     }
 
     /// The instance is awake. The request may go into it once whoever had the site before can have no authority left, and
-    /// while this node has its own.
-    pub async fn begin(&self, patience: Duration) -> Result<(), Refusal> {
+    /// while this node has its own. Returns how long the former took.
+    pub async fn begin(&self, patience: Duration) -> Result<Duration, Refusal> {
         let cluster = &self.shared.cluster;
+        let mut fence = Duration::ZERO;
         loop {
             if !self.is_current() {
                 return Err(Refusal::Moved);
@@ -73,12 +74,14 @@ impl Stint {
             let from = cluster.arrived(&self.site, self.epoch).ok_or(Refusal::Moved)?;
             let early = from.since(boottime());
             if !early.is_zero() {
+                let began = Instant::now();
                 sleep(early).await;
+                fence += began.elapsed();
                 continue;
             }
             if cluster.tenure.holds() {
                 self.handed.set(true);
-                return Ok(());
+                return Ok(fence);
             }
             if !self.regained(patience).await {
                 return Err(Refusal::Fenced);

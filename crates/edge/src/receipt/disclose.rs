@@ -133,6 +133,7 @@ impl Disclosure {
             ("queue", figures.queue_us),
             ("rules", figures.rules_us),
             ("wake", figures.wake_us),
+            ("fence", figures.fence_us),
             ("backend", figures.backend_us),
             ("db", figures.db_us.unwrap_or(0)),
             ("cpu", figures.cpu_us.unwrap_or(0)),

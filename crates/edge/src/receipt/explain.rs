@@ -89,6 +89,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
         "paced_us": figures.paced_us,
+        "fence_us": figures.fence_us,
         "took_us": figures.took_us,
     })
 }
@@ -212,6 +213,9 @@ fn named(cell: &NamedCell) -> String {
 // === Time ===
 
 /// Where the time went, one after the other, each wait with its reason.
+/// Why a request waits for an application that is ready.
+const FENCE: &str = "The application was ready; until then the node that had it before, and did not answer, could have served it.";
+
 fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
     let kind = record.site.as_ref().map_or("", |site| site.backend.kind());
     let ran = more.used != Used::Nothing;
@@ -228,12 +232,14 @@ fn spans(record: &AccessRecord, more: &More, figures: &Figures) -> Vec<Value> {
     let known = figures.queue_us
         + figures.rules_us
         + figures.wake_us
+        + figures.fence_us
         + figures.backend_us.max(placing)
         + figures.paced_us;
     let spans = [
         ("in line", figures.queue_us, Some(queued(more))),
         ("rules", figures.rules_us, None),
         ("waking", figures.wake_us, more.woken.as_ref().map(waking)),
+        ("fence", figures.fence_us, Some(FENCE.to_owned())),
         ("throttled", throttled, Some(throttling(more))),
         (answering, backend.saturating_sub(throttled), ran.then(|| running(figures))),
         ("held back", figures.paced_us, Some(pacing(record, more, ran))),

@@ -15,6 +15,8 @@ pub struct Figures {
     pub rules_us: u64,
     /// Waiting for its site's instance to be woken.
     pub wake_us: u64,
+    /// Waiting, with the instance ready, until no node that had the site before could serve it any more.
+    pub fence_us: u64,
     /// In the backend, until the head of its answer.
     pub backend_us: u64,
     /// Of that, and of what came after it, in databases. None: the instance served another request too, or has none.
@@ -35,6 +37,7 @@ impl Figures {
             queue_us: us(record.queued),
             rules_us: us(record.ruled),
             wake_us: record.woken().map_or(0, |woken| us(woken.waited)),
+            fence_us: record.more.as_ref().map_or(0, |more| us(more.fence)),
             backend_us: us(record.backend),
             db_us: record.more.as_ref().and_then(|more| more.database).map(us),
             cpu_us: Some(us(record.edge_cpu)),
@@ -64,14 +67,16 @@ impl Figures {
         }
     }
 
-    /// By name, in the order in which they are written. An unknown one is left out, and a wake that there was not.
+    /// By name, in the order in which they are written. An unknown one is left out, and a wake or fence that there was not.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         let woken = (self.wake_us > 0).then_some(("wake_us", self.wake_us));
+        let fence = (self.fence_us > 0).then_some(("fence_us", self.fence_us));
         let db = self.db_us.map(|db_us| ("db_us", db_us));
         let cpu = self.cpu_us.map(|cpu_us| ("cpu_us", cpu_us));
         [("took_us", self.took_us), ("queue_us", self.queue_us), ("rules_us", self.rules_us)]
             .into_iter()
             .chain(woken)
+            .chain(fence)
             .chain([("backend_us", self.backend_us)])
             .chain(db)
             .chain(cpu)
