@@ -249,7 +249,11 @@ fn the_fence_of_a_silent_node_begins_while_it_is_probed() {
         let frozen = Frozen::stop(&cluster.nodes[at]);
         let run = run_of(&cluster.nodes[1 - at], "app").text();
         let placement = cluster.placement(1 - at, "app").expect("it is placed");
-        waits.push(placement["wait_ms"].as_u64().expect("it had another node"));
+        assert_eq!(
+            (&placement["node"], &placement["why"]),
+            (&json!(cluster::name_of(1 - at)), &json!("silent"))
+        );
+        waits.push(placement["wait_ms"].as_u64().unwrap_or(0));
         drop(frozen);
         wait::until("the old node passes it on", || {
             let answer = cluster.nodes[at].get("app.test", "/run");
