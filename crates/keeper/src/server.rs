@@ -222,6 +222,7 @@ fn start_engine(
         tracing::error!("{NO_WARDEN}: no application of the cluster runs on this node: {error}");
     }
     let engine = Engine::new(options, table, launcher, authority)?;
+    engine.instances.await_images();
     if engine.is_root() {
         sys::forbid_dumping()?;
     } else {

@@ -53,7 +53,10 @@ pub const SUITE: Suite = Suite {
 pub const ALONE: Suite = Suite {
     name: "instances_alone",
     needs_root: true,
-    tests: Tests::Alone(nagaya_tests::tests![a_keeper_that_is_started_anew_is_waited_for]),
+    tests: Tests::Alone(nagaya_tests::tests![
+        a_keeper_that_is_started_anew_is_waited_for,
+        a_new_keeper_brings_back_from_images_from_its_first_moment,
+    ]),
 };
 
 const CRAWLERS: &str =
@@ -366,6 +369,24 @@ fn a_keeper_that_is_started_anew_is_waited_for() {
     machine::signal(keeper, "KILL");
     wait::until("the old one is gone", || !machine::is_running(keeper));
     get(&world, "survivor", "/run").expect(200);
+    world.stop();
+}
+
+/// Also what is to run always, which is started before anybody asks for anything.
+fn a_new_keeper_brings_back_from_images_from_its_first_moment() {
+    let world = world();
+    add(&world, "kept", json!({ "min": 1 }));
+    add(&world, "asked", json!({}));
+    let runs = ["kept", "asked"].map(|name| {
+        let run = run_of(&world, name);
+        until_image(&world, name);
+        run
+    });
+    let keeper = world.pid_of("keeper");
+    machine::signal(keeper, "KILL");
+    wait::until("the old one is gone", || !machine::is_running(keeper));
+    assert_eq!([run_of(&world, "asked"), run_of(&world, "kept")], [runs[1].clone(), runs[0].clone()]);
+    assert_eq!((starts(&world, "asked"), starts(&world, "kept")), (1, 1));
     world.stop();
 }
 

@@ -2,15 +2,17 @@
 //!
 //! Not here: the images (`image`), when one is taken or used (`lifecycle`).
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::{Backend, Table};
 use serde_json::{Value, json};
 use tokio::task::spawn_local;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
+use super::lifecycle::Event;
 use super::surroundings::Scratch;
 use super::{Instance, Instances};
 use crate::bases::BASE;
@@ -22,6 +24,9 @@ use crate::protocol::Failure;
 
 /// Images at most: one for each of the most sites there may be on a node.
 const IMAGES_MAX: usize = 100_000;
+
+/// How long those who wake wait for it to be known whether images can be used. It takes a run of CRIU that says its version, some 50 ms.
+const OPEN_MAX: Duration = Duration::from_secs(10);
 
 /// Time between two looks for images nobody wants any more.
 const COLLECT_INTERVAL: Duration = Duration::from_secs(3600);
@@ -36,31 +41,63 @@ pub fn limits(options: &Options) -> Limits {
 }
 
 impl Instances {
+    /// Nobody wakes until it is known what images there are, or that takes too long: who has one comes back from it, and
+    /// who has none and starts has one taken. To be called before there are records, by who has `keep_images` run, too.
+    pub fn await_images(&self) {
+        self.wakes.borrow_mut().hold(true);
+    }
+
     /// Opens the images, if they can be used here, and removes those nobody wants from time to time, for ever.
     pub async fn keep_images(&self, engine: &Rc<Engine>) {
-        if let Ok(launcher) = engine.launcher() {
-            let options = (*engine.options()).clone();
-            let opened = engine.on_worker(move || {
-                let own = &options.instances;
-                Images::open(&own.images, own.criu.as_deref(), &launcher, limits(&options))
-                    .map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
-            });
-            match opened.await {
-                Ok(images) => {
-                    tracing::info!(criu = %images.criu().path.display(), version = images.criu().version, "images can be used");
-                    self.images.replace(Some(Arc::new(images)));
-                    self.options_changed(engine);
-                }
-                Err(fault) => {
-                    tracing::warn!("{fault}; applications that rest for long start anew");
-                    self.no_images.replace(Some(fault.to_string()));
-                }
+        {
+            let mut opening = pin!(self.open_images(engine));
+            let is_known = timeout(OPEN_MAX, &mut opening).await.is_ok();
+            self.let_wake(engine);
+            if !is_known {
+                tracing::warn!(
+                    "whether images can be used is not known after {OPEN_MAX:?}; until it is, applications start anew"
+                );
+                opening.await;
+                self.options_changed(engine);
             }
         }
         loop {
             self.collect(engine);
             self.collect_bases(engine);
             sleep(COLLECT_INTERVAL).await;
+        }
+    }
+
+    async fn open_images(&self, engine: &Engine) {
+        let Ok(launcher) = engine.launcher() else { return };
+        let options = (*engine.options()).clone();
+        let opened = engine.on_worker(move || {
+            let own = &options.instances;
+            Images::open(&own.images, own.criu.as_deref(), &launcher, limits(&options))
+                .map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
+        });
+        match opened.await {
+            Ok(images) => {
+                tracing::info!(criu = %images.criu().path.display(), version = images.criu().version, "images can be used");
+                self.images.replace(Some(Arc::new(images)));
+            }
+            Err(fault) => {
+                tracing::warn!("{fault}; applications that rest for long start anew");
+                self.no_images.replace(Some(fault.to_string()));
+            }
+        }
+    }
+
+    /// Those that wait for their turn learn first what has become known.
+    fn let_wake(&self, engine: &Rc<Engine>) {
+        self.options_changed(engine);
+        self.wakes.borrow_mut().hold(false);
+        loop {
+            let Some(key) = self.wakes.borrow_mut().next(Instant::now()) else { break };
+            let next = self.all.borrow().get(&key).cloned();
+            if let Some(next) = next {
+                self.tell(engine, &next, Event::Turn);
+            }
         }
     }
 

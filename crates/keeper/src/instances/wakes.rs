@@ -22,6 +22,8 @@ pub type Key = u32;
 #[derive(Debug)]
 pub struct Wakes {
     at_once: usize,
+    /// All wait, whoever else is awake.
+    is_held: bool,
     /// Those whose turn it is, since then.
     awake: HashMap<Key, Instant>,
     queue: VecDeque<Key>,
@@ -31,7 +33,18 @@ pub struct Wakes {
 
 impl Wakes {
     pub fn new(at_once: usize) -> Self {
-        Self { at_once: at_once.max(1), awake: HashMap::new(), queue: VecDeque::new(), typical: FIRST_GUESS }
+        Self {
+            at_once: at_once.max(1),
+            is_held: false,
+            awake: HashMap::new(),
+            queue: VecDeque::new(),
+            typical: FIRST_GUESS,
+        }
+    }
+
+    /// From now on nobody's turn comes, or no longer so.
+    pub fn hold(&mut self, is_held: bool) {
+        self.is_held = is_held;
     }
 
     pub fn set_at_once(&mut self, at_once: usize) {
@@ -55,7 +68,7 @@ impl Wakes {
 
     /// The next whose turn it is, if there is room.
     pub fn next(&mut self, now: Instant) -> Option<Key> {
-        if self.awake.len() >= self.at_once {
+        if self.is_held || self.awake.len() >= self.at_once {
             return None;
         }
         let key = self.queue.pop_front()?;
@@ -114,6 +127,11 @@ mod tests {
         wakes.set_at_once(3);
         assert_eq!(wakes.next(now), None);
         assert_eq!((wakes.awake(), wakes.waiting()), (2, 0));
+        wakes.hold(true);
+        assert!(wakes.join(7));
+        assert_eq!(wakes.next(now), None);
+        wakes.hold(false);
+        assert_eq!(wakes.next(now), Some(7));
     }
 
     #[test]
