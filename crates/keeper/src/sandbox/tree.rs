@@ -409,18 +409,18 @@ pub fn attach(root: &OwnedFd, prepared: &Prepared, birth: &Birth) -> Result<u64,
 }
 
 fn hide(root: &OwnedFd, number: usize, path: &Path) -> io::Result<Option<OwnedFd>> {
+    // Looked for first: a mount that is not needed is as dear to let go of as to unmount.
+    let target = match find(root, path, true) {
+        Ok(target) => target,
+        // Beneath a directory that is hidden itself.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
     let place = format!("{HIDES}/{number}");
     rustix::fs::mkdirat(root, &place, Mode::from_raw_mode(0o755))?;
     let mount = clone_path(root, Path::new(&place), SKELETON | MountAttrFlags::MOUNT_ATTR_NODEV)?;
-    match find(root, path, true) {
-        Ok(target) => {
-            attach_to(&mount, &target)?;
-            Ok(Some(mount))
-        }
-        // Beneath a directory that is hidden itself.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
+    attach_to(&mount, &target)?;
+    Ok(Some(mount))
 }
 
 fn scratch(
