@@ -33,6 +33,7 @@ mod process;
 mod relay;
 mod roots;
 mod server;
+mod slice;
 mod spawn;
 mod sys;
 mod workers;

@@ -39,7 +39,7 @@ use crate::protocol::{
     Answer, Ask, BoostId, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
 };
 use crate::sandbox::Launcher;
-use crate::sys;
+use crate::{slice, sys};
 
 /// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
 const CONNECTIONS_MAX: i64 = 64;
@@ -122,6 +122,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
     let _ = rustix::process::setsid();
     // Before anything starts a thread.
     let launcher = start_launcher();
+    slice::shorten();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));
     let (events, mut incoming) = mpsc::channel(EVENTS_MAX);

@@ -1,6 +1,6 @@
 //! The kernel calls no safe wrapper has: acting as a tenant on one thread, starting a program, reaping it.
 //!
-//! With `sandbox::kernel` the only file of this crate with `unsafe`. Not here: what to start and for whom (`spawn`), the fence
+//! Not here: what to start and for whom (`spawn`), the fence
 //! around it (`cells`).
 //!
 //! Programs are started by `clone3` with `CLONE_VM | CLONE_VFORK`. Measured with the same calls from C, on

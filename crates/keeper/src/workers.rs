@@ -16,6 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
+use crate::slice;
 
 /// Threads for everything but starts. A file system that does not answer blocks one until it does, and so many of them
 /// before others have to wait.
@@ -127,6 +128,7 @@ fn full() -> Fault {
 }
 
 fn serve(queue: &Queue) {
+    slice::shorten();
     loop {
         let mut jobs = queue.jobs.lock();
         while jobs.is_empty() {
@@ -154,6 +156,7 @@ impl Starts {
     }
 
     fn serve(&self) {
+        slice::shorten();
         let mut state = self.state.lock();
         loop {
             let Some((tenant, job)) = state.next() else {

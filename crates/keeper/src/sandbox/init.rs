@@ -20,6 +20,7 @@ use super::kernel::{self, Alone};
 use super::order::{Ask, Role, Run, Step, Told};
 use super::program::{self, NotRun};
 use super::{channel, session};
+use crate::slice;
 
 /// Ends of processes the keeper wants to be told about at once.
 const WATCHED_MAX: usize = 256;
@@ -53,6 +54,7 @@ const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
 
 /// Serves until the keeper closes the connection.
 pub fn run(alone: &Alone, keeper: &OwnedFd, own: Own) -> u8 {
+    slice::shorten();
     let served = begin(alone, keeper, own).and_then(|mut init| {
         while init.turn()? {}
         Ok(())
