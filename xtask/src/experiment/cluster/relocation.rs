@@ -11,7 +11,7 @@ use std::{fs, io};
 use anyhow::{Context as _, Result, anyhow, ensure};
 use serde_json::json;
 
-use super::{host, import, is_on, lab, place_on, setting_note, until};
+use super::{SHORT_FENCE_MS, host, import, is_on, lab_with_fence, place_on, setting_note, until};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
 use crate::content::wordpress::{self, Server};
@@ -98,7 +98,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.note("images", json!("in each node's page cache when the packets are dropped"));
     let mut all = Vec::new();
     for (variant, tables) in VARIANTS {
-        let lab = lab(setting, &format!("move-{variant}"), NODES, tables)?;
+        let lab = lab_with_fence(setting, &format!("move-{variant}"), NODES, tables, SHORT_FENCE_MS)?;
         report.note(&format!("lab {variant}"), setting_note(&lab)?);
         let mariadb = MariaDb::start(&lab.shared().join("mariadb"), MARIADB_UID)?;
         let apps = apps(&lab, &mariadb)?;
@@ -181,10 +181,6 @@ fn spread_images(lab: &Lab, hosted: &Hosted, home: &str) -> Result<&'static str>
         if lacks(&name)? {
             place_on(lab, hosted.name, &name)?;
             ensure!(visit(lab, hosted, &name)?.1, "{} does not answer on {name}", hosted.name);
-            if lacks(&name)? {
-                // It went on without one for a reason that has passed. The next start would take it; here there is none.
-                lab.node(&name)?.run(&["instance", "image", hosted.name])?;
-            }
             until(&format!("{name} has an image of {}", hosted.name), || Ok(!lacks(&name)?))?;
         }
     }
