@@ -244,7 +244,7 @@ fn a_ticket_outlives_a_killed_edge() {
     let ticket = ticket(&ask(&world, "/later", 1, "").response().expect(503));
     replace_edge(&world);
     drop(first);
-    held.let_go(1);
+    held.let_those_go(1);
     let mut busy = occupy(&world, &held);
     let mut again = come_in_time(&world, "/later", 1, &ticket);
     held.let_go(2);
@@ -338,7 +338,7 @@ fn a_wall_clock_that_is_set_moves_no_promise() {
         let (before, _) = later(4);
         replace_edge(&world);
         drop(first);
-        held.let_go(1);
+        held.let_those_go(1);
         let mut busy = occupy(&world, &held);
         keep(4, &before, &mut busy);
         assert_eq!((world.restarts_of("edge"), world.restarts_of("keeper")), (1, 0));

@@ -64,6 +64,12 @@ impl Held {
         self.gate.1.notify_all();
     }
 
+    /// The same for those that have arrived, and for none that arrives while they are let go.
+    pub fn let_those_go(&self, count: usize) {
+        self.let_go(count);
+        wait::until("they are let go", || *self.gate.0.lock().expect("no holder panics") == 0);
+    }
+
     /// Targets in the order in which they arrived.
     pub fn arrived(&self) -> Vec<String> {
         let received = self.backend.received();

@@ -631,7 +631,8 @@ fn acts_take_their_time() {
     let act = Question::Instance { site: "app".into(), act: Act::Wake };
     world.tell(&Down::Ask { tag: 9, question: act });
     // Its answer would be the next to be heard, and not the one that is waited for.
-    assert_eq!(show(&world, "app")["state"], "starting");
+    let state = show(&world, "app")["state"].clone();
+    assert!(["queued", "starting"].contains(&state.as_str().unwrap_or_default()), "{state}");
     let Up::Answer { tag: 9, text } = world.hear() else { panic!("another answer") };
     let row: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&row["ok"], &row["tier"]), (&json!(true), &json!("running")), "{row}");
