@@ -164,7 +164,7 @@ impl Answers {
         }
     }
 
-    fn join(&mut self, other: Self) {
+    pub fn join(&mut self, other: Self) {
         self.times_ms.extend(other.times_ms);
         self.failed += other.failed;
         self.why = self.why.take().or(other.why);

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use nagaya_cmdb::instance::Tier;
 use serde_json::json;
 
 use super::{Hosted, Hosting, has_swap, host, journals};
-use crate::clients::{self, Question, to_float};
+use crate::clients::{self, Answers, Question, to_float};
 use crate::experiment::Setting;
 use crate::interrupt;
 use crate::plot::Chart;
@@ -26,7 +26,7 @@ const MANY_QUICK: usize = 40;
 const AT_ONCE: usize = 4;
 
 /// A visitor's pace: far below what the site could answer, so that a page's time is its own and not a queue's.
-const EVERY: Duration = Duration::from_millis(20);
+const EVERY: Duration = Duration::from_millis(10);
 
 /// Visits before anything is measured.
 const WARM_UP: usize = 50;
@@ -71,25 +71,47 @@ pub fn run(setting: &Setting) -> Result<()> {
         report.note("reclaimed", json!("not measured: there is no swap"));
     }
 
-    let window = Duration::from_secs(if setting.quick { 5 } else { 15 });
+    let window = Duration::from_secs(if setting.quick { 10 } else { 20 });
     let rounds = if setting.quick { 3 } else { 5 };
+    let mut pairs = Pairs::new();
     for round in 0..rounds {
-        for tier in &tiers {
-            if *tier != Tier::Running {
-                crowd.rest(*tier)?;
+        for (turn, tier) in tiers.iter().enumerate() {
+            let pair = pairs.entry(tier.as_str()).or_default();
+            let alone_first = (round + turn) % 2 == 1;
+            for alone in [alone_first, !alone_first] {
+                if alone {
+                    crowd.hosting.process.stop();
+                    pair.alone.join(measure(&mut report, round, ALONE, &question, window, None)?);
+                    crowd.hosting.process = crowd.hosting.node.serve()?;
+                } else {
+                    crowd.to(*tier)?;
+                    pair.beside.join(measure(
+                        &mut report,
+                        round,
+                        tier.as_str(),
+                        &question,
+                        window,
+                        Some(&crowd),
+                    )?);
+                }
             }
-            measure(&mut report, round, tier.as_str(), &question, window, Some(&crowd))?;
         }
-        crowd.hosting.process.stop();
-        measure(&mut report, round, ALONE, &question, window, None)?;
-        crowd.hosting.process = crowd.hosting.node.serve()?;
-        crowd.wake()?;
         eprintln!("round {} of {rounds} done", round + 1);
     }
-    summarise(&mut report, &tiers)?;
+    summarise(&mut report, &tiers, &pairs)?;
     let chart = chart(&report, &tiers);
     report.write(&setting.out, &chart, &GOALS)
 }
+
+/// A tier's pages, and those just before or after it without the crowd. Of all rounds together: the hundredth part of one
+/// round's pages is a handful.
+#[derive(Default)]
+struct Pair {
+    beside: Answers,
+    alone: Answers,
+}
+
+type Pairs = BTreeMap<&'static str, Pair>;
 
 /// The instances that rest.
 struct Crowd {
@@ -112,8 +134,10 @@ impl Crowd {
         self.apps.iter().map(|hosted| hosted.name.as_str()).collect()
     }
 
-    fn rest(&self, tier: Tier) -> Result<()> {
-        self.hosting.rest_all(&self.names(), tier)
+    /// Has all of them at a tier, from wherever they are.
+    fn to(&self, tier: Tier) -> Result<()> {
+        self.wake()?;
+        if tier == Tier::Running { Ok(()) } else { self.hosting.rest_all(&self.names(), tier) }
     }
 
     /// The numbers of all their processes, and the bytes of their memory.
@@ -136,7 +160,7 @@ fn measure(
     question: &Question,
     window: Duration,
     crowd: Option<&Crowd>,
-) -> Result<()> {
+) -> Result<Answers> {
     let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
     std::thread::sleep(SETTLE);
     let (before, begun) = (Turns::of(&pids), Instant::now());
@@ -151,7 +175,7 @@ fn measure(
         report.sample(round, "crowd", variant, "cpu_pct", turns.cpu_seconds / seconds * 100.0);
         report.sample(round, "crowd", variant, "switches_per_s", turns.switches / seconds);
     }
-    Ok(())
+    Ok(pages)
 }
 
 /// What the scheduler counted for processes: CPU time, and how often one was given a CPU and taken off it.
@@ -203,16 +227,17 @@ fn turns(task: &std::path::Path) -> Option<(f64, f64)> {
     Some((nanoseconds / 1e9, switches.sum()))
 }
 
-fn summarise(report: &mut Report, tiers: &[Tier]) -> Result<()> {
-    report.set("alone_p50_ms", report.median("victim", ALONE, "p50_ms")?);
-    report.set("alone_p99_ms", report.median("victim", ALONE, "p99_ms")?);
+fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
+    for (key, metric) in [("alone_p50_ms", "p50_ms"), ("alone_p99_ms", "p99_ms")] {
+        report.set(key, report.median("victim", ALONE, metric)?);
+    }
     for tier in tiers {
+        let Pair { beside, alone } = &pairs[tier.as_str()];
         for metric in ["pss_mb_each", "cpu_pct", "switches_per_s"] {
             report.set(format!("{tier}_{metric}"), report.median("crowd", tier.as_str(), metric)?);
         }
-        for (key, metric) in [("victim_p50_ratio", "p50_ms"), ("victim_p99_ratio", "p99_ms")] {
-            let ratio = report.ratio("victim", tier.as_str(), ALONE, metric).context("measured above")?;
-            report.set(format!("{tier}_{key}"), ratio);
+        for (key, part) in [("victim_p50_ratio", 0.5), ("victim_p99_ratio", 0.99)] {
+            report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
         }
     }
     Ok(())
