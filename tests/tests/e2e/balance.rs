@@ -399,8 +399,9 @@ fn until_awake_on(cluster: &Cluster, asked: usize, count: usize) -> Vec<String> 
 fn until_little_for_one(cluster: &Cluster, at: usize) -> String {
     for _ in 0..SILENCES_MAX {
         until_awake_on(cluster, at, 1);
-        if cluster.placement(at, "app").expect("it is placed")["why"] != "silent" {
-            break;
+        let why = cluster.nodes[1 - at].cli(&["explain", "app"]);
+        if why.contains("little for 1") {
+            return why;
         }
         let visitors = Visitors::come(&cluster.nodes[at], 4);
         until_awake_on(cluster, at, 2);
