@@ -21,7 +21,7 @@ use nagaya_cmdb::cell::Confinement;
 use nagaya_cmdb::instance::Wake;
 use nagaya_keeper::client::BoostGuard;
 
-use crate::access_log::{AccessRecord, More, ThreadLog, Woken};
+use crate::access_log::{AccessRecord, More, ThreadLog, Used, Woken};
 use crate::admission::{Permit, take_away};
 use crate::forward;
 use crate::instances::Hold;
@@ -484,10 +484,12 @@ impl Drop for Account {
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);
-        if let Some(mut permit) = self.permit.take() {
+        let service = record.took.saturating_sub(record.queued);
+        let lane = self.permit.take().and_then(|mut permit| {
             let is_whole = record.refusal.is_none() && !record.status.is_server_error();
-            permit.ended(record.took.saturating_sub(record.queued), is_whole);
-        }
+            permit.ended(service, is_whole);
+            self.stay.get().is_some().then(|| Arc::clone(permit.lane()))
+        });
         // Where the body is sent elsewhere (HTTP/2), only the time until the answer is known.
         record.edge_cpu = receipt::spent(now).unwrap_or(record.edge_cpu);
         if let Some(received) = &self.received {
@@ -508,6 +510,9 @@ impl Drop for Account {
             let more = record.more.get_or_insert_default();
             more.tenant = tenant;
             stay.hand_over(more);
+            if let (Some(lane), Used::Known(used)) = (lane, &more.used) {
+                lane.throttled(used.throttled_us, service);
+            }
             if let Some(ruling) = ruling {
                 ruling.close(&record);
             }

@@ -116,7 +116,8 @@ impl Permit {
         Self { of: Of::Lane(Arc::clone(lane)), kind: Kind::Pass(pass), used: None }
     }
 
-    fn lane(&self) -> &Lane {
+    /// Whose it is.
+    pub fn lane(&self) -> &Arc<Lane> {
         match &self.of {
             Of::Site(route) => &route.lane,
             Of::Lane(lane) => lane,

@@ -23,6 +23,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
 use super::lent::Lent;
+use super::pressure::Throttled;
 use super::tickets;
 use super::{Of, Permit};
 use crate::options::Options;
@@ -72,6 +73,7 @@ pub struct Lane {
     /// Since when its tenant gives way on the processor, as a [`Moment`]; 0: it does not. One for all of a tenant's lanes.
     gives_way: Arc<AtomicU64>,
     lent: Lent,
+    throttled: Throttled,
     lanes: Weak<Lanes>,
 }
 
@@ -235,9 +237,9 @@ impl Lanes {
         let lent = Lent::new(self.threads);
         let gives_way =
             state.by_id.get(&inside).map_or_else(Arc::default, |tenants| Arc::clone(&tenants.gives_way));
-        let lane = Lane { id, name, label: label.into(), inside, wait_ms, gives_way, lent, lanes };
-        let lane = Arc::new(lane);
-        state.by_label.insert(label.into(), Arc::clone(&lane));
+        let (label, throttled) = (Box::from(label), Throttled::default());
+        let lane = Arc::new(Lane { id, name, label, inside, wait_ms, gives_way, lent, throttled, lanes });
+        state.by_label.insert(lane.label.clone(), Arc::clone(&lane));
         state.by_id.insert(id, Arc::clone(&lane));
         state.bounds.insert(id, bounds);
         tell(self.effects(state, now));
@@ -466,14 +468,16 @@ impl Lanes {
         next.map(|next| Duration::from_micros(next.0.saturating_sub(now.0)))
     }
 
-    /// How hard it is for what runs, in each lane whose bound adapts.
+    /// How hard it is for what runs, in each lane whose bound adapts: on the whole node, and by the lane's own limits.
     pub fn feel(&self, pressure: Pressure) {
         let mut state = self.state.lock();
         let now = self.now();
         let state = &mut *state;
-        for (lane, bounds) in &state.bounds {
+        for (id, bounds) in &state.bounds {
             if matches!(bounds.run, Run::Auto { .. }) {
-                state.machine.feel(now, *lane, pressure);
+                let throttled = state.by_id.get(id).map_or(0.0, |lane| lane.throttled.read());
+                let starved = pressure.starved.max(throttled);
+                state.machine.feel(now, *id, Pressure { starved, ..pressure });
             }
         }
     }
@@ -624,6 +628,11 @@ impl Lane {
         if !is_back {
             lanes.settle(self);
         }
+    }
+
+    /// For so much of its time the programs of a request that ran here stood still, as a CPU quota was used up.
+    pub fn throttled(&self, still_us: u64, service: Duration) {
+        self.throttled.add(still_us, service);
     }
 
     /// Longest that anybody waits here: predictions may be wrong by as much again as they may say.

@@ -1,10 +1,11 @@
-//! How hard the node works: for lanes whose bound adapts.
+//! How hard the node works, and how hard it is for one lane's programs: for lanes whose bound adapts.
 //!
 //! Not here: what the bound makes of it (`nagaya_admission`), averages over minutes that rules ask for (`rules::load`).
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use nagaya_admission::Pressure;
 
@@ -54,6 +55,38 @@ impl Gauge {
     }
 }
 
+/// For how much of their time a lane's programs stood still because a CPU quota was used up: its own, its tenant's, or that of a
+/// rule's cell. The node may have nothing else to do meanwhile.
+#[derive(Debug, Default)]
+pub struct Throttled {
+    still_us: AtomicU64,
+    service_us: AtomicU64,
+    /// The part as of the last time at which any had ended (bits of an `f32`).
+    part: AtomicU32,
+}
+
+impl Throttled {
+    /// What a request's programs used is known.
+    pub fn add(&self, still_us: u64, service: Duration) {
+        let service_us = u64::try_from(service.as_micros()).unwrap_or(u64::MAX);
+        // Several that run at once stand still at once.
+        self.still_us.fetch_add(still_us.min(service_us), Ordering::Relaxed);
+        self.service_us.fetch_add(service_us, Ordering::Relaxed);
+    }
+
+    /// Of those that have ended since the last time; where none has, as before.
+    pub fn read(&self) -> f32 {
+        let service_us = self.service_us.swap(0, Ordering::Relaxed);
+        let still_us = self.still_us.swap(0, Ordering::Relaxed);
+        if service_us == 0 {
+            return f32::from_bits(self.part.load(Ordering::Relaxed));
+        }
+        let part = (still_us as f32 / service_us as f32).min(1.0);
+        self.part.store(part.to_bits(), Ordering::Relaxed);
+        part
+    }
+}
+
 fn look(stat: Option<&File>, psi: Option<&File>) -> Look {
     let (ticks, idle) = stat.and_then(first_line).and_then(|line| cpu_ticks(&line)).unwrap_or_default();
     let starved_us = psi.and_then(first_line).and_then(|line| total_us(&line)).unwrap_or_default();
@@ -88,6 +121,21 @@ mod tests {
         assert_eq!(cpu_ticks("cpu0 10 1 5 80"), None);
         assert_eq!(total_us("some avg10=0.00 avg60=0.00 avg300=0.00 total=4711"), Some(4711));
         assert_eq!(total_us("full avg10=0.00 total=1"), None);
+    }
+
+    #[test]
+    fn the_part_in_which_programs_stood_still_is_that_of_those_that_ended() {
+        let throttled = Throttled::default();
+        assert_eq!(throttled.read(), 0.0);
+        let second = Duration::from_secs(1);
+        throttled.add(400_000, second);
+        throttled.add(0, second);
+        assert_eq!(throttled.read(), 0.2);
+        assert_eq!(throttled.read(), 0.2, "none has ended since");
+        throttled.add(9_000_000, second);
+        assert_eq!(throttled.read(), 1.0, "ten processes of one request stood still at once");
+        throttled.add(0, second);
+        assert_eq!(throttled.read(), 0.0);
     }
 
     #[test]
