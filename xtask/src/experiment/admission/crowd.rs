@@ -44,6 +44,8 @@ pub struct Seen {
     pub arrival: usize,
     /// From before connecting to the last byte.
     pub took_ms: f64,
+    /// When it was over, since the crowd began.
+    pub ended: Duration,
     /// 0: no answer.
     pub status: u16,
     /// `Server-Timing: queue` and `predicted`, milliseconds.
@@ -114,6 +116,7 @@ impl Crowd {
             Ok(Err(error)) => Seen { number, took_ms, why: Some(format!("{error:#}")), ..Seen::default() },
             Err(_) => Seen { number, took_ms, why: Some("it took too long".into()), ..Seen::default() },
         };
+        let seen = Seen { ended: self.elapsed(), ..seen };
         self.seen.borrow_mut().push(seen.clone());
         seen
     }
@@ -271,6 +274,11 @@ fn read(head: &str) -> Seen {
 /// Times of those that were answered with 200.
 pub fn times_ms(seen: &[Seen]) -> Vec<f64> {
     seen.iter().filter(|seen| seen.status == 200).map(|seen| seen.took_ms).collect()
+}
+
+/// How many were answered with 200 while the crowd had not been there for longer than this.
+pub fn served_within(seen: &[Seen], window: Duration) -> usize {
+    seen.iter().filter(|seen| seen.status == 200 && seen.ended <= window).count()
 }
 
 /// How many failed: got no answer, or another than 200 and 503.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::crowd::{self, Seen, failed, percentile, times_ms};
+use super::crowd::{self, Seen, failed, percentile, served_within, times_ms};
 use super::{board, post, serve_records};
 use crate::clients::to_float;
 use crate::experiment::{Setting, UID_BASE};
@@ -59,13 +59,16 @@ pub fn run(setting: &Setting) -> Result<()> {
     let rounds = if setting.quick { 3 } else { 5 };
     for round in 0..rounds {
         for (variant, flood) in [("alone", 0.0), ("flooded", FLOOD)] {
-            let mut served = Vec::new();
+            let (mut asked, mut served) = (Vec::new(), Vec::new());
             let mut victims = Vec::new();
             for (tenant, seen) in load(&server, window, ordinary, flood)?.into_iter().enumerate() {
                 failures += failed(&seen);
+                if !seen.is_empty() {
+                    asked.push(to_float(seen.len()));
+                    served.push(to_float(served_within(&seen, window)));
+                }
                 let times = times_ms(&seen);
                 if tenant > 0 {
-                    served.push(to_float(times.len()));
                     victims.extend(times);
                 } else if flood > 0.0 {
                     report.sample(round, "post", variant, "flood_p50_ms", percentile(times, 0.5));
@@ -73,13 +76,18 @@ pub fn run(setting: &Setting) -> Result<()> {
             }
             report.sample(round, "post", variant, "p50_ms", percentile(victims.clone(), 0.5));
             report.sample(round, "post", variant, "p99_ms", percentile(victims, 0.99));
-            report.sample(round, "post", variant, "jain", jain(&served));
+            let due = max_min(&asked, served.iter().sum());
+            let got: Vec<f64> = served.iter().zip(&due).map(|(served, due)| served / due).collect();
+            report.sample(round, "post", variant, "jain", jain(&got));
         }
         eprintln!("round {} of {rounds} done", round + 1);
     }
     report.note("requests at once on the node, of a tenant", json!([NODE, TENANT]));
     report.note("an ordinary tenant asks, requests a second", json!(ordinary));
-    report.note("jain_index", json!("over what the nine ordinary tenants, who ask the same, were served"));
+    report.note(
+        "jain_index",
+        json!("over all ten: what each was served while the load lasted, in parts of its max-min fair share of what all were"),
+    );
     for variant in ["alone", "flooded"] {
         report.set(format!("{variant}_p99_ms"), report.median("post", variant, "p99_ms")?);
     }
@@ -135,6 +143,21 @@ fn load(server: &Server, window: Duration, ordinary: f64, flood: f64) -> Result<
     Ok(by_tenant)
 }
 
+/// What each of those who ask for so much is due of a sum: who asks for less than an equal part gets what it asks for, and the others
+/// share the rest likewise.
+fn max_min(asked: &[f64], sum: f64) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..asked.len()).collect();
+    order.sort_by(|a, b| asked[*a].total_cmp(&asked[*b]));
+    let mut due = vec![0.0; asked.len()];
+    let mut left = sum;
+    for (place, which) in order.into_iter().enumerate() {
+        let equal = left / to_float(asked.len() - place);
+        due[which] = asked[which].min(equal);
+        left -= due[which];
+    }
+    due
+}
+
 /// Jain's fairness index: 1 where all have the same, 1/n where one has all.
 fn jain(shares: &[f64]) -> f64 {
     let sum: f64 = shares.iter().sum();
@@ -144,6 +167,16 @@ fn jain(shares: &[f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn who_asks_for_little_is_due_it_and_the_rest_is_shared() {
+        let due = super::max_min(&[50.0, 1.0, 1.0], 30.0);
+        assert_eq!(due, [28.0, 1.0, 1.0]);
+        assert_eq!(super::max_min(&[50.0, 40.0, 2.0], 32.0), [15.0, 15.0, 2.0]);
+        // A flood that is served in the order of arrival crowds out the others.
+        let got = [28.0 / 28.0, 0.5, 0.5];
+        assert!(super::jain(&got) < 0.9);
+    }
+
     #[test]
     fn equal_shares_are_fair() {
         assert!((super::jain(&[2.0, 2.0, 2.0]) - 1.0).abs() < 1e-9);

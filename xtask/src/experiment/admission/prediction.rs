@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use super::crowd::{self, Post, Seen, failed, percentile, times_ms};
+use super::crowd::{self, Post, Seen, failed, percentile, served_within};
 use super::{HOST, PATIENT, post, serve};
 use crate::clients::to_float;
 use crate::content;
@@ -63,15 +63,21 @@ pub fn run(setting: &Setting) -> Result<()> {
     for round in 0..rounds {
         for (of, clients) in CLIENTS.into_iter().enumerate() {
             let variant = VARIANTS[of];
-            let seen = crowd::closed(&post(&held, HOST, BYTES), clients, window, Duration::ZERO)?;
-            failures += failed(&seen);
-            judged[of].add(judge(&mut report, round, variant, &seen)?);
-            let rate = to_float(times_ms(&seen).len()) / window.as_secs_f64();
-            report.sample(round, "post", variant, "throughput", rate);
-            let seen = crowd::closed(&post(&free, HOST, BYTES), clients, window, Duration::ZERO)?;
-            failures += failed(&seen);
-            let rate = to_float(times_ms(&seen).len()) / window.as_secs_f64();
-            report.sample(round, "post", &format!("{variant} unqueued"), "throughput", rate);
+            let unqueued = format!("{variant} unqueued");
+            let mut pair = [(variant, &held), (unqueued.as_str(), &free)];
+            // Neither always comes first: whatever was before it, another load or its own pair, is by turns.
+            if (round + of) % 2 == 1 {
+                pair.reverse();
+            }
+            for (name, server) in pair {
+                let seen = crowd::closed(&post(server, HOST, BYTES), clients, window, Duration::ZERO)?;
+                failures += failed(&seen);
+                if name == variant {
+                    judged[of].add(judge(&mut report, round, variant, &seen)?);
+                }
+                let rate = to_float(served_within(&seen, window)) / window.as_secs_f64();
+                report.sample(round, "post", name, "throughput", rate);
+            }
         }
         let seen = mix(&held, window)?;
         failures += failed(&seen);
