@@ -214,7 +214,9 @@ impl Images {
             }
             false => Some("it is of something else".into()),
         };
-        if let Some(why) = differs {
+        let is_past_use = self.store.is_past_use(header.taken_at);
+        let why = differs.or_else(|| is_past_use.then(|| "it was taken too long ago".into()));
+        if let Some(why) = why {
             tracing::info!(site = %subject.site, "its image is not used: {why}");
             return Found::Nothing;
         }
@@ -228,6 +230,11 @@ impl Images {
                 Found::Nothing
             }
         }
+    }
+
+    /// Whether another one is to be taken in its place, at a moment at which nobody waits for it.
+    pub fn is_old(&self, image: &Image) -> bool {
+        self.store.is_old(image.taken_at())
     }
 
     /// Takes an image of all processes in a sandbox, which go on running, in place of one there may be. What cannot be

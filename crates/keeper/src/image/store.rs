@@ -59,8 +59,17 @@ pub struct Limits {
     /// All together.
     pub bytes_max: u64,
     pub images_max: usize,
-    /// Not used for so long, one goes.
+    /// Not used for so long, one goes; taken so long ago, another is taken in its place.
     pub age_max: Duration,
+}
+
+/// Taken this many times `age_max` ago, an image is used no more, whatever came of taking another.
+const PAST_USE: u32 = 2;
+
+impl Limits {
+    fn is_past_use(&self, taken_at: u64) -> bool {
+        since(taken_at) > self.age_max.saturating_mul(PAST_USE)
+    }
 }
 
 /// What one image may take, bytes.
@@ -95,6 +104,7 @@ pub struct Listed {
     pub subject: Option<Subject>,
     pub bytes: u64,
     /// Seconds since 1970.
+    pub taken_at: u64,
     pub used_at: u64,
     /// Why it was put aside.
     pub quarantined: Option<String>,
@@ -135,6 +145,11 @@ impl Drop for Hold<'_> {
     }
 }
 
+/// A time that has not come yet is no time ago: the clock was set.
+fn since(seconds: u64) -> Duration {
+    Duration::from_secs(now().saturating_sub(seconds))
+}
+
 /// Seconds since 1970.
 pub fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
@@ -165,6 +180,15 @@ impl Store {
 
     pub fn set_limits(&self, limits: Limits) {
         *self.limits.lock() = limits;
+    }
+
+    /// Whether another image is to be taken in place of one that was taken then.
+    pub fn is_old(&self, taken_at: u64) -> bool {
+        since(taken_at) > self.limits.lock().age_max
+    }
+
+    pub fn is_past_use(&self, taken_at: u64) -> bool {
+        self.limits.lock().is_past_use(taken_at)
     }
 
     pub fn path(&self, id: &str) -> PathBuf {
@@ -372,7 +396,7 @@ impl Store {
         all.sort_by_key(|one| std::cmp::Reverse(one.used_at));
         let (mut bytes, mut count) = (0_u64, 0);
         for one in all {
-            let is_old = Duration::from_secs(now().saturating_sub(one.used_at)) > limits.age_max;
+            let is_old = since(one.used_at) > limits.age_max || limits.is_past_use(one.taken_at);
             let is_wanted = one.subject.as_ref().is_some_and(&wanted);
             bytes = bytes.saturating_add(one.bytes);
             count += 1;
@@ -395,7 +419,7 @@ impl Store {
 fn why(is_wanted: bool, is_old: bool) -> &'static str {
     match (is_wanted, is_old) {
         (false, _) => "its release is not served any more",
-        (_, true) => "it was not used for long",
+        (_, true) => "it was not used for long, or taken too long ago",
         _ => "there are too many; others were used since",
     }
 }
@@ -409,6 +433,7 @@ fn listed(path: &Path, quarantined: Option<String>) -> Listed {
     Listed {
         id: name(path).chars().take(ID_LEN).collect(),
         bytes: bytes(path),
+        taken_at: decoded.as_ref().map_or(0, |header| header.taken_at),
         subject: decoded.map(|header| header.subject),
         used_at: used.map_or(0, |stat| stat.mtime().try_into().unwrap_or(0)),
         quarantined,
@@ -421,8 +446,7 @@ fn keep_newest(dir: &Path, most: usize, age_max: Duration) {
         entries(dir).filter_map(|path| Some((fs::symlink_metadata(&path).ok()?.ctime(), path))).collect();
     all.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
     for (index, (changed, path)) in all.into_iter().enumerate() {
-        let age = now().saturating_sub(changed.try_into().unwrap_or(0));
-        if index >= most || Duration::from_secs(age) > age_max {
+        if index >= most || since(changed.try_into().unwrap_or(0)) > age_max {
             remove(&path);
         }
     }

@@ -135,6 +135,12 @@ impl Instances {
         }
     }
 
+    /// Whether its image was taken so long ago that another one is wanted.
+    pub(super) fn has_old_image(&self, instance: &Instance) -> bool {
+        let (images, image) = (self.images.borrow(), instance.image.borrow());
+        images.as_ref().zip(image.as_ref()).is_some_and(|(images, image)| images.is_old(image))
+    }
+
     /// The operator wants it tried again, whatever it was that did not work.
     pub(super) async fn forget_refusal(&self, engine: &Rc<Engine>, instance: &Instance) {
         let (images, refused) = (self.images.borrow().clone(), instance.refused.take());

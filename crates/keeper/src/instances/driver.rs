@@ -312,6 +312,9 @@ impl Instances {
                 let Some(key) = self.alarms.borrow_mut().due(now) else { break };
                 let instance = self.all.borrow().get(&key).cloned();
                 if let Some(instance) = instance {
+                    if self.has_old_image(&instance) {
+                        self.tell(engine, &instance, Event::Aged);
+                    }
                     self.tell(engine, &instance, Event::Alarm);
                 }
             }

@@ -78,6 +78,8 @@ pub enum Event {
     Unfit,
     /// There is an image of it that this has not seen: it came from another node.
     Found,
+    /// Its image was taken long ago.
+    Aged,
     /// There is no such site any more.
     Close,
     /// The node has no authority: all its processes stand still.
@@ -225,6 +227,8 @@ enum Picture {
     Unknown,
     None,
     Taken,
+    /// The same, long ago: it is of use, and another is taken before the instance rests on it again.
+    Aged,
     /// It was tried, and is not again until something changes.
     Impossible,
 }
@@ -384,7 +388,7 @@ impl Lifecycle {
     }
 
     pub fn has_image(&self) -> bool {
-        self.terms.images && self.picture == Picture::Taken
+        self.terms.images && matches!(self.picture, Picture::Taken | Picture::Aged)
     }
 
     /// An image of it is to be taken, or is being.
@@ -461,7 +465,7 @@ impl Lifecycle {
     }
 
     fn can_restore(&self) -> bool {
-        self.terms.images && matches!(self.picture, Picture::Taken | Picture::Unknown)
+        self.terms.images && matches!(self.picture, Picture::Taken | Picture::Aged | Picture::Unknown)
     }
 
     // === What happens ===
@@ -492,6 +496,8 @@ impl Lifecycle {
             Event::Lost => {}
             Event::Unfit => self.picture = Picture::Impossible,
             Event::Found => self.picture = Picture::Unknown,
+            Event::Aged if self.picture == Picture::Taken => self.picture = Picture::Aged,
+            Event::Aged => {}
             Event::Fenced => self.fence(now),
             Event::Unfenced => self.unfence(),
             Event::Moved => self.moved(),
@@ -628,7 +634,9 @@ impl Lifecycle {
         self.users = 0;
         self.idle_since = now;
         self.is_disturbed = false;
-        if self.can_restore() && !self.retake {
+        // Who waits is not kept waiting for another image while there is one.
+        let is_asked = self.picture == Picture::Aged && !self.waiters.is_empty();
+        if self.can_restore() && (!self.retake || is_asked) {
             self.state = State::Restoring(op);
             self.effect(Effect::Restore(op, self.run));
         } else {
@@ -641,7 +649,7 @@ impl Lifecycle {
         match (self.state, outcome) {
             (State::Booting(of), Outcome::Ready) if of == op => {
                 // Also where nobody has looked for one: images were not there when it was decided to start.
-                let has_none = matches!(self.picture, Picture::None | Picture::Unknown);
+                let has_none = matches!(self.picture, Picture::None | Picture::Unknown | Picture::Aged);
                 if self.terms.images && has_none && self.may_run() {
                     let op = self.op();
                     self.state = State::Imaging(op);
@@ -659,13 +667,13 @@ impl Lifecycle {
             (State::Imaging(of), Outcome::Imaged(is_taken)) if of == op => {
                 self.picture = match (is_taken, self.is_disturbed) {
                     (true, _) => Picture::Taken,
-                    (false, true) => Picture::None,
+                    (false, true) => self.without_another(),
                     (false, false) => Picture::Impossible,
                 };
                 self.ready(now, false);
             }
             (State::Imaging(of), Outcome::NotImagedNow) if of == op => {
-                self.picture = Picture::None;
+                self.picture = self.without_another();
                 self.ready(now, false);
             }
             (State::Up(Up { doing: Some((of, _)), .. }), Outcome::Stuck) if of == op => self.end(),
@@ -694,15 +702,31 @@ impl Lifecycle {
         self.answer_all(Ok(self.run));
     }
 
+    /// What there is where no image was taken just now.
+    fn without_another(&self) -> Picture {
+        if self.picture == Picture::Aged { Picture::Taken } else { Picture::None }
+    }
+
     fn not_started(&mut self, now: Instant, blame: Blame) {
+        if std::mem::take(&mut self.retake) && self.picture == Picture::Aged {
+            return self.not_renewed(now);
+        }
         if blame == Blame::Program && !self.is_disturbed {
             self.failures.not_started(now);
         }
         self.not_unasked_before = now + BACKOFF_FIRST;
-        self.retake = false;
         self.state = State::Off;
         self.effect(Effect::Release(false));
         self.answer_all(Err(Refusal::Failed));
+    }
+
+    /// What was to have another image taken of it did not start: it still has the one before.
+    fn not_renewed(&mut self, now: Instant) {
+        if self.is_wanted() {
+            return self.begin(now);
+        }
+        self.state = State::Off;
+        self.effect(Effect::Release(false));
     }
 
     /// The same ones get a start instead, in the same turn.
@@ -743,6 +767,8 @@ impl Lifecycle {
                 let idle = Idle { since: self.idle_since, now };
                 let next = self.terms.next(idle, up.tried, self.has_image(), &self.habit);
                 if let Some((to, _)) = next.filter(|(_, due)| *due <= now) {
+                    // Nobody waits for it now.
+                    self.retake = to == Tier::Image && self.picture == Picture::Aged && self.may_run();
                     self.go_down(up, to);
                 }
             }

@@ -582,17 +582,20 @@ fn altered() {
     not_found(&stage, &stage.subject());
 }
 
-/// Changes the header as somebody would who knows its digest.
-fn forge(stage: &Stage, change: impl FnOnce(&mut Value)) {
-    let path = image_file(stage, "header");
-    let text = fs::read_to_string(&path).unwrap();
+/// Changes a header as somebody would who knows its digest.
+pub fn forge_header(path: &Path, change: impl FnOnce(&mut Value)) {
+    let text = fs::read_to_string(path).unwrap();
     let (first, body) = text.split_once('\n').unwrap();
     let mut header: Value = serde_json::from_str(body).unwrap();
     change(&mut header);
     let body = serde_json::to_string_pretty(&header).unwrap();
     let digest = Digest::of(&[body.as_bytes()]).to_string();
     let (magic, _) = first.rsplit_once(' ').unwrap();
-    fs::write(&path, format!("{magic} {digest}\n{body}\n")).unwrap();
+    fs::write(path, format!("{magic} {digest}\n{body}\n")).unwrap();
+}
+
+fn forge(stage: &Stage, change: impl FnOnce(&mut Value)) {
+    forge_header(&image_file(stage, "header"), change);
 }
 
 fn elsewhere() {

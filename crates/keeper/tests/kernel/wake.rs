@@ -11,6 +11,7 @@ use nagaya_keeper::client::Keeper;
 use serde_json::{Value, json};
 
 use crate::Fact;
+use crate::image::forge_header;
 use crate::rest::{NEVER, SERVER, app, get, pids, run_of, show, until_at, until_idle};
 use crate::world::{World, site_change, site_name, until_so, wait_dead};
 
@@ -20,6 +21,8 @@ pub const CRIU: &[Fact] = &[
     ("a damaged image is put aside, and its visitor served by a start", damaged_image),
     ("an image whose files are gone is put aside, and its visitor served by a start", lost_files),
     ("what dies soon after it came back is started the next time", dies_soon),
+    ("an old image wakes its instance once more, and is taken anew before that rests again", taken_anew),
+    ("an image that is twice as old as images may be is not used", past_use),
     ("another release is another image, and an operator gets a new one", other_release),
     ("what cannot be imaged is said once and served all the same", not_imaged),
     ("one wake brings all who wait their answer", one_wake),
@@ -179,6 +182,61 @@ fn dies_soon() {
         assert_ne!(run, first, "the image is not trusted any more");
     });
     assert!(world.log().contains("NGY0336"), "{}", world.log());
+}
+
+/// As images may be, unless they are to be taken anew.
+const AGE_MAX_S: u64 = 86_400;
+
+/// Says of the only image that it was taken so long ago.
+fn age_image(world: &World, seconds: u64) {
+    let image = fs::read_dir(images(world)).unwrap().next().unwrap().unwrap().path();
+    forge_header(&image.join("header"), |header| {
+        header["taken_at"] = json!(header["taken_at"].as_u64().unwrap() - seconds);
+    });
+}
+
+fn aging_world(idle: Value) -> World {
+    world(json!({"idle": idle})).with(|options| options.instances.image_age_max_ms = AGE_MAX_S * 1000).start()
+}
+
+fn taken_anew() {
+    let idle =
+        json!({"quiet": "never", "frozen": "never", "reclaimed": "never", "image": 1, "cold": "never"});
+    let world = aging_world(idle);
+    let taken = || world.metric("nagaya_keeper_images_total{event=\"taken\"}");
+    world.run(async |keeper| {
+        until_images(&world).await;
+        let first = run_of(&keeper, "app").await;
+        until_at(&world, "app", "image").await;
+        age_image(&world, AGE_MAX_S * 3 / 2);
+        let (run, _, from, stages) = wake(&keeper).await;
+        assert_eq!((&run, from), (&first, Tier::Image), "{stages:?}");
+        // Nobody asks.
+        until_so(|| taken() == 2).await;
+        until_at(&world, "app", "image").await;
+        let (second, _, from, stages) = wake(&keeper).await;
+        assert_eq!(from, Tier::Image, "{stages:?}");
+        assert!(stages.contains(&Stage::Restore) && !stages.contains(&Stage::Boot), "{stages:?}");
+        assert_ne!(second, first);
+        until_at(&world, "app", "image").await;
+        assert_eq!((wake(&keeper).await.0, taken()), (second, 2), "that is done once");
+    });
+}
+
+fn past_use() {
+    let world = aging_world(NEVER());
+    world.run(async |keeper| {
+        until_images(&world).await;
+        let first = run_of(&keeper, "app").await;
+        rest(&world).await;
+        age_image(&world, AGE_MAX_S * 2 + 60);
+        let (second, _, _, stages) = wake(&keeper).await;
+        assert_ne!(second, first);
+        assert!(stages.contains(&Stage::Boot) && stages.contains(&Stage::Image), "{stages:?}");
+        rest(&world).await;
+        assert_eq!(wake(&keeper).await.0, second, "another was taken in its place");
+    });
+    assert!(world.log().contains("it was taken too long ago"), "{}", world.log());
 }
 
 fn other_release() {

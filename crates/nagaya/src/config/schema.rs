@@ -459,7 +459,7 @@ const INSTANCES: &[Key<Settings>] = &[
         "0.1",
         time(60 * SECOND, IDLE_MAX),
         keeper.instances.image_age_max_ms,
-        "An image that was not used for this long is removed."
+        "An image that was taken this long ago is taken anew: its instance, when it would rest on it again and nobody asks for it, is started and imaged first. Twice as old it is not used any more. One that was not used for this long is removed."
     ),
     key!(
         "image_bandwidth",

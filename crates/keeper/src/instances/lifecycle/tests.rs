@@ -108,6 +108,10 @@ struct Seen {
     killed_starts: u64,
     barred: u64,
     released: u64,
+    /// Images that took the place of one that was old.
+    renewed: u64,
+    /// Starts for such an image that failed, or that somebody did not wait for.
+    not_renewed: u64,
 }
 
 const OUTCOMES: [Outcome; 11] = [
@@ -224,6 +228,8 @@ impl World {
         while let Some((key, event)) = self.events.pop_front() {
             let before = self.lives[key as usize].deadline();
             let effects = self.lives[key as usize].apply(self.now, event);
+            // An old image is renewed at the end of a rest.
+            self.outside[key as usize].retake |= event == Event::Alarm && self.lives[key as usize].retake;
             if event == Event::Alarm && effects.is_empty() {
                 let after = self.lives[key as usize].deadline();
                 assert!(after.is_none_or(|due| due > self.now), "an alarm for nothing: {before:?} {after:?}");
@@ -305,6 +311,7 @@ impl World {
             Effect::TakeImage(op) => {
                 assert!(self.outside[at].users == 0, "an image of one that has served");
                 self.outside[at].unknown = false;
+                self.seen.renewed += u64::from(self.lives[at].picture == Picture::Aged);
                 let outcome = match self.dice.chance(10) {
                     true => Outcome::NotImagedNow,
                     false => Outcome::Imaged(self.dice.chance(80)),
@@ -371,6 +378,7 @@ impl World {
         assert!(out.alive.is_none() && !out.is_coming, "two at once");
         assert!(out.has_turn, "it is not its turn");
         assert!(!out.waiting.is_empty() || out.kept || out.retake, "a start that nobody wants");
+        self.seen.not_renewed += u64::from(is_restore && out.retake);
         if is_restore && !out.has_image {
             assert!(out.unknown, "it has no image, and that is known");
             out.unknown = false;
@@ -543,6 +551,7 @@ impl World {
                 (self.outside[at].has_image, self.outside[at].unknown) = (true, true);
                 self.tell(key, Event::Found);
             }
+            96 => self.tell(key, Event::Aged),
             94 => {
                 let stale = Op(self.dice.roll(self.lives[at].last_op + 1));
                 if !matches!(self.lives[at].state, State::Off | State::Queued)
@@ -655,6 +664,8 @@ fn whatever_happens_what_must_never_be_is_not() {
             killed_starts,
             barred,
             released,
+            renewed,
+            not_renewed,
         } = world.seen;
         total.served += served;
         total.fallbacks += fallbacks;
@@ -669,6 +680,8 @@ fn whatever_happens_what_must_never_be_is_not() {
         total.killed_starts += killed_starts;
         total.barred += barred;
         total.released += released;
+        total.renewed += renewed;
+        total.not_renewed += not_renewed;
     }
     if is_alone {
         return;
@@ -681,4 +694,84 @@ fn whatever_happens_what_must_never_be_is_not() {
     for seen in [total.fenced, total.moved_alive, total.killed_starts, total.barred, total.released] {
         assert!(seen > 100, "{total:?}");
     }
+    for seen in [total.renewed, total.not_renewed] {
+        assert!(seen > 20, "{total:?}");
+    }
+}
+
+/// One that came back from an image that is old by now, and is to rest on it again after a second. And that moment.
+fn rests_on_an_old_image() -> (Lifecycle, Instant) {
+    let start = Instant::now();
+    let second = Some(Duration::from_secs(1));
+    let terms = Terms { after: [None, None, None, second, None], keep: false, images: true };
+    let mut life = Lifecycle::new(start, terms);
+    assert_eq!(life.apply(start, Event::Ask(Waiter(1))), [Effect::Queue]);
+    assert_eq!(life.apply(start, Event::Turn), [Effect::Restore(Op(1), Run(1))]);
+    life.apply(start, Event::Done(Op(1), Outcome::Ready));
+    life.apply(start, Event::Leave(Run(1)));
+    life.apply(start, Event::Aged);
+    (life, start + Duration::from_secs(1))
+}
+
+#[test]
+fn an_old_image_is_taken_anew_before_it_is_rested_on() {
+    let (mut life, now) = rests_on_an_old_image();
+    assert_eq!(life.apply(now, Event::Alarm), [Effect::End(Op(2))]);
+    assert_eq!(life.apply(now, Event::Done(Op(2), Outcome::Ended)), [Effect::Queue]);
+    assert_eq!(life.apply(now, Event::Turn), [Effect::Boot(Op(3), Run(2))]);
+    assert_eq!(life.apply(now, Event::Done(Op(3), Outcome::Ready)), [Effect::TakeImage(Op(4))]);
+    assert_eq!(life.apply(now, Event::Done(Op(4), Outcome::Imaged(true))), [Effect::Release(true)]);
+    // On the new one it rests.
+    let now = now + Duration::from_secs(1);
+    assert_eq!(life.apply(now, Event::Alarm), [Effect::End(Op(5))]);
+    assert_eq!(life.apply(now, Event::Done(Op(5), Outcome::Ended)), []);
+    assert_eq!((life.tier(), life.doing()), (Tier::Image, None));
+}
+
+#[test]
+fn who_comes_before_the_start_for_a_new_image_gets_the_old_one() {
+    let (mut life, now) = rests_on_an_old_image();
+    life.apply(now, Event::Alarm);
+    life.apply(now, Event::Ask(Waiter(2)));
+    assert_eq!(life.apply(now, Event::Done(Op(2), Outcome::Ended)), [Effect::Queue]);
+    assert_eq!(life.apply(now, Event::Turn), [Effect::Restore(Op(3), Run(2))]);
+    let answered = [Effect::Release(true), Effect::Answer(Waiter(2), Ok(Run(2)))];
+    assert_eq!(life.apply(now, Event::Done(Op(3), Outcome::Ready)), answered);
+    assert!(!life.retake);
+}
+
+#[test]
+fn a_start_for_a_new_image_that_fails_costs_nobody_the_old_one() {
+    for is_asked in [true, false] {
+        let (mut life, now) = rests_on_an_old_image();
+        life.apply(now, Event::Alarm);
+        life.apply(now, Event::Done(Op(2), Outcome::Ended));
+        life.apply(now, Event::Turn);
+        if is_asked {
+            assert_eq!(life.apply(now, Event::Ask(Waiter(2))), []);
+        }
+        let effects = life.apply(now, Event::Done(Op(3), Outcome::Failed(Blame::Program)));
+        if !is_asked {
+            assert_eq!(effects, [Effect::Release(false)]);
+            assert_eq!((life.tier(), life.failures(now)), (Tier::Image, (0, None)));
+            life.apply(now, Event::Ask(Waiter(2)));
+            assert_eq!(life.apply(now, Event::Turn), [Effect::Restore(Op(4), Run(3))]);
+        } else {
+            assert_eq!(effects, [Effect::Restore(Op(4), Run(3))]);
+        }
+    }
+}
+
+#[test]
+fn where_no_new_image_can_be_kept_the_old_one_stays() {
+    let (mut life, now) = rests_on_an_old_image();
+    life.apply(now, Event::Alarm);
+    life.apply(now, Event::Done(Op(2), Outcome::Ended));
+    life.apply(now, Event::Turn);
+    life.apply(now, Event::Done(Op(3), Outcome::Ready));
+    life.apply(now, Event::Done(Op(4), Outcome::NotImagedNow));
+    let now = now + Duration::from_secs(1);
+    assert_eq!(life.apply(now, Event::Alarm), [Effect::End(Op(5))]);
+    assert_eq!(life.apply(now, Event::Done(Op(5), Outcome::Ended)), [], "it is not tried again at once");
+    assert_eq!(life.tier(), Tier::Image);
 }
