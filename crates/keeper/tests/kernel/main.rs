@@ -33,6 +33,7 @@ mod shm;
 mod swap;
 mod transfer;
 mod wake;
+mod woken;
 mod world;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -100,13 +101,16 @@ fn main() {
             .chain(mapped::MAPPED)
             .chain(shm::CRIU)
             .chain(wake::CRIU)
+            .chain(woken::CRIU)
             .chain(faults::CRIU)
             .chain(outbound::CRIU)
             .chain(nat::CRIU)
             .chain(transfer::CRIU)
             .map(of_criu),
     );
-    let trials = trials.chain(swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).map(of_found));
+    let trials = trials.chain(
+        swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).chain(woken::FOUND).map(of_found),
+    );
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
     let facts = on_controllers();
