@@ -3,6 +3,8 @@
 //!
 //! Not here: what a hostile application can try (`keeper/tests/kernel`), proxying as such (`proxy`).
 
+use std::path::Path;
+use std::process::Command;
 use std::sync::mpsc;
 
 use nagaya_tests::client::{self, Connection, Response};
@@ -12,7 +14,9 @@ use nagaya_tests::{machine, wait};
 use serde_json::{Value, json};
 
 use crate::programs;
-use crate::resting::{add_site, builder, get, has, listed, rest, until_image, wake, woken_from};
+use crate::resting::{
+    add_site, builder, builder_without_criu, check, get, has, listed, rest, until_image, wake, woken_from,
+};
 
 pub const SUITE: Suite = Suite {
     name: "instances",
@@ -56,6 +60,7 @@ pub const ALONE: Suite = Suite {
     tests: Tests::Alone(nagaya_tests::tests![
         a_keeper_that_is_started_anew_is_waited_for,
         a_new_keeper_brings_back_from_images_from_its_first_moment,
+        without_a_criu_that_works_applications_rest_without_images,
     ]),
 };
 
@@ -64,6 +69,9 @@ const CRAWLERS: &str =
 
 /// Those are welcome where they wake nobody.
 const INDEXERS: &str = "answer 503, \"It rests.\\n\" if site_rests? and request.user_agent =~ /indexer/\n";
+
+/// All that a CRIU says that Debian 12 has.
+const OLD_CRIU: &str = "#include <stdio.h>\nint main(void) { puts(\"Version: 3.17.1\"); return 0; }\n";
 
 fn world() -> World {
     let world = builder()
@@ -564,6 +572,46 @@ fn time_in_a_database_is_told(world: &World, name: &str, tell: &mpsc::Sender<()>
     let outbound = show(world, name)["outbound"].clone();
     assert_eq!((&outbound["queries"], &outbound["failed"]), (&json!(3), &json!(0)), "{outbound}");
     assert!(world.metric("nagaya_instance_database_queries_total", "") >= 3.0);
+}
+
+fn without_a_criu_that_works_applications_rest_without_images() {
+    let absent = |_: &Path| {};
+    let old = |criu: &Path| {
+        let source = criu.with_extension("c");
+        machine::write(&source, OLD_CRIU);
+        match Command::new("cc").arg("-o").args([criu, &source]).status() {
+            Ok(built) => assert!(built.success(), "a program of one line is built"),
+            Err(_) => skip("there is no C compiler here"),
+        }
+    };
+    let cases: [(&dyn Fn(&Path), &str); 2] =
+        [(&absent, "there is no such file"), (&old, "version 3.17.1 is older than 4.1")];
+    for (make, why) in cases {
+        let builder = builder_without_criu();
+        let criu = builder.path("criu");
+        make(&criu);
+        let world = builder.set("instances", &format!("criu = {criu:?}")).start();
+        world.write_program("alice", "app/app.py", programs::INSTANCE);
+        let row = check(&world, "criu");
+        assert_eq!(row["state"], "off", "{row}");
+        assert!(row.to_string().contains(why) && row.to_string().contains("NGY0334"), "{row}");
+        let of_status = || world.status()["keeper"]["instances"]["images"]["none"].clone();
+        wait::until("the node says that it takes no images", || {
+            of_status().as_str().is_some_and(|none| none.contains("NGY0334") && none.contains(why))
+        });
+        add(&world, "imageless", json!({}));
+        let first = run_of(&world, "imageless");
+        // What it can keep in memory it does.
+        rest(&world, "imageless", "frozen");
+        assert_eq!(run_of(&world, "imageless"), first);
+        rest(&world, "imageless", "image");
+        until_tier(&world, "imageless", &["cold"]);
+        let answer = get(&world, "imageless", "/run").expect(200);
+        assert_eq!(woken_from(&answer), "cold");
+        assert_ne!(answer.text(), first);
+        assert!(world.metric("nagaya_keeper_images_total", "event=\"taken\"") < 1.0);
+        world.stop();
+    }
 }
 
 fn show(world: &World, name: &str) -> Value {

@@ -10,7 +10,13 @@ use serde_json::{Value, json};
 
 /// A node with tenant alice, which tells its clients what waking took.
 pub fn builder() -> Builder {
-    with_criu(World::builder().tenant("alice"))
+    with_criu(builder_without_criu())
+}
+
+/// The same with nothing said of CRIU.
+pub fn builder_without_criu() -> Builder {
+    World::builder()
+        .tenant("alice")
         .set("receipts", "allow = [\"127.0.0.1\"]")
         .set("instances", "quiet_after = \"365d\"\nfrozen_after = \"365d\"\nreclaimed_after = \"365d\"")
         .set("instances", "image_after = \"365d\"\ncold_after = \"365d\"")
@@ -56,11 +62,16 @@ pub fn rest(world: &World, name: &str, to: &str) {
     });
 }
 
-/// Whether `nagaya doctor` finds this in order.
-pub fn has(world: &World, what: &str) -> bool {
+/// What `nagaya doctor` finds of this.
+pub fn check(world: &World, what: &str) -> Value {
     let checks: Value = serde_json::from_str(&world.cli(&["doctor", "--json"])).expect("JSON");
     let rows = checks.as_array().expect("a list of checks");
-    rows.iter().any(|row| row["name"] == what && row["state"] == "ok")
+    rows.iter().find(|row| row["name"] == what).cloned().unwrap_or_else(|| panic!("no {what} in {checks}"))
+}
+
+/// Whether `nagaya doctor` finds this in order.
+pub fn has(world: &World, what: &str) -> bool {
+    check(world, what)["state"] == "ok"
 }
 
 /// Waits for the image that is taken after its start; where no image can be taken, the test ends here.

@@ -129,22 +129,18 @@ pub fn find(configured: Option<&Path>) -> Search {
         Some(path) => vec![(path.into(), "the configured one".into())],
         None => PLACES.iter().map(|(path, what)| (path.into(), format!("{what} one"))).collect(),
     };
+    let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
     let mut passed_over = Vec::new();
     for (path, what) in places {
         match look(&path) {
             Ok(None) if configured.is_none() => {}
             Ok(None) => passed_over.push((path, "there is no such file".into())),
-            Ok(Some(mut criu)) => match parse(&criu.version) {
-                Some(version) if version >= OLDEST => {
-                    let limit = if has_sockets(version) {
-                        ""
-                    } else {
-                        "; on this kernel it cannot image applications with TCP sockets, 4.2 can"
-                    };
+            Ok(Some(mut criu)) => match judge(&criu.version, &kernel) {
+                Ok(limit) => {
                     criu.why = format!("{what}, version {}{limit}", criu.version);
                     return Search { found: Some(criu), passed_over };
                 }
-                _ => passed_over.push((path, format!("version {} is older than 4.1", criu.version))),
+                Err(why) => passed_over.push((path, why)),
             },
             Err(error) => passed_over.push((path, error.to_string())),
         }
@@ -152,9 +148,16 @@ pub fn find(configured: Option<&Path>) -> Search {
     Search { found: None, passed_over }
 }
 
-fn has_sockets(version: Version) -> bool {
-    let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    version >= OLDEST_WITH_SOCKETS || parse(&release).is_some_and(|kernel| kernel < PICKY_KERNEL)
+/// Whether a CRIU of this version can be used on this kernel, and what it cannot do there. The error: why not.
+fn judge(version: &str, kernel: &str) -> Result<&'static str, String> {
+    match parse(version) {
+        Some(version) if version < OLDEST => {}
+        Some(version) if version >= OLDEST_WITH_SOCKETS => return Ok(""),
+        Some(_) if parse(kernel).is_some_and(|kernel| kernel < PICKY_KERNEL) => return Ok(""),
+        Some(_) => return Ok("; on this kernel it cannot image applications with TCP sockets, 4.2 can"),
+        None => return Err(format!("'{version}' is no version")),
+    }
+    Err(format!("version {version} is older than 4.1"))
 }
 
 fn parse(version: &str) -> Option<Version> {
@@ -328,6 +331,22 @@ mod tests {
         assert!(parse("3.17.1") < Some(OLDEST));
         assert_eq!(parse("next"), None);
         assert_eq!(parse("4"), None);
+    }
+
+    #[test]
+    fn what_is_too_old_is_passed_over_and_what_is_old_has_a_limit() {
+        for (version, kernel) in [("3.17.1", "6.18.5"), ("4.0", "5.10.0"), ("0.9", "6.18.5")] {
+            assert_eq!(judge(version, kernel), Err(format!("version {version} is older than 4.1")));
+        }
+        assert_eq!(judge("next", "6.18.5"), Err("'next' is no version".into()));
+        for (version, kernel) in
+            [("4.1", "6.15.9-amd64"), ("4.2", "6.16.0"), ("4.2.1", "7.0"), ("5.0", "6.18.5")]
+        {
+            assert_eq!(judge(version, kernel), Ok(""), "{version} on {kernel}");
+        }
+        for (version, kernel) in [("4.1", "6.16.0"), ("4.1.1", "6.18.5-amd64"), ("4.1", "next")] {
+            assert!(judge(version, kernel).unwrap().contains("TCP sockets"), "{version} on {kernel}");
+        }
     }
 
     #[test]

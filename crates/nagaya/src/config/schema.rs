@@ -434,9 +434,9 @@ const INSTANCES: &[Key<Settings>] = &[
     key!(
         "criu",
         "0.1",
-        path(Exists::File),
+        path(Exists::Later),
         keeper.instances.criu,
-        "The CRIU program (4.1 or newer). Without one applications rest in memory only, and start anew after that.",
+        "The CRIU program (4.1 or newer). While it is not there, or too old, applications rest in memory only, and start anew after that. Looked for at the keeper's start.",
         unset: "the first that works, as `nagaya doctor` says"
     ),
     key!(

@@ -15,7 +15,7 @@ pub static ROWS: &[Row] = &[
     Row {
         name: "criu",
         why: "applications can rest as images on disk, and come back in milliseconds instead of being started anew",
-        how: "install CRIU 4.1 or newer (Debian 13 has it), or name one as criu in [instances]",
+        how: "install CRIU 4.1 or newer (Debian 13 has it), or name one as criu in [instances] (NGY0334)",
         judge: criu,
     },
     Row {
