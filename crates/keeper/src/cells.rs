@@ -8,6 +8,7 @@
 
 mod birth;
 mod branch;
+mod claims;
 pub mod codes;
 mod complaints;
 mod controllers;
@@ -50,6 +51,7 @@ use leaf::Body;
 use place::{Depth, Level, Place, Wants, What};
 use usage::{Meter, Source};
 
+pub use claims::Claim;
 pub use desired::NoLimit;
 pub use ending::LOOK_AGAIN_MAX;
 pub use freezer::{Brake, Freezer};

@@ -15,13 +15,14 @@ use parking_lot::Mutex;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use super::claims::{Claim, Claims};
 use super::codes;
 use super::complaints::Complaints;
 use super::controllers::{Controllers, Version};
 use super::device::strictest;
 use super::files::{self, FileError};
 use super::hierarchy::{Hierarchy, enable};
-use super::lines::{self, Line};
+use super::lines::{self, Line, Weight};
 
 #[derive(Debug)]
 pub struct Dir {
@@ -41,6 +42,11 @@ struct State {
     own: Limits,
     /// What holds for the directories beneath, on v1.
     handed: Handed,
+    /// What is to stand in its files.
+    limits: Limits,
+    /// What is beneath it claims so much of the processor; idle, if that is only what nobody else wants.
+    claims: Claims,
+    is_idle: bool,
     written: Vec<Line>,
     below: HashMap<Box<str>, Weak<Dir>>,
     tasks: Option<Arc<OwnedFd>>,
@@ -161,11 +167,12 @@ impl Dir {
             Version::V1 => beneath(&state.own, from_above),
         };
         let before = std::mem::replace(&mut state.handed, handed);
+        state.limits = limits;
         let is_lower = ratio(state.handed.cpu) < ratio(before.cpu);
         if is_lower {
             Self::apply_below(state);
         }
-        let refused = self.write(state, &limits);
+        let refused = self.write(state);
         if before != state.handed && !is_lower {
             Self::apply_below(state);
         }
@@ -173,11 +180,27 @@ impl Dir {
             return;
         }
         // What is beneath may have stood in the way until now, as CPUs of v1 do.
-        for (line, error) in self.write(state, &limits) {
-            self.complaints.add(codes::REFUSED, &format!("{}: {}", line.file, error.error), || {
-                format!("this limit does not hold: the kernel does not take '{}'. {error}", line.text())
-            });
+        for (line, error) in self.write(state) {
+            self.complain(&line, &error);
             self.fall_back(state, &line, from_above);
+        }
+    }
+
+    fn complain(&self, line: &Line, error: &FileError) {
+        self.complaints.add(codes::REFUSED, &format!("{}: {}", line.file, error.error), || {
+            format!("this limit does not hold: the kernel does not take '{}'. {error}", line.text())
+        });
+    }
+
+    /// A leaf beneath it claims something else of the processor now.
+    pub fn claim(&self, from: Claim, to: Claim) {
+        let mut state = self.state.lock();
+        state.claims.change(from, to);
+        let is_idle = state.claims.are_idle();
+        if std::mem::replace(&mut state.is_idle, is_idle) != is_idle {
+            for (line, error) in self.write(&mut state) {
+                self.complain(&line, &error);
+            }
         }
     }
 
@@ -204,9 +227,14 @@ impl Dir {
     }
 
     /// Writes what differs from what was written. Returns what failed.
-    fn write(&self, state: &mut State, limits: &Limits) -> Vec<(Line, FileError)> {
-        let Hierarchy { version, controllers, .. } = *self.hierarchy;
-        let wanted = lines::lines(version, controllers, limits);
+    fn write(&self, state: &mut State) -> Vec<(Line, FileError)> {
+        let Hierarchy { version, controllers, has_idle, .. } = *self.hierarchy;
+        let weight = match (state.is_idle, has_idle) {
+            (false, _) => Weight::OfLimits,
+            (true, true) => Weight::Idle,
+            (true, false) => Weight::Least,
+        };
+        let wanted = lines::lines(version, controllers, &state.limits, weight);
         let mut failed = Vec::new();
         for line in lines::writes(&state.written, &wanted) {
             match self.write_line(state, &line) {

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::files::{self, FileError};
+use super::lines::IDLE;
 
 /// How long leftovers of dead keepers are waited for at start.
 const CLEAN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -144,9 +145,10 @@ fn end_all(dir: &Path, depth: usize) {
 }
 
 /// What is frozen on v1 does not die. It is let go only when everything in the tree has its signal: it may be fenced, and then
-/// must not get on by a single step. Elsewhere there is no such file.
+/// must not get on by a single step. What is idle dies when nobody else wants the processor. Elsewhere there are no such files.
 fn thaw_all(dir: &Path, depth: usize) {
     let _ = files::write(&dir.join("freezer.state"), "THAWED");
+    let _ = files::write(&dir.join(IDLE), "0");
     if depth > 0 {
         subdirectories(dir).iter().for_each(|child| thaw_all(child, depth - 1));
     }

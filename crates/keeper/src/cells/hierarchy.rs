@@ -17,6 +17,7 @@ use super::codes;
 use super::controllers::{Controllers, Version, v2_name};
 use super::ending;
 use super::files::{FileError, make, open, read, write};
+use super::lines::IDLE;
 use super::mounts::{self, Mount, OWN, TREE, mounts};
 use crate::options::BackEnd;
 
@@ -36,6 +37,8 @@ pub struct Hierarchy {
     pub controllers: Controllers,
     /// This one tells what belongs to a tree and ends it.
     pub is_fence: bool,
+    /// A directory of it can be told to give way to all beside it.
+    pub has_idle: bool,
     /// This keeper's directory.
     pub node: PathBuf,
     /// The cgroup the keeper was started in, above `node` by two.
@@ -201,7 +204,9 @@ fn open_v1(base: &Path, name: &str, controllers: Controllers) -> Result<Hierarch
     }
     let node = tree.join(name);
     make(&node)?;
-    let hierarchy = Hierarchy { version: Version::V1, controllers, is_fence: false, node, base: base.into() };
+    let has_idle = node.join(IDLE).exists();
+    let hierarchy =
+        Hierarchy { version: Version::V1, controllers, is_fence: false, has_idle, node, base: base.into() };
     hierarchy.try_v1().inspect_err(|_| hierarchy.close())?;
     Ok(hierarchy)
 }
@@ -264,6 +269,7 @@ fn open_v2(base: &Path, name: &str, missing: &mut Vec<Missing>) -> Result<Hierar
         version: Version::V2,
         controllers,
         is_fence: false,
+        has_idle: node.join(IDLE).exists(),
         node: node.clone(),
         base: base.into(),
     };
@@ -336,7 +342,8 @@ mod tests {
     use super::*;
 
     fn hierarchy(version: Version, controllers: Controllers) -> Hierarchy {
-        Hierarchy { version, controllers, is_fence: false, node: "/none".into(), base: "/none".into() }
+        let (node, base) = ("/none".into(), "/none".into());
+        Hierarchy { version, controllers, is_fence: false, has_idle: false, node, base }
     }
 
     #[test]

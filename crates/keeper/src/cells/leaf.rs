@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::branch::{Branch, Join};
+use super::claims::{Claim, Claimant};
 use super::controllers::{Controllers, Version, only};
 use super::device::Number;
 use super::dir::Dir;
@@ -50,6 +51,8 @@ pub struct Leaf {
 struct State {
     /// None: it was given back.
     body: Option<Body>,
+    /// None: no controller shares the processor out, or it was given back.
+    claimant: Option<Claimant>,
     /// For each hierarchy the directory a process of it is in. None: nothing there limits it.
     joined: Vec<Option<Arc<Dir>>>,
     tasks: Vec<Arc<OwnedFd>>,
@@ -243,8 +246,12 @@ impl Leaf {
         let tasks = v1.into_iter().map(|dir| dir.tasks()).collect::<Result<_, _>>()?;
         let counted = |dir: &Arc<Dir>| dir.hierarchy.controllers.has(Controller::Blkio) && dir.is_leaf();
         let asks = !joined.iter().flatten().any(counted);
+        let shares = |dir: &&Arc<Dir>| dir.hierarchy.controllers.has(Controller::Cpu) && dir.is_leaf();
+        // Before anything is born in it.
+        let claimant = joined.iter().flatten().find(shares).map(|dir| Claimant::new(Arc::clone(dir)));
         let state = State {
             body: Some(body),
+            claimant,
             joined,
             tasks,
             limits,
@@ -315,12 +322,18 @@ impl Leaf {
     /// The same, for the next request of a worker that stays.
     pub fn refit(&self, limits: &Limits, roots: Vec<Number>) {
         let mut state = self.state.lock();
+        state.claim(Claim::Share);
         let is_same = state.limits == *limits && (state.roots == roots || limits.io.is_empty());
         state.roots = roots;
         if !is_same {
             state.limits = limits.clone();
             state.apply(&self.shared);
         }
+    }
+
+    /// From now on what is in it wants so much of the processor.
+    pub fn claim(&self, claim: Claim) {
+        self.state.lock().claim(claim);
     }
 
     /// The limits it has.
@@ -400,6 +413,8 @@ impl Leaf {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.ask(leader);
+        // Dying takes time on the processor, too.
+        state.claim(Claim::Share);
         let Some(body) = &mut state.body else { return Ok(()) };
         match &body.fence {
             Some(fence @ Fence { v2: Some((_, kill, _)), .. }) => {
@@ -446,9 +461,9 @@ impl Leaf {
         state.last = state.usage();
         if let Some(body) = state.body.take() {
             (state.joined, state.tasks) = (Vec::new(), Vec::new());
-            let guard = state.guard.take();
+            let (guard, claimant) = (state.guard.take(), state.claimant.take());
             drop(state);
-            drop(guard);
+            drop((guard, claimant));
             self.branch.give_back(body, &self.shared);
         }
         Ok(true)
@@ -506,6 +521,12 @@ impl Leaf {
 }
 
 impl State {
+    fn claim(&mut self, claim: Claim) {
+        if let Some(claimant) = &mut self.claimant {
+            claimant.set(claim);
+        }
+    }
+
     fn apply(&self, shared: &Shared) {
         let resolved = shared.resolve(&self.limits, &self.roots);
         for dir in self.body.iter().flat_map(|body| body.dirs.iter().flatten()) {

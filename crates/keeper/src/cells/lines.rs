@@ -4,7 +4,7 @@
 //! quotas: scheduler/sched-bwc.rst) and cgroup-v2.rst; `docs/cells.md` has them side by side. Not here: which limits
 //! hold for a directory beneath others (`dir`), the writing.
 
-use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, Controller, Device, IoLimit, Limits};
+use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, CPU_SHARES_MIN, Controller, Device, IoLimit, Limits};
 
 use super::controllers::{Controllers, Version};
 
@@ -13,12 +13,27 @@ const V2_WEIGHT_FRESH: u32 = 100;
 const V2_WEIGHT_MAX: u32 = 10_000;
 
 const V1_SHARES: &str = "cpu.shares";
+const V2_WEIGHT: &str = "cpu.weight";
 const V1_PERIOD: &str = "cpu.cfs_period_us";
 const V1_QUOTA: &str = "cpu.cfs_quota_us";
 const V1_NO_QUOTA: &str = "-1";
 
 /// Operations per second are 32 bits in the kernel, and a larger number wraps around (measured on 6.18).
 const IOPS_MAX: u64 = u32::MAX as u64;
+
+/// On both versions, since Linux 5.15 (cgroup-v2.rst, `cpu.idle`): what is in it runs when nobody beside it wants to. It has no
+/// weight of its own then, and none is taken.
+pub const IDLE: &str = "cpu.idle";
+
+/// What a directory weighs on the processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weight {
+    OfLimits,
+    /// It gives way to all beside it.
+    Idle,
+    /// The same, as far as a kernel without `IDLE` can.
+    Least,
+}
 
 /// One value of one file, for one device where the file has a line for each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +66,7 @@ pub fn fresh(version: Version, controllers: Controllers) -> Vec<Line> {
     match version {
         _ if !controllers.has(Controller::Cpu) => Vec::new(),
         Version::V1 => vec![Line::new(V1_SHARES, CPU_SHARES_DEFAULT)],
-        Version::V2 => vec![Line::new("cpu.weight", V2_WEIGHT_FRESH)],
+        Version::V2 => vec![Line::new(V2_WEIGHT, V2_WEIGHT_FRESH)],
     }
 }
 
@@ -65,7 +80,7 @@ pub fn unknown(version: Version, controllers: Controllers) -> Vec<Line> {
             (Controller::Memory, "memory.limit_in_bytes"),
         ],
         Version::V2 => &[
-            (Controller::Cpu, "cpu.weight"),
+            (Controller::Cpu, V2_WEIGHT),
             (Controller::Cpu, "cpu.max"),
             (Controller::Pids, "pids.max"),
             (Controller::Memory, "memory.max"),
@@ -76,10 +91,10 @@ pub fn unknown(version: Version, controllers: Controllers) -> Vec<Line> {
 }
 
 /// What these limits are in a directory that has these controllers. Devices are numbers by now.
-pub fn lines(version: Version, controllers: Controllers, limits: &Limits) -> Vec<Line> {
+pub fn lines(version: Version, controllers: Controllers, limits: &Limits, weight: Weight) -> Vec<Line> {
     let mut lines = Vec::new();
     if controllers.has(Controller::Cpu) {
-        cpu_lines(version, limits, &mut lines);
+        cpu_lines(version, limits, weight, &mut lines);
     }
     if controllers.has(Controller::Cpuset) {
         let files = [("cpuset.cpus", &limits.cpus), ("cpuset.mems", &limits.mems)];
@@ -107,18 +122,25 @@ pub fn lines(version: Version, controllers: Controllers, limits: &Limits) -> Vec
 /// ours. No burst: `cpu.max.burst` lets unused quota be saved up, so a request after a pause would run at more than
 /// its limit, and a limit of 50 % would not measure as 50 %. Short periods alone keep a throttled request from
 /// standing still for long.
-fn cpu_lines(version: Version, limits: &Limits, lines: &mut Vec<Line>) {
-    let shares = limits.cpu_shares.unwrap_or(CPU_SHARES_DEFAULT);
+fn cpu_lines(version: Version, limits: &Limits, weight: Weight, lines: &mut Vec<Line>) {
+    let shares = match weight {
+        Weight::OfLimits => Some(limits.cpu_shares.unwrap_or(CPU_SHARES_DEFAULT)),
+        Weight::Least => Some(CPU_SHARES_MIN),
+        Weight::Idle => None,
+    };
+    lines.push(match (shares, version) {
+        (None, _) => Line::new(IDLE, 1),
+        (Some(shares), Version::V1) => Line::new(V1_SHARES, shares),
+        (Some(shares), Version::V2) => Line::new(V2_WEIGHT, shares.clamp(1, V2_WEIGHT_MAX)),
+    });
     match version {
         Version::V1 => {
-            lines.push(Line::new(V1_SHARES, shares));
             if let Some(cpu) = limits.cpu {
                 lines.push(Line::new(V1_PERIOD, cpu.period_us));
                 lines.push(Line::new(V1_QUOTA, cpu.quota_us));
             }
         }
         Version::V2 => {
-            lines.push(Line::new("cpu.weight", shares.clamp(1, V2_WEIGHT_MAX)));
             let quota = limits.cpu.map(|cpu| format!("{} {}", cpu.quota_us, cpu.period_us));
             lines.extend(quota.map(|quota| Line::new("cpu.max", quota)));
         }
@@ -154,6 +176,7 @@ fn lifted(line: &Line) -> Option<Line> {
         V1_QUOTA | "memory.limit_in_bytes" => V1_NO_QUOTA,
         "cpu.max" | "pids.max" | "memory.max" => "max",
         "io.max" => "rbps=max wbps=max riops=max wiops=max",
+        IDLE => "0",
         file if file.starts_with("blkio.throttle.") => "0",
         // On v1 the list of the directory above stands in its place, as a line of its own.
         "cpuset.cpus" | "cpuset.mems" => "",
@@ -190,6 +213,14 @@ pub fn writes(written: &[Line], wanted: &[Line]) -> Vec<Line> {
         && !writes.contains(quota)
     {
         writes.push(quota.clone());
+    }
+    // What is idle no more has the kernel's own weight.
+    let weight = wanted.iter().find(|line| [V1_SHARES, V2_WEIGHT].contains(&line.file));
+    if let Some(weight) = weight
+        && writes.iter().any(|line| line.file == IDLE)
+        && !writes.contains(weight)
+    {
+        writes.push(weight.clone());
     }
     writes
 }

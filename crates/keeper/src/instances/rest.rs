@@ -17,7 +17,7 @@ use nagaya_cmdb::instance::Tier;
 use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpriority_process, pidfd_open, setpriority_process};
 
-use crate::cells::{Freezer, Leaf};
+use crate::cells::{Claim, Freezer, Leaf};
 use calls::Policy;
 
 /// Least urgent (sched(7)).
@@ -92,6 +92,8 @@ impl Resting {
             }
         }
         if to <= Tier::Frozen && self.holds(op) && state.frozen.is_none() {
+            // A thread stops when it next runs, and not all processors have time left over.
+            self.leaf.claim(Claim::Share);
             match self.leaf.freeze() {
                 Ok(freezer) => state.frozen = Some(freezer),
                 Err(error) => failed("it cannot be frozen", &error),
@@ -103,7 +105,13 @@ impl Resting {
                 Err(error) => failed("its memory stays where it is", &error),
             }
         }
-        Reached { tier: state.tier(), why }
+        let tier = state.tier();
+        self.leaf.claim(match tier {
+            Tier::Running => Claim::Share,
+            Tier::Quiet => Claim::LeftOver,
+            _ => Claim::Nothing,
+        });
+        Reached { tier, why }
     }
 
     /// Brings it back to running. To be done for every need, whatever was reached before.
@@ -112,6 +120,7 @@ impl Resting {
         if !self.holds(op) {
             return Ok(());
         }
+        self.leaf.claim(Claim::Share);
         // While it is frozen no thread is born, so none is overlooked; and once it goes on it gets its share at once.
         if std::mem::take(&mut state.is_quiet) {
             self.unhush(&mut state);

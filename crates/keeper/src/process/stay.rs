@@ -16,7 +16,7 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
 use super::{END_TIMEOUT, Kind, Process, Processes, wait_empty, wait_removed};
-use crate::cells::{self, Home, Leaf};
+use crate::cells::{self, Claim, Home, Leaf};
 use crate::confinement;
 use crate::fault::{self, Fault};
 use crate::metrics::Metrics;
@@ -152,6 +152,8 @@ impl Processes {
             stay.leaf().set(&stay.request.borrow().holds.limits);
         }
         stay.leaf().begin();
+        // It waits for the next one. What its tenant has at rest is not urgent for that.
+        stay.leaf().claim(Claim::Nothing);
         Ok(usage)
     }
 

@@ -25,6 +25,7 @@ mod placed;
 mod places;
 mod programs;
 mod python;
+mod quiet;
 mod rest;
 mod sandbox;
 mod scene;
@@ -129,6 +130,7 @@ fn on_controllers() -> Vec<CellFact> {
         instances::CELLS,
         seats::CELLS,
         boosts::CELLS,
+        quiet::CELLS,
         faults::CELLS,
         placed::CELLS,
     ]

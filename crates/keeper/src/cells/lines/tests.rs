@@ -19,6 +19,11 @@ fn limits() -> Limits {
     }
 }
 
+/// Of a directory that is not idle.
+fn plain(version: Version, controllers: Controllers, limits: &Limits) -> Vec<Line> {
+    lines(version, controllers, limits, Weight::OfLimits)
+}
+
 fn told(lines: &[Line]) -> Vec<String> {
     lines.iter().map(|line| format!("{} {}", line.file, line.text())).collect()
 }
@@ -26,7 +31,7 @@ fn told(lines: &[Line]) -> Vec<String> {
 #[test]
 fn limits_become_these_lines() {
     assert_eq!(
-        told(&lines(Version::V1, Controllers::ALL, &limits())),
+        told(&plain(Version::V1, Controllers::ALL, &limits())),
         [
             "cpu.shares 25",
             "cpu.cfs_period_us 10000",
@@ -39,7 +44,7 @@ fn limits_become_these_lines() {
         ]
     );
     assert_eq!(
-        told(&lines(Version::V2, Controllers::ALL, &limits())),
+        told(&plain(Version::V2, Controllers::ALL, &limits())),
         [
             "cpu.weight 25",
             "cpu.max 5000 10000",
@@ -54,18 +59,18 @@ fn limits_become_these_lines() {
 #[test]
 fn a_directory_holds_only_what_its_controllers_keep() {
     let pids = Controllers::only(Controller::Pids);
-    assert_eq!(told(&lines(Version::V1, pids, &limits())), ["pids.max 64"]);
-    assert_eq!(lines(Version::V1, Controllers::only(Controller::Cpuacct), &limits()), []);
+    assert_eq!(told(&plain(Version::V1, pids, &limits())), ["pids.max 64"]);
+    assert_eq!(plain(Version::V1, Controllers::only(Controller::Cpuacct), &limits()), []);
 }
 
 #[test]
 fn siblings_without_shares_weigh_the_same_on_both_versions() {
     let none = Limits::default();
-    assert_eq!(told(&lines(Version::V1, Controllers::ALL, &none)), ["cpu.shares 1024"]);
-    assert_eq!(told(&lines(Version::V2, Controllers::ALL, &none)), ["cpu.weight 1024"]);
+    assert_eq!(told(&plain(Version::V1, Controllers::ALL, &none)), ["cpu.shares 1024"]);
+    assert_eq!(told(&plain(Version::V2, Controllers::ALL, &none)), ["cpu.weight 1024"]);
     // A fresh directory of v1 has them already, one of v2 has 100.
     for (version, count) in [(Version::V1, 0), (Version::V2, 1)] {
-        let wanted = lines(version, Controllers::ALL, &none);
+        let wanted = plain(version, Controllers::ALL, &none);
         assert_eq!(writes(&fresh(version, Controllers::ALL), &wanted).len(), count, "{version:?}");
     }
 }
@@ -73,7 +78,7 @@ fn siblings_without_shares_weigh_the_same_on_both_versions() {
 #[test]
 fn nothing_is_written_twice() {
     for version in [Version::V1, Version::V2] {
-        let wanted = lines(version, Controllers::ALL, &limits());
+        let wanted = plain(version, Controllers::ALL, &limits());
         let mut written = fresh(version, Controllers::ALL);
         for line in writes(&written.clone(), &wanted) {
             remember(&mut written, line);
@@ -110,8 +115,8 @@ fn what_is_no_longer_wanted_is_lifted() {
         ),
     ];
     for (version, expected) in cases {
-        let written = lines(version, Controllers::ALL, &limits());
-        let wanted = lines(version, Controllers::ALL, &Limits::default());
+        let written = plain(version, Controllers::ALL, &limits());
+        let wanted = plain(version, Controllers::ALL, &Limits::default());
         assert_eq!(told(&writes(&written, &wanted)), expected);
         // Once lifted, it is not lifted again.
         let mut after = written.clone();
@@ -124,9 +129,9 @@ fn what_is_no_longer_wanted_is_lifted() {
 fn a_period_changes_only_without_a_quota() {
     let quota = |quota_us, period_us| {
         let cpu = Some(CpuQuota { quota_us, period_us });
-        lines(Version::V1, Controllers::only(Controller::Cpu), &Limits { cpu, ..Limits::default() })
+        plain(Version::V1, Controllers::only(Controller::Cpu), &Limits { cpu, ..Limits::default() })
     };
-    let none = lines(Version::V1, Controllers::only(Controller::Cpu), &Limits::default());
+    let none = plain(Version::V1, Controllers::only(Controller::Cpu), &Limits::default());
     let cases: [(Vec<Line>, Vec<Line>, &[&str]); 4] = [
         (none.clone(), quota(5_000, 10_000), &["cpu.cfs_period_us 10000", "cpu.cfs_quota_us 5000"]),
         (quota(5_000, 10_000), quota(2_000, 10_000), &["cpu.cfs_quota_us 2000"]),
@@ -148,10 +153,37 @@ fn a_period_changes_only_without_a_quota() {
 
 #[test]
 fn a_directory_found_full_is_emptied() {
-    let wanted = lines(Version::V1, Controllers::ALL, &Limits::default());
+    let wanted = plain(Version::V1, Controllers::ALL, &Limits::default());
     let writes = writes(&unknown(Version::V1, Controllers::ALL), &wanted);
     assert_eq!(
         told(&writes),
         ["cpu.cfs_quota_us -1", "pids.max max", "memory.limit_in_bytes -1", "cpu.shares 1024"]
     );
+}
+
+#[test]
+fn what_is_idle_no_more_weighs_what_it_did() {
+    let cpu = Controllers::only(Controller::Cpu);
+    let limits = Limits { cpu: None, ..limits() };
+    let cases: [(Version, Weight, &[&str], &[&str]); 4] = [
+        (Version::V1, Weight::Idle, &["cpu.idle 1"], &["cpu.idle 0", "cpu.shares 25"]),
+        (Version::V2, Weight::Idle, &["cpu.idle 1"], &["cpu.idle 0", "cpu.weight 25"]),
+        (Version::V1, Weight::Least, &["cpu.shares 2"], &["cpu.shares 25"]),
+        (Version::V2, Weight::Least, &["cpu.weight 2"], &["cpu.weight 25"]),
+    ];
+    for (version, weight, to, back) in cases {
+        let mut written = plain(version, cpu, &limits);
+        // Other shares meanwhile are no other writes: an idle directory takes none.
+        let more = Limits { cpu_shares: Some(200), ..limits.clone() };
+        for (limits, weight, expected) in [
+            (&limits, weight, to),
+            (&more, weight, &[]),
+            (&limits, Weight::OfLimits, back),
+            (&limits, Weight::OfLimits, &[]),
+        ] {
+            let writes = writes(&written, &lines(version, cpu, limits, weight));
+            assert_eq!(told(&writes), expected, "{version:?} {weight:?}");
+            writes.into_iter().for_each(|line| remember(&mut written, line));
+        }
+    }
 }

@@ -1,0 +1,162 @@
+//! Quiet instances on a processor that others want, too: what each of them gets of it.
+//!
+//! Compared are amounts of CPU time, over a fixed one of somebody who is never quiet; so it does not matter what else the
+//! machine does. Not here: threads of one instance (`rest`), shares as such (`limits`).
+
+use std::fs;
+
+use nagaya_cmdb::instance::{Act, Tier};
+use nagaya_keeper::client::Keeper;
+use rustix::io::Errno;
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use serde_json::json;
+
+use crate::rest::{SERVER, app, get, pids, show, until_idle};
+use crate::world::{World, site_name, until_so};
+use crate::{CellFact, groups};
+
+pub const CELLS: &[CellFact] = &[
+    (&["cpu"], "a quiet instance gets next to nothing of a processor that another tenant wants", gives_way),
+    (&["cpu"], "an instance that was quiet has its tenant's shares when it is needed", has_shares_again),
+    (&["cpu"], "what else a tenant runs has its share while an instance of it is quiet", others_keep_theirs),
+    (&["cpu"], "a quiet instance is frozen, and ends, while others want its processor", stops_all_the_same),
+];
+
+/// So much of somebody who always wants it, microseconds: many turns on the processor.
+const WORK_US: u64 = 300_000;
+
+/// Sites that compute without a pause: `app` and `other` of alice's, and `victim` of bob's.
+fn world() -> World {
+    let mut world = World::new().with(|options| options.instances.image_bytes_max = 0);
+    world.script("server.py", SERVER);
+    world.script_of("bob", "server.py", SERVER);
+    world.site("app", "alice", app("busy", json!({})));
+    world.site("other", "alice", app("busy", json!({})));
+    world.site("victim", "bob", app("busy", json!({})));
+    world
+}
+
+/// It has answered, and goes first no more.
+async fn wake(world: &World, keeper: &Keeper, site: &str) -> String {
+    let used = keeper.use_instance(&site_name(site), None).await.unwrap();
+    let run = get(&used, "/").await.split(' ').next().unwrap().to_owned();
+    keeper.answered(used.guard.id());
+    let cell = format!("{}/{site}", if site == "victim" { "bob" } else { "alice" });
+    until_so(|| world.cell(&cell).unwrap()["limits"]["cpu_shares"].is_null()).await;
+    run
+}
+
+/// The same, and all its threads run on one processor from now on, the same for all sites.
+async fn start(world: &World, keeper: &Keeper, site: &str) -> String {
+    let run = wake(world, keeper, site).await;
+    let mine = sched_getaffinity(None).unwrap();
+    let mut one = CpuSet::new();
+    one.set((0..CpuSet::MAX_CPU).find(|cpu| mine.is_set(*cpu)).unwrap());
+    for pid in pids(world, site) {
+        for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+            let tid = task.unwrap().file_name().to_str().unwrap().parse().unwrap();
+            match sched_setaffinity(Pid::from_raw(tid), &one) {
+                // It has answered, and is no more.
+                Ok(()) | Err(Errno::SRCH) => {}
+                Err(error) => panic!("thread {tid} of {site}: {error}"),
+            }
+        }
+    }
+    run
+}
+
+fn cpu_us(world: &World, site: &str) -> u64 {
+    show(world, site)["cpu_us"].as_u64().unwrap()
+}
+
+/// What each of these gets while the victim gets `WORK_US`.
+async fn received<const N: usize>(world: &World, sites: [&str; N]) -> [u64; N] {
+    let (until, before) = (cpu_us(world, "victim") + WORK_US, sites.map(|site| cpu_us(world, site)));
+    until_so(|| cpu_us(world, "victim") >= until).await;
+    let after = sites.map(|site| cpu_us(world, site));
+    std::array::from_fn(|at| after[at] - before[at])
+}
+
+async fn rest(world: &World, site: &str, to: Tier) {
+    until_idle(world, site).await;
+    let row = world.act(site, Act::Rest { to: Some(to) });
+    assert_eq!(row["tier"], to.as_str(), "{row}");
+}
+
+fn gives_way() {
+    let world = world().start();
+    world.run(async |keeper| {
+        start(&world, &keeper, "app").await;
+        start(&world, &keeper, "victim").await;
+        let [running] = received(&world, ["app"]).await;
+        assert!(running > WORK_US / 3, "{running} us beside an equal one");
+        rest(&world, "app", Tier::Quiet).await;
+        let [got] = received(&world, ["app"]).await;
+        assert!(got < WORK_US / 10, "{got} us");
+        // Nobody else wants it.
+        world.act("victim", Act::Stop);
+        let before = cpu_us(&world, "app");
+        until_so(|| cpu_us(&world, "app") > before + WORK_US / 3).await;
+        assert_eq!(show(&world, "app")["tier"], "quiet");
+    });
+}
+
+fn has_shares_again() {
+    let world = world().start();
+    world.run(async |keeper| {
+        let first = start(&world, &keeper, "app").await;
+        start(&world, &keeper, "victim").await;
+        for (tiers, shares) in [(&[Tier::Quiet][..], 4096), (&[Tier::Quiet, Tier::Frozen], 8192)] {
+            for tier in tiers {
+                rest(&world, "app", *tier).await;
+            }
+            // What is said meanwhile holds afterwards.
+            world.apply(vec![world.tenant_with("alice", json!({"limits": {"cpu_shares": shares}}))]);
+            assert_eq!(wake(&world, &keeper, "app").await, first);
+            let pid = pids(&world, "app")[0];
+            let of = |name| groups::cpu_shares(&groups::above(pid, "cpu", name).unwrap());
+            assert_eq!((of("tenant-alice"), of("site-app")), (shares, 1024));
+            let [got] = received(&world, ["app"]).await;
+            assert!(got > WORK_US * 2, "{got} us beside one with a quarter of its shares");
+        }
+    });
+}
+
+fn others_keep_theirs() {
+    let world = world().start();
+    world.run(async |keeper| {
+        start(&world, &keeper, "app").await;
+        start(&world, &keeper, "victim").await;
+        rest(&world, "app", Tier::Quiet).await;
+        for _ in 0..2 {
+            start(&world, &keeper, "other").await;
+            let [app, other] = received(&world, ["app", "other"]).await;
+            assert!(app < WORK_US / 10 && other > WORK_US / 3, "{app} us beside {other} us");
+            rest(&world, "other", Tier::Quiet).await;
+            let [app, other] = received(&world, ["app", "other"]).await;
+            assert!(app + other < WORK_US / 10, "{app} us beside {other} us");
+            world.act("other", Act::Stop);
+            let [app] = received(&world, ["app"]).await;
+            assert!(app < WORK_US / 10, "{app} us");
+        }
+    });
+}
+
+fn stops_all_the_same() {
+    let world = world().start();
+    world.run(async |keeper| {
+        start(&world, &keeper, "app").await;
+        start(&world, &keeper, "victim").await;
+        rest(&world, "app", Tier::Quiet).await;
+        rest(&world, "app", Tier::Frozen).await;
+        assert_eq!(received(&world, ["app"]).await, [0]);
+        wake(&world, &keeper, "app").await;
+        rest(&world, "app", Tier::Quiet).await;
+        assert_eq!(world.act("app", Act::Stop)["tier"], "cold");
+        // The next one in its cell is not quiet.
+        start(&world, &keeper, "app").await;
+        let [got] = received(&world, ["app"]).await;
+        assert!(got > WORK_US / 3, "{got} us beside an equal one");
+    });
+}
