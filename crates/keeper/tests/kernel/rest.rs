@@ -23,7 +23,7 @@ use crate::world::{World, is_alive, refusal, site_name, until_so, wait_dead};
 pub const ROOT: &[Fact] = &[
     ("an instance answers from each tier it rests at, and is the same", answers_from_each_tier),
     ("the edge knows without asking whether an instance rests", rests_is_known),
-    ("a quiet instance runs only when nobody else wants to", quiet_threads),
+    ("threads of a quiet instance are the least urgent, and their timers may be late", quiet_threads),
     ("a frozen instance uses no CPU time", frozen_uses_nothing),
     ("an idle instance goes down by itself until nothing of it is left", goes_down_alone),
     ("an instance that is used does not rest", used_does_not_rest),
@@ -210,15 +210,19 @@ fn rests_is_known() {
     });
 }
 
-/// The scheduling policies and nice values of all threads: fields 41 and 19 of proc_pid_stat(5).
-fn scheduling(pids: &[i32]) -> BTreeSet<(u32, i32)> {
+/// The scheduling policies and nice values of all threads, fields 41 and 19 of proc_pid_stat(5), and how late their timers may be,
+/// nanoseconds.
+fn scheduling(pids: &[i32]) -> BTreeSet<(u32, i32, u64)> {
     let stat = |pid: &i32, task: &str| fs::read_to_string(format!("/proc/{pid}/task/{task}/stat")).unwrap();
     let mut seen = BTreeSet::new();
     for pid in pids {
         for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
-            let text = stat(pid, task.unwrap().file_name().to_str().unwrap());
+            let tid = task.unwrap().file_name().into_string().unwrap();
+            let text = stat(pid, &tid);
             let fields: Vec<&str> = text.rsplit_once(") ").unwrap().1.split(' ').collect();
-            seen.insert((fields[41 - 3].parse().unwrap(), fields[19 - 3].parse().unwrap()));
+            let slack = fs::read_to_string(format!("/proc/{tid}/timerslack_ns")).unwrap();
+            let (policy, nice) = (fields[41 - 3].parse().unwrap(), fields[19 - 3].parse().unwrap());
+            seen.insert((policy, nice, slack.trim_end().parse().unwrap()));
         }
     }
     seen
@@ -231,9 +235,11 @@ fn quiet_threads() {
         until_idle(&world, "app").await;
         let all = pids(&world, "app");
         let normal = scheduling(&all);
-        assert!(normal.iter().all(|(policy, _)| *policy == 0), "{normal:?}");
+        let is_plain = |(policy, _, slack): &(u32, i32, u64)| (*policy, *slack) == (0, 50_000);
+        assert!(normal.iter().all(is_plain), "{normal:?}");
         rest(&world, Tier::Quiet);
-        assert_eq!(scheduling(&all), BTreeSet::from([(5, 19)]), "SCHED_IDLE, least urgent");
+        let least = BTreeSet::from([(5, 19, 50_000_000)]);
+        assert_eq!(scheduling(&all), least, "SCHED_IDLE, least urgent, timers together");
         run_of(&keeper, "app").await;
         assert_eq!(scheduling(&all), normal);
     });
