@@ -14,6 +14,7 @@ mod files;
 mod groups;
 mod image;
 mod instances;
+mod killed;
 mod layers;
 mod life;
 mod limits;
@@ -71,6 +72,7 @@ fn main() {
         nat::ROOT,
         rest::ROOT,
         life::ROOT,
+        killed::ROOT,
         sandbox::ROOT,
     ]
     .concat();
@@ -96,19 +98,8 @@ fn main() {
     };
     let of_criu = |fact: &Fact| trial(fact, if is_root { image::missing() } else { Some("needs root") });
     let trials = any.iter().map(|fact| trial(fact, None)).chain(root.iter().map(of_root));
-    let trials = trials.chain(
-        image::CRIU
-            .iter()
-            .chain(mapped::MAPPED)
-            .chain(shm::CRIU)
-            .chain(wake::CRIU)
-            .chain(woken::CRIU)
-            .chain(faults::CRIU)
-            .chain(outbound::CRIU)
-            .chain(nat::CRIU)
-            .chain(transfer::CRIU)
-            .map(of_criu),
-    );
+    let with_criu = with_criu();
+    let trials = trials.chain(with_criu.iter().map(of_criu));
     let trials = trials.chain(
         swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).chain(woken::FOUND).map(of_found),
     );
@@ -119,6 +110,23 @@ fn main() {
     let only_cells = std::env::var_os("NAGAYA_ONLY_CELLS").is_some();
     let trials = if only_cells { on_cells.collect() } else { trials.chain(on_cells).collect() };
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// All that need a CRIU.
+fn with_criu() -> Vec<Fact> {
+    [
+        image::CRIU,
+        mapped::MAPPED,
+        shm::CRIU,
+        wake::CRIU,
+        woken::CRIU,
+        killed::CRIU,
+        faults::CRIU,
+        outbound::CRIU,
+        nat::CRIU,
+        transfer::CRIU,
+    ]
+    .concat()
 }
 
 /// All that need controllers of cgroups.

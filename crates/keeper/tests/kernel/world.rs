@@ -12,6 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -64,6 +65,7 @@ pub struct World {
     group: Option<PathBuf>,
     /// What a shell does before it, in a network and mounts of its own.
     prelude: Option<String>,
+    starts: AtomicU32,
     running: Mutex<Option<Started>>,
 }
 
@@ -113,6 +115,7 @@ impl World {
             changes: Vec::new(),
             group: None,
             prelude: None,
+            starts: AtomicU32::new(0),
             running: Mutex::default(),
         };
         for (name, uid) in [("alice", ALICE), ("bob", BOB)] {
@@ -220,8 +223,9 @@ impl World {
                 shell
             }
         };
+        self.starts.fetch_add(1, Ordering::Relaxed);
         let keeper = command
-            .env(KEEPER, "1")
+            .env(KEEPER, self.mark())
             .stdin(Stdio::from(self.listener.try_clone().unwrap()))
             .stdout(Stdio::from(OwnedFd::from(theirs)))
             .stderr(Stdio::from(log))
@@ -307,6 +311,11 @@ impl World {
 
     pub fn keeper_pid(&self) -> u32 {
         self.running().as_ref().unwrap().keeper.id()
+    }
+
+    /// What all copies of the keeper that runs now have in their environment, and no other process has.
+    pub fn mark(&self) -> String {
+        format!("{} {}", self.dir.path().display(), self.starts.load(Ordering::Relaxed))
     }
 
     fn log_path(&self) -> PathBuf {
@@ -445,6 +454,17 @@ pub async fn until_so(mut is_so: impl FnMut() -> bool) {
     while !is_so() {
         interval.tick().await;
     }
+}
+
+/// The keeper with this mark, and the copies it has made of itself.
+pub fn keepers_processes(mark: &str) -> Vec<i32> {
+    let wanted = format!("{KEEPER}={mark}");
+    let has_it = |pid: &i32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|one| one == wanted.as_bytes())
+    };
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    all.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(has_it).collect()
 }
 
 /// Whether a process runs; a zombie nobody has reaped yet does not.
