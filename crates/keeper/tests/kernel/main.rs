@@ -24,6 +24,7 @@ mod outbound;
 mod php;
 mod placed;
 mod places;
+mod pressure;
 mod programs;
 mod python;
 mod quiet;
@@ -101,7 +102,13 @@ fn main() {
     let with_criu = with_criu();
     let trials = trials.chain(with_criu.iter().map(of_criu));
     let trials = trials.chain(
-        swap::ROOT.iter().chain(bases::ROOT).chain(databases::FOUND).chain(woken::FOUND).map(of_found),
+        swap::ROOT
+            .iter()
+            .chain(pressure::ROOT)
+            .chain(bases::ROOT)
+            .chain(databases::FOUND)
+            .chain(woken::FOUND)
+            .map(of_found),
     );
     // Where both are mounted the keeper takes of each what it is best for; v1 must do alone, too.
     let back_ends = if v1 && v2 { &[BackEnd::Auto, BackEnd::CgroupV1][..] } else { &[BackEnd::Auto] };
