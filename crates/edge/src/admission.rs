@@ -39,7 +39,7 @@ pub use self::exposition::text as exposition;
 pub use self::held::BYTES_MAX as BODY_HELD_MAX;
 pub use self::lanes::{Lane, Lanes};
 pub use self::tickets::{Tickets, open, take_away};
-pub use self::turned::Turned;
+pub use self::turned::{Notice, without_ticket};
 pub use self::way::keep as keep_way;
 
 use self::held::Held;
@@ -211,7 +211,8 @@ async fn ask(
         Entered::Runs(pass) => (Permit::of_pass(&lane, pass), None),
         Entered::Waits(pass, prediction, told) => {
             let ticket = shown.as_ref().map(|shown| &shown.ticket);
-            let permit = wait(node, &lane, pass, patience(lanes, &lane, ticket), told, request).await?;
+            let patience = patience(lanes, &lane, ticket);
+            let permit = wait(node, route, &lane, pass, patience, told, request).await?;
             tell_backend(request, account);
             (permit, Some(prediction))
         }
@@ -242,6 +243,7 @@ impl Drop for Place<'_> {
 /// Waits in line. What the client sends meanwhile is taken in, up to a bound, so that it need not be waited for later.
 async fn wait(
     node: &Node,
+    route: &Route,
     lane: &Arc<Lane>,
     pass: Pass,
     patience: Duration,
@@ -269,16 +271,11 @@ async fn wait(
         }
         Ok(Ok(Err(why))) => {
             place.is_over = true;
-            Err(turned::refused(why))
+            Err(turned::refused(why, &route.site, &request.head))
         }
         // Its lane is gone with everything.
-        Ok(Err(_)) => Err(turned::refused(Refused::NoLane)),
-        Err(_) => {
-            let prediction = lanes.prediction(pass);
-            Err(Refusal::QueueTimeout {
-                retry_after_seconds: turned::seconds(prediction.and_then(|p| p.guess)),
-            })
-        }
+        Ok(Err(_)) => Err(turned::refused(Refused::NoLane, &route.site, &request.head)),
+        Err(_) => Err(turned::too_long(lanes.prediction(pass), &route.site, &request.head)),
     }
 }
 

@@ -8,7 +8,7 @@ use http::{HeaderValue, StatusCode};
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::NodeName;
 
-use crate::admission::Turned;
+use crate::admission::Notice;
 use crate::cluster::Unanswered;
 use crate::message::{BodyError, Response, ResponseBody};
 use crate::peers::{Denied, fields};
@@ -41,11 +41,11 @@ pub enum Refusal {
     #[error("this HTTP version is not spoken here")]
     VersionNotSupported,
     #[error("as many requests of this site wait as may wait")]
-    QueueFull { retry_after_seconds: u32 },
+    QueueFull { retry_after_seconds: u32, notice: Option<Box<Notice>> },
     #[error("waited as long as a request may wait for its turn")]
-    QueueTimeout { retry_after_seconds: u32 },
+    QueueTimeout { retry_after_seconds: u32, notice: Option<Box<Notice>> },
     #[error("as many requests of this site run and wait as may; it was told when to come back")]
-    TurnedAway(Box<Turned>),
+    TurnedAway { notice: Box<Notice>, is_early: bool },
     #[error("the ticket is not valid: {0}")]
     TicketInvalid(String),
     #[error("the ticket has been used")]
@@ -120,7 +120,7 @@ impl Refusal {
     /// The table.
     pub fn row(&self) -> Row {
         use Blame::{Client, Node, Site};
-        let has_own_page = matches!(self, Self::TurnedAway(_));
+        let has_own_page = self.notice().is_some();
         let row = |status, code, reason, blame| Row { status, code: Code(code), reason, blame, has_own_page };
         match self {
             Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client),
@@ -139,11 +139,11 @@ impl Refusal {
             Self::VersionNotSupported => row(StatusCode::HTTP_VERSION_NOT_SUPPORTED, 412, "version", Client),
             Self::QueueFull { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 413, "queue_full", Site),
             Self::QueueTimeout { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 414, "queue_timeout", Site),
-            Self::TurnedAway(turned) if turned.is_early => {
+            Self::TurnedAway { is_early: true, .. } => {
                 row(StatusCode::SERVICE_UNAVAILABLE, 451, "too_early", Client)
             }
             // Of a crowd each would be a line of the node's log; the access log and the metrics have them.
-            Self::TurnedAway(_) => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Client),
+            Self::TurnedAway { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Client),
             Self::TicketInvalid(_) => row(StatusCode::FORBIDDEN, 452, "ticket_invalid", Client),
             Self::TicketUsed => row(StatusCode::CONFLICT, 453, "ticket_used", Client),
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
@@ -174,12 +174,21 @@ impl Refusal {
         }
     }
 
+    /// What people and programs are told in their own way, if it is.
+    fn notice(&self) -> Option<&Notice> {
+        match self {
+            Self::TurnedAway { notice, .. } => Some(notice),
+            Self::QueueFull { notice, .. } | Self::QueueTimeout { notice, .. } => notice.as_deref(),
+            _ => None,
+        }
+    }
+
     /// The response for it. Says what happened and where to look it up; never what is inside the node.
     pub fn into_response(self, id: RequestId) -> Response {
         let row = self.row();
-        if let Self::TurnedAway(turned) = self {
-            let mut response = Response::new(row.status).with_body(ResponseBody::Bytes(turned.body));
-            response.headers = turned.headers.into();
+        if let Some(notice) = self.notice() {
+            let mut response = Response::new(row.status).with_body(ResponseBody::Bytes(notice.body.clone()));
+            response.headers = notice.headers.clone().into();
             response.headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
             return response;
         }
@@ -210,7 +219,7 @@ impl Refusal {
             .with_header(CACHE_CONTROL, HeaderValue::from_static("no-store"))
             .with_body(ResponseBody::Bytes(Bytes::from(page)));
         match self {
-            Self::QueueFull { retry_after_seconds } | Self::QueueTimeout { retry_after_seconds } => {
+            Self::QueueFull { retry_after_seconds, .. } | Self::QueueTimeout { retry_after_seconds, .. } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
             Self::Overloaded(_)

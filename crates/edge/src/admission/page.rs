@@ -1,4 +1,5 @@
-//! What those who must come back see: a page for people, in their language, or a problem document for programs.
+//! What those who must come back see, with a ticket or without: a page for people, in their language, or a problem document
+//! for programs.
 //!
 //! The page needs nothing else: style and script are in it, allowed by their hash alone, and without scripts it works by
 //! reloading. It counts down, listens for the call of its holder, and lets people in by itself. What they were about to send
@@ -47,21 +48,36 @@ static PAGE: LazyLock<(String, String)> = LazyLock::new(|| {
 pub struct Facts<'a> {
     /// The host name that was asked for.
     pub site: &'a str,
-    /// Requests that go first.
-    pub ahead: u32,
+    /// Requests that go first; `None`: not known.
+    pub ahead: Option<u32>,
     /// Expected wait; `None`: not known.
     pub wait_seconds: Option<u32>,
     /// The wait will hardly be longer; `None`: not known.
     pub at_most_seconds: Option<u32>,
-    /// When to come back at the latest, and how long the place is kept from then on.
+    /// When to come back: at the latest, with a ticket; without one, not before.
     pub begins_in_seconds: u32,
-    pub window_seconds: u32,
-    /// Path of the stream that calls the page.
-    pub events_path: &'a str,
+    /// `None`: nothing is promised.
+    pub kept: Option<Kept<'a>>,
     /// The request is one that a browser repeats only when its user says so.
     pub is_post: bool,
     pub language: Language,
     pub request_id: &'a str,
+}
+
+/// What comes with a ticket.
+#[derive(Debug, Clone, Copy)]
+pub struct Kept<'a> {
+    /// How long the place is kept once it may be taken.
+    pub window_seconds: u32,
+    /// Path of the stream that calls the page.
+    pub events_path: &'a str,
+}
+
+/// A ticket as programs get it.
+pub struct Slip<'a> {
+    pub text: &'a str,
+    /// Its slot by the wall clock.
+    pub slot: Range<Moment>,
 }
 
 /// The value of `Content-Security-Policy` that goes with [`render`].
@@ -71,7 +87,11 @@ pub fn csp() -> &'static str {
 
 /// The waiting page.
 pub fn render(facts: &Facts<'_>) -> String {
-    let words = Words::of(facts.language);
+    let words = Words::of(facts.language, facts.kept.is_some());
+    // Without a place there is no turn to wait for: what the page counts down to is when it tries again.
+    let again = Facts { wait_seconds: Some(facts.begins_in_seconds), at_most_seconds: None, ..*facts };
+    let facts = if facts.kept.is_some() { facts } else { &again };
+    let kept = || facts.kept.map(|kept| fill_in(words.kept, &[&words.time(kept.window_seconds)]));
     fill(&PAGE.0, |name| {
         Some(match name {
             "lang" => facts.language.tag().into(),
@@ -79,9 +99,9 @@ pub fn render(facts: &Facts<'_>) -> String {
             "refresh" => refresh(facts).into(),
             "title" => escape(&fill_in(words.title, &[facts.site])).into_owned().into(),
             "busy" => escape(&fill_in(words.busy, &[facts.site])).into_owned().into(),
-            "place" => words.place(facts.ahead).into(),
+            "place" => facts.ahead.map(|ahead| words.place(ahead)).unwrap_or_default().into(),
             "clock" => words.clock(facts.wait_seconds, facts.at_most_seconds).into(),
-            "kept" => fill_in(words.kept, &[&words.time(facts.window_seconds)]).into(),
+            "kept" => kept().unwrap_or_default().into(),
             "with" => if facts.is_post { words.with_post } else { words.with_get }.into(),
             "without" => if facts.is_post { words.without_post } else { words.without_get }.into(),
             "turn" => if facts.is_post { words.turn_post } else { words.turn_get }.into(),
@@ -104,11 +124,11 @@ fn refresh(facts: &Facts<'_>) -> String {
 ///
 /// | placeholder | what |
 /// |---|---|
-/// | `{{ahead}}` | requests that go first |
+/// | `{{ahead}}` | requests that go first; empty if it is not known |
 /// | `{{wait}}` | expected wait in seconds; empty if it is not known |
 /// | `{{at_most}}` | seconds that the wait will hardly exceed; empty if not known |
-/// | `{{begins_in}}` | seconds until its holder may come at the latest |
-/// | `{{events}}` | path of the event stream: `come` when it is the holder's turn, `place` with JSON of `ahead`, `wait_seconds`, `at_most_seconds`, `begins_in_seconds` |
+/// | `{{begins_in}}` | seconds until its holder may come at the latest; without a ticket, until it is to try again |
+/// | `{{events}}` | path of the event stream: `come` when it is the holder's turn, `place` with JSON of `ahead`, `wait_seconds`, `at_most_seconds`, `begins_in_seconds`; empty without a ticket |
 /// | `{{request}}` | the request's id, to be found in the log |
 ///
 /// Others are left as they are.
@@ -116,38 +136,48 @@ pub fn render_own(template: &str, facts: &Facts<'_>) -> String {
     fill(template, |name| placeholder(name, facts))
 }
 
-/// The problem document (RFC 9457) for programs, with the code of the refusal: `slot` is that of the ticket by the wall clock. `not_before` and `not_after` are
+/// The problem document (RFC 9457) for programs, with the code of the refusal. `not_before` and `not_after` of a ticket are
 /// seconds since the Unix epoch.
-pub fn problem_json(facts: &Facts<'_>, ticket: &str, slot: &Range<Moment>, code: Code) -> String {
-    let seconds = |moment: Moment| moment.0.div_ceil(1_000_000);
-    serde_json::json!({
+pub fn problem_json(facts: &Facts<'_>, slip: Option<&Slip<'_>>, code: Code) -> String {
+    let seconds = facts.begins_in_seconds;
+    let (title, then) = if slip.is_some() {
+        (
+            "Come back with this ticket",
+            format!(
+                "A slot is reserved: come back in {seconds} seconds with the ticket in the header field Nagaya-Ticket."
+            ),
+        )
+    } else {
+        ("Come back later", format!("No slot could be reserved: come back in {seconds} seconds."))
+    };
+    let mut document = serde_json::json!({
         "type": format!("urn:nagaya:{code}"),
-        "title": "Come back with this ticket",
+        "title": title,
         "status": 503,
-        "detail": format!(
-            "{} is busy. A slot is reserved: come back in {} seconds with the ticket in the header field Nagaya-Ticket.",
-            facts.site, facts.begins_in_seconds,
-        ),
+        "detail": format!("{} is busy. {then}", facts.site),
         "code": code.to_string(),
-        "position": u64::from(facts.ahead) + 1,
+        "position": facts.ahead.map(|ahead| u64::from(ahead) + 1),
         "predicted_wait_seconds": facts.wait_seconds,
         "at_most_seconds": facts.at_most_seconds,
-        "ticket": ticket,
-        "not_before": seconds(slot.start),
-        "not_after": seconds(slot.end),
         "request": facts.request_id,
-    })
-    .to_string()
+    });
+    if let Some(Slip { text, slot }) = slip {
+        let seconds = |moment: Moment| moment.0.div_ceil(1_000_000);
+        document["ticket"] = (*text).into();
+        document["not_before"] = seconds(slot.start).into();
+        document["not_after"] = seconds(slot.end).into();
+    }
+    document.to_string()
 }
 
 fn placeholder<'a>(name: &str, facts: &Facts<'a>) -> Option<Cow<'a, str>> {
-    let number = |seconds: Option<u32>| seconds.map_or(String::new(), |seconds| seconds.to_string());
+    let number = |number: Option<u32>| number.map_or(String::new(), |number| number.to_string());
     Some(match name {
-        "ahead" => facts.ahead.to_string().into(),
+        "ahead" => number(facts.ahead).into(),
         "wait" => number(facts.wait_seconds).into(),
         "at_most" => number(facts.at_most_seconds).into(),
         "begins_in" => facts.begins_in_seconds.to_string().into(),
-        "events" => escape(facts.events_path),
+        "events" => escape(facts.kept.map_or("", |kept| kept.events_path)),
         "request" => escape(facts.request_id),
         _ => return None,
     })

@@ -9,7 +9,7 @@ use nagaya_cmdb::cell::Usage;
 use super::*;
 use crate::access_log::More;
 use crate::access_log::tests::record;
-use crate::admission::Turned;
+use crate::admission::Notice;
 use crate::refusal::Refusal;
 
 #[test]
@@ -94,8 +94,9 @@ fn each_label_value_stands_where_its_position_says() {
     }
 }
 
-fn turned(is_early: bool) -> Turned {
-    Turned { headers: HeaderMap::new(), body: Bytes::new(), is_early }
+fn turned(is_early: bool) -> Refusal {
+    let notice = Box::new(Notice { headers: HeaderMap::new(), body: Bytes::new() });
+    Refusal::TurnedAway { notice, is_early }
 }
 
 #[test]
@@ -113,10 +114,10 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::RequestTimeout,
         Refusal::ExpectationFailed,
         Refusal::VersionNotSupported,
-        Refusal::QueueFull { retry_after_seconds: 1 },
-        Refusal::QueueTimeout { retry_after_seconds: 1 },
-        Refusal::TurnedAway(Box::new(turned(false))),
-        Refusal::TurnedAway(Box::new(turned(true))),
+        Refusal::QueueFull { retry_after_seconds: 1, notice: None },
+        Refusal::QueueTimeout { retry_after_seconds: 1, notice: None },
+        turned(false),
+        turned(true),
         Refusal::TicketInvalid("x".into()),
         Refusal::TicketUsed,
         Refusal::Overloaded(""),

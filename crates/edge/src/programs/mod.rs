@@ -45,6 +45,7 @@ pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
 use self::responder::{ErrorLines, Exchange, Retry};
 use self::spool::Spool;
+use crate::admission::without_ticket;
 use crate::message::{Request, Response, ResponseBody};
 use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
@@ -170,7 +171,9 @@ impl Programs {
         let facts = Facts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
         let opening = opening(&facts, Connection::Kept)?;
         self.after.begin();
-        let mut lease = self.pools.lease(tenant, || self.start_php(tenant)).await?;
+        // Workers have a line of their own, of which nothing is predicted.
+        let lease = self.pools.lease(tenant, || self.start_php(tenant)).await;
+        let mut lease = lease.map_err(|refusal| without_ticket(refusal, None, site, &head))?;
         if self.enter(&mut lease, site, stay).await.is_err() {
             // It may have died, or have been another keeper's, which is no fault of the request.
             lease.renew(|| self.start_php(tenant)).await?;

@@ -288,7 +288,8 @@ impl PhpPools {
         }
         let Settings { waiting, wait, .. } = self.settings();
         let retry_after_seconds = u32::try_from(wait.as_secs()).unwrap_or(u32::MAX).max(1);
-        let _spot = Spot::take(&pool.waiting, waiting).ok_or(Refusal::QueueFull { retry_after_seconds })?;
+        let full = Refusal::QueueFull { retry_after_seconds, notice: None };
+        let _spot = Spot::take(&pool.waiting, waiting).ok_or(full)?;
         let given = handover::line_up(pool);
         let given = async {
             match given.await {
@@ -303,7 +304,8 @@ impl PhpPools {
                 turn = pool.turns.clone().acquire_owned() => turn.map(Turn::Mine).map_err(|_| removed),
             }
         };
-        tokio::time::timeout(wait, next).await.unwrap_or(Err(Refusal::QueueTimeout { retry_after_seconds }))
+        let too_long = Refusal::QueueTimeout { retry_after_seconds, notice: None };
+        tokio::time::timeout(wait, next).await.unwrap_or(Err(too_long))
     }
 
     /// Makes room for one more worker, if need be by ending the one of any tenant that was idle longest.

@@ -1,26 +1,30 @@
 //! The waiting page: what is in it, what cannot get into it, and who gets it.
 
 use nagaya_admission::Moment;
+use nagaya_base::Code;
 use proptest::prelude::*;
 
 use super::asked::{Language, is_crawler, language, wants_html};
 use super::words::Words;
-use super::{Facts, HTML, SCRIPT, STYLE, base64, csp, problem_json, render, render_own};
+use super::{Facts, HTML, Kept, SCRIPT, STYLE, Slip, base64, csp, problem_json, render, render_own};
 
 /// A page must fit into the first packets of a connection.
 const PAGE_MAX: usize = 8 * 1024;
 
 const BOTH: [Language; 2] = [Language::English, Language::Japanese];
 
+fn kept(events_path: &str) -> Option<Kept<'_>> {
+    Some(Kept { window_seconds: 20, events_path })
+}
+
 fn facts(language: Language) -> Facts<'static> {
     Facts {
         site: "shop.example",
-        ahead: 12,
+        ahead: Some(12),
         wait_seconds: Some(40),
         at_most_seconds: Some(60),
         begins_in_seconds: 40,
-        window_seconds: 20,
-        events_path: "/.nagaya/wait/0123456789abcdef",
+        kept: kept("/.nagaya/wait/0123456789abcdef"),
         is_post: false,
         language,
         request_id: "01J0000000000000",
@@ -46,22 +50,22 @@ fn it_tells_the_place_and_the_time_with_its_uncertainty() {
 
 #[test]
 fn what_is_not_known_is_said_to_be() {
-    let unknown = Facts { wait_seconds: None, ahead: 0, ..facts(Language::English) };
+    let unknown = Facts { wait_seconds: None, ahead: Some(0), ..facts(Language::English) };
     let page = render(&unknown);
     assert!(page.contains("How long it takes is not known yet.</p>"), "{page}");
     assert!(page.contains("<p id=\"place\">Nobody goes before you.</p>"), "{page}");
     assert!(page.contains("data-wait=\"\""), "{page}");
-    let page = render(&Facts { at_most_seconds: None, ahead: 1, ..facts(Language::English) });
+    let page = render(&Facts { at_most_seconds: None, ahead: Some(1), ..facts(Language::English) });
     assert!(page.contains("Your turn comes in about 40 s.</p>"), "{page}");
     assert!(page.contains("<p id=\"place\">1 visitor goes before you.</p>"), "{page}");
 }
 
 #[test]
 fn long_times_are_told_in_larger_units() {
-    let words = Words::of(Language::English);
+    let words = Words::of(Language::English, true);
     let told = [0, 90, 91, 3600, 5400, 5401, 86_400].map(|seconds| words.time(seconds));
     assert_eq!(told, ["0 s", "90 s", "2 min", "60 min", "90 min", "1 h 31 min", "24 h 0 min"]);
-    assert_eq!(Words::of(Language::Japanese).time(7260), "2 時間 1 分");
+    assert_eq!(Words::of(Language::Japanese, true).time(7260), "2 時間 1 分");
     // The script counts in the same units.
     assert!(SCRIPT.contains("seconds <= 90") && SCRIPT.contains("minutes <= 90"));
 }
@@ -71,16 +75,15 @@ fn it_is_small_whatever_is_told() {
     let site = "x".repeat(253);
     let events = "/.nagaya/wait/".to_owned() + &"0".repeat(64);
     for language in BOTH {
-        for is_post in [false, true] {
+        for (is_post, is_kept) in [(false, true), (true, true), (false, false), (true, false)] {
             let most = Some(u32::MAX);
             let worst = Facts {
                 site: &site,
-                ahead: u32::MAX,
+                ahead: Some(u32::MAX),
                 wait_seconds: most,
                 at_most_seconds: most,
                 begins_in_seconds: u32::MAX,
-                window_seconds: u32::MAX,
-                events_path: &events,
+                kept: is_kept.then_some(Kept { window_seconds: u32::MAX, events_path: &events }),
                 is_post,
                 ..facts(language)
             };
@@ -201,7 +204,7 @@ fn what_was_sent_is_sent_again_only_when_its_user_says_so() {
 #[test]
 fn markup_in_what_is_told_stays_text() {
     let evil = "\"><script>alert('x')</script>&{{ahead}}";
-    let told = Facts { site: evil, events_path: evil, request_id: evil, ..facts(Language::English) };
+    let told = Facts { site: evil, kept: kept(evil), request_id: evil, ..facts(Language::English) };
     let page = render(&told);
     assert_eq!(page.matches("<script>").count(), 1, "{page}");
     assert!(page.contains("&#60;script&#62;alert(&#39;x&#39;)"), "{page}");
@@ -212,8 +215,8 @@ fn markup_in_what_is_told_stays_text() {
 
 #[test]
 fn the_wording_needs_no_escaping() {
-    for language in BOTH {
-        let words = Words::of(language);
+    for (language, is_kept) in BOTH.into_iter().flat_map(|language| [(language, true), (language, false)]) {
+        let words = Words::of(language, is_kept);
         let all = [
             words.title,
             words.heading,
@@ -263,7 +266,7 @@ fn programs_get_a_problem_document() {
     let slot = Moment(1_800_000_000_500_000)..Moment(1_800_000_020_000_000);
     let told = Facts { site: "a\"b", at_most_seconds: None, ..facts(Language::English) };
     let document: serde_json::Value =
-        serde_json::from_str(&problem_json(&told, "TICKET", &slot, nagaya_base::Code(450)))
+        serde_json::from_str(&problem_json(&told, Some(&Slip { text: "TICKET", slot }), Code(450)))
             .expect("it is JSON");
     assert_eq!(document["type"], "urn:nagaya:NGY0450");
     assert_eq!(document["status"], 503);
@@ -277,6 +280,35 @@ fn programs_get_a_problem_document() {
     assert!(
         document["title"].is_string() && document["detail"].as_str().is_some_and(|it| it.contains("a\"b"))
     );
+}
+
+#[test]
+fn without_a_ticket_nothing_is_promised() {
+    let none = Facts { kept: None, begins_in_seconds: 7, ..facts(Language::English) };
+    let page = render(&none);
+    assert!(page.contains("<p id=\"place\">12 visitors are in line.</p>"), "{page}");
+    assert!(page.contains("<p id=\"clock\" role=\"timer\">Next try in 7 s.</p>"), "{page}");
+    assert!(page.contains("data-events=\"\"") && page.contains("data-begins=\"7\""), "{page}");
+    assert!(page.contains("<noscript><meta http-equiv=\"refresh\" content=\"7\"></noscript>"), "{page}");
+    assert!(page.contains("data-wait=\"7\"") && page.contains("data-most=\"\""), "{page}");
+    assert!(!page.contains("is kept") && !page.contains("Your turn"), "{page}");
+    let post = render(&Facts { is_post: true, ahead: None, ..none });
+    assert!(post.contains("Nothing you sent has been acted on yet."), "{post}");
+    assert!(post.contains("<p id=\"place\"></p>") && post.contains("data-ahead=\"\""), "{post}");
+    let japanese = render(&Facts { language: Language::Japanese, ..none });
+    assert!(japanese.contains("12 人が待っています。") && japanese.contains("あと 7 秒"), "{japanese}");
+    assert_eq!(render_own("[{{events}}] {{begins_in}}", &none), "[] 7");
+
+    let document: serde_json::Value =
+        serde_json::from_str(&problem_json(&none, None, Code(413))).expect("it is JSON");
+    assert_eq!(document["type"], "urn:nagaya:NGY0413");
+    assert_eq!((&document["position"], &document["predicted_wait_seconds"]), (&13.into(), &40.into()));
+    assert!(["ticket", "not_before", "not_after"].iter().all(|field| document.get(field).is_none()));
+    assert!(document["detail"].as_str().is_some_and(|it| it.contains("in 7 seconds")), "{document}");
+    let unknown = Facts { ahead: None, wait_seconds: None, ..none };
+    let document: serde_json::Value =
+        serde_json::from_str(&problem_json(&unknown, None, Code(414))).expect("it is JSON");
+    assert!(document["position"].is_null() && document["predicted_wait_seconds"].is_null(), "{document}");
 }
 
 #[test]
@@ -349,7 +381,7 @@ proptest! {
     #[test]
     fn no_text_gets_out_of_its_place(site in ".{0,60}", id in ".{0,60}", events in ".{0,60}") {
         let plain = render(&facts(Language::English));
-        let told = Facts { site: &site, request_id: &id, events_path: &events, ..facts(Language::English) };
+        let told = Facts { site: &site, request_id: &id, kept: kept(&events), ..facts(Language::English) };
         let page = render(&told);
         for mark in ['<', '>', '"'] {
             prop_assert_eq!(page.matches(mark).count(), plain.matches(mark).count());

@@ -93,11 +93,54 @@ const JAPANESE: Words = Words {
     hours: "{} 時間 {} 分",
 };
 
+/// Where nothing is promised: the place is what it would be now, and the time is when the page tries again.
+const ENGLISH_UNKEPT: Words = Words {
+    title: "Busy right now: {}",
+    heading: "Please try again soon",
+    busy: "{} is busy right now. No turn is reserved for you.",
+    none: "Nobody is in line.",
+    one: "1 visitor is in line.",
+    many: "{} visitors are in line.",
+    both: "Next try in {}.",
+    about: "Next try in {}.",
+    soon: "Next try any moment now.",
+    kept: "",
+    with_get: "Keep this page open. It tries again by itself.",
+    with_post: "Nothing you sent has been acted on yet. Keep this page open. When the time has passed, press the button, and \
+                confirm that your browser sends it again.",
+    without_get: "This page reloads by itself when the time has passed.",
+    turn_get: "Trying again.",
+    turn_post: "Press the button to send again.",
+    ..ENGLISH
+};
+
+const JAPANESE_UNKEPT: Words = Words {
+    title: "ただいま混み合っています: {}",
+    heading: "しばらくお待ちください",
+    busy: "{} はただいま混み合っています。あなたの順番は確保されていません。",
+    none: "待っている人はいません。",
+    one: "1 人が待っています。",
+    many: "{} 人が待っています。",
+    both: "あと {}で再試行できます。",
+    about: "あと {}で再試行できます。",
+    soon: "まもなく再試行できます。",
+    kept: "",
+    with_get: "このページを開いたままお待ちください。自動的に再試行します。",
+    with_post: "送信された内容はまだ処理されていません。このページを開いたままお待ちになり、時間になったらボタンを押して、再送信を確認してください。",
+    without_get: "時間になると、このページは自動的に再読み込みされます。",
+    turn_get: "再試行しています。",
+    turn_post: "ボタンを押して再送信してください。",
+    ..JAPANESE
+};
+
 impl Words {
-    pub fn of(language: Language) -> &'static Self {
-        match language {
-            Language::English => &ENGLISH,
-            Language::Japanese => &JAPANESE,
+    /// `is_kept`: a place is promised.
+    pub fn of(language: Language, is_kept: bool) -> &'static Self {
+        match (language, is_kept) {
+            (Language::English, true) => &ENGLISH,
+            (Language::English, false) => &ENGLISH_UNKEPT,
+            (Language::Japanese, true) => &JAPANESE,
+            (Language::Japanese, false) => &JAPANESE_UNKEPT,
         }
     }
 

@@ -165,10 +165,13 @@ async fn a_busy_thread_does_not_keep_a_worker_from_another() {
 async fn a_full_queue_and_a_long_wait_are_refused() {
     let world = World::new(1, options(0, 1500));
     let _busy = world.lease().await.unwrap();
-    assert_eq!(world.lease().await.err(), Some(Refusal::QueueFull { retry_after_seconds: 1 }));
+    assert_eq!(world.lease().await.err(), Some(Refusal::QueueFull { retry_after_seconds: 1, notice: None }));
     let world = World::new(1, options(1, 10));
     let _busy = world.lease().await.unwrap();
-    assert_eq!(world.lease().await.err(), Some(Refusal::QueueTimeout { retry_after_seconds: 1 }));
+    assert_eq!(
+        world.lease().await.err(),
+        Some(Refusal::QueueTimeout { retry_after_seconds: 1, notice: None })
+    );
     assert_eq!(world.waiting(), 0);
 }
 
