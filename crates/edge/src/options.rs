@@ -91,6 +91,8 @@ pub struct Limits {
     pub head_ms: u64,
     /// Longest silence while a body arrives or a response is taken.
     pub idle_body_ms: u64,
+    /// A client whose machine gives no sign for so long is gone; or for `idle_body_ms`, if that is longer.
+    pub vanished_ms: u64,
     /// Longest silence between two requests of a connection.
     pub keep_alive_ms: u64,
     pub keep_alive_requests: u32,
@@ -206,6 +208,7 @@ impl Default for Limits {
             body_bytes: 1 << 30,
             head_ms: 10_000,
             idle_body_ms: 30_000,
+            vanished_ms: 30_000,
             keep_alive_ms: 60_000,
             keep_alive_requests: 1_000_000,
             backend_ms: 60_000,

@@ -749,6 +749,13 @@ const LIMITS: &[Key<Settings>] = &[
         "Longest silence while a body arrives or a response is taken."
     ),
     key!(
+        "vanished_timeout",
+        "0.1",
+        time(2_000, HOUR),
+        edge.limits.vanished_ms,
+        "After so long without a sign of a client's machine, which the kernel asks for when nothing else comes (TCP keep-alive), it counts as gone, and its place in line or its permit is free. If `idle_body_timeout` is longer, after that."
+    ),
+    key!(
         "keep_alive_timeout",
         "0.1",
         time(0, DAY),

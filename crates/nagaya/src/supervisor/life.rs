@@ -25,7 +25,7 @@ use super::feed::{Feed, News};
 use super::identity::Identity;
 use super::node::Node;
 use super::priority;
-use super::sockets::{Listening, Peers};
+use super::sockets::{Listening, Peers, expect_signs};
 use super::{notify, place, reload};
 use crate::config::{self, Settings};
 use crate::inherit::{Inherited, InheritedListener, InheritedPeers, number};
@@ -408,6 +408,7 @@ impl Life {
                     logging::set_level(&self.parts.settings.log.level);
                 }
                 place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+                self.expect_signs();
                 self.tell_options();
                 self.parts.node.reloaded(held);
                 tracing::info!("the configuration was read again");
@@ -425,6 +426,17 @@ impl Life {
         }
         if self.phase == Phase::Serving {
             notify::notify("READY=1");
+        }
+    }
+
+    /// From clients and nodes that connect from now on, as the limits are now.
+    fn expect_signs(&self) {
+        let sockets = self.parts.listening.iter().flat_map(|at| &at.sockets);
+        let peers = self.parts.peers.iter().flat_map(|peers| &peers.streams);
+        for socket in sockets.chain(peers) {
+            if let Err(error) = expect_signs(socket, &self.parts.settings.edge.limits) {
+                tracing::warn!(%error, "a listening socket keeps the limits it had");
+            }
         }
     }
 

@@ -78,7 +78,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     let edge_identity = identity::of_edge(&settings);
     let protections = identity::protections(facts());
     log_protections(&protections, edge_identity);
-    let listening = sockets::listen(&settings.listen, settings.edge_threads())?;
+    let listening = sockets::listen(&settings.listen, settings.edge_threads(), &settings.edge.limits)?;
     let peers = peers(&settings)?;
     let owner = edge_identity.map(|identity| (identity.uid, identity.gid));
     let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
@@ -127,7 +127,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
 fn peers(settings: &Settings) -> Result<Option<Peers>, ServeError> {
     let Some(listen) = &settings.cluster.listen else { return Ok(None) };
     let address = listen.parse().expect("the check of the configuration has parsed it");
-    let peers = sockets::listen_peers(address, settings.edge_threads())?;
+    let peers = sockets::listen_peers(address, settings.edge_threads(), &settings.edge.limits)?;
     tracing::info!(address = %peers.address, "listening for other nodes");
     Ok(Some(peers))
 }

@@ -6,10 +6,12 @@
 use std::fs::Permissions;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::time::Duration;
 
+use nagaya_edge::options::Limits;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -23,6 +25,12 @@ const BACKLOG: i32 = 16_384;
 /// Connections to the keeper not yet accepted: one per edge thread, and again as many while an edge restarts.
 const KEEPER_BACKLOG: i32 = 1_024;
 
+/// How often the other end is asked before it counts as gone: probes are packets like others, and one or two of them may be lost.
+const PROBES: u32 = 3;
+
+/// The kernel counts the times of probes in seconds.
+const PROBE_MIN: Duration = Duration::from_secs(1);
+
 /// One address with its sockets, one per edge thread.
 #[derive(Debug)]
 pub struct Listening {
@@ -34,10 +42,10 @@ pub struct Listening {
 }
 
 /// Makes the sockets of every address, `threads` for each.
-pub fn listen(wanted: &[Listen], threads: usize) -> Result<Vec<Listening>, ServeError> {
+pub fn listen(wanted: &[Listen], threads: usize, limits: &Limits) -> Result<Vec<Listening>, ServeError> {
     let mut made = Vec::with_capacity(wanted.len());
     for listen in wanted {
-        match listen_at(listen, threads) {
+        match listen_at(listen, threads, limits) {
             Ok(listening) => made.push(listening),
             Err(error) if listen.by_default && is_family_missing(&error) => {
                 tracing::info!(address = %listen.address, "not listening here: this machine has no IPv6");
@@ -54,7 +62,7 @@ pub fn listen(wanted: &[Listen], threads: usize) -> Result<Vec<Listening>, Serve
     Ok(made)
 }
 
-fn listen_at(listen: &Listen, threads: usize) -> io::Result<Listening> {
+fn listen_at(listen: &Listen, threads: usize, limits: &Limits) -> io::Result<Listening> {
     // With SO_REUSEPORT a second node of the same user would share the address, each getting some of the
     // connections. A socket without it is refused the address if anybody has it.
     let probe = socket(listen.address)?;
@@ -65,6 +73,7 @@ fn listen_at(listen: &Listen, threads: usize) -> io::Result<Listening> {
     for _ in 0..threads {
         let socket = socket(address)?;
         socket.set_reuse_port(true)?;
+        expect_signs(&socket, limits)?;
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         sockets.push(socket.into());
@@ -83,6 +92,25 @@ fn socket(address: SocketAddr) -> io::Result<Socket> {
     socket.set_nonblocking(true)?;
     socket.set_tcp_nodelay(true)?;
     Ok(socket)
+}
+
+/// Connections that are accepted from now on end when the machine at their other end gives no sign any more: one that has lost its
+/// power or its network closes nothing, and would keep its place in line for ever.
+pub fn expect_signs(socket: impl AsFd, limits: &Limits) -> io::Result<()> {
+    use rustix::net::sockopt;
+    let vanished = Duration::from_millis(limits.vanished_ms);
+    // Half of the time is silence, the other half the probes.
+    let (idle, between) = (vanished / 2, vanished / 2 / PROBES);
+    sockopt::set_socket_keepalive(&socket, true)?;
+    sockopt::set_tcp_keepidle(&socket, idle.max(PROBE_MIN))?;
+    sockopt::set_tcp_keepintvl(&socket, between.max(PROBE_MIN))?;
+    sockopt::set_tcp_keepcnt(&socket, PROBES)?;
+    // There are no probes while something is on its way and not acknowledged; else it would be sent again for a quarter of an hour.
+    // This bounds that, and instead of the count the probes as well. It also ends connections that say that they take nothing for the
+    // moment, which is the edge's to decide.
+    let unacknowledged = limits.vanished_ms.max(limits.idle_body_ms);
+    sockopt::set_tcp_user_timeout(&socket, u32::try_from(unacknowledged).unwrap_or(u32::MAX))?;
+    Ok(())
 }
 
 fn is_family_missing(error: &io::Error) -> bool {
@@ -119,12 +147,12 @@ pub struct Peers {
 /// How often a port that the kernel chose for TCP may turn out to be taken for UDP.
 const PORT_TRIES_MAX: u32 = 16;
 
-pub fn listen_peers(address: SocketAddr, threads: usize) -> Result<Peers, ServeError> {
+pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Result<Peers, ServeError> {
     let wanted = Listen { address, tls: true, by_default: false };
     let mut tries = 0;
     let made = loop {
         tries += 1;
-        let made = listen_at(&wanted, threads).and_then(|listening| {
+        let made = listen_at(&wanted, threads, limits).and_then(|listening| {
             let probes = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
             if address.is_ipv6() {
                 probes.set_only_v6(true)?;
@@ -201,7 +229,7 @@ mod tests {
 
     #[test]
     fn all_threads_listen_on_the_one_port_the_kernel_chose() {
-        let made = listen(&[anywhere()], 3).unwrap();
+        let made = listen(&[anywhere()], 3, &Limits::default()).unwrap();
         assert_ne!(made[0].address.port(), 0);
         assert_eq!(made[0].sockets.len(), 3);
         for socket in &made[0].sockets {
@@ -212,20 +240,46 @@ mod tests {
     }
 
     #[test]
+    fn accepted_connections_are_asked_for_signs() {
+        use rustix::net::sockopt;
+        let limits = Limits { vanished_ms: 60_000, idle_body_ms: 90_000, ..Limits::default() };
+        let made = listen(&[anywhere()], 1, &limits).unwrap();
+        let accepted = || {
+            let _client = std::net::TcpStream::connect(made[0].address).unwrap();
+            rustix::net::accept(&made[0].sockets[0]).unwrap()
+        };
+        let seconds = Duration::from_secs;
+        let connection = accepted();
+        assert!(sockopt::socket_keepalive(&connection).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&connection).unwrap(), seconds(30));
+        assert_eq!(sockopt::tcp_keepintvl(&connection).unwrap(), seconds(10));
+        assert_eq!(sockopt::tcp_keepcnt(&connection).unwrap(), PROBES);
+        assert_eq!(sockopt::tcp_user_timeout(&connection).unwrap(), 90_000);
+        // Limits that change hold for who connects after that.
+        expect_signs(&made[0].sockets[0], &Limits { vanished_ms: 2_000, idle_body_ms: 100, ..limits })
+            .unwrap();
+        let connection = accepted();
+        assert_eq!(sockopt::tcp_keepidle(&connection).unwrap(), seconds(1));
+        assert_eq!(sockopt::tcp_keepintvl(&connection).unwrap(), seconds(1));
+        assert_eq!(sockopt::tcp_user_timeout(&connection).unwrap(), 2_000);
+    }
+
+    #[test]
     fn an_address_that_another_node_has_is_refused_and_not_shared() {
-        let first = listen(&[anywhere()], 2).unwrap();
+        let first = listen(&[anywhere()], 2, &Limits::default()).unwrap();
         let again = Listen { address: first[0].address, ..anywhere() };
-        let error = listen(&[again], 2).unwrap_err();
+        let error = listen(&[again], 2, &Limits::default()).unwrap_err();
         assert!(error.to_string().contains("ss -ltnp"), "{error}");
     }
 
     #[test]
     fn other_nodes_ask_at_one_port() {
-        let peers = listen_peers(([127, 0, 0, 1], 0).into(), 2).unwrap();
+        let limits = Limits::default();
+        let peers = listen_peers(([127, 0, 0, 1], 0).into(), 2, &limits).unwrap();
         assert_eq!(peers.streams.len(), 2);
         let address = rustix::net::getsockname(&peers.probes).unwrap();
         assert_eq!(SocketAddr::try_from(address).unwrap(), peers.address);
-        assert!(listen_peers(peers.address, 1).is_err(), "a second node does not share it");
+        assert!(listen_peers(peers.address, 1, &limits).is_err(), "a second node does not share it");
     }
 
     #[test]
