@@ -30,6 +30,7 @@ pub mod http1;
 pub mod http2;
 pub mod path;
 pub mod peers;
+pub mod recent;
 pub mod silence;
 pub mod tls;
 

@@ -14,6 +14,7 @@ module Nagaya
 
   REQUEST = Request.new
   NODE = Node.new
+  SITE = Site.new
 end
 
 module Kernel
@@ -23,6 +24,11 @@ module Kernel
 
   def node
     Nagaya::NODE
+  end
+
+  # How full the site's lane is.
+  def site
+    Nagaya::SITE
   end
 
   # When the request arrived, in the node's time zone.

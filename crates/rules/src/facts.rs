@@ -62,6 +62,14 @@ pub enum Number {
     Running,
     /// Requests that wait their turn, of all tenants.
     Waiting,
+    /// Requests of the site that run.
+    SiteRunning,
+    /// Requests in the site's own line.
+    SiteWaiting,
+    /// So many more requests of the site may run at once: what its bound, its tenant's and the node's leave.
+    SiteFree,
+    /// The wait that one who came into the site's line now is predicted, milliseconds.
+    SiteWaitMs,
 }
 
 /// One value of a setting.

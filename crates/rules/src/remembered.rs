@@ -307,7 +307,11 @@ impl Facts for Noted<'_> {
             | Number::Keepalives
             | Number::ArrivedUs
             | Number::Running
-            | Number::Waiting => self.lose(),
+            | Number::Waiting
+            | Number::SiteRunning
+            | Number::SiteWaiting
+            | Number::SiteFree
+            | Number::SiteWaitMs => self.lose(),
         }
         told
     }

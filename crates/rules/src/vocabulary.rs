@@ -28,6 +28,7 @@ const PRELUDE: &[&str] = &[
     "uri_args",
     "request",
     "node",
+    "site",
     "header",
     "rputs",
     "echo",

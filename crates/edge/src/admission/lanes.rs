@@ -27,6 +27,7 @@ use super::pressure::Throttled;
 use super::tickets;
 use super::{Of, Permit};
 use crate::options::Options;
+use crate::recent::Recent;
 
 /// Lanes kept although no thread has a route to them. Beyond it they are forgotten with what was learned in them.
 const LANES_MAX: usize = 16_384;
@@ -57,6 +58,9 @@ const AUTO_MAX: u32 = 256;
 /// Part of a lane's capacity that is promised by tickets; the rest takes up what a node does slower than foreseen.
 const PROMISED_SHARE: f32 = 0.9;
 
+/// Rules may ask about a lane for each request, and counting goes through all lanes.
+const CROWDED_AGE_MAX: Duration = Duration::from_millis(10);
+
 type Map<K, V> = HashMap<K, V, RandomState>;
 
 /// One lane.
@@ -74,7 +78,20 @@ pub struct Lane {
     gives_way: Arc<AtomicU64>,
     lent: Lent,
     throttled: Throttled,
+    /// What rules are told of it.
+    crowded: Recent<Crowded>,
     lanes: Weak<Lanes>,
+}
+
+/// How full a lane is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Crowded {
+    pub running: u32,
+    pub waiting: u32,
+    /// So many more may run at once, here and in all lanes around it.
+    pub free: u32,
+    /// The wait a newcomer would have; `None`: not known.
+    pub wait: Option<Duration>,
 }
 
 /// What whoever waits is told.
@@ -237,9 +254,19 @@ impl Lanes {
         let lent = Lent::new(self.threads);
         let gives_way =
             state.by_id.get(&inside).map_or_else(Arc::default, |tenants| Arc::clone(&tenants.gives_way));
-        let (label, throttled) = (Box::from(label), Throttled::default());
-        let lane = Arc::new(Lane { id, name, label, inside, wait_ms, gives_way, lent, throttled, lanes });
-        state.by_label.insert(lane.label.clone(), Arc::clone(&lane));
+        let lane = Arc::new(Lane {
+            id,
+            name,
+            label: label.into(),
+            inside,
+            wait_ms,
+            gives_way,
+            lent,
+            throttled: Throttled::default(),
+            crowded: Recent::new(CROWDED_AGE_MAX),
+            lanes,
+        });
+        state.by_label.insert(label.into(), Arc::clone(&lane));
         state.by_id.insert(id, Arc::clone(&lane));
         state.bounds.insert(id, bounds);
         tell(self.effects(state, now));
@@ -500,6 +527,37 @@ impl Lanes {
         state.by_id.values().filter_map(explain).collect()
     }
 
+    /// How full a lane is.
+    pub(super) fn crowded(&self, lane: &Lane) -> Crowded {
+        let state = self.state.lock();
+        let (now, root) = (self.now(), state.machine.root());
+        let mut spare = state.spare();
+        spare.insert(root, state.by_id.values().map(|lane| lane.lent.spare()).sum());
+        let explain = |id: LaneId| {
+            let explained = state.machine.explain(now, id)?;
+            let running = explained.running.saturating_sub(*spare.get(&id).unwrap_or(&0));
+            Some((running, explained))
+        };
+        let free = |id: LaneId| explain(id).map_or(0, |(running, lane)| lane.run.saturating_sub(running));
+        let Some((running, explained)) = explain(lane.id) else { return Crowded::default() };
+        let mut crowded = Crowded {
+            running,
+            waiting: explained.waiting,
+            free: free(lane.id).min(free(lane.inside)),
+            wait: explained.wait,
+        };
+        let mut around = state.by_id.get(&lane.inside);
+        while let Some(lane) = around {
+            crowded.free = crowded.free.min(free(lane.inside));
+            around = state.by_id.get(&lane.inside);
+        }
+        if crowded.free > 0 && crowded.waiting == 0 {
+            // The machine takes what is lent for what runs.
+            crowded.wait = Some(Duration::ZERO);
+        }
+        crowded
+    }
+
     /// What runs and waits of each tenant. Permits that are lent and not in use do not count as running.
     pub fn crowds(&self) -> Vec<(Arc<Lane>, Crowd)> {
         let state = self.state.lock();
@@ -638,6 +696,11 @@ impl Lane {
     /// Longest that anybody waits here: predictions may be wrong by as much again as they may say.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(self.wait_ms.load(Ordering::Relaxed).saturating_mul(2))
+    }
+
+    /// How full it is, or was a moment ago.
+    pub fn crowded(&self) -> Crowded {
+        self.crowded.get(|| self.lanes.upgrade().map(|lanes| lanes.crowded(self)).unwrap_or_default())
     }
 
     /// Whose lane it is, if it is a tenant's.

@@ -4,15 +4,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use nagaya_admission::{Ask, Class, ClientKey, Nonce, Offer, Pass, Record, Refused, Used};
+use http::header::{
+    ACCEPT, ACCEPT_LANGUAGE, CACHE_CONTROL, CONTENT_TYPE, HeaderName, RETRY_AFTER, USER_AGENT,
+};
+use http::{HeaderValue, Method, StatusCode};
+use nagaya_admission::{Ask, Class, ClientKey, Nonce, Offer, Pass, Prediction, Record, Refused, Used};
 use nagaya_base::Reckoning;
 use nagaya_cmdb::{Site, SiteName, Tenant};
+use nagaya_rules::Lane as RuleLane;
 use nagaya_telemetry::Gauge;
 use tokio::sync::oneshot;
 
-use super::lanes::{Entered, Told, Untold};
-use super::{Kind, Lane, Lanes, Permit, Place};
+use super::lanes::{Crowded, Entered, Told, Untold};
+use super::{Kind, Lane, Lanes, Permit, Place, turned};
+use crate::message::{RequestBody, ResponseBody};
 use crate::options::Options;
+use crate::programs::testing::request;
 
 const ASK: Ask = Ask {
     class: Class(1),
@@ -228,6 +235,63 @@ fn permits_are_neither_lost_nor_given_twice_between_threads() {
     let threads: Vec<_> = (1..=8).map(|seed| std::thread::spawn(run(seed))).collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     assert_eq!((counts(&lanes, &lane), lanes.running()), ((0, 0), 0));
+}
+
+#[test]
+fn who_gets_no_ticket_is_told_so_as_it_asked() {
+    let told = |method: Method, fields: &[(HeaderName, &'static str)]| {
+        let mut request = request(method, RequestBody::empty());
+        request
+            .head
+            .headers
+            .extend(fields.iter().map(|(name, value)| (Some(name.clone()), HeaderValue::from_static(value))));
+        let wait = Some(Duration::from_millis(6_500));
+        let prediction = Prediction { ahead: 4, wait, at_most: None, guess: wait };
+        let refusal = turned::refused(Refused::NoSlot(prediction), &site(None), &request.head);
+        let has_own_page = refusal.row().has_own_page;
+        let response = refusal.into_response(request.head.id);
+        assert_eq!(response.status, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers.get(RETRY_AFTER).unwrap(), "7");
+        assert_eq!(response.headers.get(CACHE_CONTROL).unwrap(), "no-store");
+        let ResponseBody::Bytes(body) = response.body else { panic!("it is short") };
+        let kind = response.headers.get(CONTENT_TYPE).unwrap().to_str().unwrap().to_owned();
+        (kind, String::from_utf8(body.to_vec()).unwrap(), has_own_page)
+    };
+    let (kind, document, has_own_page) = told(Method::POST, &[]);
+    assert!(has_own_page && kind == "application/problem+json", "{kind}");
+    let document: serde_json::Value = serde_json::from_str(&document).unwrap();
+    assert_eq!((&document["position"], &document["predicted_wait_seconds"]), (&5.into(), &7.into()));
+    let people = [(ACCEPT, "text/html"), (ACCEPT_LANGUAGE, "ja")];
+    let (kind, page, has_own_page) = told(Method::GET, &people);
+    assert!(has_own_page && kind.starts_with("text/html") && page.contains("lang=\"ja\""), "{page}");
+    let (_, plain, has_own_page) = told(Method::GET, &[(USER_AGENT, "Googlebot/2.1"), people[0].clone()]);
+    assert!(!has_own_page && plain.contains("NGY0413") && !plain.contains("refresh"), "{plain}");
+}
+
+#[test]
+fn how_full_a_lane_is_counts_what_is_lent_as_free() {
+    let options = options(10);
+    let lanes = Lanes::new(&options, Gauge::default(), Reckoning::of_wall());
+    let tenant = tenant(Some(60));
+    let one = lanes.of_site(&site(Some(50)), &tenant, &options);
+    let mut other = site(None);
+    other.name = SiteName::new("other").unwrap();
+    let other = lanes.of_site(&other, &tenant, &options);
+    let empty = Crowded { free: 50, wait: Some(Duration::ZERO), ..Crowded::default() };
+    assert_eq!(one.crowded(), empty);
+    let _running: Vec<_> = [&one, &one, &other].map(|lane| runs(&lanes, lane).unwrap()).into();
+    assert_eq!(lanes.crowded(&one), Crowded { running: 2, free: 48, ..empty });
+    let many: Vec<_> = (0..20).map(|_| runs(&lanes, &other).unwrap()).collect();
+    assert_eq!(lanes.crowded(&one).free, 60 - 2 - 1 - 20, "its tenant's bound is nearer");
+    let (_waiting, full) = (
+        many,
+        lanes.of_rule(&one, &RuleLane { name: "checkout".into(), run: 1, wait: None, tickets: false }),
+    );
+    let _runs = runs(&lanes, &full).unwrap();
+    let _waits = waits(&lanes, &full);
+    let crowded = lanes.crowded(&full);
+    assert_eq!((crowded.running, crowded.waiting, crowded.free), (1, 1, 0));
+    assert_eq!((lanes.crowded(&one).running, lanes.crowded(&one).waiting), (3, 0), "its own line is empty");
 }
 
 #[test]

@@ -151,6 +151,12 @@ impl Facts for RequestFacts<'_> {
             Number::Running => {
                 i64::try_from(self.shared.load.running(|| u64::from(self.shared.lanes.running()))).ok()
             }
+            Number::SiteRunning => Some(self.route.lane.crowded().running.into()),
+            Number::SiteWaiting => Some(self.route.lane.crowded().waiting.into()),
+            Number::SiteFree => Some(self.route.lane.crowded().free.into()),
+            Number::SiteWaitMs => {
+                self.route.lane.crowded().wait.and_then(|wait| i64::try_from(wait.as_millis()).ok())
+            }
             Number::ArrivedUs => {
                 let arrived = SystemTime::now() - self.record.begun.elapsed();
                 let since = arrived.duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -150,6 +150,8 @@ async fn a_rule_sees_the_request_the_site_and_the_node() {
         ("request.id.size", "32"),
         ("node.name", "here"),
         ("node.running", "0"),
+        ("[site.running, site.waiting, site.wait_ms]", "[0, 0, 0]"),
+        ("site.free == Apache::Scoreboard.new.idle_worker && site.free > 0", "true"),
         ("KVS.get(\"wiki.test\", \"cpu\")", "25%"),
         ("KVS.get(\"wiki.test\", \"run\")", "2"),
         ("KVS.get(\"nobody.test\").inspect", "nil"),

@@ -161,6 +161,7 @@ pub const NATIVES: &[Native] = &[
         Ok(Value::List(call.facts.load().into_iter().map(Value::Float).collect()))
     }),
     Native::method(SCOREBOARD, "busy_worker", |call| request::number(call, Number::Running, 0)),
+    Native::method(SCOREBOARD, "idle_worker", |call| request::number(call, Number::SiteFree, 0)),
 ];
 
 /// What `Server` says.

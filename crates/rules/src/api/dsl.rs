@@ -25,6 +25,7 @@ const WORDS: &str = "Kernel";
 const REQUEST: &str = "Nagaya::Request";
 const HEADER: &str = "Nagaya::Header";
 const NODE: &str = "Nagaya::Node";
+const SITE: &str = "Nagaya::Site";
 const NAGAYA: &str = "Nagaya";
 
 /// Seconds by which a request may go before its time, or behind it.
@@ -73,6 +74,10 @@ pub const NATIVES: &[Native] = &[
     Native::method(NODE, "cores", |_| Ok(Value::Int(cores()))),
     Native::method(NODE, "running", |call| request::number(call, Number::Running, 0)),
     Native::method(NODE, "waiting", |call| request::number(call, Number::Waiting, 0)),
+    Native::method(SITE, "running", |call| request::number(call, Number::SiteRunning, 0)),
+    Native::method(SITE, "waiting", |call| request::number(call, Number::SiteWaiting, 0)),
+    Native::method(SITE, "free", |call| request::number(call, Number::SiteFree, 0)),
+    Native::method(SITE, "wait_ms", |call| Ok(call.facts.number(Number::SiteWaitMs).into())),
     Native::singleton(NAGAYA, "seconds", seconds),
     Native::singleton(NAGAYA, "in_span?", in_span),
     Native::singleton(NAGAYA, "gap", gap),

@@ -204,7 +204,7 @@ fn variables_of_programs_are_read_and_set() {
 
 #[test]
 fn connection_server_and_scoreboard_say_what_there_is_to_say() {
-    let mut world = world();
+    let mut world = world().number(Number::SiteFree, 3);
     world.load = [0.5, 1.0, 2.25];
     for (expression, value) in [
         ("Apache::Connection.new.remote_ip", "\"192.0.2.7\""),
@@ -217,6 +217,7 @@ fn connection_server_and_scoreboard_say_what_there_is_to_say() {
         ("Apache::Server.new.hostname", "\"www.example.com\""),
         ("Apache::Scoreboard.new.loadavg", "[0.5, 1.0, 2.25]"),
         ("Apache::Scoreboard.new.busy_worker", "17"),
+        ("Apache::Scoreboard.new.idle_worker", "3"),
         ("server_name", "\"Apache\""),
         ("get_server_class.equal?(Apache)", "true"),
         ("Apache.module_name", "\"nagaya\""),

@@ -212,7 +212,9 @@ fn an_answer_is_given_instead_of_the_sites() {
 
 #[test]
 fn a_request_is_read() {
-    let world = world().header("User-Agent", "curl").number(Number::ContentLength, 9);
+    let lane = world().number(Number::SiteRunning, 4).number(Number::SiteWaiting, 9);
+    let world =
+        lane.number(Number::SiteWaitMs, 1_500).header("User-Agent", "curl").number(Number::ContentLength, 9);
     for (expression, value) in [
         ("request.host", "\"www.example.com\""),
         ("request.path", "\"/cgi/a.cgi\""),
@@ -230,11 +232,20 @@ fn a_request_is_read() {
         ("request.header[\"absent\"]", "nil"),
         ("node.name", "\"n1\""),
         ("node.running", "17"),
+        ("site.running", "4"),
+        ("site.waiting", "9"),
+        ("site.free", "0"),
+        ("site.wait_ms", "1500"),
         ("node.cores > 0", "true"),
         ("node.load + node.load5 + node.load15", "0.0"),
     ] {
         assert_eq!(world.value(expression), value, "{expression}");
     }
+}
+
+#[test]
+fn a_wait_that_is_not_known_is_no_number() {
+    assert_eq!(world().value("site.wait_ms"), "nil");
 }
 
 #[test]

@@ -13,6 +13,7 @@ const NO_BODY: &str = "rules read the head of a request; its body is passed on a
 const NOT_OPENED: &str = "the file is opened by the keeper under the tenant's rights, after the rules";
 const CONFIGURATION: &str = "a setting of the node; see `nagaya config dump`";
 const NO_WORKERS: &str = "there is no table of workers; `nagaya status` and the metrics show what runs";
+const SITE_FREE: &str = "how many more requests of the site may run at once; `site` has more (docs/rules.md)";
 const BODIES: &str = "rules do not change bodies";
 const PASSWORDS: &str = "rules do not check passwords; the site's application does";
 const TEXT: &str = "adds to the text of the answer; without `Apache.return` it is answered with 200";
@@ -177,9 +178,10 @@ pub const CLASSES: &[Class] = &[
             Row(".new", Same),
             Row("loadavg", Same),
             Row("busy_worker", Differs("requests that run on this node")),
+            Row("idle_worker", Differs(SITE_FREE)),
             Row(
                 "status counter pid cpu_load server_limit thread_limit access_counter total_kbyte \
-                    total_access uptime restart_time idle_worker",
+                    total_access uptime restart_time",
                 Missing(NO_WORKERS),
             ),
         ],
