@@ -94,6 +94,8 @@ pub enum Question {
     /// The keeper: what each instance that runs, or whose limit is not its record's, has used, as a list of `instance::Used`. The edge:
     /// requests of each site whose instance it uses, as a list of `instance::Needed`.
     Load,
+    /// What this process has to do for applications, as an `instance::Busy`. Asked for several times a second, so nothing is read for it.
+    Busy,
     /// The edge: sites, tenants and lanes of which requests run or wait, as JSON.
     Requests,
     /// The edge: the receipt of the request with this id as JSON.

@@ -174,6 +174,15 @@ pub struct Needed {
     pub requests: u32,
 }
 
+/// What one of a node's processes has to do for applications, as planners are told of it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Busy {
+    /// The edge: requests to applications that are placed here, which it has taken since it began.
+    pub requests: u64,
+    /// The keeper: wakes under way and in line.
+    pub wakes: u32,
+}
+
 /// Most words of a command that is run in an instance.
 pub const EXEC_WORDS_MAX: usize = 1024;
 

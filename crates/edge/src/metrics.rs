@@ -274,6 +274,7 @@ impl Wakes {
 /// Of requests whose sites run elsewhere, or did.
 #[derive(Debug)]
 struct Moves {
+    placed: Counter,
     relocations: Counters<1>,
     stages: Histogram,
     hops: Histogram,
@@ -284,6 +285,8 @@ struct Moves {
 impl Moves {
     fn new(r: &mut Registry) -> Self {
         Self {
+            placed: r
+                .counter("placed_requests", "Requests to applications that are placed here, in a cluster"),
             relocations: r.counters(
                 "relocations",
                 "Requests that asked for another place for their site",
@@ -429,6 +432,16 @@ impl Metrics {
         for (at, took) in stages.into_iter().enumerate() {
             self.moves.stages.observe(at, took);
         }
+    }
+
+    /// A request is to be served here, where its site is placed.
+    pub fn stayed_here(&self) {
+        self.moves.placed.inc();
+    }
+
+    /// How many there were.
+    pub fn placed_requests(&self) -> u64 {
+        self.moves.placed.get()
     }
 
     /// Another node has begun to answer a request, so long after it was sent there.

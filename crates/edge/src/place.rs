@@ -104,6 +104,7 @@ pub async fn answer(
     if account.stint().is_none() {
         return exchange::run(node, route, request, account).await;
     }
+    node.shared.metrics.stayed_here();
     Box::pin(watched(node, route, request, account)).await
 }
 

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use nagaya_admission::Explained;
 use nagaya_base::Reckoning;
 use nagaya_cmdb::feed::{self, Down, Fetched, Placed, Question, Up};
-use nagaya_cmdb::instance::Needed;
+use nagaya_cmdb::instance::{Busy, Needed};
 use nagaya_cmdb::record::Change;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -235,6 +235,10 @@ impl Process {
             Question::Status => self.status().to_string(),
             Question::Requests => self.requests().to_string(),
             Question::Load => serde_json::to_string(&self.needed())?,
+            Question::Busy => {
+                let requests = self.shared.metrics.placed_requests();
+                serde_json::to_string(&Busy { requests, ..Busy::default() })?
+            }
             Question::Explain { id } => receipt::explain(&self.shared, &id),
             Question::FetchImage { site, from } => {
                 if self.shared.cluster.peers.images.put(tag, site, from) {

@@ -292,6 +292,7 @@ fn answer_to(engine: &Rc<Engine>, question: Question, answer: Answerer) {
             spawn_local(async move { answer.send(engine.instances.load(&engine).await) });
             return;
         }
+        Question::Busy => engine.instances.busy(),
         Question::Instance { site, act } => {
             let engine = Rc::clone(engine);
             spawn_local(async move {

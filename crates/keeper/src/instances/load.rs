@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use nagaya_cmdb::SiteName;
 use nagaya_cmdb::cell::CpuQuota;
-use nagaya_cmdb::instance::{Tier, Used};
+use nagaya_cmdb::instance::{Busy, Tier, Used};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::Instances;
@@ -55,6 +55,15 @@ impl Instances {
         let read = move || Ok(looked.into_iter().filter_map(|one| one.read(&cells)).collect::<Vec<_>>());
         let used = engine.on_worker(read).await.ok();
         serde_json::to_string(&used).expect("it is made of texts and numbers")
+    }
+}
+
+impl Instances {
+    /// The JSON of how many wake now or wait for their turn.
+    pub fn busy(&self) -> String {
+        let wakes = self.wakes.borrow();
+        let wakes = u32::try_from(wakes.awake() + wakes.waiting()).unwrap_or(u32::MAX);
+        serde_json::to_string(&Busy { wakes, ..Busy::default() }).expect("it is made of numbers")
     }
 }
 

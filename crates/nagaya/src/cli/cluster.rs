@@ -244,6 +244,8 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
         "APPLICATIONS",
         "CPU",
         "MEMORY FREE",
+        "REQUESTS/S",
+        "WAKES",
         "AUTHORITY",
         "VERSION",
     ]);
@@ -257,6 +259,8 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
             node["placements"].to_string(),
             percent(&node["cpu_used"]),
             percent(&node["memory_free"]),
+            node["requests_per_second"].as_f64().map_or("?".into(), |rate| format!("{rate:.1}")),
+            node["wakes"].as_u64().map_or("?".into(), |wakes| wakes.to_string()),
             node["authority"].as_u64().map_or("?".into(), |serial| serial.to_string()),
             plain(&node["version"]),
         ]);

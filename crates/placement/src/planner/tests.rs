@@ -80,6 +80,56 @@ fn the_image_decides_between_equals_and_load_between_images() {
 }
 
 #[test]
+fn what_a_node_has_to_do_is_weighed_against_what_it_has_left() {
+    type Change = fn(&mut Candidate);
+    // What speaks against the first of a site's order, and whether that is enough for the second to be chosen.
+    let table: [(&str, bool, Change); 14] = [
+        ("nothing", false, |_| {}),
+        ("some requests", false, |node| node.heat = 300.0),
+        ("many requests", true, |node| node.heat = 1500.0),
+        ("as many on more CPUs", false, |node| (node.heat, node.cpus) = (1500.0, 32)),
+        ("one wake with CPUs to spare", false, |node| (node.wakes, node.cpus) = (1, 8)),
+        ("a wake for each CPU", true, |node| node.wakes = 4),
+        ("as many on more CPUs", false, |node| (node.wakes, node.cpus) = (4, 32)),
+        ("busy CPUs", true, |node| node.cpu_used = 0.9),
+        ("memory in use that does not matter", false, |node| node.memory_free = 5 * GIB),
+        ("memory nearly used up", true, |node| node.memory_free = GIB),
+        ("many sites at rest", false, |node| node.sites = 1000),
+        ("very many sites at rest", true, |node| node.sites = 8000),
+        ("wakes, but the image is there", false, |node| (node.wakes, node.has_image) = (4, true)),
+        ("more wakes than an image is worth", true, |node| (node.wakes, node.has_image) = (8, true)),
+    ];
+    for (what, is_passed_over, change) in table {
+        // Each of the two is the first of half of all orders.
+        for site in 0..20 {
+            let site = format!("site{site}");
+            let mut nodes = [node("x"), node("y")];
+            let first = choose(&need(&site), &nodes).unwrap().best();
+            let at = usize::from(first == "y");
+            change(&mut nodes[at]);
+            if nodes[at].cpus != 4 {
+                // Only the load is to differ, not the order.
+                nodes[1 - at].cpus = nodes[at].cpus;
+                (nodes[0].memory_bytes, nodes[1].memory_bytes) = (64 * GIB, 64 * GIB);
+                (nodes[0].memory_free, nodes[1].memory_free) = (63 * GIB, 63 * GIB);
+            }
+            let best = choose(&need(&site), &nodes).unwrap().best();
+            assert_eq!(best != first, is_passed_over, "{what}: {}", choose(&need(&site), &nodes).unwrap());
+        }
+    }
+}
+
+#[test]
+fn an_image_is_worth_what_a_cold_start_takes_and_no_more() {
+    let nodes = |cpu_used| [Candidate { has_image: true, cpu_used, ..node("x") }, node("y")];
+    for site in 0..20 {
+        let site = format!("site{site}");
+        let best = |cpu_used| choose(&need(&site), &nodes(cpu_used)).unwrap().best();
+        assert_eq!((best(0.1), best(0.5), best(0.95)), ("x", "x", "y"), "{site}");
+    }
+}
+
+#[test]
 fn the_choice_says_why() {
     let nodes = [Candidate { has_image: true, ..node("x") }, Candidate { draining: true, ..node("y") }];
     let text = choose(&need("wiki"), &nodes).unwrap().to_string();

@@ -5,9 +5,10 @@
 //! what has changed is looked at. Each such site is asked for when its placement or its record has changed, then less and
 //! less often while there is no image yet, and now and then afterwards, as an image may be collected or taken anew.
 //!
-//! Which other nodes have an image nobody tells: a list would be larger than what a node tells of itself each second. A
-//! site's fallback is taken to have it, as it is the only one that fetches it; of this node it is known. Where that is wrong
-//! the site begins cold on the node that would have been first anyway.
+//! Each node tells the others which of the images that it wants it has ([`Stock`]). A list of all would be larger than all else that a
+//! node tells of itself each second; but nearly always it has nearly all of them, or none, as where nothing takes images. So it
+//! tells which of the two, and the sites that are otherwise, as far as they fit. Of the rest, and of nodes of a version that does not tell, a
+//! site's fallback is taken to have its image; where that is wrong the site begins cold on the node that would have been first anyway.
 //!
 //! Not here: the way of the bytes (`nagaya_edge`), what fits this node (`nagaya_keeper`), moving sites (`placing`, `moves`).
 
@@ -21,6 +22,7 @@ use nagaya_cmdb::store::{PAGE_LEN_MAX, Store, StoreError};
 use nagaya_cmdb::{Backend, Change, NodeName, Placement, SiteName};
 use nagaya_placement::planner::{self, Candidate, Need};
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 
 use super::super::child::Role;
 use super::membership::Membership;
@@ -44,6 +46,9 @@ const RETRY_MAX: Duration = Duration::from_secs(3600);
 
 /// After this the same is asked again although nothing has changed that the records tell.
 const AGAIN_AFTER: Duration = Duration::from_secs(3600);
+
+/// Names of sites that others are told of, in bytes as they are written: all nodes get them each second.
+const OTHERWISE_BYTES_MAX: usize = 1024;
 
 /// Beyond the time that the edge allows itself.
 const PATIENCE: Duration = FETCH_MAX.saturating_add(Duration::from_secs(60));
@@ -83,6 +88,21 @@ impl Touched {
     }
 }
 
+/// Which images are on a node, of the sites that would move there.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stock {
+    /// All of them, or none; but for these sites.
+    most: bool,
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    but: BTreeSet<SiteName>,
+}
+
+impl Stock {
+    pub fn has(&self, site: &SiteName) -> bool {
+        self.most != self.but.contains(site)
+    }
+}
+
 /// A site that would move here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Wanted {
@@ -112,6 +132,21 @@ impl Images {
     pub fn counts(&self) -> (usize, usize) {
         let here = self.wanted.values().filter(|wanted| wanted.digest.is_some()).count();
         (here, self.wanted.len())
+    }
+
+    /// What others are told. Where too many are otherwise than most, the first of them by name are told.
+    pub fn stock(&self) -> Stock {
+        let (here, wanted) = self.counts();
+        let most = here * 2 > wanted;
+        let others = self.wanted.iter().filter(|(_, wanted)| wanted.digest.is_some() != most);
+        let others: BTreeSet<&SiteName> = others.map(|(site, _)| site).collect();
+        let mut left = OTHERWISE_BYTES_MAX;
+        let fits = |site: &&&SiteName| {
+            let fits = left.checked_sub(site.as_str().len() + r#""","#.len());
+            left = fits.unwrap_or(0);
+            fits.is_some()
+        };
+        Stock { most, but: others.iter().take_while(fits).map(|site| (*site).clone()).collect() }
     }
 
     fn forget(&mut self, site: &SiteName) {

@@ -10,6 +10,7 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
 use super::allotment::Allotment;
+use super::images::Stock;
 use super::wishes::{Outcome, Wish};
 
 /// What a node tells of itself, once a second.
@@ -25,6 +26,15 @@ pub struct Load {
     pub authority: u64,
     /// It may run what is placed on it.
     pub serves: bool,
+    /// Requests a second to applications that are placed there.
+    #[serde(skip_serializing_if = "is_none")]
+    pub heat: f32,
+    /// Wakes under way and in line.
+    #[serde(skip_serializing_if = "is_none")]
+    pub wakes: u32,
+    /// Which of the images that it wants are there. None: a version that does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub images: Option<Stock>,
     /// CPUs that sites use here which run on several nodes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub shared: BTreeMap<SiteName, f32>,
@@ -34,6 +44,10 @@ pub struct Load {
     /// What became of others' wishes, by their ids.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub outcomes: BTreeMap<String, Outcome>,
+}
+
+fn is_none<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
 }
 
 /// Measures between two calls.
@@ -116,6 +130,21 @@ fn field(meminfo: &str, name: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_another_version_tells_is_read_as_far_as_it_is_known() {
+        let older = r#"{"cpu_used":0.5,"memory_bytes":8,"memory_available":4,"authority":1,"serves":true}"#;
+        let older: Load = serde_json::from_str(older).unwrap();
+        assert_eq!((older.cpu_used, older.serves), (0.5, true));
+        assert_eq!((older.heat, older.wakes, older.images), (0.0, 0, None));
+        let newer = r#"{"wakes":3,"heat":1.5,"images":{"most":true,"but":["wiki"]},"colour":"red"}"#;
+        let newer: Load = serde_json::from_str(newer).unwrap();
+        assert_eq!((newer.heat, newer.wakes), (1.5, 3));
+        let has = |site| newer.images.as_ref().unwrap().has(&SiteName::new(site).unwrap());
+        assert_eq!((has("wiki"), has("blog")), (false, true));
+        let calm = serde_json::to_string(&Load::default()).unwrap();
+        assert!(["heat", "wakes", "images"].iter().all(|word| !calm.contains(word)), "{calm}");
+    }
 
     #[test]
     fn waiting_for_a_disk_is_not_being_busy() {

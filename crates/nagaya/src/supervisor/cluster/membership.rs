@@ -23,6 +23,7 @@ use super::images::{Images, Touched};
 use super::load::{self, Load, Meter};
 use super::member::Member;
 use super::pki::{Secret, Stored};
+use super::pulse::Pulse;
 use super::relocating::Relocating;
 use super::suspects::Suspects;
 use super::trust::{By, Trust};
@@ -69,6 +70,8 @@ pub struct Membership {
     pub introducing: Cell<bool>,
     /// Sites that would move here, with what is known of their images.
     pub images: RefCell<Images>,
+    /// What applications have this node do.
+    pub pulse: RefCell<Pulse>,
     /// Sites that others have, too, and of which something is being done about that.
     pub shifting: RefCell<HashSet<SiteName>>,
     /// What nodes have each other do.
@@ -106,6 +109,7 @@ impl Membership {
             trust: RefCell::new(trust),
             introducing: Cell::new(false),
             images: RefCell::default(),
+            pulse: RefCell::default(),
             shifting: RefCell::default(),
             wishes: RefCell::default(),
             told: Notify::new(),
@@ -121,6 +125,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).find_places()),
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
             tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
+            tokio::task::spawn_local(Rc::clone(&membership).feel_pulse()),
             tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
             tokio::task::spawn_local(Rc::clone(&membership).grant_wishes()),
         ];
@@ -183,6 +188,9 @@ impl Membership {
             memory_available,
             authority: self.member.borrow().credentials.serial,
             serves: self.has_authority(),
+            heat: self.pulse.borrow().heat(),
+            wakes: self.pulse.borrow().wakes(),
+            images: Some(self.images.borrow().stock()),
             shared: self.context.node.balance.shared.told(),
             ..Load::default()
         }
@@ -302,6 +310,8 @@ impl Membership {
                 "cpu_used": node.load.as_ref().map(|load| load.cpu_used),
                 "memory_bytes": node.record.memory_bytes,
                 "memory_free": node.load.as_ref().map(|load| load.memory_available as f64 / load.memory_bytes.max(1) as f64),
+                "requests_per_second": node.load.as_ref().map(|load| load.heat),
+                "wakes": node.load.as_ref().map(|load| load.wakes),
                 "authority": load.authority,
                 "version": node.record.version,
             })

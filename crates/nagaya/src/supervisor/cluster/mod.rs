@@ -2,7 +2,7 @@
 //!
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
-//! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `images` has what they need there before, `moves` empties nodes
+//! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `pulse` measures what planners have to know, `images` has what they need there before, `moves` empties nodes
 //! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
@@ -20,6 +20,7 @@ mod membership;
 mod moves;
 mod pki;
 mod placing;
+mod pulse;
 mod records;
 mod relocating;
 mod suspects;

@@ -25,6 +25,13 @@ pub struct Known {
     pub placements: u32,
 }
 
+impl Known {
+    /// It has the image of a site of which it is the fallback. One that does not tell is taken to have it.
+    fn says_it_has(&self, site: &SiteName) -> bool {
+        self.load.as_ref().and_then(|load| load.images.as_ref()).is_none_or(|images| images.has(site))
+    }
+}
+
 impl Membership {
     /// Looks whether a site may be taken from a node that has not given it up. The change has to be made then.
     pub async fn may_take(&self, from: &NodeName) -> Result<TakingId, NotNow> {
@@ -90,7 +97,7 @@ impl Membership {
             // A node that is only being started anew may have it again.
             from: from.map(NodeName::as_str).filter(|_| why != Why::First),
         };
-        self.mark_image(&need, site, &mut candidates);
+        self.mark_image(&need, site, &known, &mut candidates);
         let choice = planner::choose(&need, &candidates).map_err(|none| {
             let (suspects, now) = (self.suspects.borrow(), Instant::now());
             let may_be_back = |name| NodeName::new(name).is_ok_and(|name| suspects.may_be_back(now, &name));
@@ -100,12 +107,21 @@ impl Membership {
         Ok(NodeName::new(choice.best()).expect("it is the name of a record"))
     }
 
-    /// The node that the site moves to has its image, where there is one: of this node it is known whether it has come.
-    fn mark_image(&self, need: &Need<'_>, site: &SiteName, candidates: &mut [Candidate<'_>]) {
+    /// Only the fallback has fetched the site's image, if it says so. This node knows its own better than from what it told.
+    fn mark_image(
+        &self,
+        need: &Need<'_>,
+        site: &SiteName,
+        known: &[Known],
+        candidates: &mut [Candidate<'_>],
+    ) {
         let fallback = need.from.and_then(|_| planner::fallback(need, candidates));
-        for node in candidates {
-            let is_here = node.name != self.node.as_str() || self.images.borrow().has(site);
-            node.has_image = fallback == Some(node.name) && is_here;
+        for (node, known) in candidates.iter_mut().zip(known) {
+            node.has_image = fallback == Some(node.name)
+                && match known.record.name == self.node {
+                    true => self.images.borrow().has(site),
+                    false => known.says_it_has(site),
+                };
         }
     }
 
@@ -166,8 +182,8 @@ pub fn candidate(node: &Known, against: Option<Verdict>) -> Candidate<'_> {
         memory_free: load.memory_available,
         cpu_used: load.cpu_used as f32,
         sites: node.placements,
-        heat: 0.0,
+        heat: load.heat,
         has_image: false,
-        wakes: 0,
+        wakes: load.wakes,
     }
 }

@@ -81,6 +81,43 @@ fn what_is_found_again_keeps_its_time_and_what_is_not_is_forgotten() {
 }
 
 #[test]
+fn others_are_told_what_most_are_and_which_are_otherwise() {
+    let stock = |wanted: u32, here: &dyn Fn(u32) -> bool| {
+        let (mut images, now) = (Images::default(), Instant::now());
+        for n in 0..wanted {
+            let name = format!("s{n:04}");
+            images.want(placement(&name, "b", 1), now);
+            if here(n) {
+                images.told(&site(&name), 1, Some(&self::here(9)), now);
+            }
+        }
+        images.stock()
+    };
+    let has = |stock: &Stock, n: u32| stock.has(&site(&format!("s{n:04}")));
+    let but = |stock: &Stock| stock.but.len();
+    let none = stock(0, &|_| false);
+    assert!(!has(&none, 0) && but(&none) == 0);
+    let table: [(u32, &dyn Fn(u32) -> bool); 6] = [
+        (3, &|n| n == 1),
+        (3, &|n| n != 1),
+        (1, &|_| true),
+        (2, &|n| n == 0),
+        (9_000, &|n| n % 100 != 7),
+        (9_000, &|_| false),
+    ];
+    for (wanted, here) in table {
+        let stock = stock(wanted, here);
+        assert!((0..wanted).all(|n| has(&stock, n) == here(n)), "{wanted}: {stock:?}");
+        let read: Stock = serde_json::from_value(serde_json::json!(stock)).unwrap();
+        assert_eq!(read, stock);
+    }
+    // Too many are otherwise.
+    let mixed = stock(900, &|n| n % 3 != 0);
+    assert_eq!((mixed.most, but(&mixed)), (true, OTHERWISE_BYTES_MAX / r#""s0000","#.len()));
+    assert!(!has(&mixed, 0) && has(&mixed, 1), "the first of them are told");
+}
+
+#[test]
 fn too_many_changes_are_one() {
     let touched = Touched::default();
     touched.by(&[Change::PutPlacement(placement("wiki", "b", 1)), Change::DropSite(site("blog"))]);
