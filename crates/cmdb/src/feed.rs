@@ -138,6 +138,8 @@ pub enum Up {
         seen: Option<u64>,
         why: Why,
         lost: Option<NodeName>,
+        /// For so long the request that asks waited for that node.
+        probe_us: u64,
     },
     /// The edge: this node answers after all, of which a request may have said by `Place` that it does not.
     Heard {

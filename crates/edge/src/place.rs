@@ -327,7 +327,7 @@ async fn seek(
                 tried.push((record.name.clone(), epoch));
                 // The next node's connection may have gone stale just the same.
                 resends = 0;
-                if stands_in(node, site, head, &tried, seen.as_ref(), why) {
+                if stands_in(node, site, head, &tried, seen.as_ref(), why, began.elapsed()) {
                     continue;
                 }
                 (seen, Some(record.name.clone()), why.as_record(), began.elapsed())
@@ -362,6 +362,7 @@ fn stands_in(
     tried: &Tried,
     seen: Option<&Placement>,
     why: hop::Why,
+    probe: Duration,
 ) -> bool {
     let (Some((lost, _)), Some(seen)) = (tried.last().cloned(), seen) else { return false };
     if matches!(look(node, site, head, tried), Where::Ask { .. }) {
@@ -371,7 +372,8 @@ fn stands_in(
     if !matches!(why, hop::Why::NotThere) {
         let (shared, site, seen) = (Arc::clone(&node.shared), site.clone(), seen.epoch);
         spawn_local(async move {
-            let asked = shared.cluster.desk.ask(&site, Some(seen), why.as_record(), Some(&lost)).await;
+            let desk = &shared.cluster.desk;
+            let asked = desk.ask(&site, Some(seen), why.as_record(), Some(&lost), probe).await;
             if let Ok((Placed::At { placement, .. }, _)) = asked {
                 shared.cluster.placed(placement);
             }
@@ -434,7 +436,7 @@ async fn relocate(
     let cluster = &node.shared.cluster;
     let began = Instant::now();
     let epoch = seen.as_ref().map(|seen| seen.epoch);
-    let placed = cluster.desk.ask(&route.site.name, epoch, why, lost.as_ref()).await;
+    let placed = cluster.desk.ask(&route.site.name, epoch, why, lost.as_ref(), detect).await;
     let (placed, _) = placed.map_err(Refusal::Unplaced)?;
     match placed {
         Placed::At { placement, .. } if lost.is_some() && Some(placement.epoch) == epoch => Ok(false),

@@ -83,7 +83,7 @@ impl Desk {
         Ok(())
     }
 
-    /// Where the site runs from now on. `seen`: the epoch that did not do, because `lost` did not serve it. True with it: this
+    /// Where the site runs from now on. `seen`: the epoch that did not do, because `lost` did not serve it, for which it waited for `probe`. True with it: this
     /// request's question was the one that was sent.
     pub async fn ask(
         &self,
@@ -91,8 +91,9 @@ impl Desk {
         seen: Option<u64>,
         why: Why,
         lost: Option<&NodeName>,
+        probe: Duration,
     ) -> Result<(Placed, bool), Unanswered> {
-        let (mut answer, is_first) = match self.join(site, seen, why, lost)? {
+        let (mut answer, is_first) = match self.join(site, seen, why, lost, probe)? {
             Joined::Known(placed) => return Ok((placed, false)),
             Joined::Waiting(answer, is_first) => (answer, is_first),
         };
@@ -120,6 +121,7 @@ impl Desk {
         seen: Option<u64>,
         why: Why,
         lost: Option<&NodeName>,
+        probe: Duration,
     ) -> Result<Joined, Unanswered> {
         let mut open = self.open.lock();
         if let Some(placed) = open.said_nowhere(site, seen) {
@@ -139,7 +141,8 @@ impl Desk {
         }
         let tag = self.next.fetch_add(1, Ordering::Relaxed);
         let (answer, receiver) = watch::channel(None);
-        let question = Up::Place { tag, site: site.clone(), seen, why, lost: lost.cloned() };
+        let probe_us = u64::try_from(probe.as_micros()).unwrap_or(u64::MAX);
+        let question = Up::Place { tag, site: site.clone(), seen, why, lost: lost.cloned(), probe_us };
         // The channel holds no more than there are open questions.
         let sent = self.writer.lock().as_ref().map(|writer| writer.send(question).is_ok());
         if sent != Some(true) {
@@ -236,7 +239,7 @@ mod tests {
 
     fn ask(desk: &Arc<Desk>, seen: u64) -> tokio::task::JoinHandle<Result<(Placed, bool), Unanswered>> {
         let desk = Arc::clone(desk);
-        tokio::spawn(async move { desk.ask(&site(), Some(seen), Why::Silent, None).await })
+        tokio::spawn(async move { desk.ask(&site(), Some(seen), Why::Silent, None, Duration::ZERO).await })
     }
 
     fn next(asked: &mpsc::Receiver<Up>) -> (u64, Option<u64>) {

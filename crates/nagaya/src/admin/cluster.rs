@@ -9,7 +9,9 @@
 //! | `POST /v1/cluster/authority?finish=true\|false` | exchanges the authority of certificates, in two steps |
 //! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true` | its nodes |
 //! | `GET /v1/placements` | where applications run: `after=SITE`, `limit=N`, `node=NAME` |
+//! | `GET /v1/placements/SITE` | where one runs, why there, and how it came there |
 //! | `POST /v1/placements/SITE/move?to=NODE` | moves one |
+//! | `GET /v1/events?limit=N` | what this node saw happen in the cluster, the latest first |
 //!
 //! Not here: doing it (`supervisor::cluster`), the commands (`cli::cluster`).
 
@@ -27,6 +29,9 @@ use crate::supervisor::Etcd;
 
 /// Most placements in one answer.
 pub const PLACEMENTS_MAX: usize = 1_000;
+
+/// Most events in one answer.
+pub const EVENTS_MAX: usize = 2_000;
 
 /// What is asked of a cluster.
 pub enum Ask {
@@ -52,9 +57,15 @@ pub enum Ask {
         limit: usize,
         node: Option<String>,
     },
+    Placement {
+        site: String,
+    },
     Move {
         site: String,
         to: Option<String>,
+    },
+    Events {
+        limit: usize,
     },
 }
 
@@ -81,7 +92,7 @@ pub struct Join {
 /// Whether a path is answered here.
 pub fn is_asked(path: &str) -> bool {
     let first = path.strip_prefix("/v1/").and_then(|rest| rest.split('/').next());
-    matches!(first, Some("cluster" | "nodes" | "placements"))
+    matches!(first, Some("cluster" | "nodes" | "placements" | "events"))
 }
 
 pub async fn answer(node: &dyn Node, request: Request<Incoming>) -> Response<Bytes> {
@@ -111,6 +122,7 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
         ["nodes", _] => &["force"],
         ["placements"] => &["after", "limit", "node"],
         ["placements", _, "move"] => &["to"],
+        ["events"] => &["limit"],
         _ => &[],
     };
     query.allow(allowed)?;
@@ -133,6 +145,8 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
             let own = |text: Option<std::borrow::Cow<'_, str>>| text.map(std::borrow::Cow::into_owned);
             (Method::GET, Ask::Placements { after: own(after), limit, node: own(node) })
         }
+        (["placements", site], _) => (Method::GET, Ask::Placement { site: name(site) }),
+        (["events"], _) => (Method::GET, Ask::Events { limit: query.limit()?.clamp(1, EVENTS_MAX) }),
         (["placements", site, "move"], _) => {
             (Method::POST, Ask::Move { site: name(site), to: query.get("to").map(|to| to.into_owned()) })
         }
@@ -171,6 +185,11 @@ mod tests {
         assert_eq!(status(Method::GET, "/v1/placements", "after=b&limit=3"), Ok(()));
         assert_eq!(status(Method::GET, "/v1/placements", "colour=red"), Err(400));
         assert_eq!(status(Method::POST, "/v1/placements/wiki/move", "to=b"), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/placements/wiki", ""), Ok(()));
+        assert_eq!(status(Method::DELETE, "/v1/placements/wiki", ""), Err(405));
+        assert_eq!(status(Method::GET, "/v1/events", "limit=5"), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/events", "limit=none"), Err(400));
+        assert_eq!(status(Method::POST, "/v1/events", ""), Err(405));
         assert_eq!(status(Method::GET, "/v1/cluster/join", ""), Err(405));
     }
 

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use super::balance;
 use super::cells::{CLEAR, INTERVAL};
+use super::events;
 use super::output::{self, CliError, Columns, Format, Place, printable, short_time};
 
 #[derive(Debug, clap::Args)]
@@ -178,17 +179,19 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-/// Why requests of a site wait, since when, and what would help; what its application's load called for.
+/// Why requests of a site wait, since when, and what would help; why its application is where it is, and what its load called for.
 pub fn explain(site: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
     let explained = (|| {
         output::ask_node(place, &format!("/v1/sites/{}", output::escape(site)))?;
         let lanes = ask(place)?;
         let own: Vec<_> = lanes.into_iter().filter(|lane| is_of(lane, site)).collect();
         let load = balance::ask(site, place)?;
+        let placed = events::ask(site, place)?;
         if format.json {
-            return output::print_json(&json!({ "lanes": own, "balance": load }));
+            return output::print_json(&json!({ "lanes": own, "balance": load, "placement": placed }));
         }
-        output::print((told(site, &own) + &balance::told(&load)?).trim_end())
+        let placed = events::told(placed.as_ref())?;
+        output::print((told(site, &own) + &placed + &balance::told(&load)?).trim_end())
     })();
     output::end(explained, format)
 }

@@ -9,6 +9,7 @@ mod cluster;
 mod config;
 mod doctor;
 mod error;
+mod events;
 mod exec;
 mod explain;
 mod instance;
@@ -83,7 +84,7 @@ enum Command {
         after_help = "Examples:\n  nagaya lanes\n  nagaya lanes --watch\n  nagaya lanes --json | jq '.[] | select(.waiting > 0)'"
     )]
     Lanes(lanes::Lanes),
-    /// Explain one request (where its time went, and what limited it), or why a site's requests wait, and what its load called for
+    /// Explain one request (where its time went, and what limited it), or why a site's requests wait, why it is where it is, and what its load called for
     #[command(
         after_help = "Examples:\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736\n  nagaya explain 4bf92f3577b34da6a3ce929d0e0e4736 --json\n  nagaya explain blog"
     )]
@@ -127,6 +128,11 @@ enum Command {
     /// Which node runs which application
     #[command(after_help = "Examples:\n  nagaya placements --node a\n  nagaya placements --json")]
     Placements(cluster::Placements),
+    /// What happened in the cluster lately, as this node saw it
+    #[command(
+        after_help = "Examples:\n  nagaya events\n  nagaya events --json | jq '.[] | select(.event == \"moved\")'"
+    )]
+    Events(events::Events),
     /// Print the version
     Version(Format),
     #[command(hide = true)]
@@ -211,6 +217,7 @@ pub fn run() -> ExitCode {
         Command::Placements(command) => {
             place(config.as_deref()).and_then(|place| cluster::placements(&command, &place))
         }
+        Command::Events(command) => place(config.as_deref()).and_then(|place| events::run(&command, &place)),
         Command::Version(format) => version(format),
     };
     // A reader of the output that has had enough is no error.

@@ -106,7 +106,7 @@ pub enum News {
     /// The process serves, and knows everything up to this revision.
     Ready { revision: u64 },
     /// The edge asks where a site's application is to run.
-    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName> },
+    Place { tag: u64, site: SiteName, seen: Option<u64>, why: Why, lost: Option<NodeName>, probe_us: u64 },
     /// The edge: this node answers after all.
     Heard { node: NodeName },
     /// The edge: this node's answer to a probe is late.
@@ -296,8 +296,8 @@ impl Shared {
                         let _ = answer.send(text);
                     }
                 }
-                Up::Place { tag, site, seen, why, lost } => {
-                    (self.news)(News::Place { tag, site, seen, why, lost });
+                Up::Place { tag, site, seen, why, lost, probe_us } => {
+                    (self.news)(News::Place { tag, site, seen, why, lost, probe_us });
                 }
                 Up::Heard { node } => (self.news)(News::Heard { node }),
                 Up::Doubt { node } => (self.news)(News::Doubt { node }),

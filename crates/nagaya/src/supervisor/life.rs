@@ -276,9 +276,9 @@ impl Life {
                     tracing::info!(revision, "the node serves after {ms} ms");
                 }
             }
-            News::Place { tag, site, seen, why, lost } => {
+            News::Place { tag, site, seen, why, lost, probe_us } => {
                 if let (Some(cluster), Some(edge)) = (&self.parts.node.cluster, self.parts.node.feed(role)) {
-                    cluster.place(Place { tag, site, seen, why, lost, edge });
+                    cluster.place(Place { tag, site, seen, why, lost, probe_us, edge });
                 }
             }
             News::Heard { node } => {

@@ -91,7 +91,10 @@ impl Desk {
     async fn place(&self, place: Place) {
         let membership = self.membership.borrow().clone();
         let placed = match membership {
-            Some(membership) => membership.place(&place.site, place.seen, place.why, place.lost).await,
+            Some(membership) => {
+                let Place { site, seen, why, lost, probe_us, .. } = &place;
+                membership.place(site, *seen, *why, lost.clone(), *probe_us).await
+            }
             None => {
                 Placed::Nowhere { reason: "this node is in no cluster".into(), code: NO_MEMBER.to_string() }
             }
@@ -127,6 +130,8 @@ impl Desk {
             Ask::Placements { after, limit, node } => {
                 self.member()?.placements(after.as_deref(), limit, node.as_deref())
             }
+            Ask::Placement { site } => self.member()?.explain_placement(&site).await,
+            Ask::Events { limit } => Ok(self.member()?.last_events(limit)),
             Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref()).await,
         }
     }

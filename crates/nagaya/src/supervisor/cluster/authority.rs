@@ -17,6 +17,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::super::child::Role;
 use super::super::feed::Feed;
+use super::events::What;
 use super::membership::{Membership, log_no_authority};
 use super::trust::{By, Word};
 
@@ -48,22 +49,31 @@ impl Membership {
             self.introduce_others();
             self.ask_for_vouches(others);
             self.announce();
-            let by = self.trust.borrow().by(now());
-            match (was, by) {
-                (By::Store | By::Members, By::Nobody) if !self.has_authority() => {
-                    log_no_authority(
-                        "the cluster's store has not confirmed in time that this node may run them",
-                    );
-                }
-                (By::Store | By::Nobody, By::Members) => {
-                    tracing::warn!(
-                        "the cluster's store does not answer: the other members vouch for this node"
-                    );
-                }
-                _ => {}
-            }
-            was = by;
+            was = self.tell_authority(was);
         }
+    }
+
+    /// Tells who lets this node serve, if that has changed. What was given before holds until it has run out.
+    fn tell_authority(&self, was: By) -> By {
+        let by = self.trust.borrow().by(now());
+        if by == was || by == By::Nobody && self.has_authority() {
+            return was;
+        }
+        match by {
+            By::Nobody => {
+                log_no_authority(match self.is_member() {
+                    true => "the cluster's store has not confirmed in time that this node may run them",
+                    false => "it was removed from the cluster",
+                });
+                self.note(What::AuthorityLost);
+            }
+            By::Members => {
+                tracing::warn!("the cluster's store does not answer: the other members vouch for this node");
+                self.note(What::AuthorityHeld { by: by.as_str() });
+            }
+            By::Store => self.note(What::AuthorityHeld { by: by.as_str() }),
+        }
+        by
     }
 
     async fn confirm(self: Rc<Self>, sent: Moment) {

@@ -4,7 +4,6 @@
 //! (`nagaya_placement::balance`), one that does not answer (`relocating`), sending requests there (`nagaya_edge`).
 
 use std::rc::Rc;
-use std::time::Duration;
 
 use nagaya_cmdb::instance::Act;
 use nagaya_cmdb::store::etcd::Claim;
@@ -13,10 +12,8 @@ use serde_json::Value;
 
 use super::NOWHERE;
 use super::membership::{Membership, unix_ms};
+use super::wishes::IMAGE_WITHIN;
 use crate::admin::Node as _;
-
-/// How long bringing its image to a node that gets a copy may take. Without it, the copy begins cold, and no request waits for either.
-const IMAGE_WITHIN: Duration = Duration::from_secs(20);
 
 /// How often it is written that a copy is awake, while others change what else is said of its site.
 const CHANGES_MAX: u32 = 16;
@@ -110,7 +107,7 @@ impl Membership {
                 }
             }
             Due::TakeOut(node) => {
-                self.place(site, Some(placement.epoch), Why::Draining, Some(node)).await;
+                self.place(site, Some(placement.epoch), Why::Draining, Some(node), 0).await;
             }
             Due::Begin => {
                 if let Err(reason) = self.begin_copy(placement).await {
@@ -127,7 +124,7 @@ impl Membership {
     async fn begin_copy(self: &Rc<Self>, placement: &Placement) -> Result<(), String> {
         let site = &placement.site;
         let own = placement.part(&self.node).map(|part| part.epoch);
-        // One that fails says so; it is only slower then.
+        // One that fails says so; it is only slower then, and no request waits for either.
         let _ = tokio::time::timeout(IMAGE_WITHIN, self.fetch(site, &placement.node)).await;
         let woken = self.context.node.instance(site.to_string(), Act::Wake).await;
         let woken: Value =

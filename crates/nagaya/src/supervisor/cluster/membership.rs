@@ -19,6 +19,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use super::asks::{AUTHORITY, to_bytes};
+use super::events::Events;
 use super::images::{Images, Touched};
 use super::load::{self, Load, Meter};
 use super::member::Member;
@@ -76,6 +77,8 @@ pub struct Membership {
     pub shifting: RefCell<HashSet<SiteName>>,
     /// What nodes have each other do.
     pub wishes: RefCell<Wishes>,
+    /// What has happened lately.
+    pub events: RefCell<Events>,
     /// There is more to tell beside the load.
     pub told: Notify,
     /// Sites that have changed, for who fetches images and for who sees to what removed ones have left behind.
@@ -112,6 +115,7 @@ impl Membership {
             pulse: RefCell::default(),
             shifting: RefCell::default(),
             wishes: RefCell::default(),
+            events: RefCell::default(),
             told: Notify::new(),
             touched,
             removed,
@@ -126,6 +130,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
             tokio::task::spawn_local(Rc::clone(&membership).fetch_images()),
             tokio::task::spawn_local(Rc::clone(&membership).feel_pulse()),
+            tokio::task::spawn_local(Rc::clone(&membership).watch_nodes()),
             tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
             tokio::task::spawn_local(Rc::clone(&membership).grant_wishes()),
         ];
@@ -259,6 +264,12 @@ impl Membership {
 
     // === What operators ask ===
 
+    /// There is a record of it. Nobody has removed it, as far as this node's copy of the records knows.
+    pub fn is_member(&self) -> bool {
+        let record = self.records().node(self.node.as_str());
+        record.is_ok_and(|record| record.is_some_and(|record| record.id == self.id))
+    }
+
     pub fn status(&self) -> Value {
         let member = self.member.borrow();
         let counts = self.records().counts().unwrap_or_default();
@@ -267,6 +278,7 @@ impl Membership {
             "cluster": member.cluster,
             "node": member.node,
             "id": member.id,
+            "member": self.is_member(),
             "peer": self.context.peer.to_string(),
             "etcd": member.etcd.endpoints,
             "in_step": self.store.age().is_some_and(|age| age < PRESENT_FOR),

@@ -3,7 +3,7 @@
 //! All of it runs on a thread of its own, so that nothing the supervisor does else can make it late. The order of a node's
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
 //! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `pulse` measures what planners have to know, `images` has what they need there before, `moves` empties nodes
-//! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind.
+//! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind, and `events` keeps what has happened lately.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
@@ -12,6 +12,7 @@ mod asks;
 mod authority;
 mod copies;
 mod doubting;
+mod events;
 mod images;
 mod leftovers;
 pub mod load;
@@ -81,6 +82,8 @@ pub struct Place {
     pub why: Why,
     /// Of several nodes that have it, the one that does not serve it. None: the first.
     pub lost: Option<NodeName>,
+    /// For so long the request that asks waited for that node.
+    pub probe_us: u64,
     /// Where the answer goes.
     pub edge: Arc<Feed>,
 }

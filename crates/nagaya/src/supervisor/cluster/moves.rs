@@ -4,7 +4,7 @@
 //! Not here: sites whose node does not answer (`placing`).
 
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use nagaya_cmdb::feed::Down;
@@ -14,7 +14,9 @@ use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
+use super::events::{Move, What};
 use super::membership::{Membership, unix_ms};
+use super::placing::Chosen;
 use super::{super::child::Role, NOWHERE};
 use crate::admin::{Node as _, Problem};
 
@@ -83,12 +85,40 @@ impl Membership {
     ) -> Result<Placement, String> {
         let site = placement.site.clone();
         // Before anything is held up: is there anywhere it could go?
-        let to = match to {
-            None if !placement.copies.is_empty() => None,
-            None => Some(self.choose(&site, Some(&placement.node), why).map_err(|nobody| nobody.reason)?),
-            to => to,
+        let (to, reason) = match to {
+            None if !placement.copies.is_empty() => (None, "other nodes have it already".into()),
+            None => {
+                let chosen = self.choose(&site, Some(&placement.node), why);
+                let Chosen { node, reason } = chosen.map_err(|nobody| nobody.reason)?;
+                (Some(node), reason)
+            }
+            to => (to, "that node was asked for".into()),
         };
-        self.leave(placement, to, why).await
+        let fetch_us = match to.as_ref().filter(|_| why != Why::Draining) {
+            Some(to) => self.bring_image_first(&placement, to).await,
+            None => 0,
+        };
+        let begun = Instant::now();
+        let moved = self.leave(placement, to.clone(), why).await?;
+        let to = to.as_ref().filter(|to| moved.part(to).is_some()).unwrap_or(&moved.node);
+        let release_us = micros(begun);
+        let from = Some(self.node.clone());
+        self.note(What::Moved(Move { fetch_us, release_us, ..Move::new(&moved, from, to, why, reason) }));
+        Ok(moved)
+    }
+
+    /// A node that is not the site's fallback has no image of it: it gets the one that is here, while requests go on here. How long that
+    /// took. A node that is being emptied has too many sites to wait for each.
+    async fn bring_image_first(&self, placement: &Placement, to: &NodeName) -> u64 {
+        let site = &placement.site;
+        let here = self.context.node.instance(site.to_string(), Act::Inspect).await;
+        let here: Value = here.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
+        if here["image"].is_null() || self.has_image_of(placement, to) {
+            return 0;
+        }
+        let begun = Instant::now();
+        self.bring_image(site, to).await;
+        micros(begun)
     }
 
     /// This node has the site no more. `to` has it in its place; None: the others do without.
@@ -162,7 +192,8 @@ impl Membership {
     fn somewhere(&self, from: &Placement, why: Why) -> Placement {
         let rest = from.without(&self.node, unix_ms(), why);
         rest.unwrap_or_else(|| {
-            let node = self.choose(&from.site, Some(&self.node), why).unwrap_or_else(|_| self.node.clone());
+            let chosen = self.choose(&from.site, Some(&self.node), why);
+            let node = chosen.map_or_else(|_| self.node.clone(), |chosen| chosen.node);
             self.next(&from.site, node, Some(from.epoch), 0, why)
         })
     }
@@ -222,6 +253,10 @@ impl Membership {
         let placement = self.records().placement(site)?;
         placement.ok_or_else(|| unfit(format!("'{name}' runs nowhere: nobody has asked for it yet")))
     }
+}
+
+fn micros(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
 fn unfit(detail: String) -> Box<Problem> {

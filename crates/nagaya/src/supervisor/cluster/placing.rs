@@ -13,6 +13,7 @@ use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation;
 
 use super::authority::now;
+use super::events::What;
 use super::load::Load;
 use super::membership::Membership;
 use super::trust::{NotNow, TakingId};
@@ -75,7 +76,7 @@ impl Membership {
         self.suspects.borrow().against(Instant::now(), name).filter(|_| *name != self.node)
     }
 
-    pub fn choose(&self, site: &SiteName, from: Option<&NodeName>, why: Why) -> Result<NodeName, Nobody> {
+    pub fn choose(&self, site: &SiteName, from: Option<&NodeName>, why: Why) -> Result<Chosen, Nobody> {
         let record = self.records().site(site.as_str()).map_err(|error| error.to_string())?;
         let Some(record) = record else { return Err(format!("there is no site '{site}'").into()) };
         if !matches!(record.backend, Backend::App(_)) {
@@ -103,8 +104,8 @@ impl Membership {
             let may_be_back = |name| NodeName::new(name).is_ok_and(|name| suspects.may_be_back(now, &name));
             Nobody { reason: none.to_string(), is_for_now: none.if_they_answered().any(may_be_back) }
         })?;
-        tracing::debug!("{choice}");
-        Ok(NodeName::new(choice.best()).expect("it is the name of a record"))
+        let node = NodeName::new(choice.best()).expect("it is the name of a record");
+        Ok(Chosen { node, reason: choice.to_string() })
     }
 
     /// Only the fallback has fetched the site's image, if it says so. This node knows its own better than from what it told.
@@ -123,6 +124,15 @@ impl Membership {
                     false => known.says_it_has(site),
                 };
         }
+    }
+
+    /// Another node is the fallback of a site and says that its image is there.
+    pub fn has_image_of(&self, placement: &Placement, node: &NodeName) -> bool {
+        let is_fallback = self.fallbacks(std::slice::from_ref(placement)).pop();
+        let is_fallback = is_fallback.is_some_and(|(name, _)| name.as_deref() == Some(node.as_str()));
+        let known = self.known_nodes().unwrap_or_default();
+        let known = known.iter().find(|known| known.record.name == *node);
+        is_fallback && known.is_some_and(|known| known.says_it_has(&placement.site))
     }
 
     /// All members, with what they tell of themselves.
@@ -145,10 +155,17 @@ impl Membership {
         let is_member = matches!(self.records().node(node.as_str()), Ok(Some(_)));
         self.doubts.borrow_mut().forget(node);
         if is_member && self.suspects.borrow_mut().heard(Instant::now(), node) {
-            tracing::debug!(%node, "it answers after all");
+            self.note(What::Answers { node: node.clone() });
             self.reconsider();
         }
     }
+}
+
+/// A node for a site, and why that one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chosen {
+    pub node: NodeName,
+    pub reason: String,
 }
 
 /// No node was found.

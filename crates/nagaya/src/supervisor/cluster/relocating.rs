@@ -18,7 +18,9 @@ use tokio::sync::{Notify, oneshot};
 
 use super::asks::nowhere;
 use super::authority::now;
+use super::events::{Move, What};
 use super::membership::{Membership, unix_ms};
+use super::placing::Chosen;
 use super::trust::NotNow;
 
 type Effect = relocation::Effect<SiteName, NodeName>;
@@ -54,6 +56,9 @@ struct Search {
     newest: Option<Placement>,
     /// The node that this search has said does not answer, which is over once it does.
     accused: Option<NodeName>,
+    /// Why the node was chosen that was, in words.
+    reason: String,
+    probe_us: u64,
     decide_us: u64,
     store_us: u64,
     /// Why the last step led nowhere.
@@ -62,13 +67,14 @@ struct Search {
 
 impl Membership {
     /// Where the site's application runs from now on. `seen`: the epoch that did not do, because `lost` did not serve it (None: the
-    /// first of those that have it). It ends within `relocation::WAIT_LONGEST`.
+    /// first of those that have it), for which the request waited for `probe_us`. It ends within `relocation::WAIT_LONGEST`.
     pub async fn place(
         self: &Rc<Self>,
         site: &SiteName,
         seen: Option<u64>,
         why: Why,
         lost: Option<NodeName>,
+        probe_us: u64,
     ) -> Placed {
         let known = match self.records().placement(site.as_str()) {
             Ok(known) => known,
@@ -87,6 +93,9 @@ impl Membership {
             let mut sites = relocating.sites.borrow_mut();
             let search = sites.entry(site.clone()).or_insert_with(|| Search::new(why));
             search.waiters.insert(waiter, tell);
+            if search.waiters.len() == 1 {
+                search.probe_us = probe_us;
+            }
             // Of those who have seen the newest, who comes last knows best.
             if known.as_ref().is_none_or(|known| seen >= Some(known.epoch)) {
                 search.lost = lost;
@@ -170,6 +179,11 @@ impl Membership {
         self.relocating.note(site, |search| {
             is_first = search.accused.as_ref() != from;
             if is_first {
+                if let Some(from) = from.filter(|from| self.suspected(from).is_none())
+                    && matches!(why, Why::Silent | Why::Refused | Why::Fenced)
+                {
+                    self.note(What::Silent { node: from.clone(), why });
+                }
                 let is_over_once_heard =
                     |from: &&NodeName| self.suspects.borrow_mut().accuse(begun, from, why);
                 search.accused = from.filter(is_over_once_heard).cloned();
@@ -181,16 +195,17 @@ impl Membership {
             return Plan::Stay;
         }
         let chosen = match self.stand_in(site, from) {
-            Some(node) => Ok(node),
+            Some(node) => Ok(Chosen { node, reason: "it has the site already".into() }),
             None => self.choose(site, from, why),
         };
         self.relocating.note(site, |search| {
             search.decide_us = micros(begun);
+            search.reason = chosen.as_ref().map(|chosen| chosen.reason.clone()).unwrap_or_default();
             search.failed = chosen.as_ref().err().map(|nobody| nowhere(nobody.reason.clone()));
         });
         let may_be_back = |node| self.suspects.borrow().may_be_back(begun, node);
         match chosen {
-            Ok(node) => Plan::Node(node),
+            Ok(chosen) => Plan::Node(chosen.node),
             Err(_) if is_back => Plan::Stay,
             Err(nobody) if nobody.is_for_now || accused.as_ref().is_some_and(may_be_back) => Plan::NotNow,
             Err(_) => Plan::Nowhere,
@@ -248,7 +263,8 @@ impl Membership {
                 let (node, epoch, why) = (&placement.node, placement.epoch, placement.why.as_str());
                 tracing::info!(%site, %node, epoch, why, "a site is placed");
                 let before = if from.is_some() { Before::Other } else { Before::Nobody };
-                self.relocating.seen(&site, Some(placement), begun);
+                self.relocating.seen(&site, Some(placement.clone()), begun);
+                self.note_move(&step, &placement);
                 Outcome::Committed { at: now(), before }
             }
             Some((_, Ok(Claim::Lost(theirs)))) => {
@@ -269,6 +285,17 @@ impl Membership {
         let mut effects = Vec::new();
         self.relocating.machine.borrow_mut().stored(now(), &site, ask, outcome, &mut effects);
         self.carry_out(effects);
+    }
+
+    /// For who asks later.
+    fn note_move(&self, step: &Step, placement: &Placement) {
+        let why = self.relocating.why(&step.site);
+        self.relocating.note(&step.site, |search| {
+            let Search { probe_us, decide_us, store_us, .. } = *search;
+            let (from, reason) = (step.from.clone(), search.reason.clone());
+            let moved = Move::new(placement, from, &step.node, why, reason);
+            self.note(What::Moved(Move { probe_us, decide_us, store_us, ..moved }));
+        });
     }
 
     /// One that counts on a mark is tried without it if that does not stand: the node lives, or has the site since a moment only.
@@ -380,6 +407,8 @@ impl Search {
             waiters: HashMap::new(),
             newest: None,
             accused: None,
+            reason: String::new(),
+            probe_us: 0,
             decide_us: 0,
             store_us: 0,
             failed: None,

@@ -1,5 +1,6 @@
-//! An operator moves a site at a node that does not have it: the node that has it is told beside this one's load, does it as if it were
-//! asked itself, and tells beside its own load what came of it.
+//! What one node has another do. An operator moves a site at a node that does not have it: the node that has it is told beside this
+//! one's load, does it as if it were asked itself, and tells beside its own load what came of it. And a node that gives a site away
+//! has the one that gets it bring its image there first.
 //!
 //! So what was asked ends with who asked: nothing of it stays in the store. Not here: moving a site (`moves`), how a node tells its
 //! load (`nagaya_cmdb::store::etcd`).
@@ -9,6 +10,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
+use nagaya_cmdb::feed::Fetched;
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -38,6 +40,9 @@ const UNSEEN_MAX: Duration = Duration::from_secs(5);
 /// Longest that a wish is waited for. Requests that run have 20 s to end, and the store may be slow.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long bringing an image to the node that gets a site may take. Without it, the site begins cold there.
+pub const IMAGE_WITHIN: Duration = Duration::from_secs(20);
+
 /// A site is to be moved away from `at`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wish {
@@ -48,13 +53,22 @@ pub struct Wish {
     /// None: to the best one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
+    /// Instead, its image is to be brought to `at` from this node. A version that does not know this moves nothing either, as the site
+    /// does not run there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_from: Option<NodeName>,
 }
 
 /// What became of a wish.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    Moved { node: NodeName, epoch: u64 },
+    Moved {
+        node: NodeName,
+        epoch: u64,
+    },
+    /// The image is there.
+    Brought,
     Failed(String),
 }
 
@@ -104,20 +118,39 @@ impl Membership {
         let (site, at) = (placement.site.clone(), placement.node.clone());
         let id = pki::node_id()?;
         let to = to.map(|to| to.to_string());
-        let wish = Wish { id: id.clone(), at: at.clone(), site: site.clone(), to };
-        self.wishes.borrow_mut().own.insert(id.clone(), wish);
-        self.told.notify_one();
-        let outcome = timeout(PATIENCE, self.outcome(&id, &at)).await;
-        self.wishes.borrow_mut().own.remove(&id);
-        self.told.notify_one();
-        match outcome {
-            Ok(Outcome::Moved { node, epoch }) => Ok(json!({ "site": site, "node": node, "epoch": epoch })),
-            Ok(Outcome::Failed(reason)) => Err(unfit(format!("'{at}' has '{site}': {reason}"))),
-            Err(_) => Err(unfit(format!(
+        let wish = Wish { id, at: at.clone(), site: site.clone(), to, image_from: None };
+        match self.wait_for(wish, PATIENCE).await {
+            Some(Outcome::Moved { node, epoch }) => Ok(json!({ "site": site, "node": node, "epoch": epoch })),
+            Some(Outcome::Failed(reason)) => Err(unfit(format!("'{at}' has '{site}': {reason}"))),
+            Some(Outcome::Brought) | None => Err(unfit(format!(
                 "'{at}', which has '{site}', has not said within {} s that it is moved: `nagaya placements` shows where it is",
                 PATIENCE.as_secs()
             ))),
         }
+    }
+
+    /// Has the image of a site, which is here, brought to another node. False: it does not come, or not in time.
+    pub(super) async fn bring_image(&self, site: &SiteName, to: &NodeName) -> bool {
+        let is_full = self.wishes.borrow().own.len() >= OWN_MAX;
+        let Some(id) = pki::node_id().ok().filter(|_| !is_full) else { return false };
+        let image_from = Some(self.node.clone());
+        let wish = Wish { id, at: to.clone(), site: site.clone(), to: None, image_from };
+        let outcome = self.wait_for(wish, IMAGE_WITHIN).await;
+        if let Some(Outcome::Failed(reason)) = &outcome {
+            tracing::info!(%site, %to, "its image is not brought there: {reason}");
+        }
+        outcome == Some(Outcome::Brought)
+    }
+
+    /// Tells a wish until something has come of it. None: nothing, for so long.
+    async fn wait_for(&self, wish: Wish, patience: Duration) -> Option<Outcome> {
+        let (id, at) = (wish.id.clone(), wish.at.clone());
+        self.wishes.borrow_mut().own.insert(id.clone(), wish);
+        self.told.notify_one();
+        let outcome = timeout(patience, self.outcome(&id, &at)).await;
+        self.wishes.borrow_mut().own.remove(&id);
+        self.told.notify_one();
+        outcome.ok()
     }
 
     async fn outcome(&self, id: &str, at: &NodeName) -> Outcome {
@@ -158,11 +191,18 @@ impl Membership {
     }
 
     async fn grant(self: Rc<Self>, wish: Wish) {
-        let Wish { id, site, to, .. } = wish;
-        let moved = self.relocate_from_here(site.as_str(), to.as_deref(), Why::Operator).await;
-        let outcome = match moved {
-            Ok(moved) => Outcome::Moved { node: moved.0, epoch: moved.1 },
-            Err(problem) => Outcome::Failed(shortened(&problem.detail)),
+        let Wish { id, site, to, image_from, .. } = wish;
+        let outcome = match image_from {
+            Some(from) => match self.fetch(&site, &from).await {
+                Some(Fetched::Here { .. }) => Outcome::Brought,
+                Some(Fetched::None) => Outcome::Failed(format!("'{from}' has none")),
+                Some(Fetched::Failed { reason }) => Outcome::Failed(shortened(&reason)),
+                None => Outcome::Failed("its edge did not answer".into()),
+            },
+            None => match self.relocate_from_here(site.as_str(), to.as_deref(), Why::Operator).await {
+                Ok(moved) => Outcome::Moved { node: moved.0, epoch: moved.1 },
+                Err(problem) => Outcome::Failed(shortened(&problem.detail)),
+            },
         };
         self.wishes.borrow_mut().others.insert(id, Some(outcome));
         self.told.notify_one();
@@ -180,7 +220,7 @@ mod tests {
 
     fn wish(id: &str) -> Wish {
         let (at, site) = (NodeName::new("b").unwrap(), SiteName::new("wiki").unwrap());
-        Wish { id: id.into(), at, site, to: None }
+        Wish { id: id.into(), at, site, to: None, image_from: None }
     }
 
     fn ids(wishes: &[Wish]) -> Vec<&str> {
@@ -221,7 +261,12 @@ mod tests {
             let at = NodeName::new(&longest("n")).unwrap();
             let site = SiteName::new(&longest("s")).unwrap();
             if n < OWN_MAX {
-                wishes.own.insert(id.clone(), Wish { id: id.clone(), at, site, to: Some(longest("t")) });
+                // One has either.
+                let (to, image_from) = match n % 2 {
+                    0 => (Some(longest("t")), None),
+                    _ => (None, NodeName::new(&longest("f")).ok()),
+                };
+                wishes.own.insert(id.clone(), Wish { id: id.clone(), at, site, to, image_from });
             }
             wishes.others.insert(id, Some(Outcome::Failed(shortened(&"é".repeat(REASON_LEN_MAX)))));
         }
