@@ -132,6 +132,10 @@ impl Membership {
         if self.after(&placement, to.as_ref(), why).is_none() {
             return Err("another node has it already, or none would have it".into());
         }
+        // Once its application has ended here it has to be written down where it is next.
+        if !self.is_confirmed() {
+            return Err("the cluster's store does not answer now, so it stays where it is".into());
+        }
         self.leaving(&site, true);
         let moved = self.release_and_place(placement, to, why).await;
         if moved.is_err() {
