@@ -23,15 +23,20 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 const USER: &str = "root";
 const PASSWORD: &str = "a word to pass";
 
-/// One etcd with a directory and ports of its own.
+/// An etcd with a directory and ports of its own, of one member or several.
 pub struct Etcd {
     dir: TempDir,
-    client: SocketAddr,
-    peer: SocketAddr,
-    child: Option<Child>,
+    members: Vec<Member>,
     /// Its certificates, where it wants some.
     files: Option<Files>,
     _turn: MutexGuard<'static, ()>,
+}
+
+/// One process of etcd.
+struct Member {
+    client: SocketAddr,
+    peer: SocketAddr,
+    child: Option<Child>,
 }
 
 /// PEM files: an authority, and certificates of it for etcd and for its clients.
@@ -44,7 +49,12 @@ struct Files {
 impl Etcd {
     #[track_caller]
     pub fn start() -> Self {
-        let mut etcd = Self::prepare();
+        Self::start_members(1)
+    }
+
+    #[track_caller]
+    pub fn start_members(count: usize) -> Self {
+        let mut etcd = Self::prepare(count);
         etcd.begin();
         etcd
     }
@@ -52,8 +62,8 @@ impl Etcd {
     /// One that wants a certificate, and a password as well.
     #[track_caller]
     pub fn start_secured() -> Self {
-        let mut etcd = Self::prepare();
-        etcd.files = Some(Files::write(etcd.dir.path(), etcd.client.ip()));
+        let mut etcd = Self::prepare(1);
+        etcd.files = Some(Files::write(etcd.dir.path(), etcd.members[0].client.ip()));
         etcd.begin();
         let word = |one: &str, other: &str| format!(r#"{{"name":"{one}","password":"{other}"}}"#);
         etcd.tell("user/add", &word(USER, PASSWORD));
@@ -64,10 +74,11 @@ impl Etcd {
         etcd
     }
 
-    fn prepare() -> Self {
+    fn prepare(count: usize) -> Self {
         let dir = tempfile::Builder::new().prefix("nagaya-etcd-").tempdir().expect("a temporary directory");
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { dir, client: free(), peer: free(), child: None, files: None, _turn: turn }
+        let members = (0..count).map(|_| Member { client: free(), peer: free(), child: None }).collect();
+        Self { dir, members, files: None, _turn: turn }
     }
 
     /// As its operator says it, by etcd's gateway.
@@ -94,42 +105,84 @@ impl Etcd {
         words
     }
 
-    /// Starts it on what it kept.
+    /// Starts those members that do not run on what they kept. They listen once most of them are there.
     #[track_caller]
     pub fn begin(&mut self) {
-        let log = File::options().create(true).append(true).open(self.dir.path().join("log"));
+        let named = |at: usize, member: &Member| format!("{}=http://{}", name_of(at), member.peer);
+        let all: Vec<_> = self.members.iter().enumerate().map(|(at, member)| named(at, member)).collect();
+        for at in 0..self.members.len() {
+            if self.members[at].child.is_none() {
+                self.members[at].child = Some(self.spawn(at, &all.join(",")));
+            }
+        }
+        for member in &self.members {
+            wait::until("etcd listens", || TcpStream::connect(member.client).is_ok());
+        }
+    }
+
+    #[track_caller]
+    fn spawn(&self, at: usize, all: &str) -> Child {
+        let (member, name) = (&self.members[at], name_of(at));
+        let log = File::options().create(true).append(true).open(self.dir.path().join(format!("{name}.log")));
         let log = log.expect("our own file");
-        let (client, peer) = (self.url(), format!("http://{}", self.peer));
+        let (client, peer) = (self.url_of(member), format!("http://{}", member.peer));
         let secured = self.files.as_ref().map(|Files { ca, server: [certificate, key], .. }| {
             ["--client-cert-auth", "--trusted-ca-file", ca, "--cert-file", certificate, "--key-file", key]
         });
-        let child = Command::new("etcd")
+        Command::new("etcd")
             .args(secured.into_iter().flatten())
             .arg("--data-dir")
-            .arg(self.dir.path().join("data"))
+            .arg(self.dir.path().join(&name))
+            .args(["--name", &name])
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &format!("default={peer}")])
+            .args(["--initial-cluster", all])
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("an open file"))
             .stderr(log)
             .spawn()
-            .unwrap_or_else(|error| panic!("etcd ({error}): 'sudo ./dev setup test' installs it"));
-        self.child = Some(child);
-        wait::until("etcd listens", || TcpStream::connect(self.client).is_ok());
+            .unwrap_or_else(|error| panic!("etcd ({error}): 'sudo ./dev setup test' installs it"))
     }
 
-    /// As a machine that loses its power.
+    /// As machines that lose their power.
     pub fn kill(&mut self) {
-        if let Some(mut child) = self.child.take() {
+        (0..self.members.len()).for_each(|at| self.kill_member(at));
+    }
+
+    pub fn kill_member(&mut self, at: usize) {
+        if let Some(mut child) = self.members[at].child.take() {
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 
-    pub fn url(&self) -> String {
+    /// The member that leads, as soon as one that runs knows of one that does.
+    #[track_caller]
+    pub fn leader(&self) -> usize {
+        wait::until_some("etcd has a leader", || {
+            let leads =
+                |told: &Value| !told["leader"].is_null() && told["leader"] == told["header"]["member_id"];
+            let runs = |at: &usize| self.members[*at].child.is_some();
+            (0..self.members.len()).filter(runs).find(|at| self.status_of(*at).as_ref().is_some_and(leads))
+        })
+    }
+
+    /// None: it does not answer. Whoever has just lost its leader says so.
+    fn status_of(&self, at: usize) -> Option<Value> {
+        let url = format!("{}/v3/maintenance/status", self.url_of(&self.members[at]));
+        let told = machine::output("curl", &["-sf", "--max-time", "2", "-d", "{}", &url]);
+        serde_json::from_slice(&told.stdout).ok()
+    }
+
+    fn url_of(&self, member: &Member) -> String {
         let scheme = if self.files.is_some() { "https" } else { "http" };
-        format!("{scheme}://{}", self.client)
+        format!("{scheme}://{}", member.client)
+    }
+
+    /// Of all its members, as a node is told them.
+    pub fn url(&self) -> String {
+        let all: Vec<_> = self.members.iter().map(|member| self.url_of(member)).collect();
+        all.join(",")
     }
 }
 

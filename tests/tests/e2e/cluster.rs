@@ -49,12 +49,12 @@ pub const SUITE: Suite = Suite {
 /// Until nothing is left of a removed site: its node waits for 40 s, and the machine may be slow.
 const CLEARED_MAX: Duration = Duration::from_secs(120);
 
-fn with_alice(builder: Builder) -> Builder {
+pub fn with_alice(builder: Builder) -> Builder {
     builder.tenant("alice").site_of("alice", "plain", json!({ "kind": "static", "root": "plain" }))
 }
 
 /// Without images, so that each start is another run.
-fn imageless(builder: Builder) -> Builder {
+pub fn imageless(builder: Builder) -> Builder {
     with_criu(builder).set("instances", "image_bytes = \"0B\"")
 }
 
@@ -63,7 +63,7 @@ fn cluster_of(count: usize) -> Cluster {
     cluster_with(count, with_criu)
 }
 
-fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster {
+pub fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster {
     let cluster = Cluster::start(count, with_alice, each);
     let first = &cluster.nodes[0];
     first.write("alice", "plain/index.html", "plain words");
@@ -75,7 +75,7 @@ fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster {
     cluster
 }
 
-fn add(world: &World, name: &str) {
+pub fn add(world: &World, name: &str) {
     let backend = json!({
         "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
         "env": { "NAME": name },
@@ -85,19 +85,19 @@ fn add(world: &World, name: &str) {
     ]);
 }
 
-fn sites(world: &World) -> Vec<String> {
+pub fn sites(world: &World) -> Vec<String> {
     let text = world.cli(&["site", "list", "--json"]);
     let sites: Value = serde_json::from_str(&text).expect("sites are JSON");
     let names = sites.as_array().expect("a list").iter().filter_map(|site| site["name"].as_str());
     names.map(ToOwned::to_owned).collect()
 }
 
-fn cluster_status(world: &World) -> Value {
+pub fn cluster_status(world: &World) -> Value {
     serde_json::from_str(&world.cli(&["cluster", "status", "--json"])).expect("a status is JSON")
 }
 
 #[track_caller]
-fn run_of(world: &World, site: &str) -> Response {
+pub fn run_of(world: &World, site: &str) -> Response {
     world.get(&format!("{site}.test"), "/run").expect(200)
 }
 
@@ -718,7 +718,7 @@ fn running(site: &str) -> usize {
 }
 
 /// A node's instance of a site: how deep it rests. None: there is none.
-fn tier_of(world: &World, site: &str) -> Option<String> {
+pub fn tier_of(world: &World, site: &str) -> Option<String> {
     let list: Value = serde_json::from_str(&world.cli(&["instance", "list", "--json"])).expect("it is JSON");
     let row = list.as_array().expect("a list").iter().find(|row| row["site"] == site)?.clone();
     row["tier"].as_str().map(ToOwned::to_owned)

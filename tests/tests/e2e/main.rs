@@ -18,6 +18,7 @@ mod icmp;
 mod instances;
 mod lab;
 mod limits;
+mod membership;
 mod outbound;
 mod php;
 mod programs;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         cells::SUITE,
         receipts::SUITE,
         cluster::SUITE,
+        membership::SUITE,
         balance::SUITE,
         failures::SUITE,
         lab::SUITE,
