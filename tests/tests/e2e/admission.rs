@@ -38,26 +38,29 @@ pub const SUITE: Suite = Suite {
 const SERVICE_MS: u64 = 50;
 
 /// What runs while others wait, and was learned from.
-const RUNNING: &str = "/running";
+pub const RUNNING: &str = "/running";
 
 /// A site of which one request runs at once, none waits if it is predicted to wait, and slots of two seconds are promised. Clients
 /// are told apart by the address a proxy names.
 fn node(held: &Held) -> World {
-    node_of(World::builder(), held)
+    node_of(builder(), held)
 }
 
-fn node_of(builder: Builder, held: &Held) -> World {
-    let world = builder
-        .set("edge", "threads = 1\ntrusted_proxies = [\"127.0.0.1\"]")
-        .set("admission", "penalty = \"0ms\"")
-        .tenant("alice")
-        .start();
-    let site = |wait: u32| {
-        json!({ "name": "shop", "tenant": "alice", "hosts": ["shop.test"], "max_concurrent": 1,
-            "admission": { "wait_seconds": wait, "slot_seconds": 2 },
-            "backend": { "kind": "http", "address": held.backend.address.to_string() } })
-    };
-    world.import(&[site(60)]);
+/// Whoever asks again is answered at once.
+pub fn builder() -> Builder {
+    World::builder().set("admission", "penalty = \"0ms\"")
+}
+
+/// The site, and how long anybody may be predicted to wait there.
+pub fn shop(held: &Held, wait: u32) -> Value {
+    json!({ "name": "shop", "tenant": "alice", "hosts": ["shop.test"], "max_concurrent": 1,
+        "admission": { "wait_seconds": wait, "slot_seconds": 2 },
+        "backend": { "kind": "http", "address": held.backend.address.to_string() } })
+}
+
+pub fn node_of(builder: Builder, held: &Held) -> World {
+    let world = builder.set("edge", "threads = 1\ntrusted_proxies = [\"127.0.0.1\"]").tenant("alice").start();
+    world.import(&[shop(held, 60)]);
     // It learns how long a request of this kind takes, and how fast a line goes.
     let mut line: Vec<_> = (0..12).map(|n| ask(&world, RUNNING, n, "")).collect();
     for connection in &mut line {
@@ -66,12 +69,12 @@ fn node_of(builder: Builder, held: &Held) -> World {
         held.let_go(1);
         connection.response().expect(200);
     }
-    world.import(&[site(0)]);
+    world.import(&[shop(held, 0)]);
     world
 }
 
 /// Sends a request of this client and does not wait for its answer.
-fn ask(world: &World, target: &str, client: u8, fields: &str) -> Connection {
+pub fn ask(world: &World, target: &str, client: u8, fields: &str) -> Connection {
     let mut connection = Connection::open(world.http());
     let client = Ipv4Addr::new(192, 0, 2, client);
     connection.send(format!(
@@ -81,18 +84,18 @@ fn ask(world: &World, target: &str, client: u8, fields: &str) -> Connection {
 }
 
 /// One request that runs until it is let go.
-fn occupy(world: &World, held: &Held) -> Connection {
+pub fn occupy(world: &World, held: &Held) -> Connection {
     let before = held.arrived().len();
     let running = ask(world, RUNNING, 250, "");
     wait::until("it runs", || held.arrived().len() > before);
     running
 }
 
-fn ticket(response: &Response) -> String {
+pub fn ticket(response: &Response) -> String {
     response.header("nagaya-ticket").expect("a ticket").to_owned()
 }
 
-fn problem(response: &Response) -> Value {
+pub fn problem(response: &Response) -> Value {
     assert_eq!(response.header("content-type"), Some("application/problem+json"));
     serde_json::from_str(&response.text()).expect("JSON")
 }
@@ -153,7 +156,7 @@ fn whoever_half_closes_or_sends_slowly_in_line_harms_nobody() {
 }
 
 /// Shows its ticket again and again until its slot has begun: then it stands in line.
-fn come_in_time(world: &World, target: &str, client: u8, ticket: &str) -> Connection {
+pub fn come_in_time(world: &World, target: &str, client: u8, ticket: &str) -> Connection {
     let fields = format!("Nagaya-Ticket: {ticket}\r\n");
     wait::until_some("its slot has begun", || {
         let mut again = ask(world, target, client, &fields);
@@ -168,7 +171,14 @@ fn come_in_time(world: &World, target: &str, client: u8, ticket: &str) -> Connec
     })
 }
 
-fn is_waiting(world: &World, count: usize) -> bool {
+/// A lane as `nagaya lanes --json` shows it.
+pub fn lane(world: &World, name: &str) -> Value {
+    let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
+    let lane = lanes.as_array().expect("a list").iter().find(|lane| lane["name"] == name);
+    lane.cloned().unwrap_or_else(|| panic!("no lane {name}: {lanes}"))
+}
+
+pub fn is_waiting(world: &World, count: usize) -> bool {
     world.metric("nagaya_requests_waiting", "") == count as f64
 }
 
@@ -187,8 +197,7 @@ fn a_full_line_gives_a_ticket_that_is_kept() {
     first.response().expect(200);
     again.response().expect(200);
     assert_eq!(held.arrived().last().map(String::as_str), Some("/later"));
-    let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
-    let lane = lanes.as_array().unwrap().iter().find(|lane| lane["name"] == "shop").expect("its lane");
+    let lane = lane(&world, "shop");
     assert_eq!((&lane["counts"]["promised"], &lane["counts"]["kept"]), (&json!(1), &json!(1)), "{lane}");
     world.stop();
 }
@@ -254,11 +263,11 @@ fn a_ticket_outlives_a_killed_edge() {
 }
 
 /// A wall clock that the node sees and nobody else, which can be set while it runs.
-struct WallClock(PathBuf);
+pub struct WallClock(PathBuf);
 
 impl WallClock {
     /// Debian's `libfaketime` in front of the C library; the clock that never jumps is left as it is.
-    fn of(builder: Builder) -> (Self, Builder) {
+    pub fn of(builder: Builder) -> (Self, Builder) {
         let library = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten();
         let library = library.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1"));
         let library =
@@ -277,7 +286,7 @@ impl WallClock {
     }
 
     /// So many seconds off from now on. At once: nobody reads half of it.
-    fn set(&self, off: i64) {
+    pub fn set(&self, off: i64) {
         let new = self.0.with_extension("new");
         machine::write(&new, format!("{off:+}"));
         std::fs::rename(&new, &self.0).expect("our own file");
@@ -293,7 +302,7 @@ fn off(told: u64) -> i64 {
 fn a_wall_clock_that_is_set_moves_no_promise() {
     for step in [3_600, -3_600] {
         let held = Held::start();
-        let (clock, builder) = WallClock::of(World::builder());
+        let (clock, builder) = WallClock::of(builder());
         let world = node_of(builder, &held);
         let is_at = |told: &Value, by: i64| {
             let off = off(told.as_u64().expect("seconds since 1970")) - by;
@@ -329,8 +338,7 @@ fn a_wall_clock_that_is_set_moves_no_promise() {
         let (_, came) = received.rsplit_once("x-request-start: t=").expect("backends are told");
         let came: u64 = came.split("\r\n").next().and_then(|it| it.parse().ok()).expect("microseconds");
         assert!((-120..=1).contains(&(off(came / 1_000_000) - step)), "the node sees the clock that was set");
-        let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
-        let lane = lanes.as_array().unwrap().iter().find(|lane| lane["name"] == "shop").expect("its lane");
+        let lane = lane(&world, "shop");
         assert_eq!((&lane["counts"]["promised"], &lane["counts"]["kept"]), (&json!(2), &json!(2)), "{lane}");
 
         // An edge that is started anew under the clock as it is now keeps what the one before it has promised.

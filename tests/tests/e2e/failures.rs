@@ -143,13 +143,14 @@ fn a_killed_keeper_is_replaced_and_its_programs_end() {
 }
 
 /// A small file system of its own at a path, gone with this value.
-struct SmallDisk(String);
+pub struct SmallDisk(String);
 
 impl SmallDisk {
-    fn mount(at: &std::path::Path) -> Self {
+    /// `size` as the kernel reads it.
+    pub fn mount(at: &std::path::Path, size: &str) -> Self {
         fs::create_dir_all(at).expect("our own directory");
         let at = at.to_string_lossy().into_owned();
-        machine::run("mount", &["-t", "tmpfs", "-o", "size=1m,mode=0755", "tmpfs", &at]);
+        machine::run("mount", &["-t", "tmpfs", "-o", &format!("size={size},mode=0755"), "tmpfs", &at]);
         Self(at)
     }
 }
@@ -163,7 +164,7 @@ impl Drop for SmallDisk {
 
 fn a_full_disk_stops_the_log_and_no_request() {
     let builder = builder();
-    let disk = SmallDisk::mount(&builder.path("log"));
+    let disk = SmallDisk::mount(&builder.path("log"), "1m");
     let world = builder.start();
     fill(&world);
     let filler = world.path("log/filler");

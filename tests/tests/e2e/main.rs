@@ -4,6 +4,7 @@
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
 mod admission;
+mod adversity;
 mod app;
 mod balance;
 mod browser;
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         sites::SUITE,
         limits::SUITE,
         admission::SUITE,
+        adversity::SUITE,
         browser::SUITE,
         rules::SUITE,
         cells::SUITE,
