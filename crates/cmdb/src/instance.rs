@@ -117,6 +117,9 @@ pub struct Wake {
     pub from: Tier,
     /// Each stage with its microseconds, as far as this one waited through it. Who joins late has waited less.
     pub stages: Vec<(Stage, u64)>,
+    /// Microseconds that this one was predicted to wait for its turn, when it asked. None: it was its turn at once, or somebody
+    /// else's wake was joined that had begun.
+    pub predicted_us: Option<u64>,
 }
 
 /// What an operator has done to an instance. The answer is a JSON object: `{"ok": true, ...}`, or `{"error": ...}`.

@@ -265,6 +265,7 @@ impl Instances {
         let asked = Instant::now();
         let was_awake = instance.is_awake();
         let mut asking = Asking::new(engine, &instance);
+        let predicted = self.predicted(&instance, asked);
         let answered = timeout(WAKE_MAX, &mut asking.answer).await;
         let run = match answered {
             Ok(Ok(Ok(run))) => run,
@@ -291,7 +292,14 @@ impl Instances {
             }
         };
         let wake = (!was_awake).then(|| instance.wake_of(asked, answered)).flatten();
+        let wake = wake.map(|wake| Wake { predicted_us: predicted, ..wake });
         Ok(Using { id: instance.id(run), socket, tally: body.tally(), wake, lease })
+    }
+
+    /// Microseconds until its turn to wake, if it waits for that.
+    fn predicted(&self, instance: &Instance, now: Instant) -> Option<u64> {
+        let wait = instance.life.borrow().is_queued().then(|| self.wakes.borrow().predicted(instance.key, now));
+        wait.map(|wait| u64::try_from(wait.as_micros()).unwrap_or(u64::MAX))
     }
 
     /// One more connection to a run that is in use.

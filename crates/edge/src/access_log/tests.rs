@@ -117,7 +117,7 @@ fn a_json_line_says_everything_known() {
 fn a_line_of_a_request_that_woke_its_application_has_each_stage() {
     let mut woke = record("/x", None);
     let stages = vec![(Stage::Sandbox, 900), (Stage::Boot, 210_000), (Stage::Connect, 60)];
-    let wake = Arc::new(Wake { from: Tier::Cold, stages });
+    let wake = Arc::new(Wake { from: Tier::Cold, stages, predicted_us: None });
     let waited = Duration::from_micros(211_000);
     woke.more = Some(Box::new(More { woken: Some(Woken { wake, waited }), ..More::default() }));
     woke.backend = Duration::from_micros(1_500);

@@ -139,7 +139,7 @@ fn site() -> SiteName {
 }
 
 fn wake() -> Wake {
-    Wake { from: Tier::Image, stages: vec![(Stage::Restore, 38_000)] }
+    Wake { from: Tier::Image, stages: vec![(Stage::Restore, 38_000)], predicted_us: None }
 }
 
 #[test]

@@ -176,7 +176,11 @@ fn tiers_and_stages_of_wakes_have_their_words() {
     assert_eq!(TIERS.values, Tier::ALL.map(Tier::as_str));
     assert_eq!(STAGES.values[..FIRST_BYTE], Stage::ALL.map(Stage::as_str));
     let metrics = Metrics::new();
-    metrics.wake(&Wake { from: Tier::Image, stages: vec![(Stage::Restore, 38_000), (Stage::Connect, 40)] });
+    metrics.wake(&Wake {
+        from: Tier::Image,
+        stages: vec![(Stage::Restore, 38_000), (Stage::Connect, 40)],
+        predicted_us: None,
+    });
     let text = metrics.encode();
     for (stage, count) in [("restore", 1), ("connect", 1), ("boot", 0)] {
         let line = format!("nagaya_instance_wake_stage_seconds_count{{stage=\"{stage}\"}} {count}");

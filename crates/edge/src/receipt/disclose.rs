@@ -179,11 +179,14 @@ impl Disclosure {
         HeaderValue::try_from(out).expect("only printable ASCII was put in")
     }
 
-    /// Parameters of the item: where it rested, and each stage in microseconds.
+    /// Parameters of the item: where it rested, each stage in microseconds, and how long the one for its turn was to be.
     fn push_stages(&self, out: &mut String, wake: &Wake) {
         write!(out, ";from={}", wake.from).expect("a String takes everything");
         for (stage, us) in stages(wake, self.figures.backend_us) {
             write!(out, ";{stage}={}", us.min(INTEGER_MAX)).expect("a String takes everything");
+        }
+        if let Some(us) = wake.predicted_us {
+            write!(out, ";predicted={}", us.min(INTEGER_MAX)).expect("a String takes everything");
         }
     }
 

@@ -72,7 +72,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         "wake": more.woken.as_ref().map(|woken| {
             let told = stages(&woken.wake, figures.backend_us);
             let told: Vec<_> = told.map(|(stage, us)| json!({ "stage": stage, "us": us })).collect();
-            json!({ "from": woken.wake.from, "stages": told })
+            json!({ "from": woken.wake.from, "stages": told, "predicted_us": woken.wake.predicted_us })
         }),
         "place": told::json(more),
         "refusal": record.refusal.map(|reason| {

@@ -232,7 +232,7 @@ proptest! {
         let usage = Usage { cpu_us, read_bytes, write_bytes, throttled_us, demoted };
         let process = ProcessId(tag);
         let exit = Exit { status: Some(i32::from(demoted)), signal: None, cpu_us };
-        let wake = Wake { from: Tier::Image, stages: vec![(Stage::Queue, cpu_us), (Stage::Restore, read_bytes)] };
+        let wake = Wake { from: Tier::Image, stages: vec![(Stage::Queue, cpu_us), (Stage::Restore, read_bytes)], predicted_us: Some(cpu_us) };
         for answer in [
             Answer::Reply { tag, reply: Reply::Failed { failure: Failure::Busy, code, message: message.clone() } },
             Answer::Reply { tag, reply: Reply::Spawned { process, cell: message } },

@@ -46,7 +46,7 @@ impl Ledger {
     pub fn wake(&self, joined: Instant, now: Instant) -> Wake {
         let micros = |took: Duration| u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let stages = self.since(joined, now).into_iter().map(|(stage, took)| (stage, micros(took)));
-        Wake { from: self.from, stages: stages.collect() }
+        Wake { from: self.from, stages: stages.collect(), predicted_us: None }
     }
 
     fn since(&self, joined: Instant, now: Instant) -> Vec<(Stage, Duration)> {

@@ -202,7 +202,7 @@ fn placed(explained: &Explained, now_ms: u64) -> String {
             let _ = writeln!(out, "  its fallback is {}", printable(fallback));
         }
     }
-    if let Some(Wake { from, stages }) = &explained.last_wake {
+    if let Some(Wake { from, stages, .. }) = &explained.last_wake {
         let _ = write!(out, "  its last wake on {asked} was from {from}");
         for (at, (stage, us)) in stages.iter().filter(|(_, us)| *us > 0).enumerate() {
             let _ = write!(out, "{} {} {}", if at == 0 { ":" } else { "," }, stage.as_str(), short_us(*us));

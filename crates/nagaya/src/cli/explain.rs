@@ -76,6 +76,8 @@ struct Wake {
     from: String,
     #[serde(default)]
     stages: Vec<Stage>,
+    /// Until its turn.
+    predicted_us: Option<u64>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -196,7 +198,10 @@ fn stages(wake: &Wake, out: &mut String) {
     let _ = writeln!(out, "\nWaking its application (it was {})", printable(&wake.from));
     let width = wake.stages.iter().map(|stage| stage.stage.chars().count()).max().unwrap_or(0);
     for Stage { stage, us } in &wake.stages {
-        let _ = writeln!(out, "  {:width$}  {:>10}", printable(stage), short_us(*us));
+        let predicted = wake.predicted_us.filter(|_| stage == "queue");
+        let told = predicted
+            .map_or_else(String::new, |us| format!("  for its turn; {} were predicted", short_us(us)));
+        let _ = writeln!(out, "  {:width$}  {:>10}{told}", printable(stage), short_us(*us));
     }
 }
 
@@ -343,10 +348,13 @@ What it used
         let stage = |stage: &str, us: u64| json!({ "stage": stage, "us": us });
         let text = shown(json!({
             "id": "ab", "took_us": 41_500, "spans": [{ "name": "waking", "us": 39_000 }],
-            "wake": { "from": "image", "stages": [stage("decide", 90), stage("restore", 38_000)] },
+            "wake": {
+                "from": "image", "predicted_us": 400,
+                "stages": [stage("decide", 90), stage("queue", 510), stage("restore", 38_000)],
+            },
         }));
-        let expected =
-            "\nWaking its application (it was image)\n  decide        90 us\n  restore     38.0 ms\n";
+        let expected = "\nWaking its application (it was image)\n  decide        90 us\n  \
+            queue        510 us  for its turn; 400 us were predicted\n  restore     38.0 ms\n";
         assert!(text.contains(expected), "{text}");
     }
 

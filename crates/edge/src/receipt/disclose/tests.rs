@@ -68,12 +68,14 @@ fn a_wake_says_where_it_began_and_what_each_stage_took() {
     told.wake = Some(Arc::new(Wake {
         from: Tier::Image,
         stages: vec![(Stage::Decide, 90), (Stage::Restore, 38_000), (Stage::Ready, 0)],
+        predicted_us: Some(80),
     }));
     (told.figures.wake_us, told.figures.backend_us) = (39_000, 2_000);
     let mut response = Response::new(StatusCode::OK);
     told.put(&mut response);
     let receipt = response.headers["nagaya-receipt"].to_str().unwrap();
-    let wake = ", wake=39000;from=image;decide=90;restore=38000;ready=0;first_byte=2000, backend=2000";
+    let wake =
+        ", wake=39000;from=image;decide=90;restore=38000;ready=0;first_byte=2000;predicted=80, backend=2000";
     assert!(receipt.contains(wake), "{receipt}");
     assert_eq!(
         response.headers[SERVER_TIMING],

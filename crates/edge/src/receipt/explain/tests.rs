@@ -54,14 +54,18 @@ fn more(site: &Site) -> More {
 #[test]
 fn a_wake_is_a_stretch_of_time_with_its_stages() {
     let mut woke = record("/", None);
-    let wake = Wake { from: Tier::Frozen, stages: vec![(Stage::Thaw, 200), (Stage::Connect, 40)] };
+    let wake = Wake {
+        from: Tier::Frozen,
+        stages: vec![(Stage::Thaw, 200), (Stage::Connect, 40)],
+        predicted_us: Some(90),
+    };
     let woken = Woken { wake: Arc::new(wake), waited: Duration::from_micros(300) };
     woke.more = Some(Box::new(More { woken: Some(woken), ..More::default() }));
     woke.backend = Duration::from_micros(1_000);
     let told = tell(&woke, "n1");
     let stage = |stage: &str, us: u64| json!({ "stage": stage, "us": us });
     let stages = [stage("thaw", 200), stage("connect", 40), stage("first_byte", 1_000)];
-    assert_eq!(told["wake"], json!({ "from": "frozen", "stages": stages }));
+    assert_eq!(told["wake"], json!({ "from": "frozen", "stages": stages, "predicted_us": 90 }));
     assert_eq!(
         told["spans"][0],
         json!({ "name": "waking", "us": 300, "why": "Its application was frozen." })
