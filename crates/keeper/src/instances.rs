@@ -10,6 +10,7 @@ mod alarms;
 mod boosts;
 mod carried;
 mod collection;
+mod costs;
 mod door;
 mod driver;
 mod exec;
@@ -19,6 +20,7 @@ mod housing;
 mod ledger;
 mod lifecycle;
 mod load;
+mod measured;
 mod placed;
 mod policy;
 mod precedence;
@@ -57,10 +59,14 @@ use crate::roll::Roll;
 use alarms::Alarms;
 pub use boosts::BoostLease;
 use boosts::Boosts;
+use costs::Costs;
+pub use costs::Whose;
 pub use holder::unix_diag;
 use housing::what_runs;
 use ledger::Ledger;
 use lifecycle::{Event, Lifecycle, Op, Refusal, Run, Waiter};
+use measured::Back;
+pub use measured::of_node;
 use policy::Terms;
 use precedence::Allowance;
 pub use seats::{ACCEPT_MAX, Placed, SeatLease};
@@ -119,6 +125,8 @@ pub struct Instances {
     standing_changed: Notify,
     /// How long tenants' wakes may go first.
     allowances: RefCell<HashMap<TenantName, Allowance>>,
+    /// What tiers cost, as all instances of the node have measured.
+    costs: Cell<Costs>,
     /// Number of the next seat in any of them.
     next_seat: Cell<u64>,
     /// Whether the kernel tells who is connected to whom over Unix sockets. None: nobody needed to know yet.
@@ -155,6 +163,8 @@ struct Instance {
     ledger: RefCell<Option<Ledger>>,
     last_wake: RefCell<Option<Wake>>,
     wakes: Cell<u64>,
+    /// It was woken, and those who waited have no answer yet.
+    back: Cell<Option<Back>>,
     /// It goes first on the processor. None: as others.
     goes_first_until: Cell<Option<Instant>>,
     /// What requests of the present run want, and what its site's cell has of it.
@@ -229,6 +239,7 @@ impl Instances {
             is_fenced: Cell::new(true),
             standing_changed: Notify::new(),
             allowances: RefCell::default(),
+            costs: Cell::default(),
             next_seat: Cell::new(1),
             unix_diag: Cell::new(None),
             next_boost: Cell::new(1),
@@ -298,7 +309,8 @@ impl Instances {
 
     /// Microseconds until its turn to wake, if it waits for that.
     fn predicted(&self, instance: &Instance, now: Instant) -> Option<u64> {
-        let wait = instance.life.borrow().is_queued().then(|| self.wakes.borrow().predicted(instance.key, now));
+        let wait =
+            instance.life.borrow().is_queued().then(|| self.wakes.borrow().predicted(instance.key, now));
         wait.map(|wait| u64::try_from(wait.as_micros()).unwrap_or(u64::MAX))
     }
 
@@ -351,6 +363,7 @@ impl Instances {
             ledger: RefCell::default(),
             last_wake: RefCell::default(),
             wakes: Cell::new(0),
+            back: Cell::new(None),
             goes_first_until: Cell::new(None),
             boosts: RefCell::default(),
             boosted: Cell::default(),

@@ -3,12 +3,13 @@
 //! Not here: counting and text (`telemetry`), the numbers of `nagaya status` (`engine`).
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use nagaya_cmdb::instance::{Stage, Tier};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
 use crate::cells::{Cells, Numbers};
-use crate::instances::Instances;
+use crate::instances::{Instances, Whose, of_node};
 
 /// In the order of `process::KINDS`.
 const KIND: Dimension = Dimension { label: "kind", values: &["cgi", "php", "app"] };
@@ -90,6 +91,8 @@ pub struct Metrics {
     pub database_queries: Counter,
     instances: [Gauge; Tier::ALL.len()],
     waiting_wakes: Gauge,
+    returns: [Gauge; Tier::ALL.len()],
+    held: [Gauge; Tier::ALL.len()],
     leaves: Counters<1>,
     limit_failures: Counter,
     orphans: Counter,
@@ -139,6 +142,18 @@ impl Metrics {
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),
+            returns: Tier::ALL.map(|tier| {
+                r.gauge(
+                    &format!("keeper_return_us_{tier}"),
+                    &format!("Microseconds to come back from {tier}, a mean of the last times; 0: not measured"),
+                )
+            }),
+            held: Tier::ALL.map(|tier| {
+                r.gauge(
+                    &format!("keeper_held_bytes_{tier}"),
+                    &format!("Memory of an instance that is {tier}, a mean of the last counts; 0: none, or not counted"),
+                )
+            }),
             waiting_wakes: r.gauge("keeper_wakes_waiting", "Instances that wait for their turn to wake"),
             leaves: r.counters(
                 "keeper_cell_leaves",
@@ -169,6 +184,7 @@ impl Metrics {
         {
             gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
         }
+        self.set_costs(instances);
         let Numbers { tenants, sites, named, giving_way, requests, free, made, reused } = cells.numbers();
         for (gauge, number) in [
             (&self.tenants, tenants),
@@ -187,5 +203,16 @@ impl Metrics {
             counter.add(now.saturating_sub(counter.get()));
         }
         self.registry.encode()
+    }
+
+    fn set_costs(&self, instances: &Instances) {
+        let (known, now) = (of_node(instances.costs()), Instant::now());
+        let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        for ((tier, returns), held) in Tier::ALL.into_iter().zip(&self.returns).zip(&self.held) {
+            let back = Some(known.returns(tier, now)).filter(|back| back.whose != Whose::Assumed);
+            let micros = back.map_or(0, |back| i64::try_from(back.value.as_micros()).unwrap_or(i64::MAX));
+            returns.set(micros);
+            held.set(known.holds(tier, now).map_or(0, |held| whole(held.value)));
+        }
     }
 }

@@ -264,11 +264,13 @@ Four things to try in a second terminal:
   curl -si 'http://cpu.localhost:{port}/?n=200000' | grep -iE 'receipt|timing|x-request-id'
   {program} --config {dir}/nagaya.toml explain ID
 
-4. Watch an application rest and wake. Five seconds after its last visitor it stands still, after a minute only its image
-   is left; load its page again and see that you are still logged in:
+4. Watch an application rest and wake. Five seconds after its last visitor it stands still; after a minute, or as long as
+   its measured costs make of that (`instance show`), only its image is left. Load its page again and see that you are still
+   logged in:
 
   {program} --config {dir}/nagaya.toml top
   {program} --config {dir}/nagaya.toml instance list
+  {program} --config {dir}/nagaya.toml instance show redmine
   {program} --config {dir}/nagaya.toml instance rest redmine --to image
   curl -si http://redmine.localhost:{port}/ | grep -iE 'receipt|timing|x-request-id'
   {program} --config {dir}/nagaya.toml explain ID

@@ -46,6 +46,7 @@ impl Instances {
             // It may be the first of a wake.
             instance.ledger.replace(Some(Ledger::new(from, now)));
         }
+        instance.life.borrow_mut().assume(self.costs.get());
         let effects = instance.life.borrow_mut().apply(now, event);
         let is_awake = instance.is_awake();
         if is_awake && !was_awake {
@@ -77,6 +78,10 @@ impl Instances {
             self.first_alarm_changed.notify_one();
         }
         self.idle.borrow_mut().set(instance.key, idle_since);
+        if idle_since.is_some() {
+            // Nobody waits for an answer any more.
+            instance.back.take();
+        }
         if instance.tier.get().0 != tier {
             instance.tier.set((tier, Instant::now()));
         }
@@ -225,7 +230,7 @@ impl Instances {
     }
 
     /// It was woken: how long that took, by stage.
-    fn woke(&self, engine: &Engine, instance: &Instance, now: Instant) {
+    fn woke(&self, engine: &Rc<Engine>, instance: &Rc<Instance>, now: Instant) {
         instance.fault.take();
         instance.note.take();
         instance.wakes.set(instance.wakes.get() + 1);
@@ -234,6 +239,7 @@ impl Instances {
         let fell_back =
             [Stage::Restore, Stage::Boot].iter().all(|one| stages.iter().any(|(of, _)| of == one));
         count(engine, instance, if fell_back { WakeEnd::FellBack } else { WakeEnd::Woke });
+        self.came_back(engine, instance, ledger.from(), &stages, now);
         for (stage, took) in stages {
             engine.metrics.wake_stages.observe(stage as usize, took);
         }
@@ -290,6 +296,11 @@ impl Instances {
                 }
             };
             engine.instances.tell(&engine, &instance, Event::Done(op, outcome));
+            if let Outcome::Rests(tier) = outcome
+                && down_to.is_some()
+            {
+                engine.instances.count_memory(&engine, &instance, tier).await;
+            }
         });
     }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::Tier;
 
+use super::costs::{Costs, Known};
 use super::policy::{Habit, Idle, PRESSED_AFTER, Terms};
 
 /// Those who may wait for one instance at once.
@@ -56,6 +57,10 @@ pub enum Event {
     /// As many wait for their turn as may.
     NoTurn,
     Done(Op, Outcome),
+    /// To come back from there has taken so long, until somebody who waited was served.
+    Returned(Tier, Duration),
+    /// So many bytes of memory are held while it rests there, or runs.
+    Holds(Tier, u64),
     /// The processes of this run have ended by themselves, and nothing of them is left.
     Died(Run),
     /// `deadline` has come.
@@ -243,6 +248,7 @@ pub struct Lifecycle {
     /// Of who used the present run, or the last.
     idle_since: Instant,
     habit: Habit,
+    costs: Known,
     failures: Failures,
     /// What starts without being asked does not before this.
     not_unasked_before: Instant,
@@ -311,6 +317,7 @@ impl Lifecycle {
             users: 0,
             idle_since: now,
             habit: Habit::default(),
+            costs: Known::default(),
             failures: Failures::default(),
             not_unasked_before: now,
             run: Run(0),
@@ -396,6 +403,16 @@ impl Lifecycle {
         matches!(self.state, State::Imaging(_))
     }
 
+    /// What each tier costs it, as far as that is known.
+    pub fn costs(&self) -> &Known {
+        &self.costs
+    }
+
+    /// What all instances of the node have measured, which stands in for what this one has not.
+    pub fn assume(&mut self, node: Costs) {
+        self.costs.node = node;
+    }
+
     /// When `Event::Alarm` is due.
     pub fn deadline(&self) -> Option<Instant> {
         if let Some(since) = self.fenced_since {
@@ -405,7 +422,9 @@ impl Lifecycle {
             State::Off if self.is_kept() => self.failures.not_before.max(Some(self.not_unasked_before)),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now: self.idle_since };
-                self.terms.next(idle, up.tried, self.has_image(), &self.habit).map(|(_, due)| due)
+                self.terms
+                    .next(idle, up.tried, self.has_image(), &self.habit, &self.costs)
+                    .map(|(_, due)| due)
             }
             _ => None,
         }
@@ -484,6 +503,8 @@ impl Lifecycle {
                 self.answer_all(Err(Refusal::Full));
             }
             Event::Done(op, outcome) => self.done(now, op, outcome),
+            Event::Returned(from, took) => self.costs.own.returned(from, took, now),
+            Event::Holds(tier, bytes) => self.costs.own.holds(tier, bytes, now),
             Event::Died(run) => self.died(now, run),
             Event::Alarm => self.alarm(now),
             Event::Pressure => self.pressure(now),
@@ -765,7 +786,7 @@ impl Lifecycle {
             State::Off if self.is_kept() && self.deadline().is_some_and(|due| due <= now) => self.queue(),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now };
-                let next = self.terms.next(idle, up.tried, self.has_image(), &self.habit);
+                let next = self.terms.next(idle, up.tried, self.has_image(), &self.habit, &self.costs);
                 if let Some((to, _)) = next.filter(|(_, due)| *due <= now) {
                     // Nobody waits for it now.
                     self.retake = to == Tier::Image && self.picture == Picture::Aged && self.may_run();
@@ -783,7 +804,7 @@ impl Lifecycle {
             && self.may_run()
             && self.is_idle()
             && is_long
-            && let Some(to) = self.terms.pressed(up.tried, self.has_image())
+            && let Some(to) = self.terms.pressed(up.tried, self.has_image(), &self.costs, now)
         {
             self.go_down(up, to);
         }
@@ -966,6 +987,7 @@ impl Lifecycle {
         self.terms = terms;
         self.picture = Picture::Unknown;
         (self.bad_images, self.failures, self.habit) = (0, Failures::default(), Habit::default());
+        self.costs.own = Costs::default();
         // One that waits for its turn has begun nothing of the old record.
         if self.state != State::Queued {
             self.end();

@@ -1,12 +1,16 @@
-//! When an idle instance goes down, and how deep: by time, by what is expected next, and under memory pressure. Pure.
+//! When an idle instance goes down, and how deep: by time, by what is expected next, by what each tier costs here, and under
+//! memory pressure. Pure.
 //!
-//! Not here: what else an instance does (`lifecycle`), how a step is taken (`rest`).
+//! The settings' times are made for one application (`TYPICAL_KIB`); another's are so much longer as its visitors would wait longer
+//! for its return, and so much shorter as it holds more memory. Not here: what else an instance does (`lifecycle`), how a step
+//! is taken (`rest`), what was measured (`costs`).
 
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::Tier;
 use nagaya_cmdb::record::{After, App};
 
+use super::costs::{Known, Whose, assumed};
 use crate::options::IdleOptions;
 
 /// The tiers an idle instance goes down to, in this order. The last two stand for one step: the first where there is an
@@ -23,6 +27,17 @@ const GAPS_MIN: usize = 4;
 const FAR: u32 = 8;
 const EARLY: u32 = 4;
 
+/// How much longer an instance may stay where it is, rather than come back from a tier in a moment: so many times what coming
+/// back takes.
+const PATIENCE: u32 = 100;
+
+/// What the times of the settings are made for: an application that gives back so many KiB, and comes back in the time that is
+/// assumed where nobody has measured it.
+const TYPICAL_KIB: f64 = 100.0 * 1024.0;
+
+/// What was measured makes a time so many times as long at most, and as short.
+const BEND: f64 = 4.0;
+
 /// Memory pressure takes down only what was idle for this long: the next request may follow at once.
 pub const PRESSED_AFTER: Duration = Duration::from_secs(1);
 
@@ -31,6 +46,8 @@ pub const PRESSED_AFTER: Duration = Duration::from_secs(1);
 pub struct Terms {
     /// How long after its last request each of `STEPS` is taken. None: never.
     pub after: [Option<Duration>; 5],
+    /// Which of them the record says: nothing that was measured changes these.
+    pub is_said: [bool; 5],
     /// It always has a process.
     pub keep: bool,
     /// Images can be taken and restored here.
@@ -51,19 +68,29 @@ impl Terms {
             of(own.image, node.image_ms),
             of(own.cold, node.cold_ms),
         ];
-        Self { after, keep: app.min == Some(1), images }
+        let is_said = [own.quiet, own.frozen, own.reclaimed, own.image, own.cold].map(|own| own.is_some());
+        Self { after, is_said, keep: app.min == Some(1), images }
     }
 
     /// The next step of one that is idle since then and must go deeper than `below`, and when it is due. Of several that
-    /// are due, the deepest.
-    pub fn next(&self, idle: Idle, below: Tier, has_image: bool, habit: &Habit) -> Option<(Tier, Instant)> {
+    /// are due, the deepest. The same `since` has the same answer, whatever the time, but for those that are due.
+    pub fn next(
+        &self,
+        idle: Idle,
+        below: Tier,
+        has_image: bool,
+        habit: &Habit,
+        known: &Known,
+    ) -> Option<(Tier, Instant)> {
         let (since, now) = (idle.since, idle.now);
         let mut next: Option<(Tier, Instant)> = None;
-        for (tier, after) in STEPS.into_iter().zip(self.after) {
-            let Some(after) = after.filter(|_| tier < below && self.may_reach(tier, has_image)) else {
-                continue;
-            };
-            let due = since + habit.adjusted(tier, after);
+        for ((tier, after), is_said) in STEPS.into_iter().zip(self.after).zip(self.is_said) {
+            let is_step = tier < below && self.is_worth(tier, has_image, known, since);
+            let Some(after) = after.filter(|_| is_step) else { continue };
+            let weight = self.weight(tier, known, since);
+            // The time of a step that gives back no memory, but CPU time, is as it was set.
+            let after = if is_said || tier > Tier::Reclaimed { after } else { after.mul_f64(weight) };
+            let due = since + habit.adjusted(after, (assumed(tier) * PATIENCE).mul_f64(weight));
             let is_better = match next {
                 None => true,
                 // What is due already, or at the same time, is passed over for what is deeper.
@@ -77,10 +104,45 @@ impl Terms {
     }
 
     /// The step that gives memory back soonest: what rests already goes on from there.
-    pub fn pressed(&self, below: Tier, has_image: bool) -> Option<Tier> {
+    pub fn pressed(&self, below: Tier, has_image: bool, known: &Known, now: Instant) -> Option<Tier> {
         [Tier::Reclaimed, Tier::Image, Tier::Cold]
             .into_iter()
-            .find(|tier| *tier < below && self.may_reach(*tier, has_image))
+            .find(|tier| *tier < below && self.is_worth(*tier, has_image, known, now))
+    }
+
+    /// Whether a step to this tier is possible and gives anything.
+    fn is_worth(&self, tier: Tier, has_image: bool, known: &Known, at: Instant) -> bool {
+        let mut deeper = STEPS.into_iter().zip(self.after).filter(|(_, after)| after.is_some());
+        let deeper = deeper.find(|(tier, _)| !tier.has_process() && self.may_reach(*tier, has_image));
+        let is_useless = || known.is_swap_useless(deeper.map(|(tier, _)| tier), at);
+        self.may_reach(tier, has_image) && (tier != Tier::Reclaimed || !is_useless())
+    }
+
+    /// How much longer it should wait for this step than the application that the settings' times are made for: as much
+    /// longer as coming back takes, as much shorter as it gives more memory back.
+    fn weight(&self, tier: Tier, known: &Known, at: Instant) -> f64 {
+        let above = self.above(tier, known, at);
+        let added = |of: &dyn Fn(Tier) -> Duration| of(tier).saturating_sub(of(above)).as_secs_f64();
+        let (typical, here) = (added(&assumed), added(&|tier| known.returns(tier, at).value));
+        if typical == 0.0 {
+            return 1.0;
+        }
+        let given = given(tier, above, known, at).unwrap_or(TYPICAL_KIB).max(1.0);
+        (here / typical * (TYPICAL_KIB / given)).clamp(1.0 / BEND, BEND)
+    }
+
+    /// Where it stays while it does not go to this tier.
+    fn above(&self, tier: Tier, known: &Known, at: Instant) -> Tier {
+        let has_swap = self.after[2].is_some()
+            && known.holds(Tier::Reclaimed, at).is_some()
+            && known.returns(Tier::Reclaimed, at).whose != Whose::Assumed
+            && !known.is_swap_useless((!tier.has_process()).then_some(tier), at);
+        match tier {
+            Tier::Running | Tier::Quiet => Tier::Running,
+            Tier::Frozen => Tier::Quiet,
+            Tier::Image | Tier::Cold if has_swap => Tier::Reclaimed,
+            Tier::Reclaimed | Tier::Image | Tier::Cold => Tier::Frozen,
+        }
     }
 
     /// Whether an instance may be here at all.
@@ -124,11 +186,11 @@ impl Habit {
     }
 
     /// A step is put off while a request is expected soon, and taken early if none is for long.
-    fn adjusted(&self, tier: Tier, after: Duration) -> Duration {
+    fn adjusted(&self, after: Duration, patience: Duration) -> Duration {
         match self.expected() {
-            Some(expected) if expected >= after && expected - after < patience(tier) => {
+            Some(expected) if expected >= after && expected - after < patience => {
                 // As late again as it was expected before it is given up.
-                expected + patience(tier) / 2
+                expected + patience / 2
             }
             Some(expected) if expected / FAR > after => after / EARLY,
             _ => after,
@@ -136,16 +198,17 @@ impl Habit {
     }
 }
 
-/// How much longer an instance may stay where it is, rather than come back from this tier in a moment: some hundred times
-/// what coming back takes.
-fn patience(tier: Tier) -> Duration {
-    match tier {
-        Tier::Running | Tier::Quiet => Duration::ZERO,
-        Tier::Frozen => Duration::from_millis(100),
-        Tier::Reclaimed => Duration::from_secs(5),
-        Tier::Image => Duration::from_secs(15),
-        Tier::Cold => Duration::from_secs(120),
+/// KiB of memory that going from the one tier to the other gives back. None: nobody knows, or it is not for memory.
+fn given(tier: Tier, above: Tier, known: &Known, at: Instant) -> Option<f64> {
+    if tier > Tier::Reclaimed {
+        return None;
     }
+    let all = match above {
+        Tier::Reclaimed => known.holds(above, at)?.value,
+        _ => known.holds_in_memory(at)?,
+    };
+    let kib = all.saturating_sub(known.holds(tier, at)?.value) / 1024;
+    Some(u32::try_from(kib).map_or(f64::MAX, f64::from))
 }
 
 #[cfg(test)]
@@ -156,13 +219,17 @@ mod tests {
 
     fn terms() -> Terms {
         let after = [Some(S(2)), Some(S(10)), Some(S(120)), Some(S(900)), Some(S(3600))];
-        Terms { after, keep: false, images: true }
+        Terms { after, is_said: [false; 5], keep: false, images: true }
     }
 
     fn steps(terms: &Terms, has_image: bool, habit: &Habit) -> Vec<(Tier, u64)> {
+        steps_of(terms, has_image, habit, &Known::default())
+    }
+
+    fn steps_of(terms: &Terms, has_image: bool, habit: &Habit, known: &Known) -> Vec<(Tier, u64)> {
         let since = Instant::now();
         let (mut below, mut now, mut steps) = (Tier::Running, since, Vec::new());
-        while let Some((tier, due)) = terms.next(Idle { since, now }, below, has_image, habit) {
+        while let Some((tier, due)) = terms.next(Idle { since, now }, below, has_image, habit, known) {
             (below, now) = (tier, due.max(now));
             steps.push((tier, (now - since).as_secs()));
         }
@@ -183,7 +250,7 @@ mod tests {
     fn what_is_kept_keeps_its_process() {
         let kept = Terms { keep: true, ..terms() };
         assert_eq!(steps(&kept, true, &Habit::default()).last(), Some(&(Tier::Reclaimed, 120)));
-        assert_eq!(kept.pressed(Tier::Reclaimed, true), None);
+        assert_eq!(kept.pressed(Tier::Reclaimed, true, &Known::default(), Instant::now()), None);
     }
 
     #[test]
@@ -197,7 +264,7 @@ mod tests {
     fn late_is_deep_at_once() {
         let since = Instant::now();
         let idle = Idle { since, now: since + S(1000) };
-        let next = terms().next(idle, Tier::Running, true, &Habit::default());
+        let next = terms().next(idle, Tier::Running, true, &Habit::default(), &Known::default());
         assert_eq!(next.map(|(tier, _)| tier), Some(Tier::Image));
     }
 
@@ -240,9 +307,112 @@ mod tests {
 
     #[test]
     fn pressure_takes_memory_first_and_then_the_process() {
-        assert_eq!(terms().pressed(Tier::Running, true), Some(Tier::Reclaimed));
-        assert_eq!(terms().pressed(Tier::Reclaimed, true), Some(Tier::Image));
-        assert_eq!(terms().pressed(Tier::Reclaimed, false), Some(Tier::Cold));
+        let pressed = |below, has_image| terms().pressed(below, has_image, &Known::default(), Instant::now());
+        assert_eq!(pressed(Tier::Running, true), Some(Tier::Reclaimed));
+        assert_eq!(pressed(Tier::Reclaimed, true), Some(Tier::Image));
+        assert_eq!(pressed(Tier::Reclaimed, false), Some(Tier::Cold));
+    }
+
+    /// An application of so many MiB, so many of them reclaimed, and milliseconds to come back: reclaimed, image, cold.
+    fn measured(frozen: u64, reclaimed: u64, returns: [u64; 3]) -> Known {
+        let (now, mut known) = (Instant::now(), Known::default());
+        for (tier, mib) in [(Tier::Frozen, frozen), (Tier::Reclaimed, reclaimed)] {
+            if mib > 0 {
+                known.own.holds(tier, mib << 20, now);
+            }
+        }
+        for (tier, ms) in [Tier::Reclaimed, Tier::Image, Tier::Cold].into_iter().zip(returns) {
+            if ms > 0 {
+                known.node.returned(tier, Duration::from_millis(ms), now);
+            }
+        }
+        known
+    }
+
+    #[test]
+    fn memory_is_given_back_sooner_where_it_is_much_and_coming_back_is_quick() {
+        let reclaimed_and_image = |known: &Known| {
+            let steps = steps_of(&terms(), true, &Habit::default(), known);
+            let at = |tier| steps.iter().find(|(of, _)| *of == tier).map(|(_, seconds)| *seconds);
+            (at(Tier::Reclaimed), at(Tier::Image))
+        };
+        for (known, reclaimed, image) in [
+            (Known::default(), Some(120), Some(900)),
+            // As assumed of the typical one, without swap.
+            (measured(100, 0, [0, 150, 0]), Some(120), Some(900)),
+            (measured(200, 0, [0, 150, 0]), Some(120), Some(450)),
+            (measured(50, 0, [0, 150, 0]), Some(120), Some(1800)),
+            (measured(100, 0, [0, 75, 0]), Some(120), Some(446)),
+            // Within bounds, whatever was measured.
+            (measured(1, 0, [0, 9000, 0]), Some(120), Some(3600)),
+            (measured(9000, 0, [0, 1, 0]), Some(120), Some(225)),
+            // From swap the image gives back little, and takes little longer.
+            (measured(100, 20, [50, 150, 0]), Some(150), Some(3600)),
+            (measured(100, 50, [50, 75, 0]), Some(240), Some(450)),
+        ] {
+            assert_eq!(reclaimed_and_image(&known), (reclaimed, image), "{known:?}");
+        }
+    }
+
+    #[test]
+    fn swap_is_passed_over_where_the_image_is_no_slower() {
+        let beaten = measured(100, 20, [80, 60, 0]);
+        let steps: Vec<Tier> =
+            steps_of(&terms(), true, &Habit::default(), &beaten).into_iter().map(|step| step.0).collect();
+        assert_eq!(steps, [Tier::Quiet, Tier::Frozen, Tier::Image]);
+        let now = Instant::now();
+        assert_eq!(terms().pressed(Tier::Frozen, true, &beaten, now), Some(Tier::Image));
+        // Not where the record or a missing image forbids what is deeper.
+        let mut never = terms();
+        never.after[3] = None;
+        assert_eq!(never.pressed(Tier::Frozen, true, &beaten, now), Some(Tier::Reclaimed));
+        assert_eq!(terms().pressed(Tier::Frozen, false, &beaten, now), Some(Tier::Reclaimed));
+        let kept = Terms { keep: true, ..terms() };
+        assert_eq!(kept.pressed(Tier::Frozen, true, &beaten, now), Some(Tier::Reclaimed));
+    }
+
+    #[test]
+    fn the_times_that_a_record_says_are_kept() {
+        let said = Terms { is_said: [false, false, true, true, false], ..terms() };
+        let known = measured(9000, 0, [0, 1, 0]);
+        let expected = [(Tier::Quiet, 2), (Tier::Frozen, 10), (Tier::Reclaimed, 120), (Tier::Image, 900)];
+        assert_eq!(steps_of(&said, true, &Habit::default(), &known), expected);
+    }
+
+    #[test]
+    fn who_comes_back_slowly_is_waited_for_longer() {
+        let mut habit = Habit::default();
+        for _ in 0..GAPS_MIN {
+            habit.saw(S(925));
+        }
+        let said = Terms { is_said: [true; 5], ..terms() };
+        let image = |known: &Known| steps_of(&said, true, &habit, known).last().copied();
+        assert_eq!(image(&Known::default()), Some((Tier::Image, 900)), "it is not expected soon enough");
+        assert_eq!(image(&measured(100, 0, [0, 300, 0])), Some((Tier::Image, 940)));
+    }
+
+    #[test]
+    fn whatever_was_measured_each_step_is_within_bounds_and_the_same_at_its_time() {
+        let any =
+            (proptest::num::u32::ANY, proptest::num::u32::ANY, proptest::array::uniform3(0..100_000_u64));
+        proptest::proptest!(|((frozen, reclaimed, returns) in any, has_image: bool, gap in 0..10_000_u64)| {
+            let known = measured(frozen.into(), reclaimed.into(), returns);
+            let (terms, mut habit) = (terms(), Habit::default());
+            (0..GAPS_MIN).for_each(|_| habit.saw(S(gap)));
+            let since = Instant::now();
+            let mut below = Tier::Running;
+            while let Some((tier, due)) = terms.next(Idle { since, now: since }, below, has_image, &habit, &known) {
+                proptest::prop_assert!(tier < below);
+                let set = terms.after[STEPS.iter().position(|step| *step == tier).unwrap()].unwrap();
+                let (least, most) = (set / 4 / EARLY, set * 4 + assumed(tier) * PATIENCE * 6);
+                proptest::prop_assert!(due >= since + least && due <= since + most, "{tier} {:?}", due - since);
+                // What is looked at then is done then: no alarm is for nothing.
+                let then = terms.next(Idle { since, now: due }, below, has_image, &habit, &known);
+                proptest::prop_assert!(then.is_some_and(|(deep, at)| deep <= tier && at <= due));
+                below = tier;
+            }
+            proptest::prop_assert_eq!(below, if has_image { Tier::Image } else { Tier::Cold });
+        });
     }
 
     #[test]
@@ -253,6 +423,7 @@ mod tests {
         let node = IdleOptions::default();
         let expected = [Some(node.quiet_ms), Some(3000), Some(node.reclaimed_ms), None, Some(node.cold_ms)];
         assert_eq!(terms.after, expected.map(|ms| ms.map(Duration::from_millis)));
+        assert_eq!(terms.is_said, [false, true, false, true, false]);
         assert!(terms.keep);
     }
 }

@@ -10,6 +10,7 @@ use std::time::Instant;
 use nagaya_cmdb::instance::Tier;
 use serde_json::{Value, json};
 
+use super::costs::{Figure, Known};
 use super::{Instance, Instances};
 use crate::cells::Leaf;
 use crate::engine::Engine;
@@ -22,8 +23,8 @@ const PIDS_MAX: usize = 64;
 
 /// What the processes of one instance use now.
 #[derive(Debug, Clone, Copy, Default)]
-struct Use {
-    memory_bytes: u64,
+pub(super) struct Use {
+    pub memory_bytes: u64,
     cpu_us: u64,
     processes: usize,
 }
@@ -66,15 +67,23 @@ impl Instances {
     }
 
     /// All that is known of one.
-    pub(super) async fn inspect(&self, engine: &Rc<Engine>, instance: &Instance) -> Value {
+    pub(super) async fn inspect(&self, engine: &Rc<Engine>, instance: &Rc<Instance>) -> Value {
+        let tier = instance.life.borrow().tier();
         let used = match instance.leaf() {
             Some(leaf) => engine.on_worker(move || Ok(used_exactly(&leaf))).await.ok(),
             None => None,
         };
+        if let Some(used) = used {
+            self.holds(engine, instance, tier, used.memory_bytes);
+        }
         let mut row = self.row(instance, used);
         let now = Instant::now();
+        // Others may have measured what this one has not, since something last happened to it.
+        instance.life.borrow_mut().assume(self.costs());
+        self.look_again(instance);
         let life = instance.life.borrow();
         let (failures, left) = life.failures(now);
+        row["costs"] = costs(life.costs(), now);
         row["last_end"] = json!(
             instance
                 .last_end
@@ -147,6 +156,25 @@ impl Instance {
     }
 }
 
+/// What each tier costs, from the shallowest down.
+fn costs(known: &Known, now: Instant) -> Value {
+    let rows = Tier::ALL.into_iter().rev().map(|tier| {
+        let Figure { value: back, samples, whose } = known.returns(tier, now);
+        let holds = known.holds(tier, now);
+        let counted = holds.filter(|_| tier.has_process());
+        json!({
+            "tier": tier.as_str(),
+            "return_us": u64::try_from(back.as_micros()).unwrap_or(u64::MAX),
+            "return_samples": samples,
+            "return_of": whose.as_str(),
+            "holds_bytes": holds.map(|holds| holds.value),
+            "holds_samples": counted.map(|holds| holds.samples),
+            "holds_of": counted.map(|holds| holds.whose.as_str()),
+        })
+    });
+    rows.collect()
+}
+
 /// What is resident, where what several processes share counts for each of them: one short file for each process.
 fn used(leaf: &Leaf) -> Use {
     sum(leaf, resident)
@@ -160,7 +188,7 @@ pub(super) fn resident(pid: i32) -> Option<u64> {
 }
 
 /// What is resident, where what is shared counts in parts: the kernel goes through all memory for it.
-fn used_exactly(leaf: &Leaf) -> Use {
+pub(super) fn used_exactly(leaf: &Leaf) -> Use {
     sum(leaf, |pid| {
         let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
         let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:"))?;

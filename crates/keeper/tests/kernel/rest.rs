@@ -22,6 +22,7 @@ use crate::world::{World, is_alive, refusal, site_name, until_so, wait_dead};
 
 pub const ROOT: &[Fact] = &[
     ("an instance answers from each tier it rests at, and is the same", answers_from_each_tier),
+    ("what coming back from a tier takes, and what is held there, is measured and shown", costs_are_measured),
     ("the edge knows without asking whether an instance rests", rests_is_known),
     ("threads of a quiet instance are the least urgent, and their timers may be late", quiet_threads),
     ("a frozen instance uses no CPU time", frozen_uses_nothing),
@@ -177,6 +178,49 @@ fn answers_from_each_tier() {
     let thawed = "nagaya_keeper_wakes_total{from=\"frozen\",end=\"woke\"}";
     assert!(world.metric(thawed) >= 1);
     assert_eq!(world.metric("nagaya_keeper_instances_running"), 1);
+}
+
+fn costs_are_measured() {
+    let _swap = crate::swap::stays();
+    let mut world = world("", json!({}));
+    world.site("next", "alice", app("", json!({})));
+    let world = world.start();
+    let cost = |site: &str, tier: &str| {
+        let row = show(&world, site);
+        let costs = row["costs"].as_array().unwrap_or_else(|| panic!("{row}"));
+        costs.iter().find(|cost| cost["tier"] == tier).unwrap().clone()
+    };
+    world.run(async |keeper| {
+        // Who does not say when its answer began has measured no start.
+        run_of(&keeper, "app").await;
+        until_idle(&world, "app").await;
+        let start = cost("app", "cold");
+        assert_eq!((&start["return_of"], &start["holds_bytes"]), (&json!("assumed"), &json!(0)));
+        rest(&world, Tier::Frozen);
+        until_so(|| cost("app", "frozen")["holds_of"] == "own").await;
+        assert!(cost("app", "frozen")["holds_bytes"].as_u64().unwrap() > 1 << 20);
+        assert_eq!(cost("app", "frozen")["return_of"], "assumed");
+        run_of(&keeper, "app").await;
+        until_idle(&world, "app").await;
+        let back = cost("app", "frozen");
+        assert_eq!((&back["return_of"], &back["return_samples"]), (&json!("own"), &json!(1)));
+        assert_eq!(cost("next", "frozen")["return_us"], back["return_us"], "another's stands in");
+        assert_eq!(cost("next", "frozen")["return_of"], "node");
+        rest(&world, Tier::Cold);
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+        get(&used, "/").await;
+        keeper.answered(used.guard.id());
+        until_so(|| cost("app", "cold")["return_of"] == "own").await;
+        let waits = used.wake.unwrap().stages.into_iter();
+        let own = waits.filter(|(stage, _)| !matches!(stage, Stage::Queue | Stage::Connect));
+        let (own, start): (u64, _) = (own.map(|(_, us)| us).sum(), cost("app", "cold")["return_us"].as_u64());
+        assert!(start.is_some_and(|start| start > own), "{own} and the answer: {start:?}");
+    });
+    for tier in ["frozen", "cold"] {
+        assert!(world.metric(&format!("nagaya_keeper_return_us_{tier}")) > 0, "{tier}");
+    }
+    assert!(world.metric("nagaya_keeper_held_bytes_frozen") > 1 << 20);
+    assert_eq!(world.metric("nagaya_keeper_held_bytes_cold"), 0);
 }
 
 fn rests_is_known() {
@@ -388,7 +432,10 @@ fn in_turn() {
             .iter()
             .map(|name| {
                 let (keeper, name) = (Rc::clone(&keeper), name.clone());
-                tokio::task::spawn_local(async move { run_of(&keeper, &name).await })
+                tokio::task::spawn_local(async move {
+                    let used = keeper.use_instance(&site_name(&name), None).await.unwrap();
+                    (get(&used, "/").await, used.wake.unwrap())
+                })
             })
             .collect();
         let mut most = 0;
@@ -401,11 +448,16 @@ fn in_turn() {
         })
         .await;
         assert_eq!(most, 2, "as many as may, and no more");
-        let mut runs = BTreeSet::new();
+        let (mut runs, mut predicted) = (BTreeSet::new(), 0);
         for one in asking {
-            runs.insert(one.await.unwrap());
+            let (answer, wake) = one.await.unwrap();
+            runs.insert(answer.split(' ').next().unwrap().to_owned());
+            let has_waited = wake.stages.iter().any(|(stage, us)| *stage == Stage::Queue && *us > 5_000);
+            assert!(!has_waited || wake.predicted_us.is_some(), "{wake:?}");
+            predicted += usize::from(wake.predicted_us.is_some());
         }
         assert_eq!(runs.len(), names.len());
+        assert!(predicted > 0, "two at a time, so some wait for their turn");
     });
 }
 

@@ -212,12 +212,48 @@ fn show(one: &One, place: &Place) -> Result<(), CliError> {
     let answer = output::ask_node(place, &path(&one.site))?;
     match one.format.json {
         true => output::print_json(&answer),
-        false => output::print_fields(&known(answer)),
+        false => {
+            let (fields, costs) = known(answer);
+            output::print_fields(&fields)?;
+            costs.map_or(Ok(()), |costs| costs.print())
+        }
     }
 }
 
-/// What there is to say, and each stage of the last wake by its name.
-fn known(mut answer: Value) -> Value {
+/// What one tier costs.
+#[derive(Debug, Deserialize)]
+struct Cost {
+    tier: Tier,
+    return_us: u64,
+    return_samples: u32,
+    return_of: String,
+    holds_bytes: Option<u64>,
+    holds_samples: Option<u32>,
+    holds_of: Option<String>,
+}
+
+/// How long it takes to come back from each tier and what is held there, with whose measurements say so and how many.
+fn costs(all: &[Cost]) -> Columns {
+    let mut columns = Columns::new(&["TIER", "RETURN", "OF", "TIMES", "HOLDS", "OF", "TIMES"]);
+    for cost in all {
+        let number = |number: Option<u32>| number.map_or_else(absent, |number| number.to_string());
+        columns.add([
+            cost.tier.to_string(),
+            output::short_us(cost.return_us),
+            printable(&cost.return_of),
+            number(Some(cost.return_samples)),
+            cost.holds_bytes.map_or_else(absent, whole_kib),
+            cost.holds_of.as_deref().map_or_else(absent, printable),
+            number(cost.holds_samples),
+        ]);
+    }
+    columns
+}
+
+/// What there is to say, each stage of the last wake by its name, and what tiers cost as a table of its own.
+fn known(mut answer: Value) -> (Value, Option<Columns>) {
+    let told = answer.as_object_mut().and_then(|fields| fields.remove("costs"));
+    let told: Option<Vec<Cost>> = told.and_then(|told| serde_json::from_value(told).ok());
     if let Some(fields) = answer.as_object_mut() {
         fields.retain(|name, value| name != "ok" && !value.is_null());
     }
@@ -228,8 +264,11 @@ fn known(mut answer: Value) -> Value {
         wake["stages"] = stages
             .map(|(stage, us)| (stage.as_str().to_owned(), Value::from(output::short_us(*us))))
             .collect();
+        if let Some(fields) = wake.as_object_mut() {
+            fields.retain(|_, value| !value.is_null());
+        }
     }
-    answer
+    (answer, told.map(|told| costs(&told)))
 }
 
 fn act(site: &str, what: &str, done: &str, format: Format, place: &Place) -> Result<(), CliError> {
@@ -279,12 +318,23 @@ mod tests {
     fn what_is_shown_of_one_is_what_is_known() {
         let answer = json!({
             "ok": true, "site": "wiki", "note": null,
-            "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]] },
+            "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]], "predicted_us": null },
+            "costs": [
+                { "tier": "frozen", "return_us": 400, "return_samples": 12, "return_of": "own", "holds_bytes": 31_457_280, "holds_samples": 1, "holds_of": "node" },
+                { "tier": "image", "return_us": 41_000, "return_samples": 0, "return_of": "assumed", "holds_bytes": 0, "holds_samples": null, "holds_of": null },
+            ],
         });
         let shown = json!({
             "site": "wiki", "last_wake": { "from": "image", "stages": { "restore": "38.0 ms", "connect": "40 us" } },
         });
-        assert_eq!(known(answer), shown);
+        let (fields, costs) = known(answer);
+        assert_eq!(fields, shown);
+        assert_eq!(
+            costs.unwrap().text(),
+            "TIER    RETURN   OF       TIMES  HOLDS  OF    TIMES\n\
+             frozen  400 us   own      12     30MiB  node  1\n\
+             image   41.0 ms  assumed  0      0B     -     -\n"
+        );
     }
 
     #[test]

@@ -189,7 +189,8 @@ pub static SECTIONS: &[Section] = &[
     Section {
         path: "instances",
         doc: "Running applications (sites of kind `app`): how they rest when nobody asks for them, and their images. What a \
-              site's record says goes before these. See [instances.md](instances.md).",
+              site's record says goes before these. Times from `reclaimed_after` on follow what was measured of each application \
+              ([how](instances.md#what-a-tier-costs)). See [instances.md](instances.md).",
         keys: INSTANCES,
     },
     Section {

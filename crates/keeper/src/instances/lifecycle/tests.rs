@@ -90,6 +90,8 @@ struct World {
     seen: Seen,
     /// The node has no authority: all processes stand still.
     is_fenced: bool,
+    /// What all instances have measured.
+    costs: Costs,
 }
 
 /// What a simulation came across, so that one that tests nothing is noticed.
@@ -112,6 +114,7 @@ struct Seen {
     renewed: u64,
     /// Starts for such an image that failed, or that somebody did not wait for.
     not_renewed: u64,
+    measured: u64,
 }
 
 const OUTCOMES: [Outcome; 11] = [
@@ -138,7 +141,9 @@ impl World {
         let mut lives = Vec::new();
         for _ in 0..INSTANCES {
             let (keep, has_image) = (dice.chance(15), dice.chance(30));
-            let terms = Terms { after: steps(&mut dice), keep, images: dice.chance(85) };
+            let after = steps(&mut dice);
+            let is_said = after.map(|_| dice.chance(30));
+            let terms = Terms { after, is_said, keep, images: dice.chance(85) };
             lives.push(Lifecycle::new(now, terms));
             outside.push(Outside { has_image, unknown: true, kept: keep, ..Outside::default() });
         }
@@ -159,6 +164,7 @@ impl World {
             events: VecDeque::new(),
             seen: Seen::default(),
             is_fenced: false,
+            costs: Costs::default(),
         }
     }
 
@@ -226,6 +232,7 @@ impl World {
     fn tell(&mut self, key: Key, event: Event) {
         self.events.push_back((key, event));
         while let Some((key, event)) = self.events.pop_front() {
+            self.lives[key as usize].assume(self.costs);
             let before = self.lives[key as usize].deadline();
             let effects = self.lives[key as usize].apply(self.now, event);
             // An old image is renewed at the end of a rest.
@@ -510,6 +517,17 @@ impl World {
         }
     }
 
+    /// What a tier costs, and anything may: the times of the ladder follow.
+    fn measure(&mut self, key: Key) {
+        let tier = Tier::ALL[usize::try_from(self.dice.roll(6)).unwrap()];
+        let (took, bytes) = (self.dice.ms(3000), self.dice.roll(500 << 20));
+        self.costs.returned(tier, took, self.now);
+        self.costs.holds(tier, bytes, self.now);
+        self.tell(key, Event::Returned(tier, took));
+        self.tell(key, Event::Holds(tier, bytes));
+        self.seen.measured += 1;
+    }
+
     /// One of the things that happen to a node.
     fn anything(&mut self) {
         let key = Key::try_from(self.dice.roll(INSTANCES.into())).unwrap();
@@ -535,7 +553,7 @@ impl World {
                 let (keep, has_image) = (self.dice.chance(15), self.dice.chance(50));
                 (self.outside[at].kept, self.outside[at].has_image, self.outside[at].unknown) =
                     (keep, has_image, true);
-                let terms = Terms { after, keep, images: true };
+                let terms = Terms { after, is_said: [false; 5], keep, images: true };
                 self.tell(key, Event::Renew(terms));
             }
             90..92 => {
@@ -552,6 +570,7 @@ impl World {
                 self.tell(key, Event::Found);
             }
             96 => self.tell(key, Event::Aged),
+            97 => self.measure(key),
             94 => {
                 let stale = Op(self.dice.roll(self.lives[at].last_op + 1));
                 if !matches!(self.lives[at].state, State::Off | State::Queued)
@@ -666,6 +685,7 @@ fn whatever_happens_what_must_never_be_is_not() {
             released,
             renewed,
             not_renewed,
+            measured,
         } = world.seen;
         total.served += served;
         total.fallbacks += fallbacks;
@@ -682,6 +702,7 @@ fn whatever_happens_what_must_never_be_is_not() {
         total.released += released;
         total.renewed += renewed;
         total.not_renewed += not_renewed;
+        total.measured += measured;
     }
     if is_alone {
         return;
@@ -691,7 +712,8 @@ fn whatever_happens_what_must_never_be_is_not() {
     for seen in [served, fallbacks, backoffs, restores, rests, ends, cancelled_starts, from_half_way] {
         assert!(seen > 100, "{total:?}");
     }
-    for seen in [total.fenced, total.moved_alive, total.killed_starts, total.barred, total.released] {
+    let Seen { fenced, moved_alive, killed_starts, barred, released, measured, .. } = total;
+    for seen in [fenced, moved_alive, killed_starts, barred, released, measured] {
         assert!(seen > 100, "{total:?}");
     }
     for seen in [total.renewed, total.not_renewed] {
@@ -703,7 +725,8 @@ fn whatever_happens_what_must_never_be_is_not() {
 fn rests_on_an_old_image() -> (Lifecycle, Instant) {
     let start = Instant::now();
     let second = Some(Duration::from_secs(1));
-    let terms = Terms { after: [None, None, None, second, None], keep: false, images: true };
+    let terms =
+        Terms { after: [None, None, None, second, None], is_said: [true; 5], keep: false, images: true };
     let mut life = Lifecycle::new(start, terms);
     assert_eq!(life.apply(start, Event::Ask(Waiter(1))), [Effect::Queue]);
     assert_eq!(life.apply(start, Event::Turn), [Effect::Restore(Op(1), Run(1))]);
