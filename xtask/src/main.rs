@@ -18,6 +18,7 @@ mod plot;
 mod process;
 mod report;
 mod server;
+mod swap;
 mod test;
 mod workspace;
 

@@ -26,8 +26,10 @@ use crate::content::{App, Page, copy_tree, django, give};
 use crate::http::{self, Visit};
 use crate::interrupt;
 use crate::process::Process;
+use crate::report::Report;
 use crate::server::instance::{self, Status};
 use crate::server::nagaya::{Node, Settings};
+use crate::swap::Swap;
 
 /// Settings of a node whose instances go to rest only when they are told to.
 const RESTLESS: &str = "[instances]\nquiet_after = \"10d\"\nfrozen_after = \"11d\"\nreclaimed_after = \"12d\"\n\
@@ -154,10 +156,20 @@ fn uid(index: usize) -> Result<u32> {
     Ok(UID_BASE + u32::try_from(index).context("number of applications")?)
 }
 
-/// Whether memory can go anywhere but to image files.
-fn has_swap() -> bool {
-    let text = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
-    text.lines().count() > 1
+/// Has memory go somewhere else than to image files while the value lives, and notes where, or why it cannot.
+fn swap(setting: &Setting, report: &mut Report) -> Option<Swap> {
+    match Swap::get(setting.dir()) {
+        Ok(swap) => {
+            report.note("swap", json!(swap.kind()));
+            Some(swap)
+        }
+        Err(why) => {
+            let why = format!("not measured: there is no swap, and none can be made: {why:#}");
+            eprintln!("reclaimed: {why}");
+            report.note("reclaimed", json!(why));
+            None
+        }
+    }
 }
 
 /// A directory for one application's files.

@@ -5,18 +5,20 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use nagaya_cmdb::instance::Tier;
 use serde_json::json;
 
-use super::{Hosted, Hosting, has_swap, host, journals};
+use super::{Hosted, Hosting, host, journals, swap};
 use crate::clients::{self, Answers, Question, to_float};
 use crate::experiment::Setting;
 use crate::interrupt;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
+use crate::swap::Swap;
 
 /// Instances that rest.
 const MANY: usize = 200;
@@ -36,14 +38,19 @@ const SETTLE: Duration = Duration::from_secs(1);
 
 const ALONE: &str = "alone";
 
+/// What is in compressed memory is held, too, and is no process's.
+const IN_SWAP: &str = "zram_mb_each";
+
 const TIERS: [Tier; 5] = [Tier::Running, Tier::Quiet, Tier::Frozen, Tier::Reclaimed, Tier::Image];
 
-const GOALS: [Goal; 8] = [
+const GOALS: [Goal; 10] = [
     Goal { key: "quiet_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
     Goal { key: "frozen_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
     Goal { key: "reclaimed_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
     Goal { key: "image_victim_p99_ratio", bound: Bound::AtMost(1.05), aim: 1.0 },
     Goal { key: "frozen_switches_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "frozen_wakeups_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
+    Goal { key: "image_wakeups_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
     Goal { key: "image_pss_mb_each", bound: Bound::AtMost(0.0), aim: 0.0 },
     Goal { key: "image_cpu_pct", bound: Bound::AtMost(0.0), aim: 0.0 },
     Goal { key: "image_switches_per_s", bound: Bound::AtMost(0.0), aim: 0.0 },
@@ -51,6 +58,8 @@ const GOALS: [Goal; 8] = [
 
 pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("rest-cost");
+    // It goes after the nodes: what is in it is their instances'.
+    let swap = swap(setting, &mut report);
     let many = if setting.quick { MANY_QUICK } else { MANY };
     eprintln!("preparing {many} applications");
     let mut apps = journals(setting.dir(), many + 1)?;
@@ -62,14 +71,13 @@ pub fn run(setting: &Setting) -> Result<()> {
         path: victim[0].app.page.path.into(),
     };
     clients::ask(&question, 1, WARM_UP)?;
-    let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps };
+    let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps, swap };
     crowd.wake()?;
     report.note("instances", json!(many));
     report.note("a page each, ms", json!(EVERY.as_millis()));
-    let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap()).collect();
-    if tiers.len() < TIERS.len() {
-        report.note("reclaimed", json!("not measured: there is no swap"));
-    }
+    report.note("wake-ups are", json!(Woken::here().words()));
+    let has_swap = crowd.swap.is_some();
+    let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
 
     let window = Duration::from_secs(if setting.quick { 10 } else { 20 });
     let rounds = if setting.quick { 3 } else { 5 };
@@ -117,6 +125,8 @@ type Pairs = BTreeMap<&'static str, Pair>;
 struct Crowd {
     hosting: Hosting,
     apps: Vec<Hosted>,
+    /// After the node, whose memory is in it.
+    swap: Option<Swap>,
 }
 
 impl Crowd {
@@ -174,21 +184,52 @@ fn measure(
         report.sample(round, "crowd", variant, "pss_mb_each", each);
         report.sample(round, "crowd", variant, "cpu_pct", turns.cpu_seconds / seconds * 100.0);
         report.sample(round, "crowd", variant, "switches_per_s", turns.switches / seconds);
+        report.sample(round, "crowd", variant, "wakeups_per_s", turns.wakeups / seconds);
+        let in_swap = crowd.swap.as_ref().and_then(Swap::memory_bytes);
+        if let Some(bytes) = in_swap.filter(|_| variant == Tier::Reclaimed.as_str()) {
+            report.sample(round, "crowd", variant, IN_SWAP, bytes / 1e6 / to_float(crowd.apps.len()));
+        }
     }
     Ok(pages)
 }
 
-/// What the scheduler counted for processes: CPU time, and how often one was given a CPU and taken off it.
+/// What the scheduler counted for processes: CPU time, how often one was given a CPU and taken off it, and how often one that
+/// waited was woken.
 #[derive(Debug, Clone, Default)]
 struct Turns {
     /// By thread.
-    threads: BTreeMap<String, (f64, f64)>,
+    threads: BTreeMap<String, Spent>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Spent {
     cpu_seconds: f64,
     switches: f64,
+    wakeups: f64,
+}
+
+/// Where wake-ups are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Woken {
+    /// `nr_wakeups` in `/proc/PID/sched`, where the kernel has scheduler statistics.
+    Counted,
+    /// Each time a thread gives its CPU up to wait; it is woken once for each.
+    Waits,
+}
+
+impl Woken {
+    fn here() -> Self {
+        if wakeups(Path::new("/proc/self")).is_some() { Self::Counted } else { Self::Waits }
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Self::Counted => "counted by the scheduler (nr_wakeups)",
+            Self::Waits => {
+                "voluntary switches: this kernel counts no wake-ups, and each wait that ended had one"
+            }
+        }
+    }
 }
 
 impl Turns {
@@ -207,24 +248,42 @@ impl Turns {
     }
 
     fn since(&self, before: &Self) -> Spent {
-        let mut spent = Spent { cpu_seconds: 0.0, switches: 0.0 };
-        for (thread, (seconds, switches)) in &self.threads {
-            let (seconds_before, switches_before) = before.threads.get(thread).copied().unwrap_or_default();
-            spent.cpu_seconds += seconds - seconds_before;
-            spent.switches += switches - switches_before;
+        let mut spent = Spent::default();
+        for (thread, now) in &self.threads {
+            let before = before.threads.get(thread).copied().unwrap_or_default();
+            spent.cpu_seconds += now.cpu_seconds - before.cpu_seconds;
+            spent.switches += now.switches - before.switches;
+            spent.wakeups += now.wakeups - before.wakeups;
         }
         spent
     }
 }
 
-/// CPU seconds and switches of one thread, from proc(5).
-fn turns(task: &std::path::Path) -> Option<(f64, f64)> {
+/// What one thread has had, from proc(5).
+fn turns(task: &Path) -> Option<Spent> {
     let schedstat = fs::read_to_string(task.join("schedstat")).ok()?;
     let nanoseconds: f64 = schedstat.split_whitespace().next()?.parse().ok()?;
     let status = fs::read_to_string(task.join("status")).ok()?;
-    let switches =
-        status.lines().filter_map(|line| line.split_once("ctxt_switches:")?.1.trim().parse::<f64>().ok());
-    Some((nanoseconds / 1e9, switches.sum()))
+    let counted = |name: &str| -> Option<f64> {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix("_ctxt_switches:"))?
+            .trim()
+            .parse()
+            .ok()
+    };
+    let (waits, preempted) = (counted("voluntary")?, counted("nonvoluntary")?);
+    let wakeups = wakeups(task).unwrap_or(waits);
+    Some(Spent { cpu_seconds: nanoseconds / 1e9, switches: waits + preempted, wakeups })
+}
+
+/// How often this thread was woken, where the kernel counts that.
+fn wakeups(task: &Path) -> Option<f64> {
+    let sched = fs::read_to_string(task.join("sched")).ok()?;
+    let line = sched.lines().find_map(|line| {
+        line.strip_prefix("nr_wakeups ").or(line.strip_prefix("se.statistics.nr_wakeups "))
+    })?;
+    line.split_once(':')?.1.trim().parse().ok()
 }
 
 fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
@@ -233,8 +292,11 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
     }
     for tier in tiers {
         let Pair { beside, alone } = &pairs[tier.as_str()];
-        for metric in ["pss_mb_each", "cpu_pct", "switches_per_s"] {
+        for metric in ["pss_mb_each", "cpu_pct", "switches_per_s", "wakeups_per_s"] {
             report.set(format!("{tier}_{metric}"), report.median("crowd", tier.as_str(), metric)?);
+        }
+        if let Ok(each) = report.median("crowd", tier.as_str(), IN_SWAP) {
+            report.set(format!("{tier}_{IN_SWAP}"), each);
         }
         for (key, part) in [("victim_p50_ratio", 0.5), ("victim_p99_ratio", 0.99)] {
             report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
@@ -254,6 +316,7 @@ fn chart(report: &Report, tiers: &[Tier]) -> Chart {
             crowd("Memory of each", "MB", "pss_mb_each"),
             crowd("CPU time of all", "percent of a core", "cpu_pct"),
             crowd("Switches of all", "per second", "switches_per_s"),
+            crowd("Wake-ups of all", "per second", "wakeups_per_s"),
             report.panel("Page, median", "milliseconds", "victim", "p50_ms", &with_alone),
             report.panel("Page, 99th percentile", "milliseconds", "victim", "p99_ms", &with_alone),
         ],

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use nagaya_cmdb::instance::{Stage, Tier};
 use serde_json::json;
 
-use super::{Hosted, Hosting, has_swap, place, uid};
+use super::{Hosted, Hosting, place, swap, uid};
 use crate::clients::to_float;
 use crate::content::mariadb::MariaDb;
 use crate::content::wordpress::{self, Server};
@@ -99,6 +99,8 @@ const GOALS: [Goal; 9] = [
 
 pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("wake");
+    // It goes after the nodes: what is in it is their instances'.
+    let swap = swap(setting, &mut report);
     let mariadb = MariaDb::start(&setting.dir().join("mariadb"), MARIADB_UID)?;
     let apps = apps(setting, &mariadb)?;
     let node = Hosting::start(setting, "nagaya", &apps, "")?;
@@ -110,7 +112,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let mut visits = Visits { report: &mut report, errors: 0 };
     let mut froms = Vec::new();
     for hosted in &apps {
-        froms.push(prepare(&mut visits, &node, &bare, hosted)?);
+        froms.push(prepare(&mut visits, &node, &bare, hosted, swap.is_some())?);
     }
     for round in 0..rounds {
         for (hosted, froms) in apps.iter().zip(&froms) {
@@ -161,7 +163,13 @@ fn apps(setting: &Setting, mariadb: &MariaDb) -> Result<Vec<Hosted>> {
 }
 
 /// Starts an application for the first time on both nodes, with its image taken on one. Tells from where it can be woken.
-fn prepare(visits: &mut Visits<'_>, node: &Hosting, bare: &Hosting, hosted: &Hosted) -> Result<Vec<From>> {
+fn prepare(
+    visits: &mut Visits<'_>,
+    node: &Hosting,
+    bare: &Hosting,
+    hosted: &Hosted,
+    has_swap: bool,
+) -> Result<Vec<From>> {
     let name = &hosted.name;
     // Twice: what the first start compiles and stores on the disk is no part of the others.
     for hosting in [bare, node] {
@@ -185,8 +193,7 @@ fn prepare(visits: &mut Visits<'_>, node: &Hosting, bare: &Hosting, hosted: &Hos
         visits.report.note("pages of 64 KiB", json!("not measured: this kernel has none"));
         froms.retain(|from| *from != From::Image64KiB);
     }
-    if !has_swap() {
-        visits.report.note("reclaimed", json!("not measured: there is no swap"));
+    if !has_swap {
         froms.retain(|from| *from != From::Reclaimed);
     }
     Ok(froms)
