@@ -15,7 +15,7 @@ use nagaya_base::Code;
 use nagaya_cmdb::record::Change;
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Standing, Table};
 use nagaya_placement::Moment;
-use nagaya_placement::fence::{self, Arrivals, Before};
+use nagaya_placement::fence::Arrivals;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 
@@ -70,7 +70,7 @@ impl Cluster {
             peers: Peers::default(),
             spread: Spread::default(),
             ahead: RwLock::default(),
-            arrivals: Mutex::new(Arrivals::new(fence::TERM)),
+            arrivals: Mutex::default(),
             leaving: RwLock::default(),
             moved: watch::Sender::new(0),
         };
@@ -184,8 +184,8 @@ impl Cluster {
         let mut arrivals = self.arrivals.lock();
         if let Some(part) = part {
             // Counted from now: whoever wrote it did so no later. Learned again, it does not begin anew.
-            let from = boottime() + Duration::from_millis(part.wait_ms.into());
-            arrivals.placed(from, placement.site.clone(), part.epoch, Before::Released, Duration::ZERO);
+            let wait = Duration::from_millis(part.wait_ms.into());
+            arrivals.placed(boottime(), placement.site.clone(), part.epoch, wait, Duration::ZERO);
         } else if self.is_member() {
             arrivals.left(&placement.site);
             self.leaving.write().remove(&placement.site);

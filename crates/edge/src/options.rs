@@ -62,8 +62,6 @@ pub struct ClusterOptions {
     pub probe: ProbeKind,
     /// Longest that a probe waits for an answer, milliseconds, 5 to 100: what is measured only shortens it.
     pub probe_ms: u64,
-    /// So long a node serves without a word from the store, milliseconds: the same on all nodes.
-    pub fence_ms: u64,
 }
 
 /// How a node that was not heard from is asked whether it is there.

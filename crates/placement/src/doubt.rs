@@ -3,8 +3,9 @@
 //! A probe that has no answer as soon as usual has a **mark** written into the store against the node. A read of the store that
 //! finds a mark gives the node no authority: it takes the mark away first, which is a read, too. So as long as a mark stands, the
 //! node's authority is from a read that was sent before it was written, and whoever takes a site from the node waits for the
-//! authority's term from **then**, not from the commit. The commit compares: the mark stands, and the placement is older than
-//! it, so that nobody else has authority for the site. The whole argument: decision 0029.
+//! authority's term from **then**, not from the commit. The commit compares: the mark stands, the placement is older than
+//! it, so that nobody else has authority for the site, and so is the record by which the node has said that it heeds marks. The
+//! whole argument: decision 0029.
 //!
 //! Not here: what authority is (`fence`), when a probe is late (`liveness`), writing and comparing (`nagaya_cmdb`, `nagaya_sim`).
 
@@ -12,10 +13,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::{outlasting, outlasting_since};
+use crate::fence::surely;
 
 /// A node that stays silent is marked so often: the mark may have been taken away meanwhile.
 pub const EVERY: Duration = Duration::from_millis(250);
+
+/// A mark that was first known so long ago is relied on no more. One that stands for longer has outlived what it was made for: it
+/// saves nothing any more that would not be saved by the next.
+pub const KEPT: Duration = Duration::from_secs(5);
 
 /// Nodes that something is kept about. More members than a cluster has.
 const NODES_MAX: usize = 1024;
@@ -30,9 +35,8 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// For how long after a commit at `now` or later that finds the mark the node may still have authority.
-    pub fn left(&self, now: Moment, term: Duration) -> Duration {
-        outlasting_since(term, now.since(self.since))
+    fn is_kept(&self, now: Moment) -> bool {
+        now.since(self.since) < KEPT
     }
 }
 
@@ -77,14 +81,15 @@ impl<N: Ord + Clone> Doubts<N> {
     /// The store has answered that a mark of this revision stands against the node, made just now or before.
     pub fn marked(&mut self, now: Moment, node: &N, revision: u64) {
         let Some(doubt) = self.nodes.get_mut(node) else { return };
-        if doubt.mark.is_none_or(|mark| mark.revision != revision) {
+        let is_known = |mark: Mark| mark.revision == revision && mark.is_kept(now);
+        if !doubt.mark.is_some_and(is_known) {
             doubt.mark = Some(Mark { revision, since: now });
         }
     }
 
-    /// The mark that stands against it.
-    pub fn against(&self, node: &N) -> Option<Mark> {
-        self.nodes.get(node)?.mark
+    /// The mark that stands against it, as far as is known.
+    pub fn against(&self, now: Moment, node: &N) -> Option<Mark> {
+        self.nodes.get(node)?.mark.filter(|mark| mark.is_kept(now))
     }
 
     /// The node was heard from, or a commit did not find the mark.
@@ -95,15 +100,16 @@ impl<N: Ord + Clone> Doubts<N> {
     }
 }
 
-/// What is waited for where there is no mark.
-pub fn left(mark: Option<Mark>, now: Moment, term: Duration) -> Duration {
-    mark.map_or(outlasting(term), |mark| mark.left(now, term))
+/// What is left to wait at `now`, or later, of what would be `owed` from a commit on ([`crate::fence::outlasting`]), if the commit finds
+/// the mark: it counts from when that was known to stand.
+pub fn left(mark: Option<Mark>, now: Moment, owed: Duration) -> Duration {
+    mark.map_or(owed, |mark| owed.saturating_sub(surely(now.since(mark.since))))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fence::TERM;
+    use crate::fence::{TERM, outlasting};
 
     fn at(ms: u64) -> Moment {
         Moment(1_000_000_000_000 + ms * 1_000_000)
@@ -121,16 +127,32 @@ mod tests {
     fn a_mark_counts_from_when_it_was_first_known() {
         let mut doubts = Doubts::default();
         doubts.marked(at(0), &"b", 7);
-        assert_eq!(doubts.against(&"b"), None, "nobody asked for it");
+        assert_eq!(doubts.against(at(600), &"b"), None, "nobody asked for it");
         doubts.raise(at(0), &"b");
         doubts.marked(at(3), &"b", 7);
         doubts.marked(at(260), &"b", 7);
-        assert_eq!(doubts.against(&"b"), Some(Mark { revision: 7, since: at(3) }));
+        assert_eq!(doubts.against(at(600), &"b"), Some(Mark { revision: 7, since: at(3) }));
         doubts.marked(at(520), &"b", 9);
-        assert_eq!(doubts.against(&"b"), Some(Mark { revision: 9, since: at(520) }), "it is another one");
+        assert_eq!(
+            doubts.against(at(600), &"b"),
+            Some(Mark { revision: 9, since: at(520) }),
+            "it is another one"
+        );
         doubts.forget(&"b");
-        assert_eq!(doubts.against(&"b"), None);
+        assert_eq!(doubts.against(at(600), &"b"), None);
         assert!(!doubts.raise(at(249), &"b"), "it is not marked more often for that");
+    }
+
+    #[test]
+    fn a_mark_that_stands_for_long_is_relied_on_no_more_until_it_is_known_anew() {
+        let mut doubts = Doubts::default();
+        doubts.raise(at(0), &"b");
+        doubts.marked(at(3), &"b", 7);
+        let kept = 3 + KEPT.as_millis() as u64;
+        assert!(doubts.against(at(kept - 1), &"b").is_some());
+        assert_eq!(doubts.against(at(kept), &"b"), None);
+        doubts.marked(at(kept + 9), &"b", 7);
+        assert_eq!(doubts.against(at(kept + 9), &"b"), Some(Mark { revision: 7, since: at(kept + 9) }));
     }
 
     #[test]
@@ -139,7 +161,7 @@ mod tests {
         {
             let term = Duration::from_millis(term);
             let mark = Mark { revision: 1, since: at(0) };
-            let left = mark.left(at(ago), term);
+            let left = left(Some(mark), at(ago), outlasting(term));
             assert!(left <= outlasting(term), "{ago}");
             // The clock of who waits runs fast, that of the node slowly.
             let real = |shown: Duration| shown.as_secs_f64() / 1.001;
@@ -147,7 +169,7 @@ mod tests {
             let waited = real(Duration::from_millis(ago)) + real(left);
             assert!(waited >= authority_lasts, "{ago}: {waited} of {authority_lasts}");
         }
-        assert_eq!(left(None, at(0), TERM), outlasting(TERM));
+        assert_eq!(left(None, at(0), outlasting(TERM)), outlasting(TERM));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! from when it **sent** the read, and only once its own copy of the records is as new as what the read saw. Whoever takes a site
 //! from a node that has not itself given it up waits for [`TERM`] and a little more after its commit. A read that was sent after the
 //! commit has seen it; one that was sent before has run out by then. No two clocks need to agree, they only have to run about equally
-//! fast.
+//! fast. Nodes may have different terms: it is the term of the node that loses the site which is waited for, and what its own
+//! predecessor was still owed.
 //!
 //! While the store is down for everybody, members vouch for each other: all others promise not to move a node's sites for
 //! [`VOUCH_TERM`]. The whole argument: decision 0014.
@@ -23,6 +24,14 @@ use crate::Moment;
 /// a leader change of the store takes longer, which is what vouching is for.
 pub const TERM: Duration = Duration::from_millis(300);
 
+/// The longest term that a node may be given in place of that: of one whose term is not known it is waited for.
+pub const TERM_MAX: Duration = Duration::from_secs(10);
+
+/// The term of a node whose record says so many milliseconds. 0: it does not say.
+pub const fn term_of(fence_ms: u32) -> Duration {
+    if fence_ms == 0 { TERM_MAX } else { Duration::from_millis(fence_ms as u64) }
+}
+
 /// Reads of the store in one term: three may be late or lost.
 pub const RENEWALS_PER_TERM: u32 = 4;
 
@@ -35,6 +44,9 @@ pub const DRIFT_PPM: u32 = 1_000;
 /// Added to what is waited for: a check and what follows from it are not one instant.
 pub const MARGIN: Duration = Duration::from_millis(2);
 
+/// Reads whose age is kept are so far apart.
+const AGES_EVERY: Duration = Duration::from_millis(250);
+
 /// Reads of the store that may be under way; of more, the oldest is forgotten.
 const RENEWALS_MAX: usize = 16;
 
@@ -45,54 +57,30 @@ pub const fn outlasting(term: Duration) -> Duration {
     Duration::from_nanos(nanos + nanos / 1_000_000 * 3 * DRIFT_PPM as u64 + MARGIN.as_nanos() as u64)
 }
 
-/// What is left of that when `ago` of it has passed, by a clock that may run fast, too.
-pub const fn outlasting_since(term: Duration, ago: Duration) -> Duration {
-    outlasting(term).saturating_sub(surely(ago))
-}
-
 /// What has passed on any clock when one shows that so much has.
-const fn surely(ago: Duration) -> Duration {
+pub(crate) const fn surely(ago: Duration) -> Duration {
     ago.saturating_sub(outlasting(ago).saturating_sub(ago))
-}
-
-/// Who may have served a site before a placement was committed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Before {
-    /// Nobody: no placement of this site was ever written.
-    Nobody,
-    /// A node that has said it serves the site no more, and will not again under that epoch.
-    Released,
-    /// A node that has not said so.
-    Other,
-}
-
-/// From when on a placement that was committed at `committed_at` (by the clock of whoever asks, or when it learned of it) may be
-/// served. Waking goes on meanwhile.
-pub fn serve_from(committed_at: Moment, before: Before, term: Duration) -> Moment {
-    match before {
-        Before::Nobody | Before::Released => committed_at,
-        Before::Other => committed_at + outlasting(term),
-    }
 }
 
 /// From when on the sites that were placed on this node may be served here, by its own clock. The node that runs a site is the one
 /// that waits: whoever forwards to it may have learned of the placement sooner.
 #[derive(Debug, Clone)]
 pub struct Arrivals<S> {
-    term: Duration,
     sites: BTreeMap<S, (u64, Moment)>,
 }
 
-impl<S: Ord + Clone> Arrivals<S> {
-    pub const fn new(term: Duration) -> Self {
-        Self { term, sites: BTreeMap::new() }
+impl<S> Default for Arrivals<S> {
+    fn default() -> Self {
+        Self { sites: BTreeMap::new() }
     }
+}
 
-    /// This node knows since `now` that the site is placed here. It was committed no later; `ago` earlier, if whoever committed it
-    /// has said so. What is said later can only make the wait shorter.
-    pub fn placed(&mut self, now: Moment, site: S, epoch: u64, before: Before, ago: Duration) {
+impl<S: Ord + Clone> Arrivals<S> {
+    /// This node knows since `now` that the site is placed here, and that others may serve it for `wait` from the commit on ([`Ages::owed`]).
+    /// It was committed no later; `ago` earlier, if whoever committed it has said so. What is said later can only make the wait shorter.
+    pub fn placed(&mut self, now: Moment, site: S, epoch: u64, wait: Duration, ago: Duration) {
         // The clock of whoever committed may have run fast.
-        let from = serve_from(now, before, self.term).before(surely(ago));
+        let from = (now + wait).before(surely(ago));
         match self.sites.get_mut(&site) {
             Some((known, earlier)) if *known == epoch => *earlier = from.min(*earlier),
             Some((known, _)) if *known > epoch => {}
@@ -110,6 +98,46 @@ impl<S: Ord + Clone> Arrivals<S> {
     /// From when on the site may be served here under this epoch; `None`: never, as far as is known.
     pub fn from(&self, site: &S, epoch: u64) -> Option<Moment> {
         self.sites.get(site).filter(|(known, _)| *known == epoch).map(|(_, from)| *from)
+    }
+}
+
+/// How old this node knows the store's revisions to be, by when it read them: what was written by then is at least as old.
+#[derive(Debug, Clone, Default)]
+pub struct Ages {
+    read: VecDeque<(Moment, u64)>,
+}
+
+impl Ages {
+    /// A read that has been answered by `now` saw the store at this revision.
+    pub fn read(&mut self, now: Moment, revision: u64) {
+        if self.read.back().is_some_and(|(at, _)| now.since(*at) < AGES_EVERY) {
+            return;
+        }
+        self.read.push_back((now, revision));
+        // One that is old enough for everything is enough.
+        while self.read.get(1).is_some_and(|(at, _)| surely(now.since(*at)) >= outlasting(TERM_MAX)) {
+            self.read.pop_front();
+        }
+    }
+
+    /// For how long from the commit on others may serve a site that is taken from a node now, and the revision after which the
+    /// placement must not have been written for that.
+    ///
+    /// `term`: of that node; nothing, if it has given the site up. `earlier`: what the placement that it had said in its turn of those
+    /// before it. That counted from a commit before this one, so the longer of both is enough, and of a placement that is older than
+    /// `earlier` nothing is left to wait.
+    pub fn owed(&self, now: Moment, term: Option<Duration>, earlier: Duration) -> (Duration, Option<u64>) {
+        let own = term.map_or(Duration::ZERO, outlasting);
+        if earlier <= own {
+            return (own, None);
+        }
+        self.before(now, earlier).map_or((earlier, None), |revision| (own, Some(revision)))
+    }
+
+    /// The latest revision that stood there so long ago on any clock, as far as is known.
+    fn before(&self, now: Moment, ago: Duration) -> Option<u64> {
+        let is_old = |(at, _): &&(Moment, u64)| surely(now.since(*at)) >= ago;
+        self.read.iter().rev().find(is_old).map(|(_, revision)| *revision)
     }
 }
 

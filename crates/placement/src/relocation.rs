@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::Moment;
-use crate::fence::{Before, Held};
+use crate::fence::Held;
 
 /// Longest that a request waits for a place: a promise to the old node, an election among the store's members and then a line of
 /// many sites fit in, and it is less than edges wait for their supervisor, so that they are told the reason.
@@ -79,14 +79,14 @@ pub enum Effect<S, N> {
         site: S,
         ask: AskId,
     },
-    /// The request goes on there. `committed` is there if this node has just committed it: when, and who had it before; how long ago
+    /// The request goes on there. `committed` is there if this node has just committed it: when, and for how long others may serve it; how long ago
     /// that was can go with the request if it is forwarded ([`crate::fence::Arrivals::placed`]).
     Serve {
         waiter: Waiter,
         site: S,
         node: N,
         epoch: u64,
-        committed: Option<(Moment, Before)>,
+        committed: Option<(Moment, Duration)>,
     },
     Refuse {
         waiter: Waiter,
@@ -122,8 +122,8 @@ pub enum Refused {
 /// What the store said to a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome<N> {
-    /// Done, and known since `at`.
-    Committed { at: Moment, before: Before },
+    /// Done, and known since `at`. For `wait` others may serve it.
+    Committed { at: Moment, wait: Duration },
     /// The epoch was another one: this is the placement.
     Conflict(Option<At<N>>),
     /// It has certainly not been done and will not be.
@@ -290,10 +290,10 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
     ) {
         let Some(state) = self.asking(site, ask) else { return };
         match outcome {
-            Outcome::Committed { at, before } => {
+            Outcome::Committed { at, wait } => {
                 let node = state.target.clone().expect("a commit has a target");
                 let epoch = state.seen.map_or(1, |seen| seen + 1);
-                self.found(now, site, ask, &At { node, epoch }, Some((at, before)), effects);
+                self.found(now, site, ask, &At { node, epoch }, Some((at, wait)), effects);
             }
             Outcome::Conflict(placement) => self.settle(now, site, ask, placement, effects),
             Outcome::Void => self.give_up(site, Refused::Nowhere, effects),
@@ -437,7 +437,7 @@ impl<S: Ord + Clone, N: Ord + Clone> Relocations<S, N> {
         site: &S,
         ask: AskId,
         at: &At<N>,
-        committed: Option<(Moment, Before)>,
+        committed: Option<(Moment, Duration)>,
         effects: &mut Vec<Effect<S, N>>,
     ) {
         let Some(state) = self.sites.get_mut(site) else { return };

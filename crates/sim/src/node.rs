@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::doubt::Doubts;
-use nagaya_placement::fence::{Arrivals, Before, Holder, TERM, VOUCH_TERM, Voucher};
+use nagaya_placement::doubt::{self, Doubts};
+use nagaya_placement::fence::{Ages, Arrivals, Holder, TERM, VOUCH_TERM, Voucher, outlasting};
 use nagaya_placement::liveness::{Ask, FRESH, Peer, Verdict};
 use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation::{At, Effect, Outcome, Plan, Relocations, Waiter};
@@ -27,6 +27,13 @@ const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_mi
 /// A removed site's placement is taken away by its node when it has known of the removal for so long: more than any authority lasts.
 const LET_GO_AFTER: Duration = Duration::from_secs(4);
 const LET_GO_AGAIN: Duration = Duration::from_secs(1);
+/// Nodes have one of these, in turn.
+const TERMS: [Duration; 3] = [TERM, Duration::from_millis(150), Duration::from_millis(900)];
+const TERM_LONGEST: Duration = TERMS[2];
+/// A record of which it is not known whether it is written is written again.
+const LIST_AGAIN: Duration = Duration::from_millis(50);
+/// Of a hundred nodes that come back so many are an older build, where there are such.
+const OLDER: u64 = 60;
 const GIB: u64 = 1 << 30;
 /// Of a hundred reads of the store so many are followed by a change of who has some site, where several may.
 const SHIFTS: u64 = 40;
@@ -36,6 +43,14 @@ const NOBODY: u64 = 1 << 40;
 const fn nanos(time: Duration) -> u64 {
     time.as_nanos() as u64
 }
+
+/// How long a node serves by one read of the store.
+pub(crate) const fn term(node: NodeId) -> Duration {
+    TERMS[node as usize % TERMS.len()]
+}
+
+/// What a commit counts on: for how long others may serve the site, by which mark, and by which revision the placement was written.
+type Counted = (Duration, Option<u64>, Option<u64>);
 
 type Effects = Vec<Effect<SiteId, NodeId>>;
 
@@ -49,6 +64,12 @@ pub(crate) struct Node {
     relocations: Relocations<SiteId, NodeId>,
     peers: BTreeMap<NodeId, Peer>,
     doubts: Doubts<NodeId>,
+    ages: Ages,
+    /// Sites of which a commit has failed because something was otherwise than counted on: the next counts on nothing.
+    otherwise: BTreeSet<SiteId>,
+    /// Its record is written, and what it says.
+    is_listed: bool,
+    heeds_marks: bool,
     /// The copy of the records is as of this revision. It is on disk.
     applied: u64,
     /// Sites that it has given up itself, under which epoch last. On disk, too; what older records say once more, also of an epoch
@@ -84,12 +105,16 @@ impl Node {
         Self {
             id,
             others: (0..nodes).filter(|other| *other != id).collect(),
-            holder: Holder::new(TERM, VOUCH_TERM, applied),
-            voucher: Voucher::new(Moment::default(), TERM, VOUCH_TERM),
-            arrivals: Arrivals::new(TERM),
+            holder: Holder::new(term(id), VOUCH_TERM, applied),
+            voucher: Voucher::new(Moment::default(), term(id), VOUCH_TERM),
+            arrivals: Arrivals::default(),
             relocations: Relocations::new(),
             peers: BTreeMap::new(),
             doubts: Doubts::default(),
+            ages: Ages::default(),
+            otherwise: BTreeSet::new(),
+            is_listed: false,
+            heeds_marks: true,
             applied,
             given_up: BTreeMap::new(),
             instances: BTreeMap::new(),
@@ -114,6 +139,7 @@ impl Node {
             What::Request(request) => self.route(request, sky),
             What::Work(work) => self.work(work, sky),
             What::Renew => self.renew(sky),
+            What::List => self.list(sky),
             What::LetGo { site, removed_at } => self.let_go(site, removed_at, sky),
             What::Tick => {
                 self.next_tick = u64::MAX;
@@ -139,8 +165,8 @@ impl Node {
                 }
             }
             What::Forward { work, committed } => {
-                if let Some((ago, before)) = committed {
-                    self.arrivals.placed(now, work.site, work.epoch, before, ago);
+                if let Some((ago, wait)) = committed {
+                    self.arrivals.placed(now, work.site, work.epoch, wait, ago);
                 }
                 self.work(Work { since: sky.now, ..work }, sky);
             }
@@ -169,7 +195,7 @@ impl Node {
         let fresh = Self::new(self.id, sky.shape.nodes, self.applied);
         *self = Self { given_up: kept, ..fresh };
         let started = if flaws.promises_forgotten { Moment::default() } else { now };
-        self.voucher = Voucher::new(started, TERM, VOUCH_TERM);
+        self.voucher = Voucher::new(started, term(self.id), VOUCH_TERM);
         let half = (self.others.len() / 2).max(1);
         let asked = if flaws.half_may_vouch { half } else { self.others.len() };
         self.holder.members(self.others.iter().copied().take(asked).collect());
@@ -179,7 +205,18 @@ impl Node {
         for site in sky.store.removed.clone() {
             self.let_go_later(site, LET_GO_AFTER, sky);
         }
-        self.renew(sky);
+        let is_back = sky.now > nanos(TERM);
+        self.heeds_marks = !(is_back && flaws.older_builds && sky.dice.chance(OLDER));
+        self.list(sky);
+    }
+
+    /// Before its record says what it does, it asks for nothing.
+    fn list(&mut self, sky: &mut Sky) {
+        if !self.is_listed {
+            let life = sky.life(self.id);
+            sky.ask_store(self.id, StoreAsk::List { life, heeds_marks: self.heeds_marks });
+            sky.later(self.id, sky.now + nanos(LIST_AGAIN), What::List);
+        }
     }
 
     fn renew(&mut self, sky: &mut Sky) {
@@ -213,7 +250,10 @@ impl Node {
             sky.ask_store(self.id, StoreAsk::Leave { site, node: self.id, expect, is_removed: false });
         } else {
             let node = sky.dice.roll(u64::from(sky.shape.nodes)) as NodeId;
-            sky.ask_store(self.id, StoreAsk::Copy { site, node, expect });
+            // The first placement of a name took it from nobody.
+            let earlier = if expect == 1 { Duration::ZERO } else { outlasting(TERM_LONGEST) };
+            let (wait, written_by) = self.ages.owed(sky.local(self.id), None, earlier);
+            sky.ask_store(self.id, StoreAsk::Copy { site, node, expect, wait, written_by });
         }
     }
 
@@ -240,12 +280,12 @@ impl Node {
 
     fn take(&mut self, Change { site, what, .. }: Change, sky: &mut Sky) {
         match what {
-            Happened::Placed { before, after, credit } => {
+            Happened::Placed { before, after } => {
                 let had = before.as_ref().and_then(|parts| parts.of(self.id));
-                let before = if before.is_none() { Before::Nobody } else { Before::Other };
                 match after.of(self.id) {
                     Some(epoch) if had != Some(epoch) => {
-                        self.arrivals.placed(sky.local(self.id), site, epoch, before, credit);
+                        let wait = sky.store.wait(site, sky.store.life(site, self.applied), epoch);
+                        self.arrivals.placed(sky.local(self.id), site, epoch, wait, Duration::ZERO);
                     }
                     None if had.is_some() => self.lose(site),
                     _ => {}
@@ -342,20 +382,20 @@ impl Node {
         request: RequestId,
         at: At<NodeId>,
         seen: u64,
-        committed: Option<(Moment, Before)>,
+        committed: Option<(Moment, Duration)>,
         sky: &mut Sky,
     ) {
         let now = sky.local(self.id);
         let site = sky.requests[request as usize].site;
         let work = Work { request, site, epoch: at.epoch, seen, entry: self.id, since: sky.now };
         if at.node == self.id {
-            if let Some((when, before)) = committed {
-                self.arrivals.placed(when, site, at.epoch, before, Duration::ZERO);
+            if let Some((when, wait)) = committed {
+                self.arrivals.placed(when, site, at.epoch, wait, Duration::ZERO);
             }
             self.work(work, sky);
             return;
         }
-        let committed = committed.map(|(when, before)| (now.since(when), before));
+        let committed = committed.map(|(when, wait)| (now.since(when), wait));
         self.flights.entry(at.node).or_default().push(work);
         sky.send(self.id, at.node, What::Forward { work, committed });
         self.watch_peer(at.node, sky);
@@ -386,8 +426,8 @@ impl Node {
         }
         if self.arrivals.from(&work.site, work.epoch).is_none() {
             // It was placed here before this process began.
-            let before = if work.epoch == 1 { Before::Nobody } else { Before::Other };
-            self.arrivals.placed(now, work.site, work.epoch, before, Duration::ZERO);
+            let wait = sky.store.wait(work.site, sky.store.life(work.site, self.applied), work.epoch);
+            self.arrivals.placed(now, work.site, work.epoch, wait, Duration::ZERO);
         }
         let from = self.arrivals.from(&work.site, work.epoch).unwrap_or(now);
         let wait = if from > now && !sky.shape.flaws.no_wait { sky.real(self.id, from) } else { 0 };
@@ -564,11 +604,9 @@ impl Node {
                 }
                 Effect::AskStore { site, ask, node, from, expect } => {
                     match self.begin(site, from, expect, now, sky) {
-                        Ok(before) => {
-                            let mark = from.filter(|_| before == Before::Other);
-                            let mark = mark.and_then(|from| self.doubts.against(&from));
-                            let mark = mark.map(|mark| (mark.revision, now.since(mark.since)));
-                            let ask = StoreAsk::Commit { site, ask, node, from, expect, before, mark };
+                        Ok((wait, mark, written_by)) => {
+                            let ask =
+                                StoreAsk::Commit { site, ask, node, from, expect, wait, mark, written_by };
                             sky.ask_store(self.id, ask);
                         }
                         Err(why) => self.relocations.held(now, &site, ask, why),
@@ -597,7 +635,7 @@ impl Node {
         request: RequestId,
         site: SiteId,
         at: At<NodeId>,
-        committed: Option<(Moment, Before)>,
+        committed: Option<(Moment, Duration)>,
         sky: &mut Sky,
     ) {
         match sky.store.whole(site, at.epoch).cloned() {
@@ -608,7 +646,7 @@ impl Node {
         }
     }
 
-    /// Whether a commit may leave, and who may have served the site before it.
+    /// Whether a commit may leave, and what it counts on.
     fn begin(
         &mut self,
         site: SiteId,
@@ -616,21 +654,30 @@ impl Node {
         expect: Option<u64>,
         now: Moment,
         sky: &Sky,
-    ) -> Result<Before, nagaya_placement::fence::Held> {
-        let Some(from) = from else { return Ok(Before::Nobody) };
+    ) -> Result<Counted, nagaya_placement::fence::Held> {
+        let Some(from) = from else { return Ok((Duration::ZERO, None, None)) };
+        let flaws = sky.shape.flaws;
+        let owed = expect.map_or(Duration::ZERO, |expect| sky.store.owed_to(site, expect, from));
+        let earlier = if flaws.earlier_ones_forgotten { Duration::ZERO } else { owed };
+        let is_otherwise = self.otherwise.remove(&site);
+        let ages = if is_otherwise { &Ages::default() } else { &self.ages };
         if from == self.id {
             let own = self.placement(site, sky).and_then(|parts| parts.of(self.id));
             let life = sky.store.life(site, self.applied);
             self.given_up.insert(site, (life, own.or(expect).unwrap_or_default()));
             self.instances.remove(&site);
-            return Ok(Before::Released);
+            let (wait, written_by) = ages.owed(now, None, earlier);
+            return Ok((wait, None, written_by));
         }
-        if !sky.shape.flaws.promises_ignored {
+        if !flaws.promises_ignored {
             self.voucher.begin(&from, now)?;
             let life = sky.store.life(site, self.applied);
             self.unsettled.push(Unsettled { site, life, expect, from });
         }
-        Ok(Before::Other)
+        let whose = if flaws.own_fence_waited { self.id } else { from };
+        let (owed, written_by) = ages.owed(now, Some(term(whose)), earlier);
+        let mark = self.doubts.against(now, &from).filter(|_| !is_otherwise);
+        Ok((doubt::left(mark, now, owed), mark.map(|mark| mark.revision), written_by))
     }
 
     fn plan(&mut self, site: SiteId, from: Option<NodeId>, sky: &Sky) -> Plan<NodeId> {
@@ -663,7 +710,9 @@ impl Node {
         let mut effects = Vec::new();
         match says {
             // It is taken away first, which is a read, too.
-            StoreSays::Renewed { mark: mark @ Some(_), id, .. } if !sky.shape.flaws.marks_ignored => {
+            StoreSays::Renewed { mark: mark @ Some(_), id, .. }
+                if self.heeds_marks && !sky.shape.flaws.marks_ignored =>
+            {
                 sky.ask_store(self.id, StoreAsk::Renew { id, mark });
             }
             StoreSays::Renewed { id, revision, .. } => {
@@ -671,12 +720,17 @@ impl Node {
                 let id = if flaws.authority_from_receipt { self.holder.sending(now) } else { id };
                 self.holder.confirmed(id, if flaws.copy_may_lag { 0 } else { revision });
                 self.voucher.synced(revision);
+                self.ages.read(now, revision);
+            }
+            StoreSays::Listed if !self.is_listed => {
+                self.is_listed = true;
+                self.renew(sky);
             }
             StoreSays::Found { site, ask, placement } => {
                 let placement = placement.map(|parts| self.part(site, &parts));
                 self.relocations.looked(now, &site, ask, Ok(placement), &mut effects);
             }
-            StoreSays::Committed { site, ask, from, before, done } => {
+            StoreSays::Committed { site, ask, from, wait, done } => {
                 self.settled(site, from, done.as_ref().ok().copied());
                 let outcome = match done {
                     Ok(revision) => {
@@ -685,12 +739,13 @@ impl Node {
                         for part in &parts.all {
                             sky.observer.committed(&sky.store, site, (life, part.epoch), part.node);
                         }
-                        Outcome::Committed { at: now, before }
+                        Outcome::Committed { at: now, wait }
                     }
                     Err(Instead::Placement(placement)) => {
                         Outcome::Conflict(placement.map(|parts| self.part(site, &parts)))
                     }
-                    Err(Instead::Unmarked) => {
+                    Err(Instead::Otherwise) => {
+                        self.otherwise.insert(site);
                         if let Some(from) = from {
                             self.doubts.forget(&from);
                         }
@@ -701,7 +756,7 @@ impl Node {
                 self.relocations.stored(now, &site, ask, outcome, &mut effects);
             }
             StoreSays::Marked { node, revision } => self.doubts.marked(now, &node, revision),
-            StoreSays::Heard => {}
+            StoreSays::Heard | StoreSays::Listed => {}
         }
         self.carry_out(effects, sky);
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use nagaya_placement::fence;
 
+use crate::node::term;
 use crate::store::Store;
 use crate::wire::{NodeId, RequestId, SiteId};
 
@@ -110,7 +111,7 @@ impl Observer {
             Some((owner, ended)) if owner == node => {
                 let late = Duration::from_nanos(ended.map_or(0, |ended| now.saturating_sub(ended)));
                 self.latest = self.latest.max(late);
-                if late > fence::outlasting(fence::TERM) {
+                if late > fence::outlasting(term(node)) {
                     self.wrong(Violation::TooLong { site, epoch, node, late });
                 }
             }

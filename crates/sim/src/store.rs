@@ -25,8 +25,6 @@ pub(crate) enum Happened {
     Placed {
         before: Option<Parts>,
         after: Parts,
-        /// For so long nobody else had authority that it was not read before.
-        credit: Duration,
     },
     /// Its placement stays.
     Removed,
@@ -43,6 +41,16 @@ struct Entry {
     at: Option<Parts>,
 }
 
+/// What a node has said of itself.
+#[derive(Debug)]
+struct Record {
+    /// How often it had been started.
+    life: u32,
+    heeds_marks: bool,
+    /// The number of the first mark that is newer.
+    before: u64,
+}
+
 #[derive(Debug)]
 pub(crate) struct Store {
     /// The change of revision `n` is at `n - 1`.
@@ -57,8 +65,11 @@ pub(crate) struct Store {
     copies_max: usize,
     /// Sites placed on each node, now.
     pub counts: Vec<u32>,
+    /// For how long others may serve a site from when it got this epoch, in this life of it.
+    waits: BTreeMap<(SiteId, u32, u64), Duration>,
     /// The marks that stand against nodes: the number of each, and the revision after which it was made.
     marks: BTreeMap<NodeId, (u64, u64)>,
+    records: BTreeMap<NodeId, Record>,
     marks_made: u64,
     /// Placements that counted on one.
     pub marked: u64,
@@ -76,7 +87,9 @@ impl Store {
             removed: BTreeSet::new(),
             copies_max: copies_max as usize,
             counts: vec![0; nodes],
+            waits: BTreeMap::new(),
             marks: BTreeMap::new(),
+            records: BTreeMap::new(),
             marks_made: 0,
             marked: 0,
             placed: 0,
@@ -103,6 +116,15 @@ impl Store {
     pub fn whole(&self, site: SiteId, epoch: u64) -> Option<&Parts> {
         let all = self.history[site as usize].iter().rev().filter_map(|entry| entry.at.as_ref());
         all.into_iter().find(|parts| parts.epoch == epoch)
+    }
+
+    /// What the newest placement of this epoch says that this node has to wait for.
+    pub fn owed_to(&self, site: SiteId, epoch: u64, node: NodeId) -> Duration {
+        let history = self.history[site as usize].iter().rev();
+        let mut parts = history.filter_map(|entry| Some((entry.life, entry.at.as_ref()?)));
+        let found = parts.find(|(_, parts)| parts.epoch == epoch);
+        let part = found.and_then(|(life, parts)| Some((life, parts.of(node)?)));
+        part.map_or(Duration::ZERO, |(life, part)| self.wait(site, life, part))
     }
 
     /// How often the site's placement had been forgotten by then.
@@ -134,12 +156,21 @@ impl Store {
         Some((node_in(&history[index])?, ended))
     }
 
-    pub fn put(&mut self, now: u64, site: SiteId, after: Parts, credit: Duration) {
+    /// What the part of this epoch has to wait for, from its commit on.
+    pub fn wait(&self, site: SiteId, life: u32, epoch: u64) -> Duration {
+        self.waits.get(&(site, life, epoch)).copied().unwrap_or_default()
+    }
+
+    /// `wait`: of the part that is new in it, if one is.
+    pub fn put(&mut self, now: u64, site: SiteId, after: Parts, wait: Duration) {
         let before = self.at(site, self.head()).cloned();
         self.count(before.as_ref(), Some(&after));
         self.placed += 1;
         let life = self.life(site, self.head());
-        let made = self.log(now, site, Happened::Placed { before, after: after.clone(), credit });
+        if !wait.is_zero() && after.all.iter().any(|part| part.epoch == after.epoch) {
+            self.waits.insert((site, life, after.epoch), wait);
+        }
+        let made = self.log(now, site, Happened::Placed { before, after: after.clone() });
         self.history[site as usize].push(Entry { made, life, at: Some(after) });
     }
 
@@ -195,23 +226,62 @@ impl Store {
         &mut self,
         now: u64,
         site: SiteId,
-        expect: u64,
+        (expect, wait): (u64, Duration),
         next: impl FnOnce(&Parts) -> Option<Parts>,
     ) {
         let current = self.at(site, self.head()).filter(|parts| parts.epoch == expect);
         if let Some(next) = current.and_then(next) {
             self.copied += 1;
-            self.put(now, site, next, Duration::ZERO);
+            self.put(now, site, next, wait);
         }
     }
 
-    /// Whether the mark stands against the node, and is newer than the site's placement.
+    /// Whether the mark stands against the node, and neither the site's placement nor the node's record is newer.
     fn is_marked(&self, site: SiteId, node: NodeId, mark: u64, flaws: Flaws) -> bool {
-        let placed = self.entry(site, self.head()).map_or(0, |entry| entry.made);
         let is_it = |(number, after): &(u64, u64)| {
-            *number == mark && (placed <= *after || flaws.placements_newer_than_marks)
+            *number == mark && (self.is_written_by(site, *after) || flaws.placements_newer_than_marks)
         };
-        self.marks.get(&node).is_some_and(is_it)
+        let is_older = |record: &Record| record.before <= mark || flaws.records_newer_than_marks;
+        self.marks.get(&node).is_some_and(is_it) && self.records.get(&node).is_some_and(is_older)
+    }
+
+    fn is_written_by(&self, site: SiteId, revision: u64) -> bool {
+        self.entry(site, self.head()).is_none_or(|entry| entry.made <= revision)
+    }
+
+    /// Marks the node, if it heeds that. The number of the mark that stands then.
+    fn doubt(&mut self, node: NodeId) -> Option<u64> {
+        if !self.records.get(&node).is_some_and(|record| record.heeds_marks) {
+            return None;
+        }
+        let head = self.head();
+        let Self { marks, marks_made, .. } = self;
+        let (number, _) = *marks.entry(node).or_insert_with(|| {
+            *marks_made += 1;
+            (*marks_made, head)
+        });
+        Some(number)
+    }
+
+    fn commit(&mut self, now: u64, ask: &StoreAsk, flaws: Flaws) -> Result<u64, Instead> {
+        let StoreAsk::Commit { site, node, from, expect, wait, mark, written_by, .. } = *ask else {
+            unreachable!("it is a commit");
+        };
+        let current = self.at(site, self.head());
+        let next = Self::following(current, node, from);
+        let is_same = current.map(|parts| parts.epoch) == expect;
+        let is_unmarked = from.zip(mark).is_some_and(|(from, mark)| !self.is_marked(site, from, mark, flaws));
+        let is_newer = written_by.is_some_and(|revision| !self.is_written_by(site, revision));
+        match next.filter(|_| is_same) {
+            _ if self.removed.contains(&site) => Err(Instead::NoSite),
+            Some(_) if is_unmarked || is_newer => Err(Instead::Otherwise),
+            Some(next) => {
+                self.marked += u64::from(mark.is_some());
+                self.put(now, site, next, wait);
+                Ok(self.head())
+            }
+            None => Err(Instead::Placement(current.cloned())),
+        }
     }
 
     /// Does what it is asked by a node, now.
@@ -224,47 +294,37 @@ impl Store {
                 let mark = self.marks.get(&by).map(|(number, _)| *number);
                 StoreSays::Renewed { id, revision: self.head(), mark }
             }
-            StoreAsk::Doubt(node) => {
-                let head = self.head();
-                let Self { marks, marks_made, .. } = self;
-                let (revision, _) = *marks.entry(node).or_insert_with(|| {
-                    *marks_made += 1;
-                    (*marks_made, head)
-                });
-                StoreSays::Marked { node, revision }
+            StoreAsk::List { life, heeds_marks } => {
+                if self.records.get(&by).is_none_or(|record| record.life < life) {
+                    let before = self.marks_made + 1;
+                    self.records.insert(by, Record { life, heeds_marks, before });
+                }
+                StoreSays::Listed
             }
+            StoreAsk::Doubt(node) => match self.doubt(node) {
+                Some(revision) => StoreSays::Marked { node, revision },
+                None => StoreSays::Heard,
+            },
             StoreAsk::Look { site, ask } => {
                 StoreSays::Found { site, ask, placement: self.at(site, self.head()).cloned() }
             }
-            StoreAsk::Commit { site, ask, node, from, expect, before, mark } => {
-                let current = self.at(site, self.head());
-                let next = Self::following(current, node, from);
-                let is_same = current.map(|parts| parts.epoch) == expect;
-                let is_marked = |from: NodeId, mark: u64| self.is_marked(site, from, mark, flaws);
-                let is_unmarked = from.zip(mark).is_some_and(|(from, (mark, _))| !is_marked(from, mark));
-                let done = match next.filter(|_| is_same) {
-                    _ if self.removed.contains(&site) => Err(Instead::NoSite),
-                    Some(_) if is_unmarked => Err(Instead::Unmarked),
-                    Some(next) => {
-                        self.marked += u64::from(mark.is_some());
-                        self.put(now, site, next, mark.map_or(Duration::ZERO, |(_, stood)| stood));
-                        Ok(self.head())
-                    }
-                    None => Err(Instead::Placement(current.cloned())),
-                };
-                StoreSays::Committed { site, ask, from, before, done }
+            StoreAsk::Commit { site, ask: id, from, wait, .. } => {
+                let done = self.commit(now, &ask, flaws);
+                StoreSays::Committed { site, ask: id, from, wait, done }
             }
-            StoreAsk::Copy { site, node, expect } => {
+            StoreAsk::Copy { site, node, expect, wait, written_by } => {
                 let copies_max = self.copies_max;
-                let is_there = !self.removed.contains(&site);
+                let is_there = !self.removed.contains(&site)
+                    && written_by.is_none_or(|revision| self.is_written_by(site, revision));
                 let fits = |parts: &Parts| parts.all.len() < copies_max && parts.of(node).is_none();
                 let next = |parts: &Parts| (is_there && fits(parts)).then(|| parts.with(node));
-                self.change_parts(now, site, expect, next);
+                self.change_parts(now, site, (expect, wait), next);
                 StoreSays::Heard
             }
             StoreAsk::Leave { site, node, expect, is_removed } => {
                 let fits = self.removed.contains(&site) == is_removed;
-                self.change_parts(now, site, expect, |parts| if fits { parts.without(node) } else { None });
+                let next = |parts: &Parts| if fits { parts.without(node) } else { None };
+                self.change_parts(now, site, (expect, Duration::ZERO), next);
                 StoreSays::Heard
             }
             StoreAsk::Forget { site, epoch } => {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use nagaya_placement::Moment;
-use nagaya_placement::fence::{Before, RenewId, RoundId, Vouch};
+use nagaya_placement::fence::{RenewId, RoundId, Vouch};
 use nagaya_placement::liveness::Probe;
 use nagaya_placement::relocation::{AskId, At};
 
@@ -61,6 +61,8 @@ pub(crate) enum What {
     /// A request is looked at again here: it waits for its time, an instance, or authority.
     Work(Work),
     Renew,
+    /// Its record is to be written.
+    List,
     /// The node has known for long that this site was removed, at this revision.
     LetGo {
         site: SiteId,
@@ -87,9 +89,10 @@ pub(crate) enum What {
         from: NodeId,
         probe: Probe,
     },
+    /// `committed`: how long ago, and for how long from then on others may serve it.
     Forward {
         work: Work,
-        committed: Option<(Duration, Before)>,
+        committed: Option<(Duration, Duration)>,
     },
     Answer {
         from: NodeId,
@@ -127,6 +130,11 @@ pub(crate) struct Work {
 /// From a node to the store.
 #[derive(Debug, Clone)]
 pub(crate) enum StoreAsk {
+    /// This node's record is to say whether it heeds marks. What it asked before it was started anew changes nothing any more.
+    List {
+        life: u32,
+        heeds_marks: bool,
+    },
     /// Takes away the mark against this node that it knows of first, if that still stands.
     Renew {
         id: RenewId,
@@ -144,15 +152,20 @@ pub(crate) enum StoreAsk {
         node: NodeId,
         from: Option<NodeId>,
         expect: Option<u64>,
-        before: Before,
-        /// Of `from`, which has to stand and to be newer than the placement; so long it has stood, by the clock of who asks.
-        mark: Option<(u64, Duration)>,
+        /// For so long others may serve it from the commit on.
+        wait: Duration,
+        /// Of `from`, which has to stand and to be newer than the placement and than the node's record.
+        mark: Option<u64>,
+        /// The placement must not be newer than this revision.
+        written_by: Option<u64>,
     },
     /// One more node gets the site.
     Copy {
         site: SiteId,
         node: NodeId,
         expect: u64,
+        wait: Duration,
+        written_by: Option<u64>,
     },
     /// This node has given its part up; others have the site, too.
     Leave {
@@ -174,13 +187,14 @@ pub(crate) enum StoreAsk {
 pub(crate) enum Instead {
     Placement(Option<Parts>),
     NoSite,
-    /// The mark that was relied on does not stand, or the placement is newer.
-    Unmarked,
+    /// What stands there is as it was seen, and something else that was counted on is not so.
+    Otherwise,
 }
 
 /// The store's answer.
 #[derive(Debug, Clone)]
 pub(crate) enum StoreSays {
+    Listed,
     Renewed {
         id: RenewId,
         revision: u64,
@@ -202,7 +216,7 @@ pub(crate) enum StoreSays {
         site: SiteId,
         ask: AskId,
         from: Option<NodeId>,
-        before: Before,
+        wait: Duration,
         done: Result<u64, Instead>,
     },
     /// Done, or it does not fit any more; the copy will show which.

@@ -29,6 +29,8 @@ const ENTRY_STEP: u32 = 37;
 const REMOVED_EVERY: Duration = Duration::from_millis(700);
 /// A store that is away is told of a change of a site again.
 const TOLD_AGAIN: Duration = Duration::from_millis(50);
+/// A node whose program is exchanged is down for no longer: it still has most of its sites then.
+const EXCHANGED_WITHIN: Duration = Duration::from_millis(60);
 /// Sum of all that a machine may still do when its time is over.
 const END_SLACK: Duration = Duration::from_secs(1);
 
@@ -67,6 +69,14 @@ pub struct Flaws {
     pub marks_ignored: bool,
     /// A mark counts for a site, too, that the node has got after it was marked.
     pub placements_newer_than_marks: bool,
+    /// Whoever takes a site from a node waits for its own fence.
+    pub own_fence_waited: bool,
+    /// What the node that loses a site had to wait for itself is forgotten.
+    pub earlier_ones_forgotten: bool,
+    /// No mistake, as long as it is looked at: nodes come back as an older build that does not know of marks, and say so.
+    pub older_builds: bool,
+    /// It is not looked at whether a node has written its record anew since it was marked.
+    pub records_newer_than_marks: bool,
 }
 
 /// What a run has come to.
@@ -637,7 +647,8 @@ impl World {
         let faults = self.sky.shape.faults;
         let (fault, lasts) = Fault::random(&mut self.sky.dice, &faults, self.sky.shape.nodes);
         if let Fault::Crash(node) = fault {
-            self.kill(node, lasts);
+            let is_exchanged = self.sky.shape.flaws.older_builds;
+            self.kill(node, if is_exchanged { lasts.min(EXCHANGED_WITHIN) } else { lasts });
         } else {
             self.sky.apply(fault, 1);
             self.sky.schedule(self.sky.now + lasts.as_nanos() as u64, Event::Ends(fault));

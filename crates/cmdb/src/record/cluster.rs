@@ -28,6 +28,23 @@ pub struct NodeRecord {
     /// without the store, in any later life of it too. 0: it has not said.
     #[serde(default, skip_serializing_if = "is_none")]
     pub knows: u64,
+    /// The longest that it may serve without a word from the store, milliseconds: no read gives it authority for longer while this
+    /// stands here. 0: it has not said, so that may be as long as is allowed at all.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub fence_ms: u32,
+    /// No read gives it authority while a mark stands against it. A program that does not know this field reads no record that has
+    /// it, so it gets no authority by such a record.
+    #[serde(default, skip_serializing_if = "super::is_false")]
+    pub heeds_marks: bool,
+}
+
+impl NodeRecord {
+    /// With the longer of both fences.
+    pub fn with_fence_of(self, other: &Self) -> Self {
+        let is_unknown = self.fence_ms == 0 || other.fence_ms == 0;
+        let fence_ms = if is_unknown { 0 } else { self.fence_ms.max(other.fence_ms) };
+        Self { fence_ms, ..self }
+    }
 }
 
 fn is_none(revision: &u64) -> bool {
@@ -255,6 +272,22 @@ mod tests {
         for why in Why::ALL {
             assert_eq!(serde_json::to_value(why).unwrap(), why.as_str());
         }
+    }
+
+    #[test]
+    fn a_nodes_record_of_before_there_were_these_fields_says_nothing_of_them() {
+        let text = format!(
+            r#"{{"name":"a","id":"{}","peer":"127.0.0.1:1","cpus":2,"memory_bytes":1,"version":"0.1.0"}}"#,
+            "0".repeat(32)
+        );
+        let older: NodeRecord = serde_json::from_str(&text).unwrap();
+        assert_eq!((older.fence_ms, older.heeds_marks), (0, false));
+        assert_eq!(serde_json::to_string(&older).unwrap(), text);
+        let with = |fence_ms| NodeRecord { fence_ms, heeds_marks: true, ..older.clone() };
+        let longer = |one, other| with(one).with_fence_of(&with(other));
+        assert_eq!(longer(100, 300), with(300));
+        assert_eq!(longer(300, 100), with(300));
+        assert_eq!((longer(300, 0), longer(0, 300)), (with(0), with(0)), "what is not known may be longer");
     }
 
     #[test]

@@ -239,7 +239,8 @@ fn any_change() -> impl Strategy<Value = Change> {
         }),
         1 => "k[0-3]".prop_map(Change::DropSetting),
         2 => (nodes(), 1..99_u32).prop_map(|(name, cpus)| Change::PutNode(Box::new(NodeRecord {
-            name, id: String::new(), peer: "a:1".into(), draining: false, cpus, memory_bytes: 1, version: String::new(), knows: 0,
+            name, id: String::new(), peer: "a:1".into(), draining: false, cpus, memory_bytes: 1, version: String::new(), knows: 0, fence_ms: 0,
+            heeds_marks: false,
         }))),
         1 => nodes().prop_map(Change::DropNode),
         4 => (sites(), nodes(), any::<u64>()).prop_map(|(site, node, epoch)| {

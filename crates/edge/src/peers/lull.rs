@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::NodeRecord;
-use nagaya_placement::fence::outlasting;
+use nagaya_placement::fence::{outlasting, term_of};
 use nagaya_placement::liveness::Verdict;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
@@ -64,11 +64,10 @@ impl Lulls {
         };
         while self.waiting.get() > 0 {
             sleep(LOOK_EVERY).await;
-            let Some(member) = shared.cluster.member() else { continue };
             if silent_for() < ASK_AFTER {
                 continue;
             }
-            let term = outlasting(Duration::from_millis(member.options.fence_ms));
+            let term = outlasting(term_of(record.fence_ms));
             if silent_for() < term {
                 // An answer to it is heard, whenever it comes.
                 probes.ask(&record).await;

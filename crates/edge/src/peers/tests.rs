@@ -83,7 +83,6 @@ impl Ca {
             probe_key: "5a".repeat(32),
             probe: ProbeKind::Udp,
             probe_ms: 100,
-            fence_ms: 100,
         }
     }
 }
@@ -110,6 +109,8 @@ fn record(node: &str, peer: SocketAddr) -> NodeRecord {
         memory_bytes: 1 << 30,
         version: "test".into(),
         knows: 0,
+        fence_ms: 100,
+        heeds_marks: true,
     }
 }
 

@@ -683,7 +683,7 @@ const CLUSTER: &[Key<Settings>] = &[
         time(100, 10 * SECOND),
         cluster.fence_ms,
         "Without word from the store for so long, this node serves no application that is placed on it, and freezes them. A site that is \
-         moved away from a silent node answers on the new one after this long. Must be the same on all nodes."
+         moved away from it while it is silent answers on the new node after this long. Nodes may differ in it."
     ),
     key!(
         "probe",

@@ -77,11 +77,31 @@ fn a_node_that_was_removed_has_no_authority_from_reads_still_under_way() {
 }
 
 #[test]
-fn the_mover_waits_unless_it_was_given_up() {
-    assert_eq!(serve_from(at(0), Before::Nobody, TERM), at(0));
-    assert_eq!(serve_from(at(0), Before::Released, TERM), at(0));
-    let from = serve_from(at(0), Before::Other, TERM);
-    assert!(from > at(300) && from < at(305), "{from:?}");
+fn the_longer_of_what_the_node_and_its_predecessors_may_still_serve_is_waited_for() {
+    let (short, long) = (TERM / 3, TERM * 3);
+    let mut ages = Ages::default();
+    assert_eq!(ages.owed(at(0), Some(long), outlasting(short)), (outlasting(long), None));
+    assert_eq!(ages.owed(at(0), None, Duration::ZERO), (Duration::ZERO, None), "it was given up");
+    // How old the placement is is not known: it may have been made just now.
+    assert_eq!(ages.owed(at(0), Some(short), outlasting(long)), (outlasting(long), None));
+    assert_eq!(ages.owed(at(0), None, outlasting(long)), (outlasting(long), None));
+    // What stood there for so long was.
+    ages.read(at(0), 7);
+    ages.read(at(100), 8);
+    ages.read(at(500), 9);
+    assert_eq!(ages.owed(at(904), Some(short), outlasting(long)), (outlasting(long), None));
+    assert_eq!(ages.owed(at(910), Some(short), outlasting(long)), (outlasting(short), Some(7)));
+    assert_eq!(ages.owed(at(1_410), None, outlasting(long)), (Duration::ZERO, Some(9)));
+}
+
+#[test]
+fn ages_are_kept_for_as_long_as_they_are_of_use() {
+    let mut ages = Ages::default();
+    (0..100_000).step_by(10).for_each(|ms| ages.read(at(ms), ms));
+    assert!(ages.read.len() < 50, "{}", ages.read.len());
+    let longest = outlasting(TERM_MAX);
+    let (_, revision) = ages.owed(at(100_000), None, longest);
+    assert!(revision.is_some_and(|revision| revision > 89_000 && revision < 90_000), "{revision:?}");
 }
 
 #[test]
@@ -174,20 +194,20 @@ fn a_node_that_does_not_know_the_mover_keeps_its_sites() {
 
 #[test]
 fn the_node_that_runs_a_site_waits_from_when_it_knows() {
-    let mut here = Arrivals::new(TERM);
+    let mut here = Arrivals::default();
     assert_eq!(here.from(&7, 2), None);
-    here.placed(at(1000), 7, 2, Before::Other, Duration::ZERO);
+    here.placed(at(1000), 7, 2, outlasting(TERM), Duration::ZERO);
     let by_watch = here.from(&7, 2).expect("it is placed here");
     assert!(by_watch > at(1300));
     // Who committed it says how long ago that was.
-    here.placed(at(1010), 7, 2, Before::Other, Duration::from_millis(200));
+    here.placed(at(1010), 7, 2, outlasting(TERM), Duration::from_millis(200));
     let told = here.from(&7, 2).expect("it is placed here");
     assert!(told < by_watch && told > at(1110));
     // Hearing of it again, or of an older one, changes nothing.
-    here.placed(at(1020), 7, 2, Before::Other, Duration::ZERO);
-    here.placed(at(1020), 7, 1, Before::Nobody, Duration::ZERO);
+    here.placed(at(1020), 7, 2, outlasting(TERM), Duration::ZERO);
+    here.placed(at(1020), 7, 1, Duration::ZERO, Duration::ZERO);
     assert_eq!(here.from(&7, 2), Some(told));
-    here.placed(at(1030), 7, 3, Before::Released, Duration::ZERO);
+    here.placed(at(1030), 7, 3, Duration::ZERO, Duration::ZERO);
     assert_eq!((here.from(&7, 2), here.from(&7, 3)), (None, Some(at(1030))));
     here.left(&7);
     assert_eq!(here.from(&7, 3), None);
@@ -207,7 +227,7 @@ proptest! {
         let committed = sent + after;
         // Real time at which `term` has passed on a clock that is slow, and the wait on one that is fast.
         let old_ends = sent as f64 + term as f64 / (1.0 - old_slow as f64 / 1e6);
-        let wait = serve_from(Moment(0), Before::Other, Duration::from_nanos(term)).0;
+        let wait = outlasting(Duration::from_nanos(term)).as_nanos();
         let new_begins = committed as f64 + wait as f64 / (1.0 + new_fast as f64 / 1e6);
         prop_assert!(old_ends < new_begins);
     }

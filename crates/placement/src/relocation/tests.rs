@@ -8,6 +8,9 @@ fn at(ms: u64) -> Moment {
     Moment(1_000_000_000 + ms * 1_000_000)
 }
 
+/// For so long others may serve what was committed.
+const WAIT: Duration = Duration::from_millis(303);
+
 type Sites = Relocations<u32, u8>;
 type Effects = Vec<Effect<u32, u8>>;
 
@@ -63,9 +66,9 @@ fn all_requests_for_a_site_join_one_relocation() {
         sites.need(at(1), 7, Waiter(waiter), Some(4), Some(At { node: 1, epoch: 4 }), &mut effects);
     }
     assert_eq!(effects, []);
-    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(8), before: Before::Other }, &mut effects);
+    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(8), wait: WAIT }, &mut effects);
     assert_eq!(served(&effects).len(), 99);
-    let committed = Some((at(8), Before::Other));
+    let committed = Some((at(8), WAIT));
     let is_told = |effect: &Effect<u32, u8>| matches!(effect, Effect::Serve { committed: told, .. } if *told == committed);
     assert!(effects.iter().all(is_told));
     assert!(sites.is_empty() && sites.next_at().is_none());
@@ -110,7 +113,7 @@ fn an_answer_that_comes_too_late_changes_nothing() {
     let ask = asked(&mut sites, 7);
     let mut effects = Vec::new();
     sites.stored(at(9), &7, ask, Outcome::Unknown, &mut effects);
-    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(9), before: Before::Other }, &mut effects);
+    sites.stored(at(9), &7, ask, Outcome::Committed { at: at(9), wait: WAIT }, &mut effects);
     assert_eq!(effects, []);
     assert_eq!(sites.len(), 1);
 }
@@ -305,7 +308,7 @@ impl LossyStore {
                 Outcome::Unknown
             }
             1 => Outcome::NotDone,
-            _ if self.put(site, node, expect) => Outcome::Committed { at: at(now), before: Before::Other },
+            _ if self.put(site, node, expect) => Outcome::Committed { at: at(now), wait: WAIT },
             _ => Outcome::Conflict(self.at(site)),
         }
     }

@@ -10,6 +10,7 @@
 //! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,`; it outlives its site for a while |
 //! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
 //! | `v1/doubts/NODE` | the node that got no answer from it: until it has taken this away, no read gives it authority |
+//! | `v1/removed/NODE` | `fence_ms` of the record of a node that was removed; there until another one joins under its name |
 //! | `v1/present/NODE` | load of a node as JSON, under a lease |
 //! | `v1/pki/KEY` | bytes |
 //!
@@ -86,6 +87,10 @@ impl Keys {
 
     pub fn doubt(&self, node: &NodeName) -> String {
         self.below(&format!("doubts/{node}"))
+    }
+
+    pub fn removed(&self, node: &NodeName) -> String {
+        self.below(&format!("removed/{node}"))
     }
 
     pub fn pki(&self, key: &str) -> String {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::client::{RANGE, TXN};
 use super::error::ClusterError;
 use super::keys::{self, placement_value};
-use super::wire::{RangeAnswer, Txn, TxnAnswer};
+use super::wire::{Compare, RangeAnswer, Txn, TxnAnswer};
 use super::{ClusterStore, Inner, lost};
 use crate::names::{NodeName, SiteName};
 use crate::record::{NodeRecord, Placement};
@@ -37,6 +37,38 @@ pub enum Claim {
     Lost(Option<Placement>),
     /// The site or the node is not in the cluster any more.
     Void,
+    /// What stands there is as it was seen, but something else that was counted on is not so ([`Basis`]).
+    Otherwise,
+}
+
+/// What a placement counts on beside the epoch that it follows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Basis {
+    /// The node that loses the site is as it was seen.
+    pub from: Option<Seen>,
+    /// The mark of this revision stands against that node, and neither its record nor the placement was written since.
+    pub mark: Option<u64>,
+    /// The placement that is followed was not written after this revision.
+    pub written_by: Option<u64>,
+}
+
+/// A node, as far as it matters to whoever takes a site from it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    Member(Box<NodeRecord>),
+    /// It was removed, and its record said this ([`NodeRecord::fence_ms`]).
+    Removed {
+        fence_ms: u32,
+    },
+}
+
+impl Seen {
+    pub fn fence_ms(&self) -> u32 {
+        match self {
+            Self::Member(record) => record.fence_ms,
+            Self::Removed { fence_ms } => *fence_ms,
+        }
+    }
 }
 
 /// Whose a node's record is.
@@ -65,32 +97,31 @@ impl ClusterStore {
         seen: Option<u64>,
         from: Option<&NodeName>,
     ) -> Result<Claim, ClusterError> {
-        let (inner, from) = (self.inner.clone(), from.cloned());
-        self.on_own(async move { inner.place(&placement, seen, from.as_ref(), None).await }).await
+        self.place_on(placement, seen, from, Basis::default()).await
     }
 
-    /// The same, if the mark of this revision still stands against `from`, and was made after what stands there was written. If
-    /// that alone was not so, it is lost to a placement of the epoch `seen`.
-    pub async fn place_marked(
+    /// The same, if all is as `basis` says.
+    pub async fn place_on(
         &self,
         placement: Placement,
         seen: Option<u64>,
-        from: &NodeName,
-        mark: u64,
+        from: Option<&NodeName>,
+        basis: Basis,
     ) -> Result<Claim, ClusterError> {
-        let (inner, from) = (self.inner.clone(), from.clone());
-        self.on_own(async move { inner.place(&placement, seen, Some(&from), Some(mark)).await }).await
+        let (inner, from) = (self.inner.clone(), from.cloned());
+        self.on_own(async move { inner.place(&placement, seen, from.as_ref(), &basis).await }).await
     }
 
     /// Marks a node that may be dead: from then on it has no authority from the store before it has taken the mark away. Returns the
-    /// revision at which the mark that stands now was made, by this call or before. None: there is no such node.
-    pub async fn doubt(&self, node: &NodeName, by: &NodeName) -> Result<Option<u64>, ClusterError> {
+    /// revision at which the mark that stands now was made, by this call or before. None: its record is not the one that was looked
+    /// at, and what it makes of a mark is not known.
+    pub async fn doubt(&self, node: &NodeRecord, by: &NodeName) -> Result<Option<u64>, ClusterError> {
         let inner = self.inner.clone();
-        let (key, record) = (inner.keys.doubt(node), inner.keys.record(Kind::Node, node.as_str()));
-        let by = by.to_string();
+        let (key, record) = (inner.keys.doubt(&node.name), inner.keys.record(Kind::Node, node.name.as_str()));
+        let (by, is_same) = (by.to_string(), keys::is_value(&record, keys::json(node)));
         self.on_own(async move {
             let txn = Txn {
-                compare: vec![keys::is_there(&record), keys::is_absent(&key)],
+                compare: vec![is_same, keys::is_absent(&key)],
                 success: vec![keys::putting(&key, by)],
                 failure: vec![keys::getting(&key)],
             };
@@ -98,8 +129,25 @@ impl ClusterStore {
             if answer.succeeded {
                 return Ok(Some(keys::unsigned(answer.header.unwrap_or_default().revision)));
             }
+            // Whoever counts on it compares the record anew.
             let stands = super::watch::pairs(answer.responses).into_iter().next().flatten();
             Ok(stands.map(|stands| keys::unsigned(stands.create_revision)))
+        })
+        .await
+    }
+
+    /// A node as of no earlier than this call. None: nothing is known of it.
+    pub async fn seen(&self, node: &NodeName) -> Result<Option<Seen>, ClusterError> {
+        let inner = self.inner.clone();
+        let keys = [inner.keys.record(Kind::Node, node.as_str()), inner.keys.removed(node)];
+        self.on_own(async move {
+            let look = Txn { success: keys.iter().map(|key| keys::getting(key)).collect(), ..Txn::default() };
+            let answer: TxnAnswer = inner.client.ask(TXN, look, CHANGE_WAIT).await?.value;
+            let [record, removed] = super::watch::values(answer.responses).try_into().unwrap_or_default();
+            if let Some(record) = record {
+                return Ok(Some(Seen::Member(Box::new(read_node(&record)?))));
+            }
+            Ok(removed.map(|removed| Seen::Removed { fence_ms: read_fence(&removed) }))
         })
         .await
     }
@@ -187,8 +235,9 @@ impl ClusterStore {
         .await
     }
 
-    /// Makes this machine a member, or brings its record up to date where it is one already; whether it is being drained stays.
-    pub async fn join(&self, node: NodeRecord) -> Result<(), ClusterError> {
+    /// Makes this machine a member, or brings its record up to date where it is one already; whether it is being drained stays, and so
+    /// does a fence that is longer, until [`ClusterStore::set_fence`]. Returns the record that stands then.
+    pub async fn join(&self, node: NodeRecord) -> Result<NodeRecord, ClusterError> {
         let inner = self.inner.clone();
         self.on_own(async move { inner.join(node).await }).await
     }
@@ -201,18 +250,22 @@ impl ClusterStore {
         .await
     }
 
+    /// From now on the node serves no longer than this without a word from the store, nor does what it was before.
+    pub async fn set_fence(&self, node: &NodeName, id: &str, fence_ms: u32) -> Result<(), ClusterError> {
+        let (inner, name, id) = (self.inner.clone(), node.clone(), id.to_owned());
+        self.on_own(async move {
+            let set = |record: NodeRecord| NodeRecord { fence_ms, ..record };
+            inner.change_node(&name, |record| its_own(record, &id).map(set)).await
+        })
+        .await
+    }
+
     /// This node knows all members that there were at this revision.
     pub async fn knows(&self, node: &NodeName, id: &str, revision: u64) -> Result<(), ClusterError> {
         let (inner, name, id) = (self.inner.clone(), node.clone(), id.to_owned());
         self.on_own(async move {
-            inner
-                .change_node(&name, |record| match record.id == id {
-                    true => Ok(NodeRecord { knows: revision.max(record.knows), ..record.clone() }),
-                    false => {
-                        Err(ClusterError::NameTaken { name: name.to_string(), peer: record.peer.clone() })
-                    }
-                })
-                .await
+            let set = |record: NodeRecord| NodeRecord { knows: revision.max(record.knows), ..record };
+            inner.change_node(&name, |record| its_own(record, &id).map(set)).await
         })
         .await
     }
@@ -235,13 +288,26 @@ fn read_node(value: &[u8]) -> Result<NodeRecord, ClusterError> {
         .map_err(|error| ClusterError::Refused { detail: format!("a node's record cannot be read: {error}") })
 }
 
+/// 0 is what is not known.
+fn read_fence(value: &[u8]) -> u32 {
+    str::from_utf8(value).ok().and_then(|value| value.parse().ok()).unwrap_or(0)
+}
+
+/// A record that only this machine changes.
+fn its_own(record: &NodeRecord, id: &str) -> Result<NodeRecord, ClusterError> {
+    if record.id == id {
+        return Ok(record.clone());
+    }
+    Err(ClusterError::NameTaken { name: record.name.to_string(), peer: record.peer.clone() })
+}
+
 impl Inner {
     async fn place(
         &self,
         placement: &Placement,
         seen: Option<u64>,
         from: Option<&NodeName>,
-        mark: Option<u64>,
+        basis: &Basis,
     ) -> Result<Claim, ClusterError> {
         let site = self.keys.record(Kind::Site, placement.site.as_str());
         let node = self.keys.record(Kind::Node, placement.node.as_str());
@@ -251,9 +317,10 @@ impl Inner {
             Some(epoch) => compare.extend(keys::epoch_is(&key, epoch)),
             None => compare.push(keys::is_absent(&key)),
         }
-        if let Some((from, mark)) = from.zip(mark) {
-            compare.extend([keys::is_made(&self.keys.doubt(from), mark), keys::is_no_newer(&key, mark)]);
+        if let Some(from) = from {
+            compare.extend(self.of_who_loses(from, &key, basis));
         }
+        compare.extend(basis.written_by.map(|revision| keys::is_no_newer(&key, revision)));
         let mut success = vec![keys::putting(&key, placement_value(placement))];
         success.extend(from.map(|from| keys::putting(&self.keys.left(from), placement.site.as_str())));
         let txn = Txn {
@@ -271,7 +338,33 @@ impl Inner {
         if answer.repeated && stored.as_ref() == Some(placement) {
             return Ok(Claim::Won);
         }
-        if site.is_none() || node.is_none() { Ok(Claim::Void) } else { Ok(Claim::Lost(stored)) }
+        if site.is_none() || node.is_none() {
+            return Ok(Claim::Void);
+        }
+        let is_as_seen = stored.as_ref().map(|stored| stored.epoch) == seen;
+        if is_as_seen && *basis != Basis::default() { Ok(Claim::Otherwise) } else { Ok(Claim::Lost(stored)) }
+    }
+
+    /// What is to be so of the node that loses the site of this placement.
+    fn of_who_loses(&self, from: &NodeName, placement: &str, basis: &Basis) -> Vec<Compare> {
+        let record = self.keys.record(Kind::Node, from.as_str());
+        let mut compare = Vec::new();
+        match &basis.from {
+            Some(Seen::Member(seen)) => compare.push(keys::is_value(&record, keys::json(seen))),
+            Some(Seen::Removed { fence_ms }) => compare.extend([
+                keys::is_absent(&record),
+                keys::is_value(&self.keys.removed(from), fence_ms.to_string()),
+            ]),
+            None => {}
+        }
+        if let Some(mark) = basis.mark {
+            compare.extend([
+                keys::is_made(&self.keys.doubt(from), mark),
+                keys::is_no_newer(&record, mark),
+                keys::is_no_newer(placement, mark),
+            ]);
+        }
+        compare
     }
 
     async fn forget(&self, site: &SiteName, epoch: u64) -> Result<bool, ClusterError> {
@@ -306,7 +399,7 @@ impl Inner {
         Ok(answer.value.succeeded || (answer.repeated && is_ours()))
     }
 
-    async fn join(&self, node: NodeRecord) -> Result<(), ClusterError> {
+    async fn join(&self, node: NodeRecord) -> Result<NodeRecord, ClusterError> {
         let key = self.keys.record(Kind::Node, node.name.as_str());
         let txn = Txn {
             compare: vec![
@@ -314,7 +407,10 @@ impl Inner {
                 keys::is_absent(&self.keys.seeding()),
                 keys::is_absent(&key),
             ],
-            success: vec![keys::putting(&key, keys::json(&node))],
+            success: vec![
+                keys::putting(&key, keys::json(&node)),
+                keys::deleting(&self.keys.removed(&node.name)),
+            ],
             failure: vec![
                 keys::getting(&self.keys.format()),
                 keys::getting(&self.keys.revision()),
@@ -323,21 +419,19 @@ impl Inner {
         };
         let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value;
         if answer.succeeded {
-            return Ok(());
+            return Ok(node);
         }
         let [format, revision, seeding] =
             super::watch::values(answer.responses).try_into().unwrap_or_default();
         super::watch::check_head(self, format.as_deref(), revision.is_some(), seeding.is_some())?;
-        self.change_node(&node.name, |found| {
-            if found.id != node.id {
-                return Err(ClusterError::NameTaken {
-                    name: node.name.to_string(),
-                    peer: found.peer.clone(),
-                });
-            }
-            Ok(NodeRecord { draining: found.draining, knows: found.knows, ..node.clone() })
+        // Also where that changes nothing: what this machine has asked for in an earlier life of it, and lies somewhere, is void then.
+        self.write_node(&node.name, |found| {
+            let found = its_own(found, &node.id)?;
+            let next = NodeRecord { draining: found.draining, knows: found.knows, ..node.clone() };
+            Ok(Some(next.with_fence_of(&found)))
         })
         .await
+        .map(|written| written.expect("it is written in any case"))
     }
 
     async fn change_node(
@@ -345,24 +439,33 @@ impl Inner {
         name: &NodeName,
         change: impl Fn(&NodeRecord) -> Result<NodeRecord, ClusterError>,
     ) -> Result<(), ClusterError> {
+        self.write_node(name, |before| {
+            change(before).map(|after| Some(after).filter(|after| after != before))
+        })
+        .await
+        .map(drop)
+    }
+
+    /// Returns what was written. None of `change`: nothing.
+    async fn write_node(
+        &self,
+        name: &NodeName,
+        change: impl Fn(&NodeRecord) -> Result<Option<NodeRecord>, ClusterError>,
+    ) -> Result<Option<NodeRecord>, ClusterError> {
         let key = self.keys.record(Kind::Node, name.as_str());
         for _ in 0..TRIES_MAX {
             let answer = self.client.ask::<_, RangeAnswer>(RANGE, keys::get(&key), CHANGE_WAIT).await?;
             let Some(kv) = answer.value.kvs.into_iter().next() else {
                 return Err(ClusterError::NoNode { name: name.to_string() });
             };
-            let before = read_node(&kv.value)?;
-            let after = change(&before)?;
-            if after == before {
-                return Ok(());
-            }
+            let Some(after) = change(&read_node(&kv.value)?)? else { return Ok(None) };
             let txn = Txn {
                 compare: vec![keys::is_of(&key, keys::unsigned(kv.mod_revision))],
                 success: vec![keys::putting(&key, keys::json(&after))],
                 failure: Vec::new(),
             };
             if self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value.succeeded {
-                return Ok(());
+                return Ok(Some(after));
             }
         }
         Err(ClusterError::Contended { tries: TRIES_MAX })
@@ -373,19 +476,25 @@ impl Inner {
         let key = self.keys.record(Kind::Node, name.as_str());
         for _ in 0..TRIES_MAX {
             let head = self.client.ask::<_, RangeAnswer>(RANGE, keys::get(&key), CHANGE_WAIT).await?.value;
-            if head.kvs.is_empty() {
+            let Some(kv) = head.kvs.first() else {
                 return Err(ClusterError::NoNode { name: name.to_string() });
-            }
-            let mut compare = vec![keys::is_there(&key)];
+            };
+            // One that cannot be read is removed all the same: what it said is not known then.
+            let fence_ms = read_node(&kv.value).map_or(0, |record| record.fence_ms);
+            let mut compare = vec![keys::is_of(&key, keys::unsigned(kv.mod_revision))];
             if !forced {
                 self.wait_in_step(CHANGE_WAIT).await?;
                 let (inner, node) = (self.clone(), name.clone());
                 let looked = tokio::task::spawn_blocking(move || inner.refuse_if_used(&node));
                 looked.await.map_err(|error| lost(&error))??;
-                let seen = keys::unsigned(head.header.unwrap_or_default().revision);
+                let seen = keys::unsigned(head.header.clone().unwrap_or_default().revision);
                 compare.push(keys::are_no_newer(&self.keys.records(Kind::Placement), seen));
             }
-            let success = vec![keys::deleting(&key), keys::deleting(&self.keys.doubt(name))];
+            let success = vec![
+                keys::deleting(&key),
+                keys::deleting(&self.keys.doubt(name)),
+                keys::putting(&self.keys.removed(name), fence_ms.to_string()),
+            ];
             let txn = Txn { compare, success, failure: Vec::new() };
             let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
             if answer.value.succeeded || answer.repeated {

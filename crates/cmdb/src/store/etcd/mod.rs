@@ -45,7 +45,7 @@ use self::client::Client;
 pub use self::client::{ENDPOINTS_MAX, EtcdOptions};
 pub use self::error::ClusterError;
 use self::keys::Keys;
-pub use self::members::{Claim, Confirmed};
+pub use self::members::{Basis, Claim, Confirmed, Seen};
 pub use self::pki::{PKI_VALUE_LEN_MAX, Versioned};
 use self::presence::Wanted;
 pub use self::presence::{PRESENCE_LEN_MAX, Presence};

@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use http::StatusCode;
 use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions};
+use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions, Seen};
 use nagaya_cmdb::store::{ClusterStore, RedbStore, Store as _};
 use nagaya_cmdb::{Change, NodeName, NodeRecord, SiteName, StoreError, Why};
+use nagaya_placement::fence::{outlasting, term_of};
 use serde_json::{Value, json};
 
 use super::images::Touched;
@@ -240,6 +241,10 @@ impl Desk {
         // First kept, then written: interrupted between the two, it goes on as a member when it is started anew. The other way
         // round its name would belong to a machine that nobody has.
         member.save(&self.context.dir)?;
+        // A node of this name that was removed may not know it yet. What is still placed on the name, this one would serve at once.
+        if let Ok(Some(Seen::Removed { fence_ms })) = store.seen(&node).await {
+            tokio::time::sleep(outlasting(term_of(fence_ms))).await;
+        }
         if let Err(error) = store.join(self.record(&member)).await {
             Member::forget(&self.context.dir)?;
             return Err(error.into());
@@ -257,6 +262,8 @@ impl Desk {
             memory_bytes: load::memory().0,
             version: env!("CARGO_PKG_VERSION").into(),
             knows: 0,
+            fence_ms: self.context.configured.fence_ms as u32,
+            heeds_marks: true,
         }
     }
 

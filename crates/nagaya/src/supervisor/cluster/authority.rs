@@ -39,6 +39,7 @@ impl Membership {
     /// Asks the store for as long as this node is a member, and the other members when it does not answer. A read that is late
     /// does not hold up the next.
     pub(super) async fn keep_authority(self: Rc<Self>) {
+        self.listed.notified().await;
         let mut was = By::Nobody;
         loop {
             let sent = now();
@@ -82,6 +83,7 @@ impl Membership {
         match self.store.confirm(&self.node, &self.id, patience).await {
             Ok(Confirmed::Ours { left_at, since, revision, .. }) => {
                 self.trust.borrow_mut().confirmed(id, sent, Word { left_at, since, revision });
+                self.ages.borrow_mut().read(now(), revision);
                 self.look();
                 self.introduce_others();
                 self.announce();

@@ -4,13 +4,16 @@
 //! (`nagaya_placement::balance`), one that does not answer (`relocating`), sending requests there (`nagaya_edge`).
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use nagaya_cmdb::instance::Act;
-use nagaya_cmdb::store::etcd::Claim;
+use nagaya_cmdb::store::etcd::{Basis, Claim};
 use nagaya_cmdb::{Placement, SiteName, Why};
+use nagaya_placement::fence::{TERM_MAX, outlasting};
 use serde_json::Value;
 
 use super::NOWHERE;
+use super::doubting::whole_ms;
 use super::membership::{Membership, unix_ms};
 use super::wishes::IMAGE_WITHIN;
 use crate::admin::Node as _;
@@ -37,14 +40,25 @@ impl Membership {
         }
         // Of those that had it a moment ago and did not say that they gave it up, some may serve it still: with the wait, never more
         // than its record allows.
-        let next = placement.with_copy(to, unix_ms(), self.wait_ms());
-        match self.store.place(next.clone(), Some(placement.epoch), None).await {
+        let (wait, basis) = match placement.epoch {
+            1 => (Duration::ZERO, Basis::default()),
+            _ => self.may_serve_at_all(),
+        };
+        let mut next = placement.with_copy(to, unix_ms(), whole_ms(wait));
+        let mut claim = self.store.place_on(next.clone(), Some(placement.epoch), None, basis).await;
+        if matches!(claim, Ok(Claim::Otherwise)) {
+            next.copies.last_mut().expect("it was just added").wait_ms = whole_ms(outlasting(TERM_MAX));
+            claim = self.store.place(next.clone(), Some(placement.epoch), None).await;
+        }
+        match claim {
             Ok(Claim::Won) => {
                 tracing::info!(%site, node = %next.copies.last().expect("it was just added").node, epoch = next.epoch, "a site runs on one more node");
                 Ok(())
             }
             Ok(Claim::Lost(Some(stored))) if stored == next => Ok(()),
-            Ok(Claim::Lost(_) | Claim::Void) => Err("others have changed where it runs meanwhile".into()),
+            Ok(Claim::Lost(_) | Claim::Void | Claim::Otherwise) => {
+                Err("others have changed where it runs meanwhile".into())
+            }
             Err(error) => Err(error.to_string()),
         }
     }
@@ -124,6 +138,9 @@ impl Membership {
     async fn begin_copy(self: &Rc<Self>, placement: &Placement) -> Result<(), String> {
         let site = &placement.site;
         let own = placement.part(&self.node).map(|part| part.epoch);
+        // Until that has passed no request goes into it, so none is to be sent to it.
+        let wait = placement.part(&self.node).map_or(0, |part| part.wait_ms);
+        let may_serve = tokio::time::Instant::now() + Duration::from_millis(wait.into());
         // One that fails says so; it is only slower then, and no request waits for either.
         let _ = tokio::time::timeout(IMAGE_WITHIN, self.fetch(site, &placement.node)).await;
         let woken = self.context.node.instance(site.to_string(), Act::Wake).await;
@@ -132,6 +149,7 @@ impl Membership {
         if woken["ok"] != true {
             return Err(woken["error"].as_str().unwrap_or("it was not woken").into());
         }
+        tokio::time::sleep_until(may_serve).await;
         let (mut newest, _) = self.shared_now(site)?;
         for _ in 0..CHANGES_MAX {
             if newest.part(&self.node).map(|part| part.epoch) != own {
@@ -145,7 +163,9 @@ impl Membership {
                 }
                 // Perhaps this node's own doing, and its copy of the records comes after.
                 Ok(Claim::Lost(Some(stored))) => newest = stored,
-                Ok(Claim::Lost(None) | Claim::Void) => return Err("it was removed meanwhile".into()),
+                Ok(Claim::Lost(None) | Claim::Void | Claim::Otherwise) => {
+                    return Err("it was removed meanwhile".into());
+                }
                 Err(error) => return Err(error.to_string()),
             }
         }

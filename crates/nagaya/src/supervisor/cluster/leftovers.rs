@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 
 use nagaya_cmdb::store::{PAGE_LEN_MAX, Store, StoreError};
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
+use nagaya_placement::fence::{TERM_MAX, outlasting};
 
 use super::authority::now;
+use super::doubting::whole_ms;
 use super::images::Changed;
 use super::membership::{Membership, unix_ms};
 
@@ -157,7 +159,9 @@ impl Membership {
             }
         };
         let why = Why::Silent;
-        let moved = placement.moved(node, self.node.clone(), unix_ms(), why, self.wait_ms());
+        // Nobody waits for it, so it is as long as it could be.
+        let wait_ms = whole_ms(outlasting(TERM_MAX));
+        let moved = placement.moved(node, self.node.clone(), unix_ms(), why, wait_ms);
         // This node has a part in it already.
         let next = moved.or_else(|| placement.without(node, unix_ms(), why));
         let inherited = match next {

@@ -14,6 +14,7 @@ use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
 use nagaya_placement::doubt::Doubts;
+use nagaya_placement::fence::{Ages, outlasting, term_of};
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -35,6 +36,9 @@ use crate::admin::{Problem, list};
 /// How often a node tells the others how busy it is, and after how long without that it counts as gone.
 const PRESENT_EVERY: Duration = Duration::from_secs(1);
 const PRESENT_FOR: Duration = Duration::from_secs(5);
+
+/// Until its record is written, it is tried so often.
+const LIST_AGAIN: Duration = Duration::from_millis(200);
 
 /// How often the authority's certificates are looked at.
 const AUTHORITY_EVERY: Duration = Duration::from_secs(5);
@@ -59,6 +63,10 @@ pub struct Membership {
     pub relocating: Relocating,
     pub suspects: RefCell<Suspects>,
     pub doubts: RefCell<Doubts<NodeName>>,
+    /// How old the store's revisions are.
+    pub ages: RefCell<Ages>,
+    /// Its record is written: it says what this node does.
+    pub listed: Notify,
     /// Placements of each node, a little while ago.
     pub counted: RefCell<HashMap<NodeName, u32>>,
     /// Of these, how many came within the last minute because of their load.
@@ -106,6 +114,8 @@ impl Membership {
             relocating: Relocating::default(),
             suspects: RefCell::default(),
             doubts: RefCell::default(),
+            ages: RefCell::default(),
+            listed: Notify::new(),
             counted: RefCell::default(),
             arrivals: RefCell::default(),
             authority_until: Cell::new(0),
@@ -123,7 +133,8 @@ impl Membership {
         });
         let tasks = [
             tokio::task::spawn_local(Rc::clone(&membership).keep_authority()),
-            tokio::task::spawn_local(Rc::clone(&membership).be_present(record)),
+            tokio::task::spawn_local(Rc::clone(&membership).be_listed(record)),
+            tokio::task::spawn_local(Rc::clone(&membership).be_present()),
             tokio::task::spawn_local(Rc::clone(&membership).follow_authority_of_certificates()),
             tokio::task::spawn_local(Rc::clone(&membership).count()),
             tokio::task::spawn_local(Rc::clone(&membership).find_places()),
@@ -152,24 +163,47 @@ impl Membership {
 
     // === What goes on beside ===
 
-    /// Tells the others how busy this node is; they know by it that it is there. Its record follows what it is started with.
-    async fn be_present(self: Rc<Self>, mut record: NodeRecord) {
-        let mut meter = Meter::new();
-        let mut is_listed = false;
-        loop {
-            if !is_listed {
-                // Its address or size may be others than before. Whoever drains it meanwhile is not overwritten.
-                if let Ok(Some(known)) = self.records().node(self.node.as_str()) {
-                    record.draining = known.draining;
-                }
-                match self.store.join(record.clone()).await {
-                    Ok(()) => is_listed = true,
-                    Err(error @ ClusterError::NameTaken { .. }) => {
-                        tracing::error!(code = %error.code(), "{error}; this node serves no application");
+    /// Has its record say what this node is started with. Before that it asks for no authority: others go by what stands there.
+    async fn be_listed(self: Rc<Self>, mut record: NodeRecord) {
+        let mut said = String::new();
+        let stands = loop {
+            // Whoever drains it meanwhile is not overwritten.
+            if let Ok(Some(known)) = self.records().node(self.node.as_str()) {
+                record.draining = known.draining;
+            }
+            match self.store.join(record.clone()).await {
+                Ok(stands) => break stands,
+                Err(error) => {
+                    let text = error.to_string();
+                    match &error {
+                        _ if text == said => {}
+                        ClusterError::NameTaken { .. } => {
+                            tracing::error!(code = %error.code(), "{text}; this node serves no application");
+                        }
+                        _ => tracing::warn!(code = %error.code(), "{text}"),
                     }
-                    Err(error) => tracing::warn!(code = %error.code(), "{error}"),
+                    said = text;
                 }
             }
+            tokio::time::sleep(LIST_AGAIN).await;
+        };
+        self.listed.notify_one();
+        // What was served before this start, by the fence that stood there before, is over by then.
+        while stands.fence_ms != record.fence_ms {
+            tokio::time::sleep(outlasting(term_of(stands.fence_ms))).await;
+            match self.store.set_fence(&self.node, &self.id, record.fence_ms).await {
+                Ok(()) => break,
+                Err(error) => {
+                    tracing::warn!(code = %error.code(), "others go on to wait for the fence that this node had before: {error}");
+                }
+            }
+        }
+    }
+
+    /// Tells the others how busy this node is; they know by it that it is there.
+    async fn be_present(self: Rc<Self>) {
+        let mut meter = Meter::new();
+        loop {
             let mut load = self.load(&mut meter);
             let mut again = std::pin::pin!(tokio::time::sleep(PRESENT_EVERY));
             loop {

@@ -222,7 +222,6 @@ pub fn credentials(member: &Member, configured: &Configured) -> Arc<ClusterOptio
         probe_key: member.probe_key.clone(),
         probe: configured.probe,
         probe_ms: configured.probe_ms,
-        fence_ms: configured.fence_ms,
     })
 }
 

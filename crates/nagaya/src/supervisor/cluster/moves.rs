@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use nagaya_cmdb::feed::Down;
 use nagaya_cmdb::instance::Act;
-use nagaya_cmdb::store::etcd::{Claim, ClusterError};
+use nagaya_cmdb::store::etcd::{Basis, Claim, ClusterError};
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
+use super::doubting::whole_ms;
 use super::events::{Move, What};
 use super::membership::{Membership, unix_ms};
 use super::placing::Chosen;
@@ -129,7 +130,7 @@ impl Membership {
         why: Why,
     ) -> Result<Placement, String> {
         let site = placement.site.clone();
-        if self.after(&placement, to.as_ref(), why).is_none() {
+        if self.after(&placement, to.as_ref(), why, Duration::ZERO).is_none() {
             return Err("another node has it already, or none would have it".into());
         }
         // Once its application has ended here it has to be written down where it is next.
@@ -145,10 +146,16 @@ impl Membership {
         moved
     }
 
-    /// What follows a placement when this node gives its part away.
-    fn after(&self, placement: &Placement, to: Option<&NodeName>, why: Why) -> Option<Placement> {
+    /// What follows a placement when this node gives its part away. For `wait` those may serve it that this node took it from.
+    fn after(
+        &self,
+        placement: &Placement,
+        to: Option<&NodeName>,
+        why: Why,
+        wait: Duration,
+    ) -> Option<Placement> {
         match to {
-            Some(to) => placement.moved(&self.node, to.clone(), unix_ms(), why, 0),
+            Some(to) => placement.moved(&self.node, to.clone(), unix_ms(), why, whole_ms(wait)),
             None => placement.without(&self.node, unix_ms(), why),
         }
     }
@@ -169,10 +176,14 @@ impl Membership {
         }
         let own = placement.part(&self.node).map(|part| part.epoch);
         let mut from = placement;
+        let mut is_lately = false;
         for _ in 0..CHANGES_MAX {
-            let next = self.after(&from, to.as_ref(), why);
-            let next = next.unwrap_or_else(|| self.somewhere(&from, why));
-            match self.place_released(&next, &from).await {
+            let (wait, basis) = self.may_serve_before(from.part(&self.node), is_lately);
+            let next = self.after(&from, to.as_ref(), why, wait);
+            let next = next.unwrap_or_else(|| self.somewhere(&from, why, wait));
+            match self.place_released(&next, &from, basis).await {
+                // It was written lately, perhaps because of another part: that of this node may be as new.
+                Ok(Claim::Otherwise) => is_lately = true,
                 Ok(Claim::Won) => {
                     tracing::info!(site = %next.site, node = %next.node, epoch = next.epoch, why = why.as_str(), "a site was given away");
                     return Ok(next);
@@ -193,19 +204,25 @@ impl Membership {
     }
 
     /// Nobody else has it any more, or who was to get it has it by now: under this epoch it would run nowhere.
-    fn somewhere(&self, from: &Placement, why: Why) -> Placement {
+    fn somewhere(&self, from: &Placement, why: Why, wait: Duration) -> Placement {
         let rest = from.without(&self.node, unix_ms(), why);
         rest.unwrap_or_else(|| {
             let chosen = self.choose(&from.site, Some(&self.node), why);
             let node = chosen.map_or_else(|_| self.node.clone(), |chosen| chosen.node);
-            self.next(&from.site, node, Some(from.epoch), 0, why)
+            self.next(&from.site, node, Some(from.epoch), whole_ms(wait), why)
         })
     }
 
     /// A site that was given up does not run here again under its epoch, so a store that does not answer is asked again.
-    async fn place_released(&self, next: &Placement, from: &Placement) -> Result<Claim, ClusterError> {
+    async fn place_released(
+        &self,
+        next: &Placement,
+        from: &Placement,
+        basis: Basis,
+    ) -> Result<Claim, ClusterError> {
+        let place = || self.store.place_on(next.clone(), Some(from.epoch), Some(&self.node), basis.clone());
         for _ in 1..PLACE_TRIES_MAX {
-            match self.store.place(next.clone(), Some(from.epoch), Some(&self.node)).await {
+            match place().await {
                 Ok(claim) => return Ok(claim),
                 Err(error) => {
                     tracing::warn!(code = %error.code(), site = %next.site, "{error}; it is tried again")
@@ -213,7 +230,7 @@ impl Membership {
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
-        self.store.place(next.clone(), Some(from.epoch), Some(&self.node)).await
+        place().await
     }
 
     fn leaving(&self, site: &SiteName, on: bool) {

@@ -7,7 +7,6 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use nagaya_cmdb::{Backend, NodeName, NodeRecord, Placement, Site, SiteName, Why};
-use nagaya_placement::fence::outlasting;
 use nagaya_placement::liveness::Verdict;
 use nagaya_placement::planner::{self, Candidate, Need};
 use nagaya_placement::relocation;
@@ -44,8 +43,7 @@ impl Membership {
         self.trust.borrow_mut().begin(now(), from, record.as_ref())
     }
 
-    /// The placement after the one that was seen. A node that was asked and gave the site up is done with it, and `wait_ms` is 0; one
-    /// that did not answer may serve it still.
+    /// The placement after the one that was seen. For `wait_ms` those may serve the site that had it before and have not given it up.
     pub fn next(
         &self,
         site: &SiteName,
@@ -64,11 +62,6 @@ impl Membership {
             node_epoch: 0,
             copies: Vec::new(),
         }
-    }
-
-    /// For as long as this may a node serve on that has not itself given a site up.
-    pub fn wait_ms(&self) -> u32 {
-        u32::try_from(outlasting(self.context.fence()).as_millis()).unwrap_or(u32::MAX)
     }
 
     /// What is held against a node now.

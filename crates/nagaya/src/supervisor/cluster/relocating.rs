@@ -10,14 +10,15 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::store::etcd::{Claim, ClusterError};
+use nagaya_cmdb::store::etcd::{Basis, Claim, ClusterError, Seen};
 use nagaya_cmdb::{NodeName, Placement, SiteName, Why};
-use nagaya_placement::fence::{Before, Held, outlasting};
+use nagaya_placement::fence::Held;
 use nagaya_placement::relocation::{self, AskId, At, Outcome, Plan, Refused, Relocations, Waiter};
 use tokio::sync::{Notify, oneshot};
 
 use super::asks::nowhere;
 use super::authority::now;
+use super::doubting::whole_ms;
 use super::events::{Move, What};
 use super::membership::{Membership, unix_ms};
 use super::placing::Chosen;
@@ -232,7 +233,7 @@ impl Membership {
         if *expect != newest.as_ref().map(|newest| newest.epoch) {
             return None;
         }
-        let wait_ms = u32::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u32::MAX);
+        let wait_ms = whole_ms(wait);
         match newest.zip(from.as_ref()).filter(|(newest, _)| !newest.copies.is_empty()) {
             Some((newest, from)) if newest.part(node).is_some() => newest.without(from, unix_ms(), why),
             Some((newest, from)) => newest.moved(from, node.clone(), unix_ms(), why, wait_ms),
@@ -254,18 +255,19 @@ impl Membership {
         let claimed = self.claim(&step).await;
         if let Some(taking) = taking {
             // Of a claim that is void it is not known whether an earlier attempt at it lies somewhere.
-            let is_answered = matches!(&claimed, None | Some((_, Ok(Claim::Won | Claim::Lost(_)))));
+            let is_answered =
+                matches!(&claimed, None | Some((_, Ok(Claim::Won | Claim::Lost(_) | Claim::Otherwise))));
             self.trust.borrow_mut().ended(now(), taking, is_answered);
         }
         let outcome = match claimed {
-            None => Outcome::NotDone,
+            None | Some((_, Ok(Claim::Otherwise))) => Outcome::NotDone,
             Some((placement, Ok(Claim::Won))) => {
                 let (node, epoch, why) = (&placement.node, placement.epoch, placement.why.as_str());
                 tracing::info!(%site, %node, epoch, why, "a site is placed");
-                let before = if from.is_some() { Before::Other } else { Before::Nobody };
+                let wait = placement.part(&step.node).map_or(0, |part| part.wait_ms);
                 self.relocating.seen(&site, Some(placement.clone()), begun);
                 self.note_move(&step, &placement);
-                Outcome::Committed { at: now(), before }
+                Outcome::Committed { at: now(), wait: Duration::from_millis(wait.into()) }
             }
             Some((_, Ok(Claim::Lost(theirs)))) => {
                 let conflict = theirs.as_ref().map(|theirs| self.relocating.at(&site, theirs));
@@ -298,23 +300,39 @@ impl Membership {
         });
     }
 
-    /// One that counts on a mark is tried without it if that does not stand: the node lives, or has the site since a moment only.
-    /// None: nothing was asked, because the placement is not the one that the step is about.
+    /// One that counts on what is not so is tried without it: the node lives, or has the site since a moment only, or its record was
+    /// written anew. None: nothing was asked, because the placement is not the one that the step is about.
     async fn claim(&self, step: &Step) -> Option<(Placement, Result<Claim, ClusterError>)> {
-        let (wait, mark) = self.may_serve_on(step.from.as_ref());
-        let placement = self.following(step, wait)?;
-        let Some((from, mark)) = step.from.as_ref().zip(mark) else {
-            let claim = self.store.place(placement.clone(), step.expect, step.from.as_ref()).await;
-            return Some((placement, claim));
+        let Some(from) = &step.from else {
+            return self.claim_on(step, (Duration::ZERO, Basis::default())).await;
         };
-        let claim = self.store.place_marked(placement.clone(), step.expect, from, mark.revision).await;
-        let is_unmarked = |theirs: &Placement| Some(theirs.epoch) == step.expect;
-        if !matches!(&claim, Ok(Claim::Lost(Some(theirs))) if is_unmarked(theirs)) {
-            return Some((placement, claim));
+        let newest = self.relocating.newest(&step.site);
+        let part = newest.as_ref().and_then(|newest| newest.part(from));
+        let seen = match self.records().node(from.as_str()) {
+            Ok(Some(record)) => Some(Seen::Member(Box::new(record))),
+            _ => self.store.seen(from).await.ok().flatten(),
+        };
+        let claimed = self.claim_on(step, self.may_serve_on(from, part, seen)).await?;
+        if !matches!(claimed.1, Ok(Claim::Otherwise)) {
+            return Some(claimed);
         }
         self.doubts.borrow_mut().forget(from);
-        let placement = self.following(step, outlasting(self.context.fence()))?;
-        let claim = self.store.place(placement.clone(), step.expect, Some(from)).await;
+        let seen = self.store.seen(from).await.ok().flatten();
+        let claimed = self.claim_on(step, self.may_serve_anyway(part, seen)).await?;
+        if !matches!(claimed.1, Ok(Claim::Otherwise)) {
+            return Some(claimed);
+        }
+        // Its record changes all the time: whatever it says by now.
+        self.claim_on(step, self.may_serve_anyway(part, None)).await
+    }
+
+    async fn claim_on(
+        &self,
+        step: &Step,
+        (wait, basis): (Duration, Basis),
+    ) -> Option<(Placement, Result<Claim, ClusterError>)> {
+        let placement = self.following(step, wait)?;
+        let claim = self.store.place_on(placement.clone(), step.expect, step.from.as_ref(), basis).await;
         Some((placement, claim))
     }
 

@@ -129,6 +129,8 @@ async fn join_all(store: &ClusterStore) -> Result<()> {
             memory_bytes: 64 << 30,
             version: env!("CARGO_PKG_VERSION").into(),
             knows: 0,
+            fence_ms: 300,
+            heeds_marks: true,
         };
         store.join(record).await?;
     }

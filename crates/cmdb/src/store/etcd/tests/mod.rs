@@ -39,6 +39,8 @@ fn record(node: &str, id: &str) -> NodeRecord {
         memory_bytes: 1 << 30,
         version: "0.1.0".into(),
         knows: 0,
+        fence_ms: 300,
+        heeds_marks: true,
     }
 }
 
@@ -400,6 +402,10 @@ fn a_node_that_loses_a_site_is_told_since_when() {
     });
 }
 
+fn by_mark(mark: u64) -> Basis {
+    Basis { mark: Some(mark), ..Basis::default() }
+}
+
 /// A placement that relies on a mark is written only as long as the node has not looked since, and only over one that is older.
 #[test]
 fn a_mark_stands_until_its_node_has_looked_and_counts_for_older_placements() {
@@ -408,44 +414,137 @@ fn a_mark_stands_until_its_node_has_looked_and_counts_for_older_placements() {
     let store = &node.store;
     with_sites(&node, &["one", "two"]);
     let (a, b, c) = (name("a"), name("b"), name("c"));
-    let seen = |site, on| Claim::Lost(Some(placement(site, on, 1)));
+    let (a_record, b_record) = (record("a", "1"), record("b", "2"));
+    let take = async |site, from, mark| {
+        store.place_on(placement(site, "b", 2), Some(1), Some(from), by_mark(mark)).await.unwrap()
+    };
     etcd.runtime.block_on(async {
-        assert_eq!(store.doubt(&a, &b).await.unwrap(), None, "no such node");
-        store.join(record("a", "1")).await.unwrap();
-        store.join(record("b", "2")).await.unwrap();
+        assert_eq!(store.doubt(&a_record, &b).await.unwrap(), None, "no such node");
+        store.join(a_record.clone()).await.unwrap();
+        store.join(b_record.clone()).await.unwrap();
         store.place(placement("one", "a", 1), None, None).await.unwrap();
-        let first = store.doubt(&a, &b).await.unwrap().unwrap();
-        assert_eq!(store.doubt(&a, &c).await.unwrap(), Some(first), "it stands");
+        let first = store.doubt(&a_record, &b).await.unwrap().unwrap();
+        assert_eq!(store.doubt(&a_record, &c).await.unwrap(), Some(first), "it stands");
         assert_eq!(store.confirm(&a, "another machine", PATIENCE).await.unwrap(), Confirmed::Anothers);
-        assert_eq!(store.doubt(&a, &b).await.unwrap(), Some(first), "who is not it does not take it away");
+        let again = store.doubt(&a_record, &b).await.unwrap();
+        assert_eq!(again, Some(first), "who is not it does not take it away");
 
         store.place(placement("two", "a", 1), None, None).await.unwrap();
-        let newer = store.place_marked(placement("two", "b", 2), Some(1), &a, first).await.unwrap();
-        assert_eq!(newer, seen("two", "a"), "it has got it since");
-        let other = store.place_marked(placement("one", "b", 2), Some(1), &b, first).await.unwrap();
-        assert_eq!(other, seen("one", "a"), "it is of another node");
+        assert_eq!(take("two", &a, first).await, Claim::Otherwise, "it has got it since");
+        assert_eq!(take("one", &b, first).await, Claim::Otherwise, "it is of another node");
 
         let before = store.confirm(&a, "1", PATIENCE).await.unwrap();
         let Confirmed::Ours { revision, .. } = before else { panic!("{before:?}") };
         assert!(revision > first, "what it knows by that is newer than the mark");
-        let cleared = store.place_marked(placement("one", "b", 2), Some(1), &a, first).await.unwrap();
-        assert_eq!(cleared, seen("one", "a"), "it has looked");
+        assert_eq!(take("one", &a, first).await, Claim::Otherwise, "it has looked");
 
-        let second = store.doubt(&a, &b).await.unwrap().unwrap();
+        let second = store.doubt(&a_record, &b).await.unwrap().unwrap();
         assert!(second > first);
         for site in ["one", "two"] {
-            let placed = store.place_marked(placement(site, "b", 2), Some(1), &a, second).await.unwrap();
-            assert_eq!(placed, Claim::Won, "{site}");
+            assert_eq!(take(site, &a, second).await, Claim::Won, "{site}");
         }
         let after = store.confirm(&a, "1", PATIENCE).await.unwrap();
         assert!(matches!(after, Confirmed::Ours { left_at, .. } if left_at > second), "{after:?}");
 
-        store.doubt(&a, &b).await.unwrap();
+        store.doubt(&a_record, &b).await.unwrap();
         store.remove(&a, true).await.unwrap();
         store.join(record("a", "3")).await.unwrap();
-        let third = store.doubt(&a, &b).await.unwrap().unwrap();
-        assert_eq!(third, node.store.doubt(&a, &b).await.unwrap().unwrap());
+        assert_eq!(store.doubt(&a_record, &b).await.unwrap(), None, "that machine is no member any more");
+        let third = store.doubt(&record("a", "3"), &b).await.unwrap().unwrap();
         assert!(third > second, "a mark goes with its node");
+    });
+    node.is_fed();
+}
+
+/// What a program makes of a mark, its node's record says: so a mark counts only for what was running when it was made.
+#[test]
+fn a_mark_does_not_count_once_its_node_has_written_its_record_anew() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one"]);
+    let (a, b) = (name("a"), name("b"));
+    let older = NodeRecord { heeds_marks: false, fence_ms: 0, ..record("a", "1") };
+    etcd.runtime.block_on(async {
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        store.place(placement("one", "a", 1), None, None).await.unwrap();
+        let mark = store.doubt(&record("a", "1"), &b).await.unwrap().unwrap();
+        // It is started anew, the same as it was. The mark stands, and who has an older copy is told so.
+        assert_eq!(store.join(record("a", "1")).await.unwrap(), record("a", "1"));
+        assert_eq!(store.doubt(&record("a", "1"), &b).await.unwrap(), Some(mark));
+        let taken = store.place_on(placement("one", "b", 2), Some(1), Some(&a), by_mark(mark)).await.unwrap();
+        assert_eq!(taken, Claim::Otherwise);
+        store.confirm(&a, "1", PATIENCE).await.unwrap();
+        store.join(older).await.unwrap();
+        assert_eq!(store.doubt(&record("a", "1"), &b).await.unwrap(), None, "it says something else by now");
+    });
+    node.is_fed();
+}
+
+/// A node is waited for as long as it says, so that is compared, and a node that shortens it says so when it has passed.
+#[test]
+fn a_site_is_taken_only_from_a_node_that_is_as_it_was_seen() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one"]);
+    let a = name("a");
+    let with_fence = |fence_ms| NodeRecord { fence_ms, ..record("a", "1") };
+    let as_seen = |seen: Seen| Basis { from: Some(seen), ..Basis::default() };
+    let take =
+        async |basis| store.place_on(placement("one", "b", 2), Some(1), Some(&a), basis).await.unwrap();
+    etcd.runtime.block_on(async {
+        store.join(with_fence(300)).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        store.place(placement("one", "a", 1), None, None).await.unwrap();
+        let before = Seen::Member(Box::new(with_fence(300)));
+        assert_eq!(store.seen(&a).await.unwrap(), Some(before.clone()));
+        assert_eq!(store.join(with_fence(900)).await.unwrap(), with_fence(900), "longer: at once");
+        assert_eq!(take(as_seen(before)).await, Claim::Otherwise);
+        assert_eq!(store.join(with_fence(100)).await.unwrap(), with_fence(900), "shorter: later");
+        store.set_fence(&a, "1", 100).await.unwrap();
+        assert!(matches!(store.set_fence(&a, "2", 100).await, Err(ClusterError::NameTaken { .. })));
+        assert_eq!(store.join(with_fence(100)).await.unwrap(), with_fence(100));
+
+        store.remove(&a, true).await.unwrap();
+        let removed = Seen::Removed { fence_ms: 100 };
+        assert_eq!(store.seen(&a).await.unwrap(), Some(removed.clone()), "it may not know yet");
+        let other = as_seen(Seen::Removed { fence_ms: 300 });
+        assert_eq!(take(other).await, Claim::Otherwise);
+        store.join(record("a", "3")).await.unwrap();
+        assert_eq!(take(as_seen(removed.clone())).await, Claim::Otherwise, "there is one of this name again");
+        store.remove(&a, true).await.unwrap();
+        store.join(with_fence(100)).await.unwrap();
+        store.remove(&a, true).await.unwrap();
+        assert_eq!(take(as_seen(removed)).await, Claim::Won);
+        assert_eq!(store.seen(&name("nobody")).await.unwrap(), None);
+    });
+    node.is_fed();
+}
+
+#[test]
+fn a_placement_that_must_be_old_is_not_followed_once_it_is_written_anew() {
+    let etcd = Etcd::start(1);
+    let node = etcd.node(&etcd.cluster());
+    let store = &node.store;
+    with_sites(&node, &["one"]);
+    let a = name("a");
+    etcd.runtime.block_on(async {
+        store.join(record("a", "1")).await.unwrap();
+        store.join(record("b", "2")).await.unwrap();
+        let Confirmed::Ours { revision: early, .. } = store.confirm(&a, "1", PATIENCE).await.unwrap() else {
+            panic!("the record is a's");
+        };
+        store.place(placement("one", "a", 1), None, None).await.unwrap();
+        let by = |revision| Basis { written_by: Some(revision), ..Basis::default() };
+        let next = placement("one", "b", 2);
+        let placed = store.place_on(next.clone(), Some(1), None, by(early)).await.unwrap();
+        assert_eq!(placed, Claim::Otherwise);
+        let placed = store.place_on(next.clone(), Some(1), None, by(early + 1)).await.unwrap();
+        assert_eq!(placed, Claim::Won);
+        let late = store.place_on(placement("one", "a", 2), Some(1), None, by(early)).await.unwrap();
+        assert_eq!(late, Claim::Lost(Some(next)), "that comes first");
     });
     node.is_fed();
 }

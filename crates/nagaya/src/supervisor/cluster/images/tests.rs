@@ -175,6 +175,8 @@ fn known(name: &str) -> Known {
         memory_bytes: 4 << 30,
         version: "test".into(),
         knows: 0,
+        fence_ms: 300,
+        heeds_marks: true,
     };
     Known { record, load: Some(Load::default()), placements: 0 }
 }

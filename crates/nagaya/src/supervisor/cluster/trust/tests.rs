@@ -27,6 +27,8 @@ fn record(knows: u64) -> NodeRecord {
         memory_bytes: 1,
         version: String::new(),
         knows,
+        fence_ms: 300,
+        heeds_marks: true,
     }
 }
 
