@@ -1,19 +1,30 @@
 //! A thousand nodes with a hundred thousand sites, of which one node after the other dies.
+//!
+//! `NAGAYA_SIM_SEED=N cargo test -p nagaya-sim` runs it with that seed, e.g. the one that a failure has printed; of `N..M` the first.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_sim::{Faults, Flaws, Shape, World};
 
 const NODES: u32 = 1_000;
 const SITES: u32 = 100_000;
 
+fn seed() -> u64 {
+    let Ok(wanted) = std::env::var("NAGAYA_SIM_SEED") else { return 1 };
+    let first = wanted.split_once("..").map_or(&*wanted, |(first, _)| first);
+    first.parse().expect("NAGAYA_SIM_SEED is a number, or two with .. between")
+}
+
 #[test]
 fn a_rolling_failure_of_a_thousand_nodes_loses_no_request() {
     let flaws = Flaws::default();
     let watch_every = Duration::from_millis(50);
-    let (seed, copies_max, faults) = (1, 1, Faults::NONE);
+    let began = Instant::now();
+    let (seed, copies_max, faults) = (seed(), 1, Faults::NONE);
     let mut world =
         World::new(Shape { seed, nodes: NODES, sites: SITES, copies_max, faults, watch_every, flaws });
+    // Also where it fails before its end.
+    println!("this seed again: NAGAYA_SIM_SEED={seed} cargo test -p nagaya-sim --test scale");
     world.run(Duration::from_secs(3));
     let mut asked = 0;
     for node in 0..NODES {
@@ -27,7 +38,7 @@ fn a_rolling_failure_of_a_thousand_nodes_loses_no_request() {
     }
     world.run(Duration::from_secs(6));
     let report = world.report();
-    println!("{asked} asked for, {report:?}");
+    println!("{asked} asked for in {:?} with seed {seed}, {report:?}", began.elapsed());
     assert!(report.violations.is_empty(), "{}", report.violations[0]);
     assert!(report.refusals.is_empty(), "{:?}", report.refusals);
     assert_eq!(report.answers + report.abandoned, asked, "the others have no end");
