@@ -17,10 +17,10 @@ use nagaya_base::limits::HOSTS_PER_SITE_MAX;
 use serde::{Deserialize, Serialize};
 
 use self::limits::Level;
-use crate::names::{HostPattern, is_host_name};
+use crate::names::{HostPattern, RuleName, is_host_name};
 use crate::record::{
-    Admission, Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, PAGE_LEN_MAX, Setting,
-    SettingValue, Site, Tenant, VALUE_LEN_MAX,
+    Admission, Backend, FIELD_NAME_LEN_MAX, FIELDS_MAX, Files, Http, KEY_LEN_MAX, PAGE_LEN_MAX,
+    RULE_TEXT_LEN_MAX, Rule, Setting, SettingValue, Site, Tenant, VALUE_LEN_MAX,
 };
 
 /// Longest URL path a site may be mounted at, in bytes.
@@ -84,6 +84,10 @@ impl Findings {
     pub fn of_setting(key: &str, index: Option<usize>) -> Self {
         let key: String = key.chars().take(QUOTE_LEN_MAX).flat_map(char::escape_debug).collect();
         Self { record: format!("setting '{key}'"), index, mistakes: Vec::new() }
+    }
+
+    pub fn of_rule(name: &RuleName, index: Option<usize>) -> Self {
+        Self { record: format!("rule '{name}'"), index, mistakes: Vec::new() }
     }
 
     pub fn of_cluster(index: Option<usize>) -> Self {
@@ -199,6 +203,15 @@ pub fn setting(setting: &Setting, to: &mut Findings) {
     };
     if len > VALUE_LEN_MAX {
         to.add("value", format!("{len} bytes"), format!("are too many: at most {VALUE_LEN_MAX}"));
+    }
+}
+
+/// Whether it is Ruby is not known here.
+pub fn rule(rule: &Rule, to: &mut Findings) {
+    let len = rule.text.len();
+    if len > RULE_TEXT_LEN_MAX {
+        let hint = format!("are too many: at most {RULE_TEXT_LEN_MAX}; keep lists of hosts as settings");
+        to.add("text", format!("{len} bytes"), hint);
     }
 }
 

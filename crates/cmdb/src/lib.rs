@@ -1,4 +1,4 @@
-//! Who is hosted here: the records of tenants, sites and settings, the store that keeps them, and the complete
+//! Who is hosted here: the records of tenants, sites, settings and rules, the store that keeps them, and the complete
 //! in-memory copy each process watches, so that a request never asks the store.
 //!
 //! Not here: routing of requests (`edge::route`), processes (`keeper`), the command line (`nagaya`).
@@ -14,10 +14,10 @@ pub mod store;
 pub mod table;
 
 pub use check::Mistake;
-pub use names::{HostPattern, NameError, NodeName, SiteName, TenantName};
+pub use names::{HostPattern, NameError, NodeName, RuleName, SiteName, TenantName};
 pub use record::{
-    Backend, CellLimits, Change, Copied, NodeRecord, Part, Placement, Setting, SettingValue, Site, Standing,
-    Tenant, Why,
+    Backend, CellLimits, Change, Copied, NodeRecord, Part, Placement, Rule, Setting, SettingValue, Site,
+    Standing, Tenant, Why,
 };
 pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

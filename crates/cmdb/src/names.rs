@@ -78,6 +78,10 @@ name_type! {
     /// A machine of a cluster.
     NodeName
 }
+name_type! {
+    /// A rule that the store keeps.
+    RuleName
+}
 
 /// `www.example.org`, `*.example.org` or `*` (the default site), in lower case, without a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -1,4 +1,4 @@
-//! The records: a tenant, a site and how it is served, a setting of rules. The same JSON is stored, exported,
+//! The records: a tenant, a site and how it is served, a setting of rules, a rule. The same JSON is stored, exported,
 //! imported and sent to the processes that watch.
 //!
 //! Not here: the store (`store`), the in-memory copy (`table`).
@@ -9,6 +9,7 @@ mod base;
 mod cluster;
 mod limits;
 mod outbound;
+mod rule;
 mod setting;
 
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::names::{HostPattern, NodeName, SiteName, TenantName};
+use crate::names::{HostPattern, NodeName, RuleName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
@@ -30,6 +31,7 @@ pub use limits::{
     MEMORY_MIN, PROCESSES_MAX, UNLIMITED,
 };
 pub use outbound::{Endpoint, EndpointHost, Outbound};
+pub use rule::{RULE_TEXT_LEN_MAX, RULES_MAX, Rule};
 pub use setting::{
     FIELD_NAME_LEN_MAX, FIELDS_MAX, KEY_LEN_MAX, SETTINGS_MAX, Scalar, Setting, SettingValue, VALUE_LEN_MAX,
 };
@@ -208,6 +210,8 @@ pub enum Change {
     PutSetting(Setting),
     /// By its key.
     DropSetting(String),
+    PutRule(Rule),
+    DropRule(RuleName),
     PutNode(Box<NodeRecord>),
     DropNode(NodeName),
     PutPlacement(Placement),

@@ -86,6 +86,8 @@ impl Table {
             Change::PutSetting(setting) => self.settings.put(setting),
             Change::DropSetting(key) if self.settings.remove(&key) => {}
             Change::DropSetting(key) => return Err(TableError::UnknownSetting(key)),
+            // Whoever runs rules has them as files.
+            Change::PutRule(_) | Change::DropRule(_) => {}
             Change::PutNode(node) => self.cluster.put_node(*node),
             Change::DropNode(name) if self.cluster.drop_node(name.as_str()) => {}
             Change::DropNode(name) => return Err(TableError::UnknownNode(name.into())),

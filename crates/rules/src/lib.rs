@@ -34,5 +34,10 @@ pub use verdict::{
     Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Mark, Rewrites, Spoke, Topic, Verdict,
 };
 
+/// Whether this text can be a rule file, which messages call `file`: it compiles. Nothing of it is run.
+pub fn check(text: &str, file: &str) -> Result<(), RuleFault> {
+    vm::compile(text.as_bytes(), &file.into()).map(drop)
+}
+
 /// Of the mruby that is built in.
 pub const MRUBY_VERSION: &str = env!("NAGAYA_MRUBY_VERSION");

@@ -1,5 +1,5 @@
-//! Records as JSON lines, each `{"tenant":{...}}`, `{"site":{...}}` or `{"setting":{...}}`: written in order of
-//! name, tenants first and settings last, and read back as one transaction, of which either all lines count or none.
+//! Records as JSON lines, each `{"tenant":{...}}`, `{"site":{...}}`, `{"setting":{...}}` or `{"rule":{...}}`: written in order of
+//! name, tenants first and rules last, and read back as one transaction, of which either all lines count or none.
 //!
 //! Not here: files and standard input (`nagaya`), rules of records (`check`, `store::plan`).
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Committed, Kind, Mode, RECORD_LEN_MAX, Store, StoreError, TransactionError, WRAPPING_LEN};
 use crate::check::{self, Findings};
-use crate::record::{Change, SETTINGS_MAX, Setting, Site, Tenant};
+use crate::record::{Change, Rule, SETTINGS_MAX, Setting, Site, Tenant};
 
 /// Most lines of one import; all of them are in memory until they are stored. As many settings as a store holds, and
 /// a million tenants and sites.
@@ -82,17 +82,21 @@ enum Line {
     Tenant(Box<Tenant>),
     Site(Box<Site>),
     Setting(Setting),
+    Rule(Rule),
 }
 
-/// Stores all lines, or none and says what is wrong with which. Blank lines are passed over.
+/// What is wrong with the text of a rule, if anything is. Whoever compiles rules knows.
+pub type CheckRule<'a> = &'a dyn Fn(&Rule) -> Option<String>;
+
+/// Stores all lines, or none and says what is wrong with which. Blank lines are passed over. Texts of rules are taken as they are.
 pub fn import(store: &dyn Store, lines: impl BufRead, mode: Mode) -> Result<Committed, ImportError> {
-    read(lines)?.store(store, mode)
+    read(lines, &|_| None)?.store(store, mode)
 }
 
 /// Reads all lines and checks each for itself; what depends on other records is checked by `Batch::store`.
 /// Apart, so that whoever serializes changes need not wait for a slow source.
-pub fn read(lines: impl BufRead) -> Result<Batch, ImportError> {
-    let (batch, bad) = read_lines(lines)?;
+pub fn read(lines: impl BufRead, check_rule: CheckRule<'_>) -> Result<Batch, ImportError> {
+    let (batch, bad) = read_lines(lines, check_rule)?;
     if bad.count > 0 { Err(bad.into_error()) } else { Ok(batch) }
 }
 
@@ -128,6 +132,7 @@ pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> 
             Kind::Tenant => "tenant",
             Kind::Site => "site",
             Kind::Setting => "setting",
+            Kind::Rule => "rule",
             Kind::Node | Kind::Placement => return Ok(()),
         };
         writeln!(to, "{{\"{key}\":{json}}}")
@@ -153,7 +158,7 @@ impl BadLines {
     }
 }
 
-fn read_lines(mut from: impl BufRead) -> Result<(Batch, BadLines), ImportError> {
+fn read_lines(mut from: impl BufRead, check_rule: CheckRule<'_>) -> Result<(Batch, BadLines), ImportError> {
     let (mut batch, mut bad) = (Batch::default(), BadLines::default());
     // Where each name was first seen, so that a second record of one name is not silently the winner.
     let mut seen: HashMap<(&'static str, String), u64> = HashMap::new();
@@ -180,7 +185,14 @@ fn read_lines(mut from: impl BufRead) -> Result<(Batch, BadLines), ImportError> 
             return Err(ImportError::TooLong { line });
         }
         match serde_json::from_slice(&text) {
-            Ok(record) => take(record, line, &mut batch, &mut bad, &mut seen),
+            Ok(record) => {
+                if let Line::Rule(rule) = &record
+                    && let Some(wrong) = check_rule(rule)
+                {
+                    bad.add(Some(line), wrong);
+                }
+                take(record, line, &mut batch, &mut bad, &mut seen);
+            }
             Err(error) => bad.add(Some(line), what_is_wrong(&error)),
         }
     }
@@ -209,6 +221,11 @@ fn take(
             let mut to = Findings::of_setting(&setting.key, None);
             check::setting(&setting, &mut to);
             (("setting", setting.key.to_string()), to, Change::PutSetting(setting))
+        }
+        Line::Rule(rule) => {
+            let mut to = Findings::of_rule(&rule.name, None);
+            check::rule(&rule, &mut to);
+            (("rule", rule.name.to_string()), to, Change::PutRule(rule))
         }
     };
     for mistake in to.mistakes {

@@ -1,4 +1,4 @@
-//! The store: where tenants, sites and settings are kept across restarts, behind one trait, so that a cluster's
+//! The store: where tenants, sites, settings and rules are kept across restarts, behind one trait, so that a cluster's
 //! store can take the place of the embedded one.
 //!
 //! Not here: the embedded store (`redb`), the cluster's store (`etcd`), what a set of changes comes to (`plan`), JSON lines (`import`),
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Mistake;
 use crate::feed::BATCH_MAX;
-use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
 
 pub use self::etcd::ClusterStore;
 pub use self::redb::RedbStore;
@@ -46,7 +46,7 @@ pub enum StoreError {
     Locked { path: PathBuf },
     #[error("{}: the store is damaged: {detail}; it was left as it is: restore a copy, or move it away and import an export", path.display())]
     Damaged { path: PathBuf, detail: String },
-    #[error("{}: the store has format {found}, this program reads format {known}: use the nagaya that wrote it, or move it away and import an export", path.display())]
+    #[error("{}: the store has format {found}, this program reads formats up to {known}: use the nagaya that wrote it, or move it away and import an export", path.display())]
     Version { path: PathBuf, found: u64, known: u64 },
     #[error("no uid is free from {base} upwards: set a lower uid_base")]
     NoUid { base: u32 },
@@ -116,6 +116,7 @@ pub enum Kind {
     Tenant,
     Site,
     Setting,
+    Rule,
     Node,
     Placement,
 }
@@ -155,6 +156,9 @@ pub trait Store: Send + Sync {
     fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
     /// Like [`Store::tenants`], in order of key.
     fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError>;
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError>;
+    /// All of them, in order of name: there are `RULES_MAX` at most.
+    fn rules(&self) -> Result<Vec<Rule>, StoreError>;
     /// The cluster's nodes, in order of name. They are few.
     fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError>;
     fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError>;
@@ -162,7 +166,7 @@ pub trait Store: Send + Sync {
     fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
     /// Like [`Store::tenants`], in order of site.
     fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError>;
-    /// All tenants, then all sites, settings, nodes and placements, each in order of name, one in memory at a time. Returns
+    /// All tenants, then all sites, settings, rules, nodes and placements, each in order of name, one in memory at a time. Returns
     /// the revision they belong to.
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError>;
     /// All changes or none. Checked is the state they lead to, not each step, so that two sites can
@@ -180,8 +184,8 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// Gives the whole store as encoded `feed::Down::Apply` frames, without decoding the records. The caller
-/// sends `Down::Commit` with the returned revision after the last frame.
+/// Gives the store as encoded `feed::Down::Apply` frames, without decoding the records; without rules, which whoever runs them
+/// has as files. The caller sends `Down::Commit` with the returned revision after the last frame.
 pub fn snapshot_frames(
     store: &dyn Store,
     send: &mut dyn FnMut(&[u8]) -> io::Result<()>,
@@ -189,18 +193,20 @@ pub fn snapshot_frames(
     let mut frame = Vec::new();
     let mut records = 0;
     let revision = store.walk(&mut |kind, json| {
+        let begin: &[u8] = match kind {
+            Kind::Tenant => b"{\"put_tenant\":",
+            Kind::Site => b"{\"put_site\":",
+            Kind::Setting => b"{\"put_setting\":",
+            Kind::Rule => return Ok(()),
+            Kind::Node => b"{\"put_node\":",
+            Kind::Placement => b"{\"put_placement\":",
+        };
         if records == BATCH_MAX || frame.len() >= SNAPSHOT_FRAME_LEN {
             close_frame(&mut frame, send)?;
             records = 0;
         }
         frame.extend_from_slice(if records == 0 { b"\0\0\0\0{\"apply\":[" } else { b"," });
-        frame.extend_from_slice(match kind {
-            Kind::Tenant => b"{\"put_tenant\":",
-            Kind::Site => b"{\"put_site\":",
-            Kind::Setting => b"{\"put_setting\":",
-            Kind::Node => b"{\"put_node\":",
-            Kind::Placement => b"{\"put_placement\":",
-        });
+        frame.extend_from_slice(begin);
         frame.extend_from_slice(json.as_bytes());
         frame.push(b'}');
         records += 1;

@@ -9,8 +9,10 @@ use serde::Serialize;
 
 use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
 use crate::check::{self, Findings, Mistake};
-use crate::names::{NodeName, SiteName, TenantName};
-use crate::record::{Backend, Change, NodeRecord, Placement, SETTINGS_MAX, Setting, Site, Tenant};
+use crate::names::{NodeName, RuleName, SiteName, TenantName};
+use crate::record::{
+    Backend, Change, NodeRecord, Placement, RULES_MAX, Rule, SETTINGS_MAX, Setting, Site, Tenant,
+};
 
 /// What planning asks of a store, all in one transaction's eyes.
 pub(super) trait View {
@@ -24,6 +26,8 @@ pub(super) trait View {
     fn setting(&self, key: &str) -> Result<Option<Setting>, StoreError>;
     fn setting_keys(&self) -> Result<Vec<Box<str>>, StoreError>;
     fn setting_count(&self) -> Result<u64, StoreError>;
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError>;
+    fn rule_names(&self) -> Result<Vec<RuleName>, StoreError>;
     fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError>;
     fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
 }
@@ -42,6 +46,7 @@ pub(super) struct Plan {
     pub tenants: BTreeMap<TenantName, Step<Tenant>>,
     pub sites: BTreeMap<SiteName, Step<Site>>,
     pub settings: BTreeMap<Box<str>, Step<Setting>>,
+    pub rules: BTreeMap<RuleName, Step<Rule>>,
     /// These two are only ever `told`: no list of changes names them.
     pub nodes: BTreeMap<NodeName, Step<NodeRecord>>,
     pub placements: BTreeMap<SiteName, Step<Placement>>,
@@ -53,6 +58,7 @@ enum Named {
     Tenant(TenantName),
     Site(SiteName),
     Setting(Box<str>),
+    Rule(RuleName),
 }
 
 impl Plan {
@@ -65,6 +71,7 @@ impl Plan {
         mistakes.extend(plan.mistakes_of_tenants(view)?);
         mistakes.extend(plan.mistakes_of_sites(view)?);
         mistakes.extend(plan.mistakes_of_settings(view)?);
+        mistakes.extend(plan.mistakes_of_rules(view)?);
         if !mistakes.is_empty() {
             mistakes.sort_by_key(|mistake| mistake.index);
             return Err(TransactionError::Refused(mistakes));
@@ -87,6 +94,8 @@ impl Plan {
                 Change::DropSite(name) => Named::Site(name.clone()),
                 Change::PutSetting(setting) => Named::Setting(setting.key.clone()),
                 Change::DropSetting(key) => Named::Setting(key.as_str().into()),
+                Change::PutRule(rule) => Named::Rule(rule.name.clone()),
+                Change::DropRule(name) => Named::Rule(name.clone()),
                 Change::PutNode(_)
                 | Change::DropNode(_)
                 | Change::PutPlacement(_)
@@ -129,6 +138,7 @@ impl Plan {
             let mut mistakes = self.mistakes_of_tenants(view)?;
             mistakes.extend(self.mistakes_of_sites(view)?);
             mistakes.extend(self.mistakes_of_settings(view)?);
+            mistakes.extend(self.mistakes_of_rules(view)?);
             if mistakes.is_empty() {
                 return Ok(left_out);
             }
@@ -137,6 +147,7 @@ impl Plan {
                     Some(Named::Tenant(name)) => drop(self.tenants.remove(name)),
                     Some(Named::Site(name)) => drop(self.sites.remove(name)),
                     Some(Named::Setting(key)) => drop(self.settings.remove(key)),
+                    Some(Named::Rule(name)) => drop(self.rules.remove(name)),
                     None => {}
                 }
                 left_out.push(mistake.to_string());
@@ -148,6 +159,7 @@ impl Plan {
         self.tenants.retain(|_, step| step.before != step.after);
         self.sites.retain(|_, step| step.before != step.after);
         self.settings.retain(|_, step| step.before != step.after);
+        self.rules.retain(|_, step| step.before != step.after);
         self.nodes.retain(|_, step| step.before != step.after);
         self.placements.retain(|_, step| step.before != step.after);
     }
@@ -156,6 +168,7 @@ impl Plan {
         self.tenants.is_empty()
             && self.sites.is_empty()
             && self.settings.is_empty()
+            && self.rules.is_empty()
             && self.nodes.is_empty()
             && self.placements.is_empty()
     }
@@ -191,6 +204,10 @@ impl Plan {
             Some(setting) => Change::PutSetting(setting),
             None => Change::DropSetting(key.into()),
         }));
+        changes.extend(self.rules.into_iter().map(|(name, step)| match step.after {
+            Some(rule) => Change::PutRule(rule),
+            None => Change::DropRule(name),
+        }));
         changes
     }
 
@@ -215,6 +232,11 @@ impl Plan {
                     step.after = Some(setting);
                     None
                 }
+                Change::PutRule(rule) => {
+                    let step = self.rule_step(&rule.name, index, view)?;
+                    step.after = Some(rule);
+                    None
+                }
                 Change::DropTenant(name) => {
                     let known = self.tenant_step(&name, index, view)?.after.take().is_some();
                     (!known)
@@ -227,6 +249,10 @@ impl Plan {
                 Change::DropSetting(key) => {
                     let known = self.setting_step(&key, index, view)?.after.take().is_some();
                     (!known).then(|| unknown(Findings::of_setting(&key, index), "key", &key, "setting"))
+                }
+                Change::DropRule(name) => {
+                    let known = self.rule_step(&name, index, view)?.after.take().is_some();
+                    (!known).then(|| unknown(Findings::of_rule(&name, index), "name", name.as_str(), "rule"))
                 }
                 Change::PutNode(_)
                 | Change::DropNode(_)
@@ -256,6 +282,11 @@ impl Plan {
         for key in view.setting_keys()? {
             if !self.settings.contains_key(&key) {
                 self.setting_step(&key, None, view)?.after = None;
+            }
+        }
+        for name in view.rule_names()? {
+            if !self.rules.contains_key(&name) {
+                self.rule_step(&name, None, view)?.after = None;
             }
         }
         Ok(())
@@ -398,6 +429,35 @@ impl Plan {
         Ok(mistakes)
     }
 
+    fn mistakes_of_rules(&self, view: &impl View) -> Result<Vec<Mistake>, StoreError> {
+        let mut mistakes = Vec::new();
+        let (mut more, mut less) = (0, 0);
+        let mut last_new = None;
+        for (name, step) in &self.rules {
+            match (&step.before, &step.after) {
+                (None, Some(_)) => (more, last_new) = (more + 1, Some((name, step.index))),
+                (Some(_), None) => less += 1,
+                _ => {}
+            }
+            if let Some(rule) = &step.after {
+                let mut to = Findings::of_rule(name, step.index);
+                check::rule(rule, &mut to);
+                check_len(rule, &mut to);
+                mistakes.extend(to.mistakes);
+            }
+        }
+        if let Some((name, index)) = last_new {
+            let count = view.rule_names()?.len() as u64 + more - less;
+            if count > RULES_MAX {
+                let mut to = Findings::of_rule(name, index);
+                let hint = format!("would make {count} rules: a store holds {RULES_MAX} at most");
+                to.add("name", "", hint);
+                mistakes.extend(to.mistakes);
+            }
+        }
+        Ok(mistakes)
+    }
+
     fn tenant_after(&self, name: &str, view: &impl View) -> Result<Option<Tenant>, StoreError> {
         match self.tenants.get(name) {
             Some(step) => Ok(step.after.clone()),
@@ -430,6 +490,15 @@ impl Plan {
         view: &impl View,
     ) -> Result<&mut Step<Setting>, StoreError> {
         step(&mut self.settings, &Box::from(key), index, || view.setting(key))
+    }
+
+    fn rule_step(
+        &mut self,
+        name: &RuleName,
+        index: Option<usize>,
+        view: &impl View,
+    ) -> Result<&mut Step<Rule>, StoreError> {
+        step(&mut self.rules, name, index, || view.rule(name.as_str()))
     }
 }
 

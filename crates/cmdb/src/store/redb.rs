@@ -5,16 +5,19 @@
 //! | `meta` | `format`, `revision`, `next_uid`; of a cluster's replica: `cluster_revision`, `cluster_count` | number |
 //! | `tenants`, `sites` | name | record as JSON |
 //! | `settings` | key | record as JSON |
+//! | `rules` | name | record as JSON |
 //! | `nodes`, `placements` | node, site | record as JSON; empty unless it is the replica of a cluster's store |
 //! | `hosts` | host pattern, path | the one site that has it |
 //! | `uids` | uid | the one tenant that has it |
 //! | `sites_of_tenant` | tenant, site | nothing |
 //!
-//! Tables added later (`settings`, `nodes`, `placements`) are missing in older stores and are made when one is opened.
-//! A format is never changed in place: a new one gets a new number and a migration when it is opened.
+//! A format is never changed in place: a new one gets a new number and a migration (`migrate`), which an older store goes through
+//! when it is opened.
 //!
 //! It is also what a node of a cluster keeps beside the cluster's store (`etcd`), which then alone changes it.
 //! Not here: what may be stored (`plan`, `check`), damaged files (`guard`).
+
+mod migrate;
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -24,7 +27,7 @@ use std::path::{Path, PathBuf};
 
 use redb::{
     Builder, Database, Durability, ReadOnlyTable, ReadTransaction, ReadableDatabase, ReadableTable,
-    ReadableTableMetadata, Table, TableDefinition, TableHandle, WriteTransaction,
+    ReadableTableMetadata, Table, TableDefinition, WriteTransaction,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -33,11 +36,11 @@ use super::plan::{Plan, View};
 use super::{
     Committed, Counts, Kind, Mode, PAGE_LEN_MAX, Select, Store, StoreError, TransactionError, Visitor, guard,
 };
-use crate::names::{SiteName, TenantName};
-use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use crate::names::{RuleName, SiteName, TenantName};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
 
-/// The format this program writes and reads.
-pub const FORMAT: u64 = 1;
+/// The format this program writes. It reads older ones by making them this one.
+pub const FORMAT: u64 = 2;
 
 /// Memory the database may keep pages in. The store is read at start and by administrators; requests are
 /// answered from `Table`.
@@ -47,6 +50,7 @@ const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const TENANTS: TableDefinition<'_, &str, &str> = TableDefinition::new("tenants");
 const SITES: TableDefinition<'_, &str, &str> = TableDefinition::new("sites");
 const SETTINGS: TableDefinition<'_, &str, &str> = TableDefinition::new("settings");
+const RULES: TableDefinition<'_, &str, &str> = TableDefinition::new("rules");
 const NODES: TableDefinition<'_, &str, &str> = TableDefinition::new("nodes");
 const PLACEMENTS: TableDefinition<'_, &str, &str> = TableDefinition::new("placements");
 const HOSTS: TableDefinition<'_, (&str, &str), &str> = TableDefinition::new("hosts");
@@ -80,33 +84,34 @@ pub struct Replicated {
 type Fallible<T> = Result<T, redb::Error>;
 
 impl RedbStore {
-    /// Opens the file, or makes an empty store if there is none. Damaged, newer and already open files are
-    /// refused and left as they are.
+    /// Opens the file, or makes an empty store if there is none. One of an older format becomes one of this program's. Damaged,
+    /// newer and already open files are refused and left as they are.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let exists = path.try_exists().map_err(|error| StoreError::Io { path: path.into(), error })?;
         if !exists {
             return Self::create(path);
         }
+        let mut format = FORMAT;
         guard::verify(path, CACHE_BYTES, |database| match number(database, "format") {
-            Ok(FORMAT) => Ok(()),
+            Ok(found @ migrate::OLDEST..=FORMAT) => {
+                format = found;
+                Ok(())
+            }
             Ok(found) => Err(StoreError::Version { path: path.into(), found, known: FORMAT }),
             Err(error) => Err(store_error(path, error)),
         })?;
         let database = builder().open(path).map_err(|error| store_error(path, error))?;
         let store = Self { path: path.into(), database };
-        store.make_missing_tables().map_err(|error| store.failed(error))?;
+        if format < FORMAT {
+            store.migrate(format, &migrate::STEPS).map_err(|error| store.failed(error))?;
+        }
         Ok(store)
     }
 
-    /// Nothing a store holds changes by a table more, so that one made before there was this table keeps its format.
-    fn make_missing_tables(&self) -> Fallible<()> {
-        let there: Vec<String> =
-            self.database.begin_read()?.list_tables()?.map(|table| table.name().to_owned()).collect();
-        if [SETTINGS, NODES, PLACEMENTS].iter().any(|table| !there.iter().any(|name| name == table.name())) {
-            let write = self.begin_write()?;
-            Tables::open(&write)?;
-            write.commit()?;
-        }
+    fn migrate(&self, found: u64, steps: &[migrate::Step]) -> Fallible<()> {
+        let write = self.begin_write()?;
+        migrate::run(&write, found, steps)?;
+        write.commit()?;
         Ok(())
     }
 
@@ -164,6 +169,7 @@ impl RedbStore {
                 tenants: read.open_table(TENANTS)?,
                 sites: read.open_table(SITES)?,
                 settings: read.open_table(SETTINGS)?,
+                rules: read.open_table(RULES)?,
                 nodes: read.open_table(NODES)?,
                 placements: read.open_table(PLACEMENTS)?,
                 hosts: read.open_table(HOSTS)?,
@@ -320,6 +326,14 @@ impl Store for RedbStore {
         self.read(|read| page(&read.open_table(SETTINGS)?, after, page_len(limit)))
     }
 
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError> {
+        self.read(|read| find(&read.open_table(RULES)?, name))
+    }
+
+    fn rules(&self) -> Result<Vec<Rule>, StoreError> {
+        self.read(|read| page(&read.open_table(RULES)?, None, usize::MAX))
+    }
+
     fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError> {
         self.read(|read| page(&read.open_table(NODES)?, None, usize::MAX))
     }
@@ -343,6 +357,7 @@ impl Store for RedbStore {
                 (Kind::Tenant, TENANTS),
                 (Kind::Site, SITES),
                 (Kind::Setting, SETTINGS),
+                (Kind::Rule, RULES),
                 (Kind::Node, NODES),
                 (Kind::Placement, PLACEMENTS),
             ] {
@@ -470,6 +485,7 @@ struct Tables<'txn> {
     tenants: Table<'txn, &'static str, &'static str>,
     sites: Table<'txn, &'static str, &'static str>,
     settings: Table<'txn, &'static str, &'static str>,
+    rules: Table<'txn, &'static str, &'static str>,
     nodes: Table<'txn, &'static str, &'static str>,
     placements: Table<'txn, &'static str, &'static str>,
     hosts: Table<'txn, (&'static str, &'static str), &'static str>,
@@ -484,6 +500,7 @@ impl<'txn> Tables<'txn> {
             tenants: write.open_table(TENANTS)?,
             sites: write.open_table(SITES)?,
             settings: write.open_table(SETTINGS)?,
+            rules: write.open_table(RULES)?,
             nodes: write.open_table(NODES)?,
             placements: write.open_table(PLACEMENTS)?,
             hosts: write.open_table(HOSTS)?,
@@ -523,6 +540,12 @@ impl<'txn> Tables<'txn> {
             match &step.after {
                 Some(setting) => drop(self.settings.insert(&**key, encode(setting)?.as_str())?),
                 None => drop(self.settings.remove(&**key)?),
+            }
+        }
+        for (name, step) in &plan.rules {
+            match &step.after {
+                Some(rule) => drop(self.rules.insert(name.as_str(), encode(rule)?.as_str())?),
+                None => drop(self.rules.remove(name.as_str())?),
             }
         }
         for (name, step) in &plan.nodes {
@@ -565,6 +588,7 @@ struct Planner<'a> {
     tenants: ReadOnlyTable<&'static str, &'static str>,
     sites: ReadOnlyTable<&'static str, &'static str>,
     settings: ReadOnlyTable<&'static str, &'static str>,
+    rules: ReadOnlyTable<&'static str, &'static str>,
     nodes: ReadOnlyTable<&'static str, &'static str>,
     placements: ReadOnlyTable<&'static str, &'static str>,
     hosts: ReadOnlyTable<(&'static str, &'static str), &'static str>,
@@ -591,6 +615,10 @@ fn site_name(text: &str) -> Fallible<SiteName> {
 
 fn tenant_name(text: &str) -> Fallible<TenantName> {
     TenantName::new(text).map_err(|error| redb::Error::Corrupted(error.to_string()))
+}
+
+fn rule_name(text: &str) -> Fallible<RuleName> {
+    RuleName::new(text).map_err(|error| redb::Error::Corrupted(error.to_string()))
 }
 
 impl View for Planner<'_> {
@@ -641,6 +669,15 @@ impl View for Planner<'_> {
 
     fn setting_count(&self) -> Result<u64, StoreError> {
         self.ask(self.settings.len().map_err(Into::into))
+    }
+
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError> {
+        self.ask(find(&self.rules, name))
+    }
+
+    fn rule_names(&self) -> Result<Vec<RuleName>, StoreError> {
+        let look = || self.rules.iter()?.map(|entry| rule_name(entry?.0.value())).collect();
+        self.ask(look())
     }
 
     fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError> {

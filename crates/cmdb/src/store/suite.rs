@@ -7,7 +7,7 @@ use std::io::Cursor;
 use super::import::{BAD_LINES_NAMED_MAX, ImportError, export, import};
 use super::*;
 use crate::feed::{self, Down};
-use crate::names::{SiteName, TenantName};
+use crate::names::{RuleName, SiteName, TenantName};
 use crate::table::Table;
 
 /// `fresh` gives an empty store each time, with what it lives in.
@@ -31,11 +31,47 @@ pub fn run<T>(fresh: &dyn Fn() -> T, store: &dyn Fn(&T) -> &dyn Store) {
         settings_are_records_too,
         settings_come_in_pages_and_lines,
         a_replacing_import_without_settings_drops_them,
+        rules_are_records_too,
+        rules_are_bounded,
+        rules_come_in_lines,
         nodes_and_placements_are_not_for_transactions,
         a_long_transaction_leads_where_a_short_one_does,
     ] {
         case(store(&fresh()));
     }
+}
+
+/// Records as format 1 had them, each with its name. `old` of [`run_on_old`] puts them into a store.
+pub const OLD_TENANT: (&str, &str) = ("a", r#"{"name":"a","uid":1001,"gid":1001,"home":"/srv/a"}"#);
+pub const OLD_SITE: (&str, &str) =
+    ("one", r#"{"name":"one","tenant":"a","hosts":["one.test"],"backend":{"kind":"static","root":"one"}}"#);
+pub const OLD_SETTING: (&str, &str) = ("k", r#"{"key":"k","value":"v"}"#);
+
+/// `old` gives a store that was written in format 1, with the records above as its first change, and opened by this program.
+pub fn run_on_old<T>(old: &dyn Fn() -> T, store: &dyn Fn(&T) -> &dyn Store) {
+    for case in [an_old_store_has_what_it_had, an_old_store_takes_what_is_new] {
+        case(store(&old()));
+    }
+}
+
+fn an_old_store_has_what_it_had(store: &dyn Store) {
+    let (tenant_json, site_json, setting_json) = (OLD_TENANT.1, OLD_SITE.1, OLD_SETTING.1);
+    let lines =
+        format!("{{\"tenant\":{tenant_json}}}\n{{\"site\":{site_json}}}\n{{\"setting\":{setting_json}}}\n");
+    assert_eq!((text(store), store.revision().unwrap()), (lines, 1));
+    assert_eq!(store.tenant("a").unwrap(), Some(tenant("a", 1001)));
+    // The indexes hold as well.
+    assert_eq!(refused(store, vec![put_site("x", "a", "one.test")]), ["site 'x' hosts"]);
+    assert_eq!(refused(store, vec![put_tenant("c", 1001)]), ["tenant 'c' uid"]);
+    assert_eq!(refused(store, vec![drop_tenant("a")]), ["tenant 'a' name"]);
+}
+
+fn an_old_store_takes_what_is_new(store: &dyn Store) {
+    assert_eq!(store.rules().unwrap(), []);
+    let done = commit(store, vec![rule("r", "1"), put_site("two", "a", "two.test")]);
+    assert_eq!(done.revision, 2);
+    assert_eq!(store.rule("r").unwrap().map(Change::PutRule), Some(rule("r", "1")));
+    assert_eq!(store.counts().unwrap(), Counts { tenants: 1, sites: 2, settings: 1 });
 }
 
 fn tenant(name: &str, uid: u32) -> Tenant {
@@ -413,6 +449,66 @@ fn a_replacing_import_without_settings_drops_them(store: &dyn Store) {
     let done = import(store, lines.as_bytes(), Mode::Replace).unwrap();
     assert_eq!(done.changes.len(), 3, "{:?}", done.changes);
     assert_eq!(text(store), format!("{lines}\n"));
+}
+
+fn rule(name: &str, text: &str) -> Change {
+    Change::PutRule(Rule { name: RuleName::new(name).unwrap(), text: text.into() })
+}
+
+fn drop_rule(name: &str) -> Change {
+    Change::DropRule(RuleName::new(name).unwrap())
+}
+
+fn rules_are_records_too(store: &dyn Store) {
+    let first = commit(store, vec![rule("b", "2\n"), rule("a", "1 \"\u{fc}\"\n"), setting("k", "v")]);
+    assert_eq!(first.changes, [setting("k", "v"), rule("a", "1 \"\u{fc}\"\n"), rule("b", "2\n")]);
+    assert_eq!(store.rule("b").unwrap().map(Change::PutRule), Some(rule("b", "2\n")));
+    assert_eq!(store.rule("c").unwrap(), None);
+    let all: Vec<Change> = store.rules().unwrap().into_iter().map(Change::PutRule).collect();
+    assert_eq!(all, first.changes[1..]);
+    assert_eq!(commit(store, vec![rule("b", "2\n")]).changes, []);
+    let next = commit(store, vec![rule("a", ""), drop_rule("b")]);
+    assert_eq!(next.changes, [rule("a", ""), drop_rule("b")]);
+    assert_eq!(refused(store, vec![drop_rule("b")]), ["rule 'b' name"]);
+}
+
+fn rules_are_bounded(store: &dyn Store) {
+    let longest = "x".repeat(crate::record::RULE_TEXT_LEN_MAX);
+    commit(store, vec![rule("longest", &longest)]);
+    assert_eq!(refused(store, vec![rule("a", &format!("{longest}x"))]), ["rule 'a' text"]);
+    // Its JSON is twice as long.
+    assert_eq!(refused(store, vec![rule("a", &longest.replace('x', "\n"))]), ["rule 'a' record"]);
+    let most = usize::try_from(crate::record::RULES_MAX).unwrap();
+    commit(store, (1..most).map(|n| rule(&format!("r{n}"), "")).collect());
+    assert_eq!(refused(store, vec![rule("more", "")]), ["rule 'more' name"]);
+    commit(store, vec![rule("more", ""), drop_rule("r1")]);
+    assert_eq!(store.rules().unwrap().len(), most);
+}
+
+fn rules_come_in_lines(store: &dyn Store) {
+    commit(store, vec![rule("a", "1\n2\n"), rule("b", ""), setting("k", "v")]);
+    let exported = text(store);
+    assert!(exported.ends_with("{\"rule\":{\"name\":\"b\",\"text\":\"\"}}\n"), "{exported}");
+    let without: String =
+        exported.lines().filter(|line| !line.contains("\"b\"")).collect::<Vec<_>>().join("\n");
+    let done = import(store, without.as_bytes(), Mode::Replace).unwrap();
+    assert_eq!(done.changes, [drop_rule("b")]);
+    import(store, exported.as_bytes(), Mode::Merge).unwrap();
+    assert_eq!(text(store), exported);
+    // Who compiles rules is asked about each, and told which line it was.
+    let check = |rule: &Rule| (rule.name.as_str() == "b").then(|| "store:b:7: no".to_owned());
+    let ImportError::Refused { named, count: 1 } = import::read(exported.as_bytes(), &check).unwrap_err()
+    else {
+        panic!("one is refused");
+    };
+    assert_eq!((named[0].line, named[0].message.as_str()), (Some(3), "store:b:7: no"));
+    // Processes have rules as files, and so get none.
+    snapshot_frames(store, &mut |frame| {
+        let Down::Apply(changes) = feed::read(&mut &*frame)?.unwrap() else { panic!("only records") };
+        assert_eq!(changes, [setting("k", "v")]);
+        Ok(())
+    })
+    .unwrap();
 }
 
 fn nodes_and_placements_are_not_for_transactions(store: &dyn Store) {

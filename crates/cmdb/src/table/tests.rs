@@ -152,6 +152,8 @@ impl Model {
                 true
             }
             Change::DropSetting(key) => self.settings.remove(&*key).is_some(),
+            // No part of a table.
+            Change::PutRule(_) | Change::DropRule(_) => true,
             Change::PutNode(node) => {
                 self.nodes.insert(node.name.to_string(), *node);
                 true

@@ -11,13 +11,15 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use nagaya_cmdb::store::{Committed, Mode, Select, import};
-use nagaya_cmdb::{Change, Setting, Site, Store, StoreError, Tenant};
+use nagaya_cmdb::{Change, Rule, Setting, Site, Store, StoreError, Tenant};
+use nagaya_rules::RuleFault;
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{OnChange, Problem, problem};
+use crate::config::settings::STORED;
 
 pub struct Api {
     store: Arc<dyn Store>,
@@ -38,6 +40,11 @@ pub struct Summary {
     pub sites_removed: usize,
     pub settings_put: usize,
     pub settings_removed: usize,
+    /// Of a node that does not tell: none.
+    #[serde(default)]
+    pub rules_put: usize,
+    #[serde(default)]
+    pub rules_removed: usize,
 }
 
 impl Summary {
@@ -51,6 +58,8 @@ impl Summary {
                 Change::DropSite(_) => &mut summary.sites_removed,
                 Change::PutSetting(_) => &mut summary.settings_put,
                 Change::DropSetting(_) => &mut summary.settings_removed,
+                Change::PutRule(_) => &mut summary.rules_put,
+                Change::DropRule(_) => &mut summary.rules_removed,
                 // Of the cluster's own, not of whoever changed records.
                 Change::PutNode(_)
                 | Change::DropNode(_)
@@ -94,7 +103,8 @@ impl Api {
 
     /// Stores all lines or none, and hands the changes on.
     pub fn import(&self, lines: impl BufRead, mode: Mode) -> Result<Summary, Box<Problem>> {
-        let batch = import::read(lines)?;
+        let batch =
+            import::read(lines, &|rule: &Rule| compile(rule).err().map(|fault| place_and_message(&fault)))?;
         let _writer = self.writer.lock();
         let committed = batch.store(&*self.store, mode)?;
         Ok(self.hand_on(committed))
@@ -118,17 +128,21 @@ impl Api {
             ("tenants", "", "GET") => self.list_tenants(&query),
             ("sites", "", "GET") => self.list_sites(&query),
             ("settings", "", "GET") => self.list_settings(&query),
-            ("tenants" | "sites" | "settings", "", _) => Err(wrong_method(request.method(), "GET")),
+            ("rules", "", "GET") => self.list_rules(&query),
+            ("tenants" | "sites" | "settings" | "rules", "", _) => Err(wrong_method(request.method(), "GET")),
             ("tenants", name, "GET") => self.show("tenant", name, self.store.tenant(name)?),
             ("sites", name, "GET") => self.show("site", name, self.store.site(name)?),
             ("settings", key, "GET") => self.show("setting", key, self.store.setting(key)?),
+            ("rules", name, "GET") => self.show("rule", name, self.store.rule(name)?),
             ("tenants", name, "PUT") => self.put_tenant(name, request.body(), condition),
             ("sites", name, "PUT") => self.put_site(name, request.body(), condition),
             ("settings", key, "PUT") => self.put_setting(key, request.body(), condition),
+            ("rules", name, "PUT") => self.put_rule(name, request.body(), condition),
             ("tenants", name, "DELETE") => self.drop_tenant(name, condition),
             ("sites", name, "DELETE") => self.drop_site(name, condition),
             ("settings", key, "DELETE") => self.drop_setting(key, condition),
-            ("tenants" | "sites" | "settings", _, _) => {
+            ("rules", name, "DELETE") => self.drop_rule(name, condition),
+            ("tenants" | "sites" | "settings" | "rules", _, _) => {
                 Err(wrong_method(request.method(), "GET, PUT and DELETE"))
             }
             _ => Err(unknown_path(path)),
@@ -163,6 +177,19 @@ impl Api {
         let settings = self.store.settings(query.get("after").as_deref(), query.limit()?)?;
         let next = settings.last().map(|setting| &setting.key);
         Ok(json!({ "revision": revision, "settings": settings, "next": next }))
+    }
+
+    /// Without their texts.
+    fn list_rules(&self, query: &Query<'_>) -> Result<Value, Box<Problem>> {
+        query.allow(&["after", "limit"])?;
+        let revision = self.store.revision()?;
+        let (after, limit) = (query.get("after").unwrap_or_default(), query.limit()?);
+        let mut rules = self.store.rules()?;
+        rules.retain(|rule| rule.name.as_str() > &*after);
+        rules.truncate(if limit == 0 { rules.len() } else { limit });
+        let row = |rule: &Rule| json!({ "name": rule.name, "bytes": rule.text.len(), "lines": rule.text.lines().count() });
+        let next = rules.last().map(|rule| &rule.name);
+        Ok(json!({ "revision": revision, "rules": rules.iter().map(row).collect::<Vec<_>>(), "next": next }))
     }
 
     fn show(&self, kind: &str, name: &str, record: Option<impl Serialize>) -> Result<Value, Box<Problem>> {
@@ -208,6 +235,16 @@ impl Api {
         Ok(json!({ "revision": summary.revision, "changed": summary.settings_put > 0, "setting": setting }))
     }
 
+    /// Compiled before it is stored: no node is to meet a rule that cannot be evaluated.
+    fn put_rule(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {
+        let rule: Rule = read_record(read_object("name", name, body)?)?;
+        compile(&rule).map_err(|fault| Problem::broken_rule(fault.kind.code(), place_and_message(&fault)))?;
+        let _writer = self.writer.lock();
+        self.hold(condition, "rule", name, self.store.rule(name)?.is_some())?;
+        let summary = self.commit(Change::PutRule(rule))?;
+        Ok(json!({ "revision": summary.revision, "changed": summary.rules_put > 0, "name": name }))
+    }
+
     fn drop_tenant(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
         let _writer = self.writer.lock();
         let tenant = self.store.tenant(name)?.ok_or_else(|| Problem::not_found("tenant", name))?;
@@ -229,6 +266,14 @@ impl Api {
         let setting = self.store.setting(key)?.ok_or_else(|| Problem::not_found("setting", key))?;
         self.hold(condition, "setting", key, true)?;
         let summary = self.commit(Change::DropSetting(setting.key.into()))?;
+        Ok(json!({ "revision": summary.revision, "changed": true }))
+    }
+
+    fn drop_rule(&self, name: &str, condition: Condition) -> Result<Value, Box<Problem>> {
+        let _writer = self.writer.lock();
+        let rule = self.store.rule(name)?.ok_or_else(|| Problem::not_found("rule", name))?;
+        self.hold(condition, "rule", name, true)?;
+        let summary = self.commit(Change::DropRule(rule.name))?;
         Ok(json!({ "revision": summary.revision, "changed": true }))
     }
 
@@ -255,11 +300,21 @@ impl Api {
     }
 }
 
+fn compile(rule: &Rule) -> Result<(), RuleFault> {
+    nagaya_rules::check(&rule.text, &format!("{STORED}{}", rule.name))
+}
+
+/// A problem tells the code apart.
+pub fn place_and_message(fault: &RuleFault) -> String {
+    let RuleFault { file, line, message, .. } = fault;
+    line.map_or_else(|| format!("{file}: {message}"), |line| format!("{file}:{line}: {message}"))
+}
+
 // === Requests ===
 
 pub(super) fn unknown_path(path: &str) -> Box<Problem> {
     let detail = format!(
-        "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/import, /v1/export, /v1/instances"
+        "there is nothing at '{path}': see /v1/tenants, /v1/sites, /v1/settings, /v1/rules, /v1/import, /v1/export, /v1/instances"
     );
     Problem::request(StatusCode::NOT_FOUND, detail)
 }

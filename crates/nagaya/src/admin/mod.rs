@@ -3,8 +3,8 @@
 //!
 //! | method and path | what |
 //! |---|---|
-//! | `GET /v1/tenants`, `/v1/sites`, `/v1/settings` | a page: `after=NAME`, `limit=N`; sites also `tenant=`, `host=` |
-//! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME`, `/v1/settings/KEY` | one record |
+//! | `GET /v1/tenants`, `/v1/sites`, `/v1/settings`, `/v1/rules` | a page: `after=NAME`, `limit=N`; sites also `tenant=`, `host=` |
+//! | `GET`, `PUT`, `DELETE /v1/tenants/NAME`, `/v1/sites/NAME`, `/v1/settings/KEY`, `/v1/rules/NAME` | one record |
 //! | `POST /v1/import?mode=merge\|replace`, `GET /v1/export` | JSON lines |
 //! | `GET /metrics`, `/healthz`, `/v1/status`, `/v1/cells` | the node |
 //! | `GET /v1/requests` | sites, tenants and lanes of which requests run or wait |
@@ -42,7 +42,7 @@ use std::sync::Arc;
 use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::{Change, Store};
 
-pub use api::{Api, Summary};
+pub use api::{Api, Summary, place_and_message};
 pub use client::{Client, ClientError};
 pub use cluster::{Ask, Found, Join, list};
 pub use problem::Problem;
@@ -51,7 +51,7 @@ pub use server::serve;
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Called after each transaction that changed something, in order of revision, while no other can begin.
-/// It must not block: it hands the changes on.
+/// It waits for no other process: it hands the changes on, and puts rules where the edge finds them.
 pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
 
 /// What the interface needs of the node it belongs to.

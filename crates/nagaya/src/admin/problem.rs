@@ -54,6 +54,11 @@ impl Problem {
         Self::new(StatusCode::NOT_FOUND, Code(211), "No such record", detail)
     }
 
+    /// A rule that cannot be evaluated.
+    pub fn broken_rule(code: Code, detail: impl fmt::Display) -> Box<Self> {
+        Self::new(StatusCode::UNPROCESSABLE_ENTITY, code, "The rule was refused", detail)
+    }
+
     pub fn exists(kind: &str, name: &str) -> Box<Self> {
         let detail = format!("{kind} '{name}' exists already: change it with `nagaya {kind} set`");
         Self::new(StatusCode::PRECONDITION_FAILED, Code(215), "The record exists", detail)

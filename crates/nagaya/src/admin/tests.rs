@@ -348,6 +348,42 @@ fn settings_are_records_by_their_key() {
 }
 
 #[test]
+fn rules_are_compiled_before_they_are_stored() {
+    let world = world();
+    let (path, text) = ("/v1/rules/limits", "answer 403\n");
+    let put = |text: &str| world.call(Method::PUT, path, &json!({ "text": text }).to_string());
+    assert_eq!(put(text).1["changed"], true);
+    assert_eq!(put(text).1["changed"], false);
+    let (status, problem) = put("x = 1\nif x ==\nend\n");
+    assert_eq!((status, &problem["code"]), (422, &json!("NGY0602")));
+    assert!(problem["detail"].as_str().unwrap().starts_with("store:limits:3: "), "{problem}");
+    assert_eq!(put("x = 1\0").0, 422);
+    assert_eq!(world.call(Method::GET, path, "").1["rule"], json!({ "name": "limits", "text": text }));
+    let row = json!([{ "name": "limits", "bytes": 11, "lines": 1 }]);
+    for (query, rows) in [("", &row), ("?limit=1", &row), ("?after=limits", &json!([]))] {
+        assert_eq!(world.call(Method::GET, &format!("/v1/rules{query}"), "").1["rules"], *rows, "{query}");
+    }
+    for (method, path, body, status) in [
+        (Method::PUT, path, r#"{"name":"other","text":""}"#, 400),
+        (Method::PUT, path, r#"{"text":"","colour":1}"#, 422),
+        (Method::PUT, "/v1/rules/..%2Fx", r#"{"text":""}"#, 422),
+        (Method::POST, "/v1/rules", "", 405),
+        (Method::DELETE, "/v1/rules/none", "", 404),
+        (Method::DELETE, path, "", 200),
+        (Method::GET, path, "", 404),
+    ] {
+        assert_eq!(world.call(method.clone(), path, body).0, status, "{method} {path} {body}");
+    }
+    assert_eq!(world.told.lock().len(), 2);
+    let bad = r#"{"rule":{"name":"b","text":"if ("}}"#;
+    let Err(ClientError::Refused(problem)) = world.client.import(Cursor::new(bad), Mode::Merge) else {
+        panic!("it does not compile");
+    };
+    assert_eq!((problem.code.as_str(), problem.lines[0].line), ("NGY0212", Some(1)));
+    assert!(problem.lines[0].message.starts_with("store:b:1: "), "{problem}");
+}
+
+#[test]
 fn a_request_is_explained_by_its_id() {
     let world = world();
     let ask = |id: &str| world.call(Method::GET, &format!("/v1/requests/{id}"), "");

@@ -37,7 +37,7 @@ pub enum Command {
         /// File with what `nagaya cluster token` prints on a member; `-` is standard input
         #[arg(long, value_name = "FILE")]
         token_file: PathBuf,
-        /// Drop the tenants, sites and settings this node has of its own
+        /// Drop the tenants, sites, settings and rules this node has of its own
         #[arg(long)]
         discard: bool,
         #[command(flatten)]

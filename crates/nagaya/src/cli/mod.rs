@@ -16,6 +16,7 @@ mod instance;
 mod lanes;
 mod limits;
 mod output;
+mod rule;
 mod setting;
 mod site;
 mod status;
@@ -117,6 +118,9 @@ enum Command {
     /// What rules look up by key
     #[command(subcommand, after_help = SETTING_EXAMPLES)]
     Setting(setting::Command),
+    /// Rules that the store keeps, for all nodes
+    #[command(subcommand, after_help = RULE_EXAMPLES)]
+    Rule(rule::Command),
     /// Several nodes as one
     #[command(subcommand, after_help = CLUSTER_EXAMPLES)]
     Cluster(cluster::Command),
@@ -188,6 +192,14 @@ Examples:
   nagaya setting set shop.example.org --json '{\"cpu\":50,\"night\":true}'
   nagaya setting list --after www.example.org --json";
 
+const RULE_EXAMPLES: &str = "\
+A node runs a rule if its configuration names it: [[rules]] with file = \"store:NAME\" and a phase.
+
+Examples:
+  nagaya rule set limits limits.rb
+  nagaya rule show limits > limits.rb
+  nagaya rule list --json";
+
 /// Runs what the command line says.
 pub fn run() -> ExitCode {
     let Cli { config, command } = Cli::parse();
@@ -212,6 +224,7 @@ pub fn run() -> ExitCode {
         Command::Tenant(command) => place(config.as_deref()).and_then(|place| tenant::run(command, &place)),
         Command::Site(command) => place(config.as_deref()).and_then(|place| site::run(command, &place)),
         Command::Setting(command) => place(config.as_deref()).and_then(|place| setting::run(command, &place)),
+        Command::Rule(command) => place(config.as_deref()).and_then(|place| rule::run(command, &place)),
         Command::Cluster(command) => place(config.as_deref()).and_then(|place| cluster::run(command, &place)),
         Command::Nodes(format) => place(config.as_deref()).and_then(|place| cluster::nodes(format, &place)),
         Command::Placements(command) => {
@@ -298,6 +311,7 @@ mod tests {
             INSTANCE_EXAMPLES,
             TOP_EXAMPLES,
             SETTING_EXAMPLES,
+            RULE_EXAMPLES,
         ]
         .join("\n");
         let examples: Vec<_> = lines.lines().filter_map(|line| line.trim().strip_prefix("nagaya ")).collect();

@@ -14,9 +14,9 @@ use crate::admin::Summary;
 
 #[derive(Debug, clap::Args)]
 pub struct Import {
-    /// JSON lines, each {"tenant":{...}}, {"site":{...}} or {"setting":{...}}; '-' is standard input
+    /// JSON lines, each {"tenant":{...}}, {"site":{...}}, {"setting":{...}} or {"rule":{...}}; '-' is standard input
     pub file: PathBuf,
-    /// Remove every tenant, site and setting that the file does not name
+    /// Remove every tenant, site, setting and rule that the file does not name
     #[arg(long)]
     pub replace: bool,
     #[command(flatten)]
@@ -88,10 +88,12 @@ fn describe(summary: &Summary) -> String {
         sites_removed,
         settings_put,
         settings_removed,
+        rules_put,
+        rules_removed,
     } = summary;
     format!(
-        "added or changed {tenants_put} tenants, {sites_put} sites and {settings_put} settings, removed \
-         {tenants_removed} tenants, {sites_removed} sites and {settings_removed} settings; revision {revision}"
+        "added or changed {tenants_put} tenants, {sites_put} sites, {settings_put} settings and {rules_put} rules, removed \
+         {tenants_removed} tenants, {sites_removed} sites, {settings_removed} settings and {rules_removed} rules; revision {revision}"
     )
 }
 

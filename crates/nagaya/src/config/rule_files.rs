@@ -4,20 +4,38 @@
 
 use std::path::PathBuf;
 
-use nagaya_rules::{FaultKind, RuleFault, RuleSet, RuleState};
+use nagaya_rules::{FaultKind, RuleFault, RuleFile, RuleSet, RuleState};
 
 use super::mistake::{Mistake, Severity};
 use super::settings::Settings;
 
 /// Compiles every rule file, with the rights of the caller. A missing one is a warning: it may come later, and is in
-/// force then.
+/// force then. A rule of the store was compiled before it was stored; whether it is there is known where the node runs.
 pub fn check_rules(settings: &Settings) -> Vec<Mistake> {
-    let rules = RuleSet::new(settings.edge.rules.clone(), settings.edge.rule_limits);
+    let is_file = |rule: &&RuleFile| settings.stored_rule(rule).is_none();
+    let files = settings.edge.rules.iter().filter(is_file).cloned().collect();
+    let rules = RuleSet::new(files, settings.edge.rule_limits);
     let broken = rules.status().into_iter().filter_map(|status| match status.state {
         RuleState::Broken(fault) => Some(mistake(fault)),
         RuleState::InForce => None,
     });
-    broken.collect()
+    let missing = settings.edge.rules.iter().filter_map(|rule| missing(settings, rule));
+    broken.chain(missing).collect()
+}
+
+/// A rule of the store that the running node has not got.
+fn missing(settings: &Settings, rule: &RuleFile) -> Option<Mistake> {
+    let is_there = settings.stored_rule(rule)?.try_exists();
+    let is_missing = settings.rules_dir().is_dir() && matches!(is_there, Ok(false));
+    is_missing.then(|| Mistake {
+        severity: Severity::Warning,
+        code: FaultKind::Unreadable.code().to_string(),
+        file: rule.path.clone(),
+        line: 0,
+        column: 0,
+        what: "the store has no rule of this name".into(),
+        hint: "requests meet no rule here until `nagaya rule set NAME FILE` has put it there".into(),
+    })
 }
 
 fn mistake(fault: RuleFault) -> Mistake {

@@ -137,9 +137,9 @@ pub static RULES: Array<RuleFile> = Array {
         key!(
             "file",
             "0.1",
-            path(Exists::Later),
+            Kind::Rule,
             path,
-            "The edge reads it with its own rights. While it is missing or cannot be compiled, `on_error` says what happens."
+            "The edge reads it with its own rights. `store:limits` is the rule that `nagaya rule set limits FILE` put into the store: the same on all nodes of a cluster. While it is missing or cannot be compiled, `on_error` says what happens."
         ),
         key!("cache", "0.1", Kind::Flag, cache, "Compile it once and do not look at the file again."),
         key!(

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nagaya_edge::options::{Options as EdgeOptions, ProbeKind};
 use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
+use nagaya_rules::RuleFile;
 
 /// Where `nagaya.toml` is looked for when `--config` does not say.
 pub const DEFAULT_FILE: &str = "/etc/nagaya/nagaya.toml";
@@ -18,6 +19,9 @@ pub const EDGE_UID_FALLBACK: u32 = 65_533;
 
 /// The user whose uid the edge takes if it exists.
 pub const EDGE_USER: &str = "nagaya";
+
+/// What stands before the name of a rule of the store, where else the path of a rule file would stand.
+pub const STORED: &str = "store:";
 
 /// Everything `nagaya.toml` can say.
 #[derive(Debug, Clone)]
@@ -185,6 +189,17 @@ impl Settings {
         self.runtime_dir.join("keeper")
     }
 
+    /// Where the supervisor puts the rules of the store, each as a file of its own.
+    pub fn rules_dir(&self) -> PathBuf {
+        self.runtime_dir.join("rules")
+    }
+
+    /// The file that has this rule of the store. None: it names no rule of the store.
+    pub fn stored_rule(&self, rule: &RuleFile) -> Option<PathBuf> {
+        let name = rule.path.to_str()?.strip_prefix(STORED)?;
+        Some(rule_file(&self.rules_dir(), name))
+    }
+
     /// Where the keeper keeps images of instances.
     pub fn images_dir(&self) -> PathBuf {
         self.images.clone().unwrap_or_else(|| self.state_dir.join("images"))
@@ -215,7 +230,12 @@ impl Settings {
 
     /// What the edge is told.
     pub fn edge_options(&self) -> EdgeOptions {
+        let file = |rule: &RuleFile| match self.stored_rule(rule) {
+            Some(path) => RuleFile { path, ..rule.clone() },
+            None => rule.clone(),
+        };
         EdgeOptions {
+            rules: self.edge.rules.iter().map(file).collect(),
             node: self.node_name(),
             threads: self.edge_threads(),
             keeper: self.keeper_socket(),
@@ -239,4 +259,9 @@ impl Settings {
     pub fn access_log_dir(&self) -> Option<&Path> {
         self.edge.log.access.as_deref().and_then(Path::parent)
     }
+}
+
+/// Where a rule of the store lies in their directory.
+pub fn rule_file(rules_dir: &Path, name: &str) -> PathBuf {
+    rules_dir.join(format!("{name}.rb"))
 }

@@ -141,6 +141,32 @@ fn rules_are_read_in_order_and_each_once() {
 }
 
 #[test]
+fn a_rule_of_the_store_stands_in_the_place_of_a_file() {
+    let text = "runtime_dir = '/run/x'\n[[rules]]\nfile = 'store:a.b'\nphase = 'fixups'\n\n\
+                [[rules]]\nfile = '/a.rb'\nphase = 'fixups'\n\n\
+                [[rules]]\nfile = 'store:../x'\nphase = 'fixups'\n";
+    let (settings, mistakes) = read(Path::new("nagaya.toml"), text);
+    assert_eq!(mistakes.iter().map(|mistake| mistake.line).collect::<Vec<_>>(), [11], "{mistakes:?}");
+    let paths: Vec<_> = settings.edge_options().rules.into_iter().map(|rule| rule.path).collect();
+    assert_eq!(paths[..2], [Path::new("/run/x/rules/a.b.rb"), Path::new("/a.rb")]);
+    assert!(dump(&settings).contains("file = \"store:a.b\""));
+}
+
+#[test]
+fn a_rule_that_the_running_node_has_not_got_is_a_warning() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = Settings { runtime_dir: dir.path().into(), ..Settings::default() };
+    let (path, phase) = ("store:a".into(), Phase::Fixups);
+    settings.edge.rules.push(RuleFile { phase, path, cache: false, on_error: OnError::Pass });
+    assert_eq!(super::check_rules(&settings).len(), 0, "no node runs");
+    std::fs::create_dir(settings.rules_dir()).unwrap();
+    let found = super::check_rules(&settings);
+    assert_eq!((found[0].severity, found[0].file.as_path()), (Severity::Warning, Path::new("store:a")));
+    std::fs::write(settings.rules_dir().join("a.rb"), "").unwrap();
+    assert_eq!(super::check_rules(&settings).len(), 0);
+}
+
+#[test]
 fn rule_files_are_compiled_when_the_configuration_is_checked() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("good.rb"), "x = 1\n").unwrap();

@@ -8,13 +8,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nagaya_base::units;
+use nagaya_cmdb::RuleName;
 use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
 use nagaya_keeper::{BackEnd, HugePages};
 use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
 
 use super::mistake::{INVALID, PATH, Problem, WRONG_TYPE};
-use super::settings::LogFormat;
+use super::settings::{LogFormat, STORED};
 
 /// What a key takes.
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +23,8 @@ pub enum Kind {
     Text,
     /// An absolute path.
     Path(Exists),
+    /// An absolute path, or `store:` and the name of a rule of the store.
+    Rule,
     Flag,
     Count {
         min: u64,
@@ -117,6 +120,7 @@ impl Kind {
             }
             Self::Address => check_address(text).map(|address| Value::Text(address.to_string())),
             Self::Path(exists) => check_path(text, exists),
+            Self::Rule => check_rule(text),
             Self::Filter => match text.parse::<tracing_subscriber::filter::Targets>() {
                 Ok(_) => Ok(Value::Text(text.into())),
                 Err(error) => Err(Problem::new(
@@ -163,6 +167,7 @@ impl Kind {
         match self {
             Self::Text => "text",
             Self::Path(_) => "a path",
+            Self::Rule => "a path or a name",
             Self::Flag => "true or false",
             Self::Count { .. } => "a whole number",
             Self::Size { .. } => "a size",
@@ -179,6 +184,7 @@ impl Kind {
             Self::Size { .. } => "\"64KiB\"",
             Self::Time { .. } => "\"10s\"",
             Self::Path(_) => "\"/srv/nagaya\"",
+            Self::Rule => "\"/etc/nagaya/rules/limits.rb\"",
             Self::Address => "\"0.0.0.0:80\"",
             Self::Filter => "\"info\"",
             _ => "\"text\"",
@@ -197,6 +203,7 @@ impl Kind {
             Self::Path(Exists::Directory) => "an existing directory".into(),
             Self::Path(Exists::File) => "an existing file".into(),
             Self::Path(Exists::Later) => "absolute".into(),
+            Self::Rule => "absolute, or `store:NAME`".into(),
             Self::Address => "`ip:port` or `[ipv6]:port`".into(),
             Self::Networks => "addresses or `address/bits`".into(),
             Self::Filter => "error, warn, info, debug, trace, or a filter".into(),
@@ -266,6 +273,17 @@ fn check_network(text: &str) -> Result<(), Problem> {
             format!("'{text}' is not an address or network"),
             "use \"192.0.2.1\", \"10.0.0.0/8\" or \"2001:db8::/32\"".into(),
         )),
+    }
+}
+
+fn check_rule(text: &str) -> Result<Value, Problem> {
+    let Some(name) = text.strip_prefix(STORED) else { return check_path(text, Exists::Later) };
+    match RuleName::new(name) {
+        Ok(_) => Ok(Value::Text(text.into())),
+        Err(error) => {
+            let hint = "write the name as `nagaya rule list` shows it".into();
+            Err(Problem::new(INVALID, error.to_string(), hint))
+        }
     }
 }
 

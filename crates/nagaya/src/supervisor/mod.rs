@@ -20,6 +20,7 @@ mod priority;
 mod reload;
 mod rights;
 mod sockets;
+mod stored_rules;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,6 +42,7 @@ use self::identity::{Facts, Identity};
 use self::life::{Life, Parts};
 use self::node::ListenView;
 use self::sockets::{Listening, Peers};
+use self::stored_rules::StoredRules;
 use crate::config::{self, Loaded, Settings};
 use crate::logging::{self, Sink};
 use crate::{admin, doctor};
@@ -80,6 +82,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     log_protections(&protections, edge_identity);
     let listening = sockets::listen(&settings.listen, settings.edge_threads(), &settings.edge.limits)?;
     let peers = peers(&settings)?;
+    let rules = stored_rules(&settings, edge_identity, &*records)?;
     let owner = edge_identity.map(|identity| (identity.uid, identity.gid));
     let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
     let admin_group = admin_group(&settings);
@@ -97,6 +100,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         listen,
         protections,
         peers.is_some().then_some(handle),
+        rules,
     ));
     node.balance.configure(&settings.balance);
     log_listening(&listening);
@@ -121,6 +125,19 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         tracing::info!("nagaya has ended");
     }
     result
+}
+
+/// The rules of the store where the edge finds them, before it starts.
+fn stored_rules(
+    settings: &Settings,
+    edge: Option<Identity>,
+    records: &dyn Store,
+) -> Result<StoredRules, ServeError> {
+    let dir = settings.rules_dir();
+    let failed = |error| ServeError::Directory { path: dir.clone(), error };
+    let rules = StoredRules::make(dir.clone(), edge.map(|edge| edge.gid)).map_err(failed)?;
+    rules.take_all(records);
+    Ok(rules)
 }
 
 /// The sockets for other nodes, if this one can be in a cluster.
@@ -174,8 +191,10 @@ fn run(
         let admin_socket = tokio::net::UnixListener::from_std(admin_socket).map_err(ServeError::Runtime)?;
         let admin = tokio::task::spawn_local(admin::serve(admin_socket, admin_parts));
         let balance = tokio::task::spawn_local(balance::keep(Arc::clone(&parts.node)));
+        let rules = tokio::task::spawn_local(stored_rules::keep(Arc::clone(&parts.node)));
         let result = Life::new(parts)?.run().await;
         balance.abort();
+        rules.abort();
         admin.abort();
         result
     });

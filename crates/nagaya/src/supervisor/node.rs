@@ -22,6 +22,7 @@ use super::cluster;
 use super::exposition::{Page, merge};
 use super::feed::{Changes, Feed};
 use super::identity::Protection;
+use super::stored_rules::StoredRules;
 use crate::admin::{self, Ask, BoxFuture, Health, Problem};
 
 /// How long something done to an instance may take: more than the longest start, and less than the command waits.
@@ -41,6 +42,7 @@ pub struct Node {
     /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
     pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
     pub balance: Balance,
+    pub rules: StoredRules,
     state: Mutex<State>,
 }
 
@@ -80,6 +82,7 @@ impl Node {
         listen: Vec<ListenView>,
         protections: Vec<Protection>,
         cluster: Option<cluster::Handle>,
+        rules: StoredRules,
     ) -> Self {
         let wall = SystemClock.wall().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         Self {
@@ -92,6 +95,7 @@ impl Node {
             cluster,
             credentials: watch::Sender::new(None),
             balance: Balance::default(),
+            rules,
             state: Mutex::default(),
         }
     }
@@ -136,8 +140,9 @@ impl Node {
         self.state.lock().reloads_refused += 1;
     }
 
-    /// Hands a committed transaction to every process. Must be called in order of revision.
+    /// Hands a committed transaction to every process, and its rules to the edge's directory. Must be called in order of revision.
     pub fn committed(&self, changes: Changes) {
+        self.rules.follow(&changes.changes);
         let changes = Arc::new(changes);
         for role in Role::ALL {
             if let Some(feed) = self.feed(role) {

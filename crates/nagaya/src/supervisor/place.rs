@@ -20,7 +20,8 @@ pub struct Place {
     runtime_dir: PathBuf,
     /// This node made the runtime directory, and so it goes with it.
     made: bool,
-    keeper_dir: PathBuf,
+    /// What is in them is of one life of the node.
+    dirs: [PathBuf; 2],
     sockets: [PathBuf; 2],
     lock_file: PathBuf,
     _lock: File,
@@ -38,7 +39,7 @@ impl Place {
         let place = Self {
             runtime_dir: settings.runtime_dir.clone(),
             made,
-            keeper_dir: settings.keeper_dir(),
+            dirs: [settings.keeper_dir(), settings.rules_dir()],
             sockets: [settings.admin_socket(), settings.keeper_socket()],
             lock_file: settings.lock_file(),
             _lock: lock,
@@ -50,7 +51,9 @@ impl Place {
     }
 
     fn clear(&self) {
-        remove(std::fs::remove_dir_all(&self.keeper_dir), &self.keeper_dir);
+        for dir in &self.dirs {
+            remove(std::fs::remove_dir_all(dir), dir);
+        }
         for file in &self.sockets {
             remove(std::fs::remove_file(file), file);
         }

@@ -20,9 +20,13 @@ pub enum ClusterError {
     #[error("the cluster's store cannot be spoken to: {option}: {detail}")]
     Options { option: &'static str, detail: String },
     #[error(
-        "the store of cluster '{cluster}' has format {found}, this program reads format {known}: use the nagaya that the other nodes have"
+        "the store of cluster '{cluster}' has format {found}, this program knows formats up to {known}: use the nagaya that the other nodes have"
     )]
     Version { cluster: String, found: String, known: u64 },
+    #[error(
+        "the store of cluster '{cluster}' has format {found} until all members know a newer one, and rules are kept from format {needed} on: update nagaya on {behind}, or remove what is gone for good with `nagaya cluster remove`"
+    )]
+    NotRaised { cluster: String, found: u64, needed: u64, behind: String },
     #[error("there is no cluster '{cluster}' in the store: make it with `nagaya cluster init`")]
     NotInitialised { cluster: String },
     #[error(
@@ -60,6 +64,7 @@ impl ClusterError {
             Self::Full { .. } => Code(231),
             Self::Refused { .. } | Self::Options { .. } => Code(232),
             Self::Version { .. } => Code(233),
+            Self::NotRaised { .. } => Code(237),
             Self::NotInitialised { .. } | Self::BeingFilled { .. } | Self::NotEmpty { .. } => Code(234),
             Self::NameTaken { .. } | Self::NoNode { .. } | Self::NodeInUse { .. } => Code(235),
             Self::Contended { .. } | Self::Partly { .. } | Self::Entangled { .. } => Code(236),

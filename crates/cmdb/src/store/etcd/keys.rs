@@ -2,32 +2,39 @@
 //!
 //! | key below `/nagaya/CLUSTER/` | value |
 //! |---|---|
-//! | `format` | number; of everything below `v1/` |
+//! | `format` | number; of everything below `v1/`, whatever is in the place's name |
 //! | `v1/revision` | `{"count":N,"by":"..."}`: changes of configuration so far, and which transaction made the last |
 //! | `v1/next_uid` | number |
 //! | `v1/seeding` | who fills an empty cluster; there only meanwhile |
-//! | `v1/{tenants,sites,nodes}/NAME`, `v1/settings/KEY` | record as JSON |
+//! | `v1/{tenants,sites,rules,nodes}/NAME`, `v1/settings/KEY` | record as JSON; rules from format 2 on |
 //! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,`; it outlives its site for a while |
 //! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
 //! | `v1/doubts/NODE` | the node that got no answer from it: until it has taken this away, no read gives it authority |
 //! | `v1/removed/NODE` | `fence_ms` of the record of a node that was removed; there until another one joins under its name |
 //! | `v1/present/NODE` | load of a node as JSON, under a lease |
+//! | `v1/knows/NODE` | the newest format that a node's program knows, under the same lease; none of a program that knows only format 1 |
 //! | `v1/pki/KEY` | bytes |
 //!
-//! A format is never changed in place: a new one gets a new number and a place of its own beside `v1/`, is filled by a
-//! migration (`seed` is what one looks like: it fills an empty place from another store), and only then does `format` say it.
+//! What lies here is changed to a newer form only when all members know that one, and `format` says it from then on (`raise`).
 //! Whoever does not know the number touches nothing. Not here: reading and writing (`watch`, `write`).
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::error::ClusterError;
 use super::wire::{Compare, DeleteRange, Operand, Operation, Put, Range, Relation, Request, Target};
-use crate::names::{NodeName, SiteName, TenantName};
+use crate::names::{NodeName, RuleName, SiteName, TenantName};
 use crate::record::{Change, Copied, Placement, Why};
 use crate::store::Kind;
 
-/// The format this program writes and reads.
-pub(super) const FORMAT: u64 = 1;
+/// The newest format this program knows. It reads and writes the older ones too, as long as the cluster has them.
+pub(super) const FORMAT: u64 = 2;
+
+/// The oldest one it knows.
+pub(super) const OLDEST: u64 = 1;
+
+/// The first one that has rules.
+pub(super) const HAS_RULES: u64 = 2;
 
 /// The keys of one cluster.
 #[derive(Debug, Clone)]
@@ -81,6 +88,10 @@ impl Keys {
         self.below(&format!("present/{node}"))
     }
 
+    pub fn knows(&self, node: &str) -> String {
+        self.below(&format!("knows/{node}"))
+    }
+
     pub fn left(&self, node: &NodeName) -> String {
         self.below(&format!("left/{node}"))
     }
@@ -131,10 +142,11 @@ impl Keys {
     }
 }
 
-const KINDS: [(Kind, &str); 5] = [
+const KINDS: [(Kind, &str); 6] = [
     (Kind::Tenant, "tenants"),
     (Kind::Site, "sites"),
     (Kind::Setting, "settings"),
+    (Kind::Rule, "rules"),
     (Kind::Node, "nodes"),
     (Kind::Placement, "placements"),
 ];
@@ -144,12 +156,23 @@ fn place(kind: Kind) -> &'static str {
         Kind::Tenant => "tenants",
         Kind::Site => "sites",
         Kind::Setting => "settings",
+        Kind::Rule => "rules",
         Kind::Node => "nodes",
         Kind::Placement => "placements",
     }
 }
 
 // === Values ===
+
+/// The number that stands at `format`, if this program knows it.
+pub(super) fn known_format(cluster: &str, found: &[u8]) -> Result<u64, ClusterError> {
+    let number = str::from_utf8(found).ok().and_then(|text| text.parse().ok());
+    number.filter(|format| (OLDEST..=FORMAT).contains(format)).ok_or_else(|| ClusterError::Version {
+        cluster: cluster.into(),
+        found: String::from_utf8_lossy(found).into_owned(),
+        known: FORMAT,
+    })
+}
 
 /// The value of `revision`.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,6 +239,7 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
             Kind::Tenant => Change::PutTenant(serde_json::from_slice(value)?),
             Kind::Site => Change::PutSite(serde_json::from_slice(value)?),
             Kind::Setting => Change::PutSetting(serde_json::from_slice(value)?),
+            Kind::Rule => Change::PutRule(serde_json::from_slice(value)?),
             Kind::Node => Change::PutNode(serde_json::from_slice(value)?),
             Kind::Placement => Change::PutPlacement(serde_json::from_slice(value)?),
         })
@@ -225,6 +249,7 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
         Change::PutTenant(tenant) => tenant.name.as_str(),
         Change::PutSite(site) => site.name.as_str(),
         Change::PutSetting(setting) => &setting.key,
+        Change::PutRule(rule) => rule.name.as_str(),
         Change::PutNode(node) => node.name.as_str(),
         Change::PutPlacement(placement) => placement.site.as_str(),
         _ => name,
@@ -238,6 +263,7 @@ fn dropped(kind: Kind, name: &str) -> Result<Change, String> {
         Kind::Tenant => Change::DropTenant(TenantName::new(name).map_err(name_of)?),
         Kind::Site => Change::DropSite(SiteName::new(name).map_err(name_of)?),
         Kind::Setting => Change::DropSetting(name.into()),
+        Kind::Rule => Change::DropRule(RuleName::new(name).map_err(name_of)?),
         Kind::Node => Change::DropNode(NodeName::new(name).map_err(name_of)?),
         Kind::Placement => Change::DropPlacement(SiteName::new(name).map_err(name_of)?),
     })
@@ -246,7 +272,7 @@ fn dropped(kind: Kind, name: &str) -> Result<Change, String> {
 /// The name in a record's JSON.
 pub(super) fn name_in(kind: Kind, json: &str) -> Option<String> {
     let field = match kind {
-        Kind::Tenant | Kind::Site | Kind::Node => "name",
+        Kind::Tenant | Kind::Site | Kind::Rule | Kind::Node => "name",
         Kind::Setting => "key",
         Kind::Placement => "site",
     };
@@ -271,6 +297,12 @@ pub(super) fn get(key: &str) -> Range {
 
 pub(super) fn getting(key: &str) -> Operation {
     Operation { request: Some(Request::Range(get(key))) }
+}
+
+/// Everything that begins with this.
+pub(super) fn getting_all(prefix: &str) -> Operation {
+    let range_end = after_all(prefix);
+    Operation { request: Some(Request::Range(Range { key: prefix.into(), range_end, ..Range::default() })) }
 }
 
 pub(super) fn putting(key: &str, value: impl Into<Vec<u8>>) -> Operation {

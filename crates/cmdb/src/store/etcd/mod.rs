@@ -11,7 +11,8 @@
 //! | `watch` | keeping the replica up to date |
 //! | `write` | transactions of configuration; `parts` splits those that are too long |
 //! | `members` | nodes, placements, and whether we are still a member |
-//! | `presence` | who is there, under a lease |
+//! | `presence` | who is there, under a lease, and which formats it knows |
+//! | `raise` | going over to a newer format while nodes of older versions are updated |
 //! | `pki` | small values that the cluster's nodes share |
 //! | `seed` | filling an empty cluster from an embedded store |
 //!
@@ -24,6 +25,7 @@ mod members;
 mod parts;
 mod pki;
 mod presence;
+mod raise;
 mod seed;
 mod watch;
 mod wire;
@@ -53,7 +55,7 @@ pub use self::seed::{is_initialised, seed};
 use super::redb::{Reached, RedbStore};
 use super::{Committed, Counts, Mode, Select, Store, StoreError, TransactionError, Visitor};
 use crate::names::NodeName;
-use crate::record::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
 
 /// Told what changed, in an order in which `Table::apply` takes it, and the replica's revision after it.
 pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
@@ -86,6 +88,8 @@ pub(super) struct Inner {
     presences: Mutex<BTreeMap<NodeName, Presence>>,
     present: channel::Sender<Option<Wanted>>,
     pki_revision: channel::Sender<u64>,
+    /// Of the cluster's records. 0: not known since this process began.
+    format: channel::Sender<u64>,
 }
 
 struct State {
@@ -93,6 +97,8 @@ struct State {
     unreadable: Vec<String>,
     synced: Instant,
     dirty: bool,
+    /// Members that do not say that they know the next format.
+    behind: Vec<String>,
 }
 
 impl ClusterStore {
@@ -128,10 +134,12 @@ impl ClusterStore {
                 unreadable: Vec::new(),
                 synced: Instant::now(),
                 dirty: false,
+                behind: Vec::new(),
             }),
             presences: Mutex::default(),
             present: channel::Sender::new(None),
             pki_revision: channel::Sender::new(0),
+            format: channel::Sender::new(0),
         });
         let (stop, stopped) = oneshot::channel::<()>();
         let following = inner.clone();
@@ -140,6 +148,7 @@ impl ClusterStore {
                 tokio::select! {
                     () = watch::follow(following.clone()) => {}
                     () = presence::keep(following.clone()) => {}
+                    () = raise::keep(following.clone()) => {}
                     _ = stopped => {}
                 }
             });
@@ -345,6 +354,14 @@ impl Store for ClusterStore {
 
     fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
         self.inner.replica.settings(after, limit)
+    }
+
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError> {
+        self.inner.replica.rule(name)
+    }
+
+    fn rules(&self) -> Result<Vec<Rule>, StoreError> {
+        self.inner.replica.rules()
     }
 
     fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError> {

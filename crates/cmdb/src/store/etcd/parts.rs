@@ -2,7 +2,7 @@
 //! allow: every site has its tenant, no two sites have one place and no two tenants one uid. Pure.
 //!
 //! The order is: what gives up something that another record takes; tenants, with the homes they have before or after; sites;
-//! tenants that lose their home or go; settings. A site that gives its place to another goes in the first part and comes back
+//! tenants that lose their home or go; settings and rules. A site that gives its place to another goes in the first part and comes back
 //! with its new place in a later one, so that it is gone for a moment. Tenants cannot go for a moment, because they have sites,
 //! so those that exchange uids go together.
 //!
@@ -97,7 +97,7 @@ fn staged(
             Change::DropTenant(_) => late.push(alone(change)),
             Change::DropSite(_) => first.push(alone(change)),
             Change::PutSite(_) => sites.push(alone(change)),
-            Change::DropSetting(_) => settings.insert(0, alone(change)),
+            Change::DropSetting(_) | Change::DropRule(_) => settings.insert(0, alone(change)),
             _ => settings.push(alone(change)),
         }
     }
@@ -234,9 +234,13 @@ impl Part {
             Change::PutSetting(setting) => {
                 self.set(&keys.record(Kind::Setting, &setting.key), keys::json(setting));
             }
+            Change::PutRule(rule) => {
+                self.set(&keys.record(Kind::Rule, rule.name.as_str()), keys::json(rule));
+            }
             Change::DropTenant(name) => self.drop(&keys.record(Kind::Tenant, name.as_str())),
             Change::DropSite(name) => self.drop(&keys.record(Kind::Site, name.as_str())),
             Change::DropSetting(key) => self.drop(&keys.record(Kind::Setting, key)),
+            Change::DropRule(name) => self.drop(&keys.record(Kind::Rule, name.as_str())),
             // `plan` refuses them in a transaction.
             Change::PutNode(_) | Change::DropNode(_) | Change::PutPlacement(_) | Change::DropPlacement(_) => {
             }

@@ -1,7 +1,7 @@
 //! Who is there: each node keeps a key under a lease, with its load as value, and all nodes see all of them. A node that is
-//! gone or cut off disappears when its lease has run out.
+//! gone or cut off disappears when its lease has run out. Beside it, and as long, stands which formats its program knows.
 //!
-//! Not here: what the load says, and whether a node that is not there is dead (the supervisor).
+//! Not here: what the load says, what follows from the formats (`raise`), and whether a node that is not there is dead (the supervisor).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -122,6 +122,7 @@ async fn stay(
     let granted: LeaseGranted = inner.client.ask(LEASE_GRANT, LeaseGrant { ttl }, WAIT).await?.value;
     let lease = granted.id;
     let every = Duration::from_secs(keys::unsigned(granted.ttl).max(1)) / 3;
+    put(inner, inner.keys.knows(now.node.as_str()), keys::FORMAT.to_string(), lease).await?;
     tell(inner, &now, lease).await?;
     let mut told = Instant::now();
     let mut renew_at = told + every;
@@ -156,11 +157,11 @@ async fn stay(
 }
 
 async fn tell(inner: &Inner, wanted: &Wanted, lease: i64) -> Result<(), Failure> {
-    let put = Put {
-        key: inner.keys.present(&wanted.node).into_bytes(),
-        value: wanted.json.clone().into_bytes(),
-        lease,
-    };
+    put(inner, inner.keys.present(&wanted.node), wanted.json.clone(), lease).await
+}
+
+async fn put(inner: &Inner, key: String, value: String, lease: i64) -> Result<(), Failure> {
+    let put = Put { key: key.into_bytes(), value: value.into_bytes(), lease };
     // Nobody is present in a cluster that is not there.
     let txn = Txn {
         compare: vec![keys::is_there(&inner.keys.revision())],

@@ -33,7 +33,7 @@ pub async fn is_initialised(options: &EtcdOptions) -> Result<bool, ClusterError>
     Ok(format.is_some() && revision.is_some() && seeding.is_none())
 }
 
-/// Makes the cluster and puts all of this store's tenants, sites and settings into it. Refused if it is there already. The
+/// Makes the cluster and puts all of this store's tenants, sites, settings and rules into it. Refused if it is there already. The
 /// store is read in short steps that block.
 pub async fn seed(options: &EtcdOptions, from: &dyn Store) -> Result<(), StoreError> {
     let client = Client::new(options)?;
@@ -72,14 +72,7 @@ async fn look(client: &Client, keys: &Keys) -> Result<[Option<Vec<u8>>; 3], Clus
 }
 
 fn check_format(keys: &Keys, format: Option<&[u8]>) -> Result<(), ClusterError> {
-    match format {
-        Some(found) if found != FORMAT.to_string().as_bytes() => Err(ClusterError::Version {
-            cluster: keys.cluster().into(),
-            found: String::from_utf8_lossy(found).into_owned(),
-            known: FORMAT,
-        }),
-        _ => Ok(()),
-    }
+    format.map_or(Ok(()), |found| keys::known_format(keys.cluster(), found).map(drop))
 }
 
 struct Seeder<'a> {
@@ -111,7 +104,7 @@ impl Seeder<'_> {
     }
 
     async fn clear(&self) -> Result<(), ClusterError> {
-        let kinds = [Kind::Tenant, Kind::Site, Kind::Setting, Kind::Node, Kind::Placement];
+        let kinds = [Kind::Tenant, Kind::Site, Kind::Setting, Kind::Rule, Kind::Node, Kind::Placement];
         let mut left: Vec<Operation> =
             kinds.iter().map(|kind| keys::deleting_all(&self.keys.records(*kind))).collect();
         left.push(keys::deleting(&self.keys.next_uid()));
@@ -140,6 +133,9 @@ impl Seeder<'_> {
             for setting in &page {
                 self.add(&mut step, Kind::Setting, &setting.key, keys::json(setting)).await?;
             }
+        }
+        for rule in from.rules()? {
+            self.add(&mut step, Kind::Rule, rule.name.as_str(), keys::json(&rule)).await?;
         }
         Ok(self.step(step.operations).await?)
     }

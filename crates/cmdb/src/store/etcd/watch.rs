@@ -16,7 +16,7 @@ use tonic::Streaming;
 
 use super::client::{Failure, RANGE, TXN, Talk};
 use super::error::ClusterError;
-use super::keys::{self, Count, FORMAT, Meaning, signed, unsigned};
+use super::keys::{self, Count, Meaning, signed, unsigned};
 use super::wire::{
     Event, Range, RangeAnswer, Response, Txn, TxnAnswer, Watch, WatchAnswer, WatchCreate, WatchProgress,
     WatchRequest,
@@ -168,25 +168,22 @@ async fn head(inner: &Inner) -> Result<Head, Failure> {
     let header = answer.header.unwrap_or_default();
     let values: Vec<Option<Vec<u8>>> = values(answer.responses);
     let [format, revision, seeding] = values.try_into().unwrap_or_default();
-    check_head(inner, format.as_deref(), revision.is_some(), seeding.is_some()).map_err(Failure::Error)?;
+    let format = check_head(inner, format.as_deref(), revision.is_some(), seeding.is_some());
+    inner.format_is(format.map_err(Failure::Error)?);
     Ok(Head { revision: unsigned(header.revision), cluster_id: header.cluster_id })
 }
 
-/// Whether what stands at the three keys is a cluster that can be followed and changed.
+/// Whether what stands at the three keys is a cluster that can be followed and changed, and the format it has.
 pub(super) fn check_head(
     inner: &Inner,
     format: Option<&[u8]>,
     revision: bool,
     seeding: bool,
-) -> Result<(), ClusterError> {
+) -> Result<u64, ClusterError> {
     let cluster = inner.keys.cluster().to_owned();
-    match format {
-        Some(found) if found != FORMAT.to_string().as_bytes() => {
-            let found = String::from_utf8_lossy(found).into_owned();
-            Err(ClusterError::Version { cluster, found, known: FORMAT })
-        }
+    match format.map(|found| keys::known_format(&cluster, found)).transpose()? {
         _ if seeding => Err(ClusterError::BeingFilled { cluster }),
-        Some(_) if revision => Ok(()),
+        Some(format) if revision => Ok(format),
         _ => Err(ClusterError::NotInitialised { cluster }),
     }
 }
@@ -464,7 +461,9 @@ impl Watching<'_> {
                     let cluster = inner.keys.cluster().to_owned();
                     return Err(Failure::Error(ClusterError::NotInitialised { cluster }));
                 }
-                Meaning::Format => check_head(inner, value, true, false).map_err(Failure::Error)?,
+                Meaning::Format => {
+                    inner.format_is(check_head(inner, value, true, false).map_err(Failure::Error)?);
+                }
                 Meaning::Revision => batch.count = value.and_then(count),
                 Meaning::Other => {}
             }

@@ -15,7 +15,7 @@ use super::error::ClusterError;
 use super::keys::{self, Count};
 use super::parts::{self, Part};
 use super::wire::{RangeAnswer, Txn, TxnAnswer};
-use super::{Inner, lost};
+use super::{Inner, lost, raise};
 use crate::record::Change;
 use crate::store::redb::Reached;
 use crate::store::{Committed, Mode, Store, StoreError, TransactionError};
@@ -38,7 +38,10 @@ pub(super) async fn transaction(
     for _ in 0..TRIES_MAX {
         // A refusal, or that nothing differs, must not be told of a state that is no longer true.
         inner.wait_in_step(WRITE_WAIT).await.map_err(StoreError::from)?;
-        let (parts, reached) = plan(&inner, done.left_of(&changes), mode).await?;
+        let Planned { parts, reached, has_rules } = plan(&inner, done.left_of(&changes), mode).await?;
+        if has_rules {
+            raise::require(&inner, keys::HAS_RULES).await.map_err(StoreError::from)?;
+        }
         if parts.is_empty() {
             return done.committed(&inner).await;
         }
@@ -51,16 +54,20 @@ pub(super) async fn transaction(
     Err(StoreError::from(done.with(ClusterError::Contended { tries: TRIES_MAX })).into())
 }
 
-async fn plan(
-    inner: &Arc<Inner>,
-    changes: Vec<Change>,
-    mode: Mode,
-) -> Result<(Vec<Part>, Reached), TransactionError> {
+struct Planned {
+    parts: Vec<Part>,
+    reached: Reached,
+    /// Some change is of a rule.
+    has_rules: bool,
+}
+
+async fn plan(inner: &Arc<Inner>, changes: Vec<Change>, mode: Mode) -> Result<Planned, TransactionError> {
     let inner = inner.clone();
     let planned = tokio::task::spawn_blocking(move || {
         let (plan, reached) = inner.replica.plan(changes, mode)?;
+        let has_rules = !plan.rules.is_empty();
         let parts = parts::split(&inner.keys, plan).map_err(StoreError::from)?;
-        Ok((parts, reached))
+        Ok(Planned { parts, reached, has_rules })
     });
     planned.await.map_err(|error| StoreError::from(lost(&error)))?
 }
@@ -129,6 +136,7 @@ impl Progress {
                 Change::DropTenant(name) => Some((0, name.as_str())),
                 Change::DropSite(name) => Some((1, name.as_str())),
                 Change::DropSetting(key) => Some((2, key.as_str())),
+                Change::DropRule(name) => Some((3, name.as_str())),
                 _ => None,
             })
             .collect();
@@ -139,6 +147,8 @@ impl Progress {
             Change::PutSite(site) => !dropped.contains(&(1, site.name.as_str())),
             Change::DropSetting(key) => !dropped.contains(&(2, key.as_str())),
             Change::PutSetting(setting) => !dropped.contains(&(2, &*setting.key)),
+            Change::DropRule(name) => !dropped.contains(&(3, name.as_str())),
+            Change::PutRule(rule) => !dropped.contains(&(3, rule.name.as_str())),
             _ => true,
         };
         changes.iter().filter(is_left).cloned().collect()

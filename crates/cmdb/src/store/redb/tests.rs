@@ -64,25 +64,124 @@ fn the_embedded_store_passes_the_suite() {
     suite::run(&temporary, &|temporary| &temporary.store);
 }
 
-#[test]
-fn a_store_made_before_there_were_some_tables_takes_them() {
-    let (bytes, held) = closed_store(3);
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("store.redb");
-    fs::write(&path, bytes).unwrap();
-    let database = builder().open(&path).unwrap();
+// === Older formats ===
+
+/// A file as the program that knew only format 1 made it, with the records of the suite. `early`: before there were all tables.
+fn format_1(path: &Path, early: bool) {
+    let table = |name: &'static str| TableDefinition::<&str, &str>::new(name);
+    let database = Builder::new().create(path).unwrap();
     let write = database.begin_write().unwrap();
-    for table in [SETTINGS, NODES, PLACEMENTS] {
-        assert!(write.delete_table(table).unwrap(), "this store had it");
+    {
+        let mut meta = write.open_table(TableDefinition::<&str, u64>::new("meta")).unwrap();
+        for (key, number) in [("format", 1), ("revision", 1), ("next_uid", 1002)] {
+            meta.insert(key, number).unwrap();
+        }
+        for (name, (key, json)) in [("tenants", suite::OLD_TENANT), ("sites", suite::OLD_SITE)] {
+            write.open_table(table(name)).unwrap().insert(key, json).unwrap();
+        }
+        if !early {
+            let (key, json) = suite::OLD_SETTING;
+            write.open_table(table("settings")).unwrap().insert(key, json).unwrap();
+            write.open_table(table("nodes")).unwrap();
+            write.open_table(table("placements")).unwrap();
+        }
+        let hosts = TableDefinition::<(&str, &str), &str>::new("hosts");
+        write.open_table(hosts).unwrap().insert(("one.test", "/"), "one").unwrap();
+        write.open_table(TableDefinition::<u32, &str>::new("uids")).unwrap().insert(1001, "a").unwrap();
+        let of_tenant = TableDefinition::<(&str, &str), ()>::new("sites_of_tenant");
+        write.open_table(of_tenant).unwrap().insert(("a", "one"), ()).unwrap();
     }
     write.commit().unwrap();
-    drop(database);
+}
+
+fn old() -> Temporary {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store.redb");
+    format_1(&path, false);
+    Temporary { store: RedbStore::open(&path).unwrap(), directory }
+}
+
+fn format_of(path: &Path) -> u64 {
+    number(&builder().open(path).unwrap(), "format").unwrap()
+}
+
+#[test]
+fn a_store_of_format_1_passes_the_suite_of_older_stores() {
+    suite::run_on_old(&old, &|temporary| &temporary.store);
+}
+
+#[test]
+fn a_store_becomes_a_newer_one_once() {
+    let Temporary { store, directory } = old();
+    let path = directory.path().join("store.redb");
+    let (held, next_uid) = (text(&store), store.next_uid().unwrap());
+    assert_eq!(next_uid, 1002);
+    drop(store);
+    assert_eq!(format_of(&path), FORMAT);
     let store = RedbStore::open(&path).unwrap();
-    assert_eq!((text(&store), store.reached().unwrap()), (held, Reached::default()));
+    assert_eq!((text(&store), store.revision().unwrap(), store.next_uid().unwrap()), (held, 1, next_uid));
+}
+
+#[test]
+fn a_store_made_before_there_were_some_tables_takes_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store.redb");
+    format_1(&path, true);
+    let store = RedbStore::open(&path).unwrap();
+    assert_eq!((store.counts().unwrap().sites, store.reached().unwrap()), (1, Reached::default()));
+    assert_eq!((store.nodes().unwrap(), store.rules().unwrap()), (vec![], vec![]));
     let setting = Setting { key: "k".into(), value: crate::SettingValue::Text("v".into()) };
     store.transaction(vec![Change::PutSetting(setting.clone())], Mode::Merge).unwrap();
     drop(store);
     assert_eq!(RedbStore::open(&path).unwrap().setting("k").unwrap(), Some(setting));
+}
+
+#[test]
+fn an_interrupted_migration_leaves_the_store_as_it_was() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store.redb");
+    format_1(&path, false);
+    // The second of two steps fails.
+    let spoil: migrate::Step = |write| {
+        write.open_table(SITES)?.insert("one", "spoilt")?;
+        write.delete_table(TENANTS)?;
+        Ok(())
+    };
+    let fail: migrate::Step = |_| Err(redb::Error::Io(io::Error::other("no space")));
+    let store = RedbStore { path: path.clone(), database: builder().open(&path).unwrap() };
+    store.migrate(1, &[spoil, fail]).unwrap_err();
+    // A node that dies just before the end leaves these bytes.
+    let write = store.begin_write().unwrap();
+    migrate::run(&write, 1, &[spoil]).unwrap();
+    let killed = fs::read(&path).unwrap();
+    write.abort().unwrap();
+    drop(store);
+    assert_eq!(format_of(&path), 1);
+    let dead = directory.path().join("dead.redb");
+    fs::write(&dead, killed).unwrap();
+    for path in [path, dead] {
+        let store = RedbStore::open(&path).unwrap();
+        assert_eq!(store.site("one").unwrap().unwrap().tenant.as_str(), "a");
+        assert!(store.tenant("a").unwrap().is_some());
+        drop(store);
+        assert_eq!(format_of(&path), FORMAT);
+    }
+}
+
+/// Adds a digit to what the store has of its steps.
+fn step<const N: u64>(write: &WriteTransaction) -> Fallible<()> {
+    let mut meta = write.open_table(META)?;
+    let before = meta.get("steps")?.map_or(0, |value| value.value());
+    meta.insert("steps", before * 10 + N)?;
+    Ok(())
+}
+
+#[test]
+fn each_step_from_the_format_that_was_found_is_taken_in_order() {
+    let Temporary { store, directory: _kept } = temporary();
+    store.migrate(2, &[step::<1>, step::<2>, step::<3>]).unwrap();
+    assert_eq!(number(&store.database, "steps").unwrap(), 23);
+    assert_eq!(number(&store.database, "format").unwrap(), 4);
 }
 
 // === As a replica ===
@@ -228,7 +327,7 @@ fn a_newer_format_is_refused_and_left_alone() {
     write.commit().unwrap();
     drop(store);
     let error = open_bytes(&fs::read(directory.path().join("store.redb")).unwrap()).unwrap_err();
-    assert!(matches!(error, StoreError::Version { found: 2, known: 1, .. }), "{error}");
+    assert!(matches!(error, StoreError::Version { found: 3, known: 2, .. }), "{error}");
     assert_eq!(error.code().to_string(), "NGY0204");
 }
 

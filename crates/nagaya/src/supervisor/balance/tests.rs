@@ -17,6 +17,7 @@ use tokio::task::LocalSet;
 use super::*;
 use crate::supervisor::cluster::{self, Order};
 use crate::supervisor::feed::Feed;
+use crate::supervisor::stored_rules::StoredRules;
 
 /// A cell of 20% of one CPU, in which there is work for this much of the time.
 struct Cell {
@@ -88,7 +89,8 @@ fn world(cluster: Option<cluster::Handle>) -> World {
     let store = RedbStore::open(&dir.path().join("s.redb")).unwrap();
     records(&store);
     let store: Arc<dyn Store> = Arc::new(store);
-    let node = Arc::new(Node::new("a".into(), Arc::clone(&store), Vec::new(), Vec::new(), cluster));
+    let rules = StoredRules::make(dir.path().join("rules"), None).unwrap();
+    let node = Arc::new(Node::new("a".into(), Arc::clone(&store), Vec::new(), Vec::new(), cluster, rules));
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let keeper = Arc::new(Feed::new(ours, |_| {}));
     keeper.begin(json!({}), store).unwrap();

@@ -308,6 +308,7 @@ impl Membership {
         let member = self.member.borrow();
         let counts = self.records().counts().unwrap_or_default();
         let (images_here, images_wanted) = self.images.borrow().counts();
+        let format = self.store.format();
         json!({
             "cluster": member.cluster,
             "node": member.node,
@@ -317,6 +318,9 @@ impl Membership {
             "etcd": member.etcd.endpoints,
             "in_step": self.store.age().is_some_and(|age| age < PRESENT_FOR),
             "age_seconds": self.store.age().map(|age| age.as_secs_f64()),
+            "format": format.holds,
+            "format_known": format.known,
+            "format_waits_for": format.behind,
             "authority": self.trust.borrow().by(authority::now()).as_str(),
             "vouches": self.trust.borrow().can_vouch(),
             "fence_ms": self.context.configured.fence_ms,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use nagaya_cmdb::store::{
     ClusterStore, Committed, Counts, Mode, RedbStore, Select, Store, StoreError, TransactionError, Visitor,
 };
-use nagaya_cmdb::{Change, NodeRecord, Placement, Setting, Site, Tenant};
+use nagaya_cmdb::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
 use parking_lot::RwLock;
 
 pub struct Records {
@@ -67,6 +67,14 @@ impl Store for Records {
 
     fn settings(&self, after: Option<&str>, limit: usize) -> Result<Vec<Setting>, StoreError> {
         self.file.settings(after, limit)
+    }
+
+    fn rule(&self, name: &str) -> Result<Option<Rule>, StoreError> {
+        self.file.rule(name)
+    }
+
+    fn rules(&self) -> Result<Vec<Rule>, StoreError> {
+        self.file.rules()
     }
 
     fn nodes(&self) -> Result<Vec<NodeRecord>, StoreError> {

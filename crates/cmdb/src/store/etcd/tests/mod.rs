@@ -1,10 +1,10 @@
 //! The cluster's store against a real etcd: the suite of all stores, and several nodes at once.
 //!
-//! Not here: members that fail (`faults`), certificates and logins (`secured`), a recorded history of placements (`history`).
+//! Not here: older formats (`raise::tests`), members that fail (`faults`), certificates and logins (`secured`), a recorded history of placements (`history`).
 
 mod faults;
 mod history;
-mod rig;
+pub(super) mod rig;
 mod secured;
 
 use std::collections::BTreeMap;
@@ -51,6 +51,10 @@ fn placement(site: &str, node: &str, epoch: u64) -> Placement {
 
 fn setting(key: &str, value: &str) -> Change {
     Change::PutSetting(Setting { key: key.into(), value: crate::SettingValue::Text(value.into()) })
+}
+
+fn rule(name: &str, text: &str) -> Change {
+    Change::PutRule(Rule { name: crate::RuleName::new(name).unwrap(), text: text.into() })
 }
 
 fn put_tenant(name: &str, uid: u32) -> Change {
@@ -730,7 +734,7 @@ fn a_newer_format_is_refused_and_nothing_is_touched() {
     let keys = Keys::new(&cluster);
     // As another version's migration would leave it, under the eyes of a node of this one.
     etcd.write(vec![
-        keys::putting(&keys.format(), "2"),
+        keys::putting(&keys.format(), "3"),
         keys::deleting_all(&keys.records(crate::store::Kind::Site)),
     ]);
     let knows = |store: &ClusterStore| matches!(store.trouble(), Some(ClusterError::Version { .. }));
@@ -760,6 +764,7 @@ fn any_change() -> impl Strategy<Value = Change> {
         2 => (tenant.clone(), 1..5_u32).prop_map(|(t, uid)| put_tenant(&format!("t{t}"), uid)),
         1 => tenant.prop_map(|t| Change::DropTenant(TenantName::new(&format!("t{t}")).unwrap())),
         2 => (0..4_u8, 0..3_u8).prop_map(|(k, v)| setting(&format!("k{k}"), &format!("{v}"))),
+        1 => (0..2_u8, 0..3_u8).prop_map(|(r, v)| rule(&format!("r{r}"), &format!("{v}"))),
     ]
 }
 

@@ -307,11 +307,16 @@ impl Node {
         assert_eq!(fed.table.nodes().len(), self.store.nodes().unwrap().len());
         self.store
             .walk(&mut |kind, json| {
+                // Rules are no part of a process's table.
+                if kind == crate::store::Kind::Rule {
+                    return Ok(());
+                }
                 let name = keys::name_in(kind, json).unwrap();
                 let here = match kind {
                     crate::store::Kind::Tenant => serde_json::to_string(&*fed.table.tenant(&name).unwrap()),
                     crate::store::Kind::Site => serde_json::to_string(&*fed.table.site(&name).unwrap()),
                     crate::store::Kind::Setting => serde_json::to_string(&*fed.table.setting(&name).unwrap()),
+                    crate::store::Kind::Rule => unreachable!("it was passed over"),
                     crate::store::Kind::Node => serde_json::to_string(&*fed.table.node(&name).unwrap()),
                     crate::store::Kind::Placement => {
                         serde_json::to_string(&fed.table.placement(&name).unwrap())

@@ -1,0 +1,179 @@
+//! A cluster of format 1 against a real etcd: nodes of this version are in it beside older ones, which know nothing newer.
+//!
+//! Not here: newer formats than this program's (`etcd::tests`).
+
+use super::*;
+use crate::record::{Change, Rule, Setting};
+use crate::store::etcd::tests::rig::{Etcd, Node, PATIENCE, until};
+use crate::store::{Mode, Store, TransactionError, suite};
+use crate::{RuleName, SettingValue};
+
+/// How long a node is there after its last word.
+const TTL: Duration = Duration::from_secs(5);
+
+/// The records of [`suite`] and these members, as the program that knew only format 1 wrote them.
+fn format_1(etcd: &Etcd, members: &[&str]) -> String {
+    let cluster = etcd.cluster();
+    let keys = keys::Keys::new(&cluster);
+    let record = |kind, (name, json): (&str, &str)| keys::putting(&keys.record(kind, name), json);
+    let mut operations = vec![
+        keys::putting(&keys.format(), "1"),
+        keys::putting(&keys.revision(), r#"{"count":1,"by":"0123456789abcdef"}"#),
+        record(Kind::Tenant, suite::OLD_TENANT),
+        record(Kind::Site, suite::OLD_SITE),
+        record(Kind::Setting, suite::OLD_SETTING),
+    ];
+    operations.extend(members.iter().map(|member| record(Kind::Node, (member, &node_json(member)))));
+    etcd.write(operations);
+    cluster
+}
+
+fn node_json(name: &str) -> String {
+    format!(
+        r#"{{"name":"{name}","id":"{name}","peer":"127.0.0.1:1","cpus":2,"memory_bytes":9,"version":"0.1.0"}}"#
+    )
+}
+
+/// A node of this version that is there.
+fn present(etcd: &Etcd, cluster: &str, name: &str) -> Node {
+    let node = etcd.node(cluster);
+    node.store.present(&NodeName::new(name).unwrap(), "{}".into(), TTL).unwrap();
+    node
+}
+
+fn remove(etcd: &Etcd, cluster: &str, member: &str) {
+    let keys = keys::Keys::new(cluster);
+    etcd.write(vec![keys::deleting(&keys.record(Kind::Node, member))]);
+}
+
+fn rule(name: &str) -> Change {
+    Change::PutRule(Rule { name: RuleName::new(name).unwrap(), text: "1".into() })
+}
+
+fn setting(key: &str) -> Change {
+    Change::PutSetting(Setting { key: key.into(), value: SettingValue::Text("v".into()) })
+}
+
+fn put(node: &Node, change: Change) -> Result<(), TransactionError> {
+    node.store.transaction(vec![change], Mode::Merge).map(drop)
+}
+
+fn waits_for(node: &Node, members: &[&str]) {
+    node.until("what holds the format back", |store| {
+        let Format { holds, behind, .. } = store.format();
+        holds == 1 && behind == members
+    });
+}
+
+fn is_raised(node: &Node) {
+    node.until("the newest format", |store| {
+        store.format() == Format { holds: FORMAT, known: FORMAT, behind: Vec::new() }
+    });
+}
+
+#[test]
+fn a_cluster_of_format_1_passes_the_suite_of_older_stores() {
+    let etcd = Etcd::start(1);
+    let old = || {
+        let node = present(&etcd, &format_1(&etcd, &["a"]), "a");
+        is_raised(&node);
+        node.in_step(&etcd);
+        node
+    };
+    suite::run_on_old(&old, &|node: &Node| &*node.store);
+}
+
+#[test]
+fn while_a_member_is_older_the_cluster_keeps_its_format_and_takes_what_that_has() {
+    let etcd = Etcd::start(1);
+    let cluster = format_1(&etcd, &["a", "b", "c"]);
+    let keys = keys::Keys::new(&cluster);
+    let (a, b) = (present(&etcd, &cluster, "a"), present(&etcd, &cluster, "b"));
+    // An older program says that it is there, and nothing of formats.
+    etcd.write(vec![keys::putting(&keys.present(&NodeName::new("c").unwrap()), "{}")]);
+    waits_for(&a, &["c"]);
+    waits_for(&b, &["c"]);
+    put(&a, setting("new")).unwrap();
+    b.until("the setting", |store| store.setting("new").unwrap().is_some());
+    let error = put(&b, rule("r")).unwrap_err();
+    assert_eq!(error.code().0, 237, "{error}");
+    assert!(error.to_string().contains("update nagaya on c,"), "{error}");
+    assert_eq!(a.store.rules().unwrap(), []);
+    // A member that is not there, too, may come back as it was.
+    drop(a);
+    waits_for(&b, &["a", "c"]);
+    let _c = present(&etcd, &cluster, "c");
+    waits_for(&b, &["a"]);
+    let a = present(&etcd, &cluster, "a");
+    is_raised(&a);
+    is_raised(&b);
+    put(&a, rule("r")).unwrap();
+    b.until("the rule", |store| store.rule("r").unwrap().is_some());
+    b.is_fed();
+}
+
+#[test]
+fn a_rule_may_be_kept_as_soon_as_the_last_member_is_new_enough() {
+    let etcd = Etcd::start(1);
+    let cluster = format_1(&etcd, &["a", "b"]);
+    let a = present(&etcd, &cluster, "a");
+    waits_for(&a, &["b"]);
+    remove(&etcd, &cluster, "b");
+    put(&a, rule("r")).unwrap();
+    assert_eq!(a.store.format().holds, FORMAT);
+}
+
+#[test]
+fn nothing_is_raised_for_a_cluster_without_members() {
+    let etcd = Etcd::start(1);
+    // Whoever made it has not become a member yet, and may know no newer format.
+    let node = present(&etcd, &format_1(&etcd, &[]), "a");
+    node.in_step(&etcd);
+    let raised = etcd.runtime.block_on({
+        let inner = node.store.inner.clone();
+        async move { raise(&inner).await }
+    });
+    assert_eq!(raised, Ok(1));
+}
+
+#[test]
+fn a_member_that_comes_while_others_are_looked_at_is_not_passed_over() {
+    let etcd = Etcd::start(1);
+    let cluster = format_1(&etcd, &["a", "b"]);
+    let keys = keys::Keys::new(&cluster);
+    let a = present(&etcd, &cluster, "a");
+    waits_for(&a, &["b"]);
+    let inner = a.store.inner.clone();
+    let mut looked = etcd.runtime.block_on(look(&inner)).unwrap();
+    looked.members.retain(|member| member.name != "b");
+    remove(&etcd, &cluster, "b");
+    etcd.write(vec![keys::putting(&keys.record(Kind::Node, "c"), node_json("c"))]);
+    assert_eq!(etcd.runtime.block_on(raise_upon(&inner, looked)), Ok(1));
+    waits_for(&a, &["c"]);
+}
+
+#[test]
+fn what_was_interrupted_is_done_by_whoever_comes_next() {
+    let etcd = Etcd::start(1);
+    let cluster = format_1(&etcd, &["a", "b"]);
+    let a = present(&etcd, &cluster, "a");
+    waits_for(&a, &["b"]);
+    // It would raise the format now, and dies: before, in the midst of it or after.
+    remove(&etcd, &cluster, "b");
+    etcd.kill(0);
+    let (file, directory) = a.close();
+    assert_eq!(file.site("one").unwrap().unwrap().name.as_str(), "one");
+    etcd.revive(0);
+    let again = Node::open_with(&etcd.options(&cluster), file, directory);
+    again.store.present(&NodeName::new("a").unwrap(), "{}".into(), TTL).unwrap();
+    is_raised(&again);
+    put(&again, rule("r")).unwrap();
+    // And it is done once, however many try.
+    let others: Vec<Node> = (0..3).map(|_| etcd.node(&cluster)).collect();
+    for other in &others {
+        is_raised(other);
+        until("the rule", || other.store.rule("r").unwrap().is_some());
+    }
+    etcd.runtime.block_on(others[0].store.in_step(PATIENCE)).unwrap();
+    assert_eq!(others[0].store.setting("k").unwrap().unwrap().key.as_ref(), "k");
+}
