@@ -79,6 +79,12 @@ impl Builder {
         self
     }
 
+    /// A rule of the store, of which the configuration has only the name.
+    pub fn stored_rule(mut self, name: &str, phase: &str, more: &str) -> Self {
+        self.listen.push_str(&format!("[[rules]]\nphase = {phase:?}\nfile = \"store:{name}\"\n{more}\n"));
+        self
+    }
+
     /// A tenant with a home that nobody else can look into. Its uid is its own.
     pub fn tenant(mut self, name: &'static str) -> Self {
         self.tenants.push(name);
@@ -429,6 +435,20 @@ impl World {
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "nagaya {arguments:?}: {}\n{text}{errors}", output.status);
         text.into_owned()
+    }
+
+    /// Puts a rule into the store, however that ends.
+    #[track_caller]
+    pub fn try_set_rule(&self, name: &str, text: &str) -> Output {
+        let file = self.path(&format!("drafts/{name}.rb"));
+        machine::write(&file, text);
+        self.try_cli(&["rule", "set", name, &file.to_string_lossy()])
+    }
+
+    #[track_caller]
+    pub fn set_rule(&self, name: &str, text: &str) {
+        let output = self.try_set_rule(name, text);
+        assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
     #[track_caller]

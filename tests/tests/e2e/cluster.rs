@@ -23,6 +23,7 @@ pub const SUITE: Suite = Suite {
     tests: Tests::Alone(nagaya_tests::tests![
         a_node_becomes_a_cluster_while_it_serves,
         a_second_node_takes_over_the_records_and_both_change_them,
+        a_rule_that_is_set_at_one_node_holds_at_all,
         who_may_not_join_changes_nothing,
         every_node_answers_for_an_application_that_runs_on_one,
         a_silent_nodes_application_moves_within_the_request,
@@ -159,6 +160,32 @@ fn a_second_node_takes_over_the_records_and_both_change_them() {
         nodes.as_array().expect("a list").iter().filter_map(|node| node["name"].as_str()).collect();
     assert_eq!(names, ["a", "b"]);
     cluster.stop();
+}
+
+fn a_rule_that_is_set_at_one_node_holds_at_all() {
+    let etcd = Etcd::start();
+    let named = |builder: Builder| builder.stored_rule("gate", "access_checker", "");
+    let a = with_alice(named(cluster::node(0))).start();
+    a.write("alice", "plain/index.html", "plain words");
+    let status = |world: &World| world.get("plain.test", "/").status;
+    // What a node alone has goes with it into its cluster, and to whoever joins.
+    a.set_rule("gate", "answer 403\n");
+    cluster::init(&a, &etcd);
+    let b = named(cluster::node(1)).start();
+    cluster::join(&b, &a, &etcd);
+    assert_eq!((status(&a), status(&b)), (403, 403));
+    assert_eq!(cluster_status(&b)["format"], 2);
+    for (at, other, answer) in [(&b, &a, 404), (&a, &b, 410)] {
+        at.set_rule("gate", &format!("answer {answer}\n"));
+        assert_eq!(status(at), answer, "it was told as done");
+        wait::until("the other node has it, too", || status(other) == answer);
+    }
+    assert_eq!(a.cli(&["rule", "show", "gate"]), b.cli(&["rule", "show", "gate"]));
+    b.cli(&["rule", "remove", "gate"]);
+    assert_eq!(status(&b), 200);
+    wait::until("it is gone at the other node", || status(&a) == 200);
+    a.stop();
+    b.stop();
 }
 
 fn who_may_not_join_changes_nothing() {

@@ -36,6 +36,8 @@ pub const SUITE: Suite = Suite {
         a_lane_lets_one_request_in_after_the_other,
         what_a_rule_names_wrongly_is_said_and_harms_nobody,
         a_syntax_error_is_found_before_the_node_starts,
+        a_rule_of_the_store_holds_for_the_next_request_and_a_broken_one_is_refused,
+        rules_of_the_store_outlast_the_node_and_come_with_an_import,
     ]),
 };
 
@@ -343,5 +345,67 @@ fn a_syntax_error_is_found_before_the_node_starts() {
     assert!(text.contains("one.rb:"), "{text}");
     world.launch();
     client::get(world.http(), "nobody.test", "/").expect(404);
+    world.stop();
+}
+
+fn a_rule_of_the_store_holds_for_the_next_request_and_a_broken_one_is_refused() {
+    let world = start(builder().stored_rule("limits", "access_checker", ""));
+    // Named and not there: a missing file.
+    world.get("a.test", "/x.cgi").expect(200);
+    wait::until("the missing rule is logged", || world.log().contains("limits.rb: cannot be read"));
+    let mut connection = Connection::open(world.http());
+    for turn in 0..10 {
+        let status = if turn % 2 == 0 { 404 } else { 410 };
+        world.set_rule("limits", &format!("answer {status}\n"));
+        connection.send("GET /x.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");
+        assert_eq!(connection.response().status, status, "turn {turn}");
+    }
+    let broken = world.try_set_rule("limits", "answer 403\nif request.path ==\nend\n");
+    let said = String::from_utf8_lossy(&broken.stderr).into_owned();
+    assert!(
+        !broken.status.success() && said.contains("drafts/limits.rb:3: ") && said.contains("NGY0602"),
+        "{said}"
+    );
+    let line = json!({ "rule": { "name": "limits", "text": "answer 403\nend\n" } }).to_string();
+    let said = String::from_utf8_lossy(&world.try_import(&line).stderr).into_owned();
+    assert!(said.contains("line 1: store:limits:2: ") && said.contains("NGY0212"), "{said}");
+    world.get("a.test", "/x.cgi").expect(410);
+    assert_eq!(world.cli(&["rule", "show", "limits"]), "answer 410\n");
+    let listed: Value = serde_json::from_str(&world.cli(&["rule", "list", "--json"])).expect("it is JSON");
+    assert_eq!(listed, json!([{ "name": "limits", "bytes": 11, "lines": 1 }]));
+    only_the_node_reads(&world.path("run/rules/limits.rb"));
+    world.cli(&["rule", "remove", "limits"]);
+    world.get("a.test", "/x.cgi").expect(200);
+    let again = world.try_cli(&["rule", "remove", "limits"]);
+    assert!(String::from_utf8_lossy(&again.stderr).contains("NGY0211"), "{again:?}");
+    world.stop();
+}
+
+/// Neither the file nor the directory it is in.
+fn only_the_node_reads(file: &std::path::Path) {
+    use std::os::unix::fs::PermissionsExt as _;
+    for path in [file, file.parent().expect("it is in a directory")] {
+        let mode = fs::metadata(path).expect("it is there").permissions().mode();
+        assert_eq!(mode & 0o027, 0, "{}: {mode:o}", path.display());
+    }
+}
+
+fn rules_of_the_store_outlast_the_node_and_come_with_an_import() {
+    let world = start(builder().stored_rule("limits", "access_checker", "on_error = \"refuse\""));
+    world.get("a.test", "/x.cgi").expect(503);
+    world.set_rule("limits", "answer 404\n");
+    let exported = world.cli(&["site", "export"]);
+    assert!(
+        exported.ends_with("{\"rule\":{\"name\":\"limits\",\"text\":\"answer 404\\n\"}}\n"),
+        "{exported}"
+    );
+    // Killed, it leaves its files behind; what counts is what the store has then.
+    nagaya_tests::machine::signal(world.pid(), "KILL");
+    world.wait_for_end();
+    world.set_rule("limits", "answer 410\n");
+    world.launch();
+    world.get("a.test", "/x.cgi").expect(410);
+    world.import_lines(&exported);
+    world.get("a.test", "/x.cgi").expect(404);
     world.stop();
 }

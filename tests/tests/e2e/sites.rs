@@ -23,6 +23,7 @@ pub const SUITE: Suite = Suite {
             records_survive_a_restart,
             a_truncated_store_is_refused_and_left_alone,
             a_store_of_a_newer_version_is_refused_and_left_alone,
+            a_store_of_an_older_version_goes_on_as_one_of_this,
             every_mistake_in_the_configuration_is_named,
             two_nodes_do_not_share_a_directory,
         ],
@@ -248,6 +249,23 @@ fn a_store_of_a_newer_version_is_refused_and_left_alone(_: &World) {
     write.commit().expect("room");
     drop(database);
     must_refuse_store(&world, "NGY0204");
+}
+
+fn a_store_of_an_older_version_goes_on_as_one_of_this(_: &World) {
+    let world = ended_with_records();
+    let database = redb::Database::open(world.path("state/nagaya.redb")).expect("the store");
+    let write = database.begin_write().expect("nobody else has it open");
+    // As the version before there were rules in it left it.
+    write.delete_table(redb::TableDefinition::<&str, &str>::new("rules")).expect("it is there");
+    let meta = redb::TableDefinition::<&str, u64>::new("meta");
+    write.open_table(meta).expect("its table of numbers").insert("format", 1).expect("room");
+    write.commit().expect("room");
+    drop(database);
+    world.launch();
+    assert!(world.cli(&["site", "list"]).contains("kept"));
+    world.set_rule("new", "answer 404\n");
+    assert!(world.cli(&["rule", "list"]).contains("new"));
+    world.stop();
 }
 
 fn every_mistake_in_the_configuration_is_named(_: &World) {
