@@ -27,9 +27,10 @@ const WAKE: (Duration, Duration) = (Duration::from_millis(20), Duration::from_mi
 /// A removed site's placement is taken away by its node when it has known of the removal for so long: more than any authority lasts.
 const LET_GO_AFTER: Duration = Duration::from_secs(4);
 const LET_GO_AGAIN: Duration = Duration::from_secs(1);
-/// Nodes have one of these, in turn.
+/// The first nodes have one of these, in turn; in large clusters all others have the usual one.
 const TERMS: [Duration; 3] = [TERM, Duration::from_millis(150), Duration::from_millis(900)];
 const TERM_LONGEST: Duration = TERMS[2];
+const DIFFERENT: NodeId = 6;
 /// A record of which it is not known whether it is written is written again.
 const LIST_AGAIN: Duration = Duration::from_millis(50);
 /// Of a hundred nodes that come back so many are an older build, where there are such.
@@ -46,7 +47,7 @@ const fn nanos(time: Duration) -> u64 {
 
 /// How long a node serves by one read of the store.
 pub(crate) const fn term(node: NodeId) -> Duration {
-    TERMS[node as usize % TERMS.len()]
+    if node < DIFFERENT { TERMS[node as usize % TERMS.len()] } else { TERM }
 }
 
 /// What a commit counts on: for how long others may serve the site, by which mark, and by which revision the placement was written.
