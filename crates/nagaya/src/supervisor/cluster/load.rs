@@ -24,6 +24,9 @@ pub struct Load {
     pub memory_available: u64,
     /// Serial of the authority that gave this node its certificate.
     pub authority: u64,
+    /// Serial of the newest authority that it believes. 0: a version that does not tell, or it does not know yet.
+    #[serde(skip_serializing_if = "is_none")]
+    pub believes: u64,
     /// It may run what is placed on it.
     pub serves: bool,
     /// Requests a second to applications that are placed there.

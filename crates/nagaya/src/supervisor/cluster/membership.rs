@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::ClusterError;
@@ -43,6 +43,11 @@ const LIST_AGAIN: Duration = Duration::from_millis(200);
 /// How often the authority's certificates are looked at.
 const AUTHORITY_EVERY: Duration = Duration::from_secs(5);
 
+/// The same while a certificate waits for all members to believe a new authority, and how long it does at most: for one of a version
+/// that does not say so, or that is slow.
+const BELIEF_EVERY: Duration = Duration::from_secs(1);
+const BELIEVED_WITHIN: Duration = Duration::from_secs(30);
+
 /// How often placements are counted, if there were changes.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
 
@@ -59,6 +64,10 @@ pub struct Membership {
     pub id: String,
     pub store: Arc<ClusterStore>,
     member: RefCell<Member>,
+    /// The newest authority of certificates that it believes, by its serial.
+    believes: Cell<u64>,
+    /// An authority of which it has no certificate yet, and since when it knows of it.
+    exchanging: Cell<Option<(u64, Instant)>>,
     /// Sites that are looked for a place for.
     pub relocating: Relocating,
     pub suspects: RefCell<Suspects>,
@@ -111,6 +120,8 @@ impl Membership {
             id: member.id.clone(),
             store,
             member: RefCell::new(member),
+            believes: Cell::new(0),
+            exchanging: Cell::new(None),
             relocating: Relocating::default(),
             suspects: RefCell::default(),
             doubts: RefCell::default(),
@@ -226,6 +237,7 @@ impl Membership {
             memory_bytes,
             memory_available,
             authority: self.member.borrow().credentials.serial,
+            believes: self.believes.get(),
             serves: self.has_authority(),
             heat: self.pulse.borrow().heat(),
             wakes: self.pulse.borrow().wakes(),
@@ -238,21 +250,26 @@ impl Membership {
     /// Takes over an authority that was exchanged, and has this node's certificate made anew in time.
     async fn follow_authority_of_certificates(self: Rc<Self>) {
         loop {
-            if let Err(problem) = self.renew_credentials().await {
+            let waits = self.renew_credentials().await.unwrap_or_else(|problem| {
                 tracing::warn!(code = problem.code, "certificates of the cluster: {}", problem.detail);
-            }
-            tokio::time::sleep(AUTHORITY_EVERY).await;
+                false
+            });
+            tokio::time::sleep(if waits { BELIEF_EVERY } else { AUTHORITY_EVERY }).await;
         }
     }
 
-    async fn renew_credentials(&self) -> Result<(), Box<Problem>> {
-        let Some((stored, _)) = self.stored_authority().await? else { return Ok(()) };
+    /// True: it waits with its new certificate until the others would believe it.
+    async fn renew_credentials(&self) -> Result<bool, Box<Problem>> {
+        let Some((stored, _)) = self.stored_authority().await? else { return Ok(false) };
         let mut member = self.member();
         let is_due = member.credentials.is_due(stored.serial);
-        if !is_due && member.authorities == stored.authorities {
-            return Ok(());
+        let is_same = member.credentials.serial == stored.serial;
+        let is_made = is_due && (is_same || self.is_believed(stored.serial));
+        if !is_made && member.authorities == stored.authorities {
+            self.believes.set(stored.serial);
+            return Ok(is_due);
         }
-        if is_due {
+        if is_made {
             let keys = stored.open(&member.cluster, &Secret::from_token(&member.token)?)?;
             member.credentials = stored.issue(&member.cluster, &keys, &member.node)?;
         }
@@ -261,11 +278,23 @@ impl Membership {
         let told = credentials(&member, &self.context.configured);
         *self.member.borrow_mut() = member;
         self.context.node.credentials.send_replace(Some(told));
+        self.believes.set(stored.serial);
         tracing::info!(
             serial = stored.serial,
             "this node has a new certificate, or believes other authorities"
         );
-        Ok(())
+        Ok(is_due && !is_made)
+    }
+
+    /// All members that are there have said that they believe this authority, or had time enough to do so.
+    fn is_believed(&self, serial: u64) -> bool {
+        let known_since = self.exchanging.get().filter(|(known, _)| *known == serial);
+        let (_, since) = known_since.unwrap_or((serial, Instant::now()));
+        self.exchanging.set(Some((serial, since)));
+        let Ok(known) = self.known_nodes() else { return false };
+        let others = known.iter().filter(|node| node.record.name != self.node);
+        others.filter_map(|node| node.load.as_ref()).all(|load| load.believes >= serial)
+            || since.elapsed() >= BELIEVED_WITHIN
     }
 
     async fn stored_authority(&self) -> Result<Option<(Stored, u64)>, Box<Problem>> {
