@@ -61,6 +61,7 @@ pub const ALONE: Suite = Suite {
         a_keeper_that_is_started_anew_is_waited_for,
         a_new_keeper_brings_back_from_images_from_its_first_moment,
         without_a_criu_that_works_applications_rest_without_images,
+        an_instance_outlives_a_killed_edge,
     ]),
 };
 
@@ -395,6 +396,34 @@ fn a_new_keeper_brings_back_from_images_from_its_first_moment() {
     wait::until("the old one is gone", || !machine::is_running(keeper));
     assert_eq!([run_of(&world, "asked"), run_of(&world, "kept")], [runs[1].clone(), runs[0].clone()]);
     assert_eq!((starts(&world, "asked"), starts(&world, "kept")), (1, 1));
+    world.stop();
+}
+
+/// Running, frozen, and while it serves a request.
+fn an_instance_outlives_a_killed_edge() {
+    let world = world();
+    add(&world, "outlives", json!({}));
+    let run = run_of(&world, "outlives");
+    let before = processes("outlives");
+    for tier in ["running", "frozen", "serving"] {
+        if tier == "frozen" {
+            rest(&world, "outlives", "frozen");
+        }
+        let _served = (tier == "serving").then(|| {
+            let mut connection = Connection::open(world.http());
+            connection.send("GET /slow HTTP/1.1\r\nHost: outlives.test\r\n\r\n");
+            assert_eq!(connection.head().status, 200);
+            connection
+        });
+        let edge = world.pid_of("edge");
+        machine::signal(edge, "KILL");
+        wait::until("the old one is gone", || !machine::is_running(edge));
+        assert_eq!(run_of(&world, "outlives"), run, "{tier}");
+        assert_eq!((processes("outlives"), starts(&world, "outlives")), (before.clone(), 1), "{tier}");
+    }
+    // What the dead ones used keeps nobody awake.
+    rest(&world, "outlives", "frozen");
+    assert_eq!(run_of(&world, "outlives"), run);
     world.stop();
 }
 
