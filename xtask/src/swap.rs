@@ -78,7 +78,8 @@ impl Drop for Swap {
     }
 }
 
-fn is_there() -> bool {
+/// Whether memory can go anywhere but to image files.
+pub fn is_there() -> bool {
     fs::read_to_string("/proc/swaps").is_ok_and(|table| table.lines().count() > 1)
 }
 

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use nagaya_cmdb::instance::Tier;
+use nagaya_keeper::image::Digest;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::{Value, json};
@@ -19,14 +20,17 @@ use super::{Hosted, Hosting, journals, place, uid};
 use crate::clients::to_float;
 use crate::content::{App, Page, give};
 use crate::experiment::Setting;
+use crate::http;
 use crate::plot::Chart;
 use crate::report::{Bound, Goal, Report};
+use crate::swap;
 
 /// Each fault so often.
 const TIMES: usize = 20;
 const TIMES_QUICK: usize = 5;
 
 /// Small programs that listen on a Unix socket, with an answer to all that is asked.
+const PLAIN: &str = "def prepare(): pass\n";
 const SERVE: &str = "\
 server = socket.socket(socket.AF_UNIX)
 server.bind(os.environ['NAGAYA_SOCKET'])
@@ -34,9 +38,11 @@ server.listen(64)
 while True:
     client, _ = server.accept()
     if client.recv(65536):
+        prepare()
         client.sendall(b'HTTP/1.1 200 OK\\r\\nContent-Length: 4\\r\\nConnection: close\\r\\n\\r\\nhere')
     client.close()
 ";
+const SOUND: &str = "import os, socket\n";
 const DEAF: &str = "import os, signal, socket\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n";
 const LATE: &str = "import os, socket, time\ntime.sleep(1)\n";
 const FORKS: &str = "\
@@ -45,6 +51,46 @@ for _ in range(50):
     if os.fork() == 0:
         signal.pause()
 ";
+
+/// Has a TCP connection from its start on, and needs it for each answer: one that is gone it makes again.
+const HOLDS: &str = "\
+import os, socket, threading
+other = socket.create_server(('127.0.0.1', 8007))
+def echo():
+    while True:
+        peer, _ = other.accept()
+        try:
+            while word := peer.recv(1):
+                peer.sendall(word)
+        except OSError:
+            pass
+threading.Thread(target=echo, daemon=True).start()
+held = None
+def prepare():
+    global held
+    for _ in range(2):
+        try:
+            held = held or socket.create_connection(('127.0.0.1', 8007))
+            held.sendall(b'x')
+            if held.recv(1):
+                return
+        except OSError:
+            pass
+        held = None
+    raise SystemExit('the connection does not come back')
+prepare()
+";
+
+/// Releases with which a site's application does not start.
+const CRASHES: &str = "raise SystemExit('this release does not run')\n";
+const NEVER_LISTENS: &str = "import signal\nsignal.pause()\n";
+
+/// How long an application may take until it listens, and a visitor may wait to be told that it does not.
+const START_SECONDS: u32 = 5;
+const ERROR_MAX: Duration = Duration::from_secs(10);
+
+/// What that visitor is told: a status and a code.
+const ERROR: (u16, &str) = (502, "NGY0417");
 
 /// Takes all the memory there is when it is told to, and its cell has little.
 const HUNGRY: &str = "\
@@ -84,16 +130,32 @@ struct Fault {
     name: &'static str,
     site: &'static str,
     rests: Tier,
-    inject: fn(&Scene, &str) -> Result<()>,
+    inject: Act,
+    /// What a visitor gets then.
+    gets: Gets,
     /// Before it is looked whether all is well again.
-    mend: fn(&Scene) -> Result<()>,
+    mend: Act,
 }
 
-const FAULTS: [Fault; 13] = [
+/// Of a site.
+type Act = fn(&mut Scene, &str) -> Result<()>;
+
+#[derive(Clone, Copy)]
+enum Gets {
+    Page,
+    /// `ERROR`, soon: there is nothing that could be shown.
+    Error,
+}
+
+const FAULTS: [Fault; 22] = [
     fault("image cut", JOURNAL, Tier::Image, cut),
     fault("image altered", JOURNAL, Tier::Image, alter),
     fault("header altered", JOURNAL, Tier::Image, alter_header),
     fault("image gone", JOURNAL, Tier::Image, remove),
+    fault("image of another kernel", JOURNAL, Tier::Image, of_another_kernel),
+    fault("image of another CRIU", JOURNAL, Tier::Image, of_another_criu),
+    fault("image of another base", JOURNAL, Tier::Image, of_another_base),
+    Fault { mend: give_criu, ..fault("CRIU missing", JOURNAL, Tier::Image, take_criu) },
     fault("killed while frozen", JOURNAL, Tier::Frozen, kill_first),
     fault("killed while it ran", JOURNAL, Tier::Running, kill_first),
     fault("keeper killed", JOURNAL, Tier::Frozen, kill_keeper),
@@ -101,17 +163,23 @@ const FAULTS: [Fault; 13] = [
     fault("ignores SIGTERM", "deaf", Tier::Image, nothing),
     fault("listens late", "late", Tier::Image, remove),
     fault("has many processes", "forks", Tier::Image, nothing),
+    fault("TCP connection held frozen", "holds", Tier::Frozen, nothing),
+    fault("TCP connection held in image", "holds", Tier::Image, nothing),
+    fault("no swap", JOURNAL, Tier::Frozen, reclaim),
+    bad_release("crash at boot", |scene, site| scene.release(site, CRASHES)),
+    bad_release("never listens", |scene, site| scene.release(site, NEVER_LISTENS)),
     fault("out of memory", HUNGRY_SITE, Tier::Running, exhaust),
     Fault { mend: make_room, ..fault("disk full", JOURNAL, Tier::Image, fill) },
 ];
 
-const fn fault(
-    name: &'static str,
-    site: &'static str,
-    rests: Tier,
-    inject: fn(&Scene, &str) -> Result<()>,
-) -> Fault {
-    Fault { name, site, rests, inject, mend: is_mended }
+const fn fault(name: &'static str, site: &'static str, rests: Tier, inject: Act) -> Fault {
+    Fault { name, site, rests, inject, gets: Gets::Page, mend: nothing }
+}
+
+/// The next release is good again.
+const fn bad_release(name: &'static str, inject: Act) -> Fault {
+    let mend: Act = |scene, site| scene.release(site, &program(SOUND, SERVE));
+    Fault { gets: Gets::Error, mend, ..fault(name, "released", Tier::Image, inject) }
 }
 
 const GOALS: [Goal; 2] = [
@@ -122,16 +190,23 @@ const GOALS: [Goal; 2] = [
 pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("wake-faults");
     let mut apps = journals(setting.dir(), 1)?;
-    let programs =
-        [("deaf", DEAF, SERVE), ("late", LATE, SERVE), ("forks", FORKS, SERVE), (HUNGRY_SITE, "", HUNGRY)];
+    let programs = [
+        ("deaf", DEAF, SERVE),
+        ("late", LATE, SERVE),
+        ("forks", FORKS, SERVE),
+        ("holds", HOLDS, SERVE),
+        ("released", SOUND, SERVE),
+        (HUNGRY_SITE, "", HUNGRY),
+    ];
     for (index, (name, begin, serve)) in programs.into_iter().enumerate() {
-        apps.push(small(setting.dir(), name, &format!("{begin}{serve}"), uid(index + 1)?)?);
+        apps.push(small(setting.dir(), name, &program(begin, serve), uid(index + 1)?)?);
     }
     let images = setting.dir().join("nagaya/state/images");
     let disk = Disk::mount(&images)?;
     let hosting = Hosting::start(setting, "nagaya", &apps, "")?;
     hosting.node.run(&["site", "set", HUNGRY_SITE, "--memory", HUNGRY_MEMORY])?;
-    let scene = Scene { hosting, apps, images: images.join("images"), disk };
+    let dir = setting.dir().to_path_buf();
+    let mut scene = Scene { hosting, apps, dir, images: images.join("images"), disk, releases: 1 };
     for hosted in &scene.apps {
         let (visit, is_right) = scene.hosting.visit(&hosted.name, hosted.app.page)?;
         ensure!(is_right, "{} answers {}", hosted.name, visit.status);
@@ -139,6 +214,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let times = if setting.quick { TIMES_QUICK } else { TIMES };
     report.note("times each", json!(times));
     report.note("CRIU", scene.hosting.criu()?);
+    report.note("swap", json!(swap::is_there()));
     let (mut errors, mut recovered) = (0, 0);
     for round in 0..times {
         for fault in &FAULTS {
@@ -161,15 +237,24 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.write(&setting.out, &chart, &GOALS)
 }
 
+fn program(begin: &str, serve: &str) -> String {
+    format!("{PLAIN}{begin}{serve}")
+}
+
+/// Where the program of a site is.
+fn program_file(dir: &Path, site: &str) -> PathBuf {
+    place(dir, site).join("server.py")
+}
+
 /// A program of a few lines as a site.
 fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<Hosted> {
     let tree = place(dir, name);
     fs::create_dir_all(&tree).with_context(|| format!("creating {}", tree.display()))?;
-    let file = tree.join("server.py");
+    let file = program_file(dir, name);
     fs::write(&file, program).with_context(|| format!("writing {}", file.display()))?;
     give(&tree, uid)?;
-    let backend =
-        json!({"kind": "app", "command": ["/usr/bin/python3", file], "directory": tree, "release": "1"});
+    let command = ["/usr/bin/python3".into(), file];
+    let backend = json!({"kind": "app", "command": command, "directory": tree, "release": "1", "start_seconds": START_SECONDS});
     let app = App { backend, files: None, page: Page { path: "/", text: "here" }, login: "/" };
     Ok(Hosted { name: name.into(), uid, app })
 }
@@ -177,9 +262,13 @@ fn small(dir: &Path, name: &str, program: &str, uid: u32) -> Result<Hosted> {
 struct Scene {
     hosting: Hosting,
     apps: Vec<Hosted>,
+    /// The experiment's.
+    dir: PathBuf,
     /// Where the node keeps its images.
     images: PathBuf,
     disk: Disk,
+    /// Of all sites together.
+    releases: u32,
 }
 
 /// A small disk in memory, gone with this.
@@ -218,7 +307,7 @@ impl Drop for Disk {
 }
 
 struct Outcome {
-    /// The visitor got the page.
+    /// The visitor got what is to be got.
     is_right: bool,
     ms: f64,
     /// The instance has an image again, and wakes from it.
@@ -226,12 +315,15 @@ struct Outcome {
 }
 
 impl Scene {
-    fn try_one(&self, fault: &Fault) -> Result<Outcome> {
+    fn try_one(&mut self, fault: &Fault) -> Result<Outcome> {
         let page = self.page(fault.site)?;
         self.make_rest(fault.site, fault.rests)?;
         (fault.inject)(self, fault.site)?;
-        let (visit, is_right) = self.visit(fault.site, page);
-        (fault.mend)(self)?;
+        let (visit, is_right) = match fault.gets {
+            Gets::Page => self.visit(fault.site, page),
+            Gets::Error => self.visit_in_vain(fault.site, page),
+        };
+        (fault.mend)(self, fault.site)?;
         let is_recovered = match self.recover(fault.site, page) {
             Ok(is_recovered) => is_recovered,
             Err(error) => {
@@ -254,6 +346,30 @@ impl Scene {
                 (ms, false)
             }
         }
+    }
+
+    /// The same where the page cannot come: whether the visitor is told so, and soon.
+    fn visit_in_vain(&self, site: &str, page: Page) -> (f64, bool) {
+        let begun = std::time::Instant::now();
+        let came = http::visit(self.hosting.node.address, &super::host(site), page.path);
+        let took = begun.elapsed();
+        let is_told = came.as_ref().is_ok_and(|visit| {
+            let (status, code) = ERROR;
+            visit.status == status && String::from_utf8_lossy(&visit.body).contains(code)
+        });
+        if !is_told || took > ERROR_MAX {
+            eprintln!("{site}: after {took:?} {:?}", came.map(|visit| visit.status));
+        }
+        (took.as_secs_f64() * 1e3, is_told && took <= ERROR_MAX)
+    }
+
+    /// Another release of a site, with this program.
+    fn release(&mut self, site: &str, program: &str) -> Result<()> {
+        let file = program_file(&self.dir, site);
+        fs::write(&file, program).with_context(|| format!("writing {}", file.display()))?;
+        self.releases += 1;
+        let release = self.releases.to_string();
+        self.hosting.node.run(&["site", "set", site, "--release", &release]).map(drop)
     }
 
     fn page(&self, site: &str) -> Result<Page> {
@@ -333,26 +449,22 @@ fn pid(number: impl TryInto<i32>) -> Result<Pid> {
     number.try_into().ok().and_then(Pid::from_raw).context("the number of a process")
 }
 
-fn nothing(_: &Scene, _: &str) -> Result<()> {
-    Ok(())
-}
-
-fn is_mended(_: &Scene) -> Result<()> {
+fn nothing(_: &mut Scene, _: &str) -> Result<()> {
     Ok(())
 }
 
 /// No room for an image, when there is none.
-fn fill(scene: &Scene, site: &str) -> Result<()> {
+fn fill(scene: &mut Scene, site: &str) -> Result<()> {
     remove(scene, site)?;
     scene.disk.fill()
 }
 
-fn make_room(scene: &Scene) -> Result<()> {
+fn make_room(scene: &mut Scene, _: &str) -> Result<()> {
     scene.disk.make_room()
 }
 
 /// Somebody else's request makes it take all the memory there is; what that one is answered is no matter here.
-fn exhaust(scene: &Scene, site: &str) -> Result<()> {
+fn exhaust(scene: &mut Scene, site: &str) -> Result<()> {
     // One that ends again and again is started with pauses, as it should be; with a new image that is forgotten.
     scene.retake(site)?;
     let pids = scene.hosting.status(site)?.pids;
@@ -370,41 +482,88 @@ fn exhaust(scene: &Scene, site: &str) -> Result<()> {
     Ok(())
 }
 
-fn cut(scene: &Scene, site: &str) -> Result<()> {
+fn cut(scene: &mut Scene, site: &str) -> Result<()> {
     let (file, len) = scene.memory(site)?;
     file.set_len(len / 2).context("cutting an image")
 }
 
-fn alter(scene: &Scene, site: &str) -> Result<()> {
+fn alter(scene: &mut Scene, site: &str) -> Result<()> {
     let (file, len) = scene.memory(site)?;
     let mut byte = [0];
     file.read_exact_at(&mut byte, len / 2).context("reading an image")?;
     file.write_all_at(&[!byte[0]], len / 2).context("altering an image")
 }
 
-fn alter_header(scene: &Scene, site: &str) -> Result<()> {
+fn alter_header(scene: &mut Scene, site: &str) -> Result<()> {
     let path = scene.image(site)?.join("header");
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     fs::write(&path, text.replacen("\"kernel\": \"", "\"kernel\": \"another ", 1))
         .with_context(|| format!("writing {}", path.display()))
 }
 
-fn remove(scene: &Scene, site: &str) -> Result<()> {
+/// Changes the header of an image to one that is whole, with a digest that is right.
+fn forge(scene: &Scene, site: &str, change: impl FnOnce(&mut Value)) -> Result<()> {
+    let path = scene.image(site)?.join("header");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    let (first, body) = text.split_once('\n').context("a header of one line")?;
+    let (version, _) = first.rsplit_once(' ').context("a header without a digest")?;
+    let mut header: Value = serde_json::from_str(body).context("reading a header")?;
+    change(&mut header);
+    let body = serde_json::to_string_pretty(&header).context("writing a header")?;
+    let digest = Digest::of(&[body.as_bytes()]);
+    fs::write(&path, format!("{version} {digest}\n{body}\n"))
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+fn of_another_kernel(scene: &mut Scene, site: &str) -> Result<()> {
+    forge(scene, site, |header| header["environment"]["kernel"] = json!("5.10.0 #1"))
+}
+
+fn of_another_criu(scene: &mut Scene, site: &str) -> Result<()> {
+    forge(scene, site, |header| header["environment"]["criu"] = json!("4.0"))
+}
+
+fn of_another_base(scene: &mut Scene, site: &str) -> Result<()> {
+    forge(scene, site, |header| header["subject"]["base"] = json!(Digest::of(&[b"another"]).to_string()))
+}
+
+/// The next keeper finds no CRIU.
+fn take_criu(scene: &mut Scene, _: &str) -> Result<()> {
+    let absent = scene.dir.join("no-criu");
+    scene.hosting.reconfigure(&format!("criu = {:?}\n", absent.display().to_string()))?;
+    scene.kill_part("keeper")
+}
+
+fn give_criu(scene: &mut Scene, site: &str) -> Result<()> {
+    ensure!(scene.hosting.status(site)?.image_bytes.is_none(), "{site} has an image without a CRIU");
+    scene.hosting.reconfigure("")?;
+    scene.kill_part("keeper")
+}
+
+/// Where there is no swap it stays frozen.
+fn reclaim(scene: &mut Scene, site: &str) -> Result<()> {
+    scene.hosting.node.run(&["instance", "rest", site, "--to", "reclaimed"])?;
+    let tier = scene.hosting.status(site)?.tier;
+    ensure!(tier == if swap::is_there() { Tier::Reclaimed } else { Tier::Frozen }, "{site} is at {tier}");
+    Ok(())
+}
+
+fn remove(scene: &mut Scene, site: &str) -> Result<()> {
     let image = scene.image(site)?;
     fs::remove_dir_all(&image).with_context(|| format!("removing {}", image.display()))
 }
 
-fn kill_first(scene: &Scene, site: &str) -> Result<()> {
+fn kill_first(scene: &mut Scene, site: &str) -> Result<()> {
     let pids = scene.hosting.status(site)?.pids;
     // The last of them is the application's own; the first is the sandbox'.
     kill(pids.last().copied().context("an instance without processes")?.into())
 }
 
-fn kill_keeper(scene: &Scene, _: &str) -> Result<()> {
+fn kill_keeper(scene: &mut Scene, _: &str) -> Result<()> {
     scene.kill_part("keeper")
 }
 
-fn kill_edge(scene: &Scene, _: &str) -> Result<()> {
+fn kill_edge(scene: &mut Scene, _: &str) -> Result<()> {
     scene.kill_part("edge")
 }
 
