@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::pipe::PipeFlags;
@@ -21,6 +21,11 @@ const NOBODY: Identity = Identity { uid: 65_534, gid: 65_534 };
 
 /// How long CRIU may take to look.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long another process may have the file open that was just written: one that a thread of this one has forked and that has not
+/// become its program yet.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+const CLOSE_POLL: Duration = Duration::from_millis(2);
 
 /// Name of its file.
 const FACTS: &str = "criu.kdat";
@@ -77,6 +82,13 @@ fn copy(from: &OwnedFd) -> io::Result<OwnedFd> {
     let kept = rustix::fs::openat(&to, FACTS, flags, mode)?;
     File::from(kept).write_all(&facts)?;
     rustix::fs::chmodat(&to, FACTS, mode, AtFlags::empty())?;
-    sandbox::lock(to.as_fd())?;
-    Ok(to)
+    let until = Instant::now() + CLOSE_TIMEOUT;
+    loop {
+        match sandbox::lock(to.as_fd()) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < until => {
+                std::thread::sleep(CLOSE_POLL);
+            }
+            locked => return locked.map(|()| to),
+        }
+    }
 }
