@@ -17,7 +17,7 @@ pub use check::Mistake;
 pub use names::{HostPattern, NameError, NodeName, RuleName, SiteName, TenantName};
 pub use record::{
     Backend, CellLimits, Change, Copied, NodeRecord, Part, Placement, Rule, Setting, SettingValue, Site,
-    Standing, Tenant, Why,
+    Standing, Tenant, TicketKeys, Why,
 };
 pub use store::{RedbStore, Store, StoreError};
 pub use table::{Route, Table, TableError};

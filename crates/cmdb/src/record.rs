@@ -11,6 +11,7 @@ mod limits;
 mod outbound;
 mod rule;
 mod setting;
+mod tickets;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -35,6 +36,7 @@ pub use rule::{RULE_TEXT_LEN_MAX, RULES_MAX, Rule};
 pub use setting::{
     FIELD_NAME_LEN_MAX, FIELDS_MAX, KEY_LEN_MAX, SETTINGS_MAX, Scalar, Setting, SettingValue, VALUE_LEN_MAX,
 };
+pub use tickets::{TicketKey, TicketKeys, TicketSecret};
 
 /// An owner of sites: one uid, one home, limits that hold for all its sites together.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,6 +218,8 @@ pub enum Change {
     DropNode(NodeName),
     PutPlacement(Placement),
     DropPlacement(SiteName),
+    PutTicketKeys(TicketKeys),
+    DropTicketKeys,
 }
 
 #[cfg(test)]

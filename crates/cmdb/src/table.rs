@@ -1,4 +1,4 @@
-//! The complete in-memory copy of tenants, sites, settings, nodes and placements that each process holds, so that a request never
+//! The complete in-memory copy of tenants, sites, settings, nodes, placements and keys of tickets that each process holds, so that a request never
 //! asks the store. Made for 100,000 sites: a record is kept as its compact JSON and decoded when asked for, and
 //! the indexes hold 32-bit slots and hashes instead of names. Settings, which rules ask for many times in one
 //! request, are kept decoded.
@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 
 use self::cluster::Cluster;
 use crate::names::NodeName;
-use crate::record::{Change, NodeRecord, Placement, Setting, Site, Standing, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Setting, Site, Standing, Tenant, TicketKeys};
 
 /// A change that does not fit what the table holds. The store never commits such a change, so whoever gets
 /// this has lost step with the store and must load everything anew.
@@ -57,6 +57,7 @@ pub struct Table {
     hosts: HashTable<HostEntry>,
     settings: Settings,
     cluster: Cluster,
+    ticket_keys: Option<TicketKeys>,
     hasher: RandomState,
     /// Records are written here first, so that what stays allocated is exactly as long as the record.
     scratch: Vec<u8>,
@@ -94,6 +95,8 @@ impl Table {
             Change::PutPlacement(placement) => self.cluster.put_placement(placement),
             Change::DropPlacement(site) if self.cluster.drop_placement(site.as_str()) => {}
             Change::DropPlacement(site) => return Err(TableError::UnknownPlacement(site.into())),
+            Change::PutTicketKeys(keys) => self.ticket_keys = Some(keys),
+            Change::DropTicketKeys => self.ticket_keys = None,
         }
         Ok(())
     }
@@ -198,6 +201,11 @@ impl Table {
 
     pub fn placement_count(&self) -> usize {
         self.cluster.placement_count()
+    }
+
+    /// The keys that sign the tickets of all nodes. None: there is no cluster, or none was made yet.
+    pub fn ticket_keys(&self) -> Option<&TicketKeys> {
+        self.ticket_keys.as_ref()
     }
 
     fn put_tenant(&mut self, tenant: &Tenant) {

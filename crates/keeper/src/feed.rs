@@ -214,6 +214,10 @@ impl Following {
         for change in changes {
             self.kept_changed |= note_kept(&mut self.kept, &change);
             self.sites_gone |= matches!(change, Change::DropSite(_));
+            // Secrets that are of no use here are not kept.
+            if matches!(change, Change::PutTicketKeys(_)) {
+                continue;
+            }
             table.apply(change)?;
         }
         Ok(())

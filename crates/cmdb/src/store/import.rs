@@ -124,7 +124,7 @@ impl Batch {
     }
 }
 
-/// Writes all that people decided: nodes and placements are the cluster's own, and another cluster has others. Returns the
+/// Writes all that people decided: nodes, placements and keys are the cluster's own, and another cluster has others. Returns the
 /// revision it shows.
 pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> {
     store.walk(&mut |kind, json| {
@@ -133,7 +133,7 @@ pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> 
             Kind::Site => "site",
             Kind::Setting => "setting",
             Kind::Rule => "rule",
-            Kind::Node | Kind::Placement => return Ok(()),
+            Kind::Node | Kind::Placement | Kind::TicketKeys => return Ok(()),
         };
         writeln!(to, "{{\"{key}\":{json}}}")
     })

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Mistake;
 use crate::feed::BATCH_MAX;
-use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, TicketKeys};
 
 pub use self::etcd::ClusterStore;
 pub use self::redb::RedbStore;
@@ -119,6 +119,8 @@ pub enum Kind {
     Rule,
     Node,
     Placement,
+    /// There is one at most.
+    TicketKeys,
 }
 
 /// Which sites a page shows. All given conditions hold together.
@@ -166,8 +168,17 @@ pub trait Store: Send + Sync {
     fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
     /// Like [`Store::tenants`], in order of site.
     fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError>;
-    /// All tenants, then all sites, settings, rules, nodes and placements, each in order of name, one in memory at a time. Returns
-    /// the revision they belong to.
+    /// The keys that sign tickets. Nothing in a store without a cluster, unless they are put there.
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError>;
+    /// Writes these if `seen` are those that stand there now (None: none do). None: others do, and nothing was changed. They are no
+    /// configuration: no transaction changes them, and no export shows them.
+    fn put_ticket_keys(
+        &self,
+        keys: TicketKeys,
+        seen: Option<&TicketKeys>,
+    ) -> Result<Option<Committed>, StoreError>;
+    /// All tenants, then all sites, settings, rules, nodes, placements and the keys of tickets, each in order of name, one in memory
+    /// at a time. Returns the revision they belong to.
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError>;
     /// All changes or none. Checked is the state they lead to, not each step, so that two sites can
     /// swap hosts in one transaction. A refusal names every mistake.
@@ -200,6 +211,7 @@ pub fn snapshot_frames(
             Kind::Rule => return Ok(()),
             Kind::Node => b"{\"put_node\":",
             Kind::Placement => b"{\"put_placement\":",
+            Kind::TicketKeys => b"{\"put_ticket_keys\":",
         };
         if records == BATCH_MAX || frame.len() >= SNAPSHOT_FRAME_LEN {
             close_frame(&mut frame, send)?;

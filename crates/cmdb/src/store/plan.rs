@@ -11,7 +11,7 @@ use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
 use crate::check::{self, Findings, Mistake};
 use crate::names::{NodeName, RuleName, SiteName, TenantName};
 use crate::record::{
-    Backend, Change, NodeRecord, Placement, RULES_MAX, Rule, SETTINGS_MAX, Setting, Site, Tenant,
+    Backend, Change, NodeRecord, Placement, RULES_MAX, Rule, SETTINGS_MAX, Setting, Site, Tenant, TicketKeys,
 };
 
 /// What planning asks of a store, all in one transaction's eyes.
@@ -30,6 +30,7 @@ pub(super) trait View {
     fn rule_names(&self) -> Result<Vec<RuleName>, StoreError>;
     fn node(&self, name: &str) -> Result<Option<NodeRecord>, StoreError>;
     fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError>;
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError>;
 }
 
 /// One record's way. `index` is where in the list its last change stood; none for what `Mode::Replace` drops.
@@ -47,9 +48,10 @@ pub(super) struct Plan {
     pub sites: BTreeMap<SiteName, Step<Site>>,
     pub settings: BTreeMap<Box<str>, Step<Setting>>,
     pub rules: BTreeMap<RuleName, Step<Rule>>,
-    /// These two are only ever `told`: no list of changes names them.
+    /// These are only ever `told`: no list of changes names them.
     pub nodes: BTreeMap<NodeName, Step<NodeRecord>>,
     pub placements: BTreeMap<SiteName, Step<Placement>>,
+    pub ticket_keys: Option<Step<TicketKeys>>,
 }
 
 /// The record a change is about.
@@ -99,7 +101,9 @@ impl Plan {
                 Change::PutNode(_)
                 | Change::DropNode(_)
                 | Change::PutPlacement(_)
-                | Change::DropPlacement(_) => {
+                | Change::DropPlacement(_)
+                | Change::PutTicketKeys(_)
+                | Change::DropTicketKeys => {
                     plan.tell_of_cluster(change, view)?;
                     continue;
                 }
@@ -119,6 +123,8 @@ impl Plan {
             Change::DropNode(name) => (Some((name, None)), None),
             Change::PutPlacement(placement) => (None, Some((placement.site.clone(), Some(placement)))),
             Change::DropPlacement(site) => (None, Some((site, None))),
+            Change::PutTicketKeys(keys) => return self.tell_of_ticket_keys(Some(keys), view),
+            Change::DropTicketKeys => return self.tell_of_ticket_keys(None, view),
             _ => (None, None),
         };
         if let Some((name, after)) = node {
@@ -128,6 +134,23 @@ impl Plan {
             step(&mut self.placements, &site, None, || view.placement(site.as_str()))?.after = after;
         }
         Ok(())
+    }
+
+    fn tell_of_ticket_keys(&mut self, after: Option<TicketKeys>, view: &impl View) -> Result<(), StoreError> {
+        let before = match self.ticket_keys.take() {
+            Some(step) => step.before,
+            None => view.ticket_keys()?,
+        };
+        self.ticket_keys = Some(Step { before, after, index: None });
+        Ok(())
+    }
+
+    /// New keys for tickets, and nothing else.
+    pub fn of_ticket_keys(before: Option<TicketKeys>, after: TicketKeys) -> Self {
+        let step = Step { before, after: Some(after), index: None };
+        let mut plan = Self { ticket_keys: Some(step), ..Self::default() };
+        plan.leave_out_what_stays();
+        plan
     }
 
     /// Takes the steps out that lead to mistakes. `names` has the record of each index.
@@ -162,6 +185,7 @@ impl Plan {
         self.rules.retain(|_, step| step.before != step.after);
         self.nodes.retain(|_, step| step.before != step.after);
         self.placements.retain(|_, step| step.before != step.after);
+        self.ticket_keys.take_if(|step| step.before == step.after);
     }
 
     pub fn is_empty(&self) -> bool {
@@ -171,6 +195,7 @@ impl Plan {
             && self.rules.is_empty()
             && self.nodes.is_empty()
             && self.placements.is_empty()
+            && self.ticket_keys.is_none()
     }
 
     /// In an order in which every intermediate state has each site's tenant, and each placement its node.
@@ -207,6 +232,10 @@ impl Plan {
         changes.extend(self.rules.into_iter().map(|(name, step)| match step.after {
             Some(rule) => Change::PutRule(rule),
             None => Change::DropRule(name),
+        }));
+        changes.extend(self.ticket_keys.map(|step| match step.after {
+            Some(keys) => Change::PutTicketKeys(keys),
+            None => Change::DropTicketKeys,
         }));
         changes
     }
@@ -257,7 +286,9 @@ impl Plan {
                 Change::PutNode(_)
                 | Change::DropNode(_)
                 | Change::PutPlacement(_)
-                | Change::DropPlacement(_) => {
+                | Change::DropPlacement(_)
+                | Change::PutTicketKeys(_)
+                | Change::DropTicketKeys => {
                     let mut findings = Findings::of_cluster(index);
                     findings.add("kind", "", "is changed by `nagaya cluster` and by the cluster itself only");
                     Some(findings.mistakes)

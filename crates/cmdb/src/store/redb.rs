@@ -7,6 +7,7 @@
 //! | `settings` | key | record as JSON |
 //! | `rules` | name | record as JSON |
 //! | `nodes`, `placements` | node, site | record as JSON; empty unless it is the replica of a cluster's store |
+//! | `ticket_keys` | `keys` | record as JSON; the same. Secret: the file is its owner's alone |
 //! | `hosts` | host pattern, path | the one site that has it |
 //! | `uids` | uid | the one tenant that has it |
 //! | `sites_of_tenant` | tenant, site | nothing |
@@ -37,7 +38,7 @@ use super::{
     Committed, Counts, Kind, Mode, PAGE_LEN_MAX, Select, Store, StoreError, TransactionError, Visitor, guard,
 };
 use crate::names::{RuleName, SiteName, TenantName};
-use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, TicketKeys};
 
 /// The format this program writes. It reads older ones by making them this one.
 pub const FORMAT: u64 = 2;
@@ -53,9 +54,13 @@ const SETTINGS: TableDefinition<'_, &str, &str> = TableDefinition::new("settings
 const RULES: TableDefinition<'_, &str, &str> = TableDefinition::new("rules");
 const NODES: TableDefinition<'_, &str, &str> = TableDefinition::new("nodes");
 const PLACEMENTS: TableDefinition<'_, &str, &str> = TableDefinition::new("placements");
+const TICKET_KEYS: TableDefinition<'_, &str, &str> = TableDefinition::new("ticket_keys");
 const HOSTS: TableDefinition<'_, (&str, &str), &str> = TableDefinition::new("hosts");
 const UIDS: TableDefinition<'_, u32, &str> = TableDefinition::new("uids");
 const SITES_OF_TENANT: TableDefinition<'_, (&str, &str), ()> = TableDefinition::new("sites_of_tenant");
+
+/// Of the one record in its table.
+const TICKET_KEYS_KEY: &str = "keys";
 
 #[derive(Debug)]
 pub struct RedbStore {
@@ -172,6 +177,7 @@ impl RedbStore {
                 rules: read.open_table(RULES)?,
                 nodes: read.open_table(NODES)?,
                 placements: read.open_table(PLACEMENTS)?,
+                ticket_keys: read.open_table(TICKET_KEYS)?,
                 hosts: read.open_table(HOSTS)?,
                 uids: read.open_table(UIDS)?,
                 sites_of_tenant: read.open_table(SITES_OF_TENANT)?,
@@ -263,6 +269,15 @@ fn decode<T: DeserializeOwned>(json: &str) -> Fallible<T> {
     serde_json::from_str(json).map_err(|error| redb::Error::Corrupted(format!("{error} in record {json}")))
 }
 
+/// What cannot be read is not shown here: it is secret.
+fn find_keys(table: &impl ReadableTable<&'static str, &'static str>) -> Fallible<Option<TicketKeys>> {
+    let read = |json: &str| {
+        let unread = |_| redb::Error::Corrupted("the record of the keys of tickets cannot be read".into());
+        serde_json::from_str(json).map_err(unread)
+    };
+    table.get(TICKET_KEYS_KEY)?.map(|json| read(json.value())).transpose()
+}
+
 fn encode(record: &impl Serialize) -> Fallible<String> {
     serde_json::to_string(record).map_err(|error| redb::Error::Io(error.into()))
 }
@@ -350,6 +365,25 @@ impl Store for RedbStore {
         self.read(|read| page(&read.open_table(PLACEMENTS)?, after, page_len(limit)))
     }
 
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError> {
+        self.read(|read| find_keys(&read.open_table(TICKET_KEYS)?))
+    }
+
+    fn put_ticket_keys(
+        &self,
+        keys: TicketKeys,
+        seen: Option<&TicketKeys>,
+    ) -> Result<Option<Committed>, StoreError> {
+        let write = self.begin_write().map_err(|error| self.failed(error))?;
+        let before = self.ticket_keys()?;
+        if before.as_ref() != seen {
+            return Ok(None);
+        }
+        let plan = Plan::of_ticket_keys(before, keys);
+        let revision = self.write(write, &plan, None).map_err(|error| self.failed(error))?;
+        Ok(Some(Committed { revision, changes: plan.into_changes() }))
+    }
+
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {
         let mut stopped = None;
         let revision = self.read(|read| {
@@ -360,6 +394,7 @@ impl Store for RedbStore {
                 (Kind::Rule, RULES),
                 (Kind::Node, NODES),
                 (Kind::Placement, PLACEMENTS),
+                (Kind::TicketKeys, TICKET_KEYS),
             ] {
                 for record in read.open_table(definition)?.iter()? {
                     if let Err(error) = visit(kind, record?.1.value()) {
@@ -488,6 +523,7 @@ struct Tables<'txn> {
     rules: Table<'txn, &'static str, &'static str>,
     nodes: Table<'txn, &'static str, &'static str>,
     placements: Table<'txn, &'static str, &'static str>,
+    ticket_keys: Table<'txn, &'static str, &'static str>,
     hosts: Table<'txn, (&'static str, &'static str), &'static str>,
     uids: Table<'txn, u32, &'static str>,
     sites_of_tenant: Table<'txn, (&'static str, &'static str), ()>,
@@ -503,6 +539,7 @@ impl<'txn> Tables<'txn> {
             rules: write.open_table(RULES)?,
             nodes: write.open_table(NODES)?,
             placements: write.open_table(PLACEMENTS)?,
+            ticket_keys: write.open_table(TICKET_KEYS)?,
             hosts: write.open_table(HOSTS)?,
             uids: write.open_table(UIDS)?,
             sites_of_tenant: write.open_table(SITES_OF_TENANT)?,
@@ -562,12 +599,22 @@ impl<'txn> Tables<'txn> {
                 None => drop(self.placements.remove(site.as_str())?),
             }
         }
+        self.write_ticket_keys(plan)?;
         let revision = self.meta.get("revision")?.map_or(0, |value| value.value());
         if plan.is_empty() {
             return Ok(revision);
         }
         self.meta.insert("revision", revision + 1)?;
         Ok(revision + 1)
+    }
+
+    fn write_ticket_keys(&mut self, plan: &Plan) -> Fallible<()> {
+        match plan.ticket_keys.as_ref().map(|step| &step.after) {
+            Some(Some(keys)) => drop(self.ticket_keys.insert(TICKET_KEYS_KEY, encode(keys)?.as_str())?),
+            Some(None) => drop(self.ticket_keys.remove(TICKET_KEYS_KEY)?),
+            None => {}
+        }
+        Ok(())
     }
 
     fn put_site(&mut self, site: &Site) -> Fallible<()> {
@@ -591,6 +638,7 @@ struct Planner<'a> {
     rules: ReadOnlyTable<&'static str, &'static str>,
     nodes: ReadOnlyTable<&'static str, &'static str>,
     placements: ReadOnlyTable<&'static str, &'static str>,
+    ticket_keys: ReadOnlyTable<&'static str, &'static str>,
     hosts: ReadOnlyTable<(&'static str, &'static str), &'static str>,
     uids: ReadOnlyTable<u32, &'static str>,
     sites_of_tenant: ReadOnlyTable<(&'static str, &'static str), ()>,
@@ -686,6 +734,10 @@ impl View for Planner<'_> {
 
     fn placement(&self, site: &str) -> Result<Option<Placement>, StoreError> {
         self.ask(find(&self.placements, site))
+    }
+
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError> {
+        self.ask(find_keys(&self.ticket_keys))
     }
 }
 

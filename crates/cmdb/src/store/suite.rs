@@ -35,6 +35,7 @@ pub fn run<T>(fresh: &dyn Fn() -> T, store: &dyn Fn(&T) -> &dyn Store) {
         rules_are_bounded,
         rules_come_in_lines,
         nodes_and_placements_are_not_for_transactions,
+        keys_of_tickets_are_one_record_that_is_compared_and_set,
         a_long_transaction_leads_where_a_short_one_does,
     ] {
         case(store(&fresh()));
@@ -526,6 +527,45 @@ fn nodes_and_placements_are_not_for_transactions(store: &dyn Store) {
     }
     assert_eq!((store.nodes().unwrap(), store.node("n").unwrap()), (vec![], None));
     assert_eq!((store.placements(None, 0).unwrap(), store.placement("one").unwrap()), (vec![], None));
+}
+
+fn ticket_keys(ids: &[u32]) -> TicketKeys {
+    let key = |id: &u32| {
+        let secret = crate::record::TicketSecret([u8::try_from(*id).unwrap(); 32]);
+        crate::record::TicketKey { id: *id, secret, made_ms: 1, ended_ms: None }
+    };
+    TicketKeys { signs: ids[0], keys: ids.iter().map(key).collect() }
+}
+
+fn keys_of_tickets_are_one_record_that_is_compared_and_set(store: &dyn Store) {
+    two_tenants(store);
+    let (first, second) = (ticket_keys(&[7]), ticket_keys(&[7, 8]));
+    for change in [Change::PutTicketKeys(first.clone()), Change::DropTicketKeys] {
+        assert_eq!(refused(store, vec![change]), ["a node or placement kind"]);
+    }
+    let exported = text(store);
+    assert_eq!(store.ticket_keys().unwrap(), None);
+    assert_eq!(store.put_ticket_keys(second.clone(), Some(&first)).unwrap(), None, "none stand there");
+    let done = store.put_ticket_keys(first.clone(), None).unwrap().unwrap();
+    assert_eq!(done, Committed { revision: 2, changes: vec![Change::PutTicketKeys(first.clone())] });
+    assert_eq!(store.put_ticket_keys(second.clone(), None).unwrap(), None, "others stand there");
+    assert_eq!(store.ticket_keys().unwrap(), Some(first.clone()));
+    let again = store.put_ticket_keys(first.clone(), Some(&first)).unwrap().unwrap();
+    assert_eq!(again, Committed { revision: 2, changes: vec![] });
+    store.put_ticket_keys(second.clone(), Some(&first)).unwrap().unwrap();
+    assert_eq!(store.put_ticket_keys(second.clone(), Some(&first)).unwrap(), None);
+    // No export shows them, no import takes them away, and who follows the store knows them.
+    assert_eq!(text(store), exported);
+    import(store, exported.as_bytes(), Mode::Replace).unwrap();
+    assert_eq!(store.ticket_keys().unwrap(), Some(second.clone()));
+    let mut table = Table::new();
+    snapshot_frames(store, &mut |frame| {
+        let Down::Apply(changes) = feed::read(&mut &*frame)?.unwrap() else { panic!("only records") };
+        changes.into_iter().for_each(|change| table.apply(change).unwrap());
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(table.ticket_keys(), Some(&second));
 }
 
 /// Three hundred sites in a ring, each of which takes the host of the next, while their tenant goes and another takes its uid.

@@ -164,6 +164,7 @@ impl Model {
                 true
             }
             Change::DropPlacement(site) => self.placements.remove(site.as_str()).is_some(),
+            Change::PutTicketKeys(_) | Change::DropTicketKeys => true,
         }
     }
 

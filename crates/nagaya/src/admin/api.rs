@@ -64,7 +64,9 @@ impl Summary {
                 Change::PutNode(_)
                 | Change::DropNode(_)
                 | Change::PutPlacement(_)
-                | Change::DropPlacement(_) => {
+                | Change::DropPlacement(_)
+                | Change::PutTicketKeys(_)
+                | Change::DropTicketKeys => {
                     continue;
                 }
             } += 1;

@@ -8,6 +8,7 @@
 //! | `v1/seeding` | who fills an empty cluster; there only meanwhile |
 //! | `v1/{tenants,sites,rules,nodes}/NAME`, `v1/settings/KEY` | record as JSON; rules from format 2 on |
 //! | `v1/placements/SITE` | record as JSON that begins with `{"epoch":N,`; it outlives its site for a while |
+//! | `v1/tickets/keys` | the keys that sign tickets, a record as JSON. Secret, as what is in `pki` is |
 //! | `v1/left/NODE` | the site that was last taken from a node; what matters is when |
 //! | `v1/doubts/NODE` | the node that got no answer from it: until it has taken this away, no read gives it authority |
 //! | `v1/removed/NODE` | `fence_ms` of the record of a node that was removed; there until another one joins under its name |
@@ -35,6 +36,9 @@ pub(super) const OLDEST: u64 = 1;
 
 /// The first one that has rules.
 pub(super) const HAS_RULES: u64 = 2;
+
+/// The name of the one record of its kind.
+pub(super) const TICKET_KEYS: &str = "keys";
 
 /// The keys of one cluster.
 #[derive(Debug, Clone)]
@@ -142,13 +146,14 @@ impl Keys {
     }
 }
 
-const KINDS: [(Kind, &str); 6] = [
+const KINDS: [(Kind, &str); 7] = [
     (Kind::Tenant, "tenants"),
     (Kind::Site, "sites"),
     (Kind::Setting, "settings"),
     (Kind::Rule, "rules"),
     (Kind::Node, "nodes"),
     (Kind::Placement, "placements"),
+    (Kind::TicketKeys, "tickets"),
 ];
 
 fn place(kind: Kind) -> &'static str {
@@ -159,6 +164,7 @@ fn place(kind: Kind) -> &'static str {
         Kind::Rule => "rules",
         Kind::Node => "nodes",
         Kind::Placement => "placements",
+        Kind::TicketKeys => "tickets",
     }
 }
 
@@ -242,9 +248,14 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
             Kind::Rule => Change::PutRule(serde_json::from_slice(value)?),
             Kind::Node => Change::PutNode(serde_json::from_slice(value)?),
             Kind::Placement => Change::PutPlacement(serde_json::from_slice(value)?),
+            Kind::TicketKeys => Change::PutTicketKeys(serde_json::from_slice(value)?),
         })
     };
-    let change = read().map_err(|error| wrong(error.to_string()))?;
+    let change = read().map_err(|error| match kind {
+        // What it says of a secret may show it.
+        Kind::TicketKeys => wrong("it cannot be read".into()),
+        _ => wrong(error.to_string()),
+    })?;
     let named = match &change {
         Change::PutTenant(tenant) => tenant.name.as_str(),
         Change::PutSite(site) => site.name.as_str(),
@@ -252,6 +263,7 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
         Change::PutRule(rule) => rule.name.as_str(),
         Change::PutNode(node) => node.name.as_str(),
         Change::PutPlacement(placement) => placement.site.as_str(),
+        Change::PutTicketKeys(_) => TICKET_KEYS,
         _ => name,
     };
     if named == name { Ok(change) } else { Err(wrong(format!("the record there is of '{named}'"))) }
@@ -266,6 +278,8 @@ fn dropped(kind: Kind, name: &str) -> Result<Change, String> {
         Kind::Rule => Change::DropRule(RuleName::new(name).map_err(name_of)?),
         Kind::Node => Change::DropNode(NodeName::new(name).map_err(name_of)?),
         Kind::Placement => Change::DropPlacement(SiteName::new(name).map_err(name_of)?),
+        Kind::TicketKeys if name == TICKET_KEYS => Change::DropTicketKeys,
+        Kind::TicketKeys => return Err("there is no such record".into()),
     })
 }
 
@@ -275,6 +289,7 @@ pub(super) fn name_in(kind: Kind, json: &str) -> Option<String> {
         Kind::Tenant | Kind::Site | Kind::Rule | Kind::Node => "name",
         Kind::Setting => "key",
         Kind::Placement => "site",
+        Kind::TicketKeys => return Some(TICKET_KEYS.into()),
     };
     let record: Value = serde_json::from_str(json).ok()?;
     Some(record.get(field)?.as_str()?.to_owned())

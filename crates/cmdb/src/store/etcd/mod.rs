@@ -14,6 +14,7 @@
 //! | `presence` | who is there, under a lease, and which formats it knows |
 //! | `raise` | going over to a newer format while nodes of older versions are updated |
 //! | `pki` | small values that the cluster's nodes share |
+//! | `tickets` | the keys that sign tickets |
 //! | `seed` | filling an empty cluster from an embedded store |
 //!
 //! Not here: consensus (etcd), what is decided with all this (`nagaya`'s supervisor).
@@ -27,6 +28,7 @@ mod pki;
 mod presence;
 mod raise;
 mod seed;
+mod tickets;
 mod watch;
 mod wire;
 mod write;
@@ -55,7 +57,7 @@ pub use self::seed::{is_initialised, seed};
 use super::redb::{Reached, RedbStore};
 use super::{Committed, Counts, Mode, Select, Store, StoreError, TransactionError, Visitor};
 use crate::names::NodeName;
-use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
+use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, TicketKeys};
 
 /// Told what changed, in an order in which `Table::apply` takes it, and the replica's revision after it.
 pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
@@ -378,6 +380,18 @@ impl Store for ClusterStore {
 
     fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError> {
         self.inner.replica.placements(after, limit)
+    }
+
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError> {
+        self.inner.replica.ticket_keys()
+    }
+
+    fn put_ticket_keys(
+        &self,
+        keys: TicketKeys,
+        seen: Option<&TicketKeys>,
+    ) -> Result<Option<Committed>, StoreError> {
+        self.block_on_own(tickets::put(self.inner.clone(), keys, seen.cloned()), StoreError::from)
     }
 
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {

@@ -242,8 +242,12 @@ impl Part {
             Change::DropSetting(key) => self.drop(&keys.record(Kind::Setting, key)),
             Change::DropRule(name) => self.drop(&keys.record(Kind::Rule, name.as_str())),
             // `plan` refuses them in a transaction.
-            Change::PutNode(_) | Change::DropNode(_) | Change::PutPlacement(_) | Change::DropPlacement(_) => {
-            }
+            Change::PutNode(_)
+            | Change::DropNode(_)
+            | Change::PutPlacement(_)
+            | Change::DropPlacement(_)
+            | Change::PutTicketKeys(_)
+            | Change::DropTicketKeys => {}
         }
     }
 

@@ -104,7 +104,15 @@ impl Seeder<'_> {
     }
 
     async fn clear(&self) -> Result<(), ClusterError> {
-        let kinds = [Kind::Tenant, Kind::Site, Kind::Setting, Kind::Rule, Kind::Node, Kind::Placement];
+        let kinds = [
+            Kind::Tenant,
+            Kind::Site,
+            Kind::Setting,
+            Kind::Rule,
+            Kind::Node,
+            Kind::Placement,
+            Kind::TicketKeys,
+        ];
         let mut left: Vec<Operation> =
             kinds.iter().map(|kind| keys::deleting_all(&self.keys.records(*kind))).collect();
         left.push(keys::deleting(&self.keys.next_uid()));

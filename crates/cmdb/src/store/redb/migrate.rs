@@ -8,7 +8,7 @@
 
 use redb::WriteTransaction;
 
-use super::{FORMAT, Fallible, META, NODES, PLACEMENTS, RULES, SETTINGS};
+use super::{FORMAT, Fallible, META, NODES, PLACEMENTS, RULES, SETTINGS, TICKET_KEYS};
 
 /// The oldest format there is a way from.
 pub(super) const OLDEST: u64 = 1;
@@ -34,9 +34,9 @@ pub(super) fn run(write: &WriteTransaction, found: u64, steps: &[Step]) -> Falli
     Ok(())
 }
 
-/// The store keeps rules. Stores that were made early in format 1 have not got all of the other tables either.
+/// The store keeps rules, and the keys that sign tickets. Stores that were made early in format 1 have not got all of the other tables either.
 fn to_2(write: &WriteTransaction) -> Fallible<()> {
-    for table in [SETTINGS, NODES, PLACEMENTS, RULES] {
+    for table in [SETTINGS, NODES, PLACEMENTS, RULES, TICKET_KEYS] {
         write.open_table(table)?;
     }
     Ok(())

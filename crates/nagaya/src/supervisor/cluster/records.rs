@@ -8,7 +8,7 @@ use std::sync::Arc;
 use nagaya_cmdb::store::{
     ClusterStore, Committed, Counts, Mode, RedbStore, Select, Store, StoreError, TransactionError, Visitor,
 };
-use nagaya_cmdb::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant};
+use nagaya_cmdb::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, TicketKeys};
 use parking_lot::RwLock;
 
 pub struct Records {
@@ -91,6 +91,21 @@ impl Store for Records {
 
     fn placements(&self, after: Option<&str>, limit: usize) -> Result<Vec<Placement>, StoreError> {
         self.file.placements(after, limit)
+    }
+
+    fn ticket_keys(&self) -> Result<Option<TicketKeys>, StoreError> {
+        self.file.ticket_keys()
+    }
+
+    fn put_ticket_keys(
+        &self,
+        keys: TicketKeys,
+        seen: Option<&TicketKeys>,
+    ) -> Result<Option<Committed>, StoreError> {
+        match self.cluster() {
+            Some(cluster) => cluster.put_ticket_keys(keys, seen),
+            None => self.file.put_ticket_keys(keys, seen),
+        }
     }
 
     fn walk(&self, visit: &mut Visitor<'_>) -> Result<u64, StoreError> {

@@ -144,6 +144,43 @@ fn a_uid_is_allocated_to_one_of_two_nodes() {
     assert_eq!(uids, (700..720).collect::<Vec<_>>());
 }
 
+// === Keys of tickets ===
+
+#[test]
+fn keys_of_tickets_are_made_by_one_of_two_and_known_to_both() {
+    let etcd = Etcd::start(1);
+    let cluster = etcd.cluster();
+    let nodes = [etcd.node(&cluster), etcd.node(&cluster)];
+    let keys_of = |id: usize| -> TicketKeys {
+        let secret = format!("{id}").repeat(64);
+        let key = format!(r#"{{"id":{id},"secret":"{secret}","made_ms":1}}"#);
+        serde_json::from_str(&format!(r#"{{"signs":{id},"keys":[{key}]}}"#)).unwrap()
+    };
+    let made: Vec<bool> = std::thread::scope(|scope| {
+        let make =
+            |(id, node): (usize, &Node)| node.store.put_ticket_keys(keys_of(id), None).unwrap().is_some();
+        let making: Vec<_> = nodes.iter().enumerate().map(|one| scope.spawn(move || make(one))).collect();
+        making.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(made.iter().filter(|made| **made).count(), 1);
+    let stand = keys_of(made.iter().position(|made| *made).unwrap());
+    for node in &nodes {
+        node.until("the keys", |store| store.ticket_keys().unwrap().as_ref() == Some(&stand));
+        node.is_fed();
+    }
+    // What cannot be read changes nothing, and is not shown.
+    let key = nodes[0].store.inner.keys.record(crate::store::Kind::TicketKeys, keys::TICKET_KEYS);
+    etcd.write(vec![keys::putting(&key, r#"{"signs":"a secret"}"#)]);
+    nodes[0].until("it is told", |store| !store.unreadable().is_empty());
+    assert!(!nodes[0].store.unreadable()[0].contains("secret"), "{:?}", nodes[0].store.unreadable());
+    assert_eq!(nodes[0].store.ticket_keys().unwrap(), Some(stand));
+    etcd.write(vec![keys::deleting(&key)]);
+    for node in &nodes {
+        node.until("they are gone", |store| store.ticket_keys().unwrap().is_none());
+        node.is_fed();
+    }
+}
+
 // === Placements ===
 
 #[test]

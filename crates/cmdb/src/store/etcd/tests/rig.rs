@@ -321,6 +321,7 @@ impl Node {
                     crate::store::Kind::Placement => {
                         serde_json::to_string(&fed.table.placement(&name).unwrap())
                     }
+                    crate::store::Kind::TicketKeys => serde_json::to_string(fed.table.ticket_keys().unwrap()),
                 };
                 assert_eq!(here.unwrap(), json);
                 Ok(())
