@@ -14,6 +14,7 @@
 //! | a promise could not be stored | [`Calendar::forget`] | the slot is free again |
 //! | time passes | [`Calendar::tick`] | when to come again |
 //! | after a restart, first of all | [`Calendar::restore`] | |
+//! | another node's ticket is shown | [`Calendar::adopt`] | whether it has its slot here from now on |
 //!
 //! **Room.** A slot has room for `rate x length x share / show rate` tickets: the show rate is learned from slots that ended and
 //! never taken below `SHOW_RATE_MIN`, and however many do not come, never more than `BOOKED_MAX` of the whole capacity
@@ -26,11 +27,14 @@
 //! **What is bounded.** Tickets whose slot has not ended: `Next::tickets`, at most [`TICKETS_MAX`]; at the bound nothing more is
 //! promised, and nothing is dropped. Tickets whose slot has ended are good for [`LATE_FOR`] more, and of more than
 //! `LATE_TICKETS_MAX` the oldest go. Used ones are remembered as long, `SPENT_MAX` of them: one that is forgotten earlier
-//! is not taken for a good one, it is unknown, and its bearer a newcomer. So nothing that is dropped breaks a promise.
+//! is not taken for a good one, it is unknown, and its bearer a newcomer. So nothing that is dropped breaks a promise. Other nodes'
+//! tickets: `ADOPTED_MAX`, beside those given here.
 //!
-//! Not here: how much may be promised (`room`), the row of slots (`slots`), what comes back after a restart (`restart`), who is
+//! Not here: how much may be promised (`room`), the row of slots (`slots`), what comes back after a restart (`restart`), what other
+//! nodes have promised (`adopted`), who is
 //! next in line (`machine`), signatures (`ticket`), storing (`edge`).
 
+mod adopted;
 mod restart;
 mod room;
 mod slots;
@@ -90,6 +94,8 @@ pub struct Calendar {
     /// Restored, and not put into slots yet. Some of them were called.
     restored: Vec<Nonce>,
     restored_calls: HashSet<Nonce>,
+    /// Holders of other nodes' tickets.
+    adopted: usize,
     /// How many holders there have been.
     number: u64,
     shows: Shows,
@@ -116,6 +122,8 @@ struct Holder {
     was_missed: bool,
     /// It has been counted as broken or late.
     is_counted: bool,
+    /// Another node gave it. Of who comes with such a ticket nothing is learned about those given here.
+    is_adopted: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -142,11 +150,13 @@ pub enum Shown {
     Unknown,
 }
 
-/// What has become of the promises. Each ends as one of `kept`, `broken`, `late` and `never_came`.
+/// What has become of the promises, of those taken over too. Each ends as one of `kept`, `broken`, `late` and `never_came`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Tally {
     /// New ones that were made.
     pub promised: u64,
+    /// Other nodes' that were taken over.
+    pub adopted: u64,
     /// The holder came and ran before his slot's end.
     pub kept: u64,
     /// The holder came before his slot's end and did not run before it; or came later, and nobody was here in his slot.
@@ -180,6 +190,7 @@ impl Calendar {
             spent_by_end: BTreeSet::new(),
             restored: Vec::new(),
             restored_calls: HashSet::new(),
+            adopted: 0,
             number: 0,
             shows: Shows::default(),
             backlog: Backlog::default(),
@@ -306,9 +317,11 @@ impl Calendar {
         self.settle(now);
         let holder = self.remove(nonce)?;
         if let Some(slot) = holder.slot {
-            self.slots.change(slot, |slot| slot.given = slot.given.saturating_sub(1));
+            let is_given_here = !holder.is_adopted;
+            self.slots.change(slot, |slot| slot.given = slot.given.saturating_sub(is_given_here.into()));
         }
-        self.tally.promised = self.tally.promised.saturating_sub(1);
+        let made = if holder.is_adopted { &mut self.tally.adopted } else { &mut self.tally.promised };
+        *made = made.saturating_sub(1);
         Some(Record::Forgotten { nonce })
     }
 
@@ -392,7 +405,7 @@ impl Calendar {
             holder.is_counted = true;
             *(if holder.was_missed { &mut self.tally.broken } else { &mut self.tally.late }) += 1;
         }
-        let is_first_time = !std::mem::replace(&mut holder.has_come, true);
+        let is_first_time = !std::mem::replace(&mut holder.has_come, true) && !holder.is_adopted;
         if let Some(slot) = slot.filter(|_| is_first_time) {
             self.slots.change(slot, |slot| slot.came += 1);
         }
@@ -542,9 +555,10 @@ impl Calendar {
         let Some(holder) = self.holders.get_mut(&nonce) else { return };
         holder.rank = self.slots.get(slot).map_or(0, |slot| slot.out);
         holder.slot = Some(slot);
+        let is_given_here = !holder.is_adopted;
         self.slots.change(slot, |slot| {
             slot.out += 1;
-            slot.given += 1;
+            slot.given += u32::from(is_given_here);
         });
         self.deadlines.insert((holder.ticket.ends, holder.number), nonce);
         if holder.ticket.begins > self.now {
@@ -568,6 +582,7 @@ impl Calendar {
             has_ended: false,
             was_missed: false,
             is_counted: false,
+            is_adopted: false,
         };
         self.clients.insert(client, ticket.nonce);
         self.holders.insert(ticket.nonce, holder);
@@ -576,6 +591,7 @@ impl Calendar {
     /// Takes a holder out of everything.
     fn remove(&mut self, nonce: Nonce) -> Option<Holder> {
         let holder = self.holders.remove(&nonce)?;
+        self.adopted -= usize::from(holder.is_adopted);
         if let State::Called(until) = holder.state {
             self.calls.remove(&(until, holder.number));
         }

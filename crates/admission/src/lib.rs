@@ -114,6 +114,8 @@ pub struct Ask {
     pub priority: i8,
     /// The ticket that it shows. Its signature, site and lane have been checked by the caller.
     pub ticket: Option<Ticket>,
+    /// Another node gave it: if nothing is known of it here, its slot is taken over.
+    pub adopts: bool,
     /// It may be held in line.
     pub can_wait: bool,
     /// It may be given a ticket: with this number, if a new one is made. Crawlers get none.
@@ -300,6 +302,8 @@ pub struct Counts {
     pub left: u64,
     pub refused: u64,
     pub promised: u64,
+    /// Tickets of other nodes that were taken over, beside those promised here.
+    pub adopted: u64,
     /// Holders that came within their slot, or when called, and ran within it.
     pub kept: u64,
     /// Holders that came within their slot and ran after its end.

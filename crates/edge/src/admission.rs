@@ -38,7 +38,7 @@ pub use self::explain::row;
 pub use self::exposition::text as exposition;
 pub use self::held::BYTES_MAX as BODY_HELD_MAX;
 pub use self::lanes::{Lane, Lanes};
-pub use self::tickets::{Tickets, open, take_away};
+pub use self::tickets::{Mark, Tickets, open, take_away};
 pub use self::turned::{Notice, without_ticket};
 pub use self::way::keep as keep_way;
 
@@ -178,8 +178,8 @@ async fn ask(
     account: &mut Account,
 ) -> Result<(), Refusal> {
     let lanes = &node.shared.lanes;
-    let tickets = node.shared.tickets();
-    let shown = tickets.as_deref().map_or(Ok(None), |tickets| tickets.shown(&lane, &request.head))?;
+    let (tickets, mark) = (node.shared.tickets(), node.shared.cluster.ticket_mark());
+    let shown = tickets.as_deref().map_or(Ok(None), |tickets| tickets.shown(&lane, &request.head, mark))?;
     if shown.is_none()
         && !wish.passes
         && let Some(permit) = lanes.enter_calm(&lane)
@@ -194,8 +194,9 @@ async fn ask(
         bytes: request.body.len().unwrap_or(held::BYTES_MAX as u64).min(held::BYTES_MAX as u64),
         priority: wish.priority,
         ticket: shown.as_ref().map(|shown| shown.ticket),
+        adopts: shown.as_ref().is_some_and(|shown| shown.is_foreign),
         can_wait: true,
-        nonce: may_promise.then(tickets::nonce),
+        nonce: may_promise.then(|| tickets::nonce(mark)),
         passes: wish.passes,
     };
     let mut entered = lanes.enter(&lane, ask);

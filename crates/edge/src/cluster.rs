@@ -22,6 +22,7 @@ use tokio::sync::watch;
 pub use desk::{Desk, Unanswered};
 pub use tenure::{Tenure, boottime};
 
+use crate::admission::Mark;
 use crate::options::{ClusterOptions, Options};
 use crate::peers::{Credentials, Peers};
 use crate::place::Spread;
@@ -38,6 +39,8 @@ pub struct Member {
     pub node: NodeName,
     pub options: ClusterOptions,
     pub credentials: Credentials,
+    /// In the numbers of the tickets that it gives.
+    pub mark: Option<Mark>,
 }
 
 #[derive(Debug)]
@@ -106,6 +109,11 @@ impl Cluster {
 
     pub fn member(&self) -> Option<Arc<Member>> {
         self.member.borrow().clone()
+    }
+
+    /// What marks this node's tickets. None: it is in no cluster.
+    pub fn ticket_mark(&self) -> Option<Mark> {
+        if self.is_member() { self.member.borrow().as_ref()?.mark } else { None }
     }
 
     /// The name of this node, also of one that is alone.
@@ -277,6 +285,7 @@ impl Member {
     fn new(options: &ClusterOptions) -> Result<Self, NotAMember> {
         let node = NodeName::new(&options.node)?;
         let credentials = Credentials::new(options)?;
-        Ok(Self { node, options: options.clone(), credentials })
+        let mark = Mark::of(&options.id);
+        Ok(Self { node, options: options.clone(), credentials, mark })
     }
 }

@@ -293,7 +293,8 @@ impl Process {
         let need = |(site, running, waiting)| serde_json::json!({ "site": site, "running": running, "waiting": waiting });
         let lanes = self.shared.lanes.explain();
         let is_busy = |lane: &Explained| {
-            lane.running + lane.waiting + lane.promised > 0 || lane.counts.waited + lane.counts.promised > 0
+            lane.running + lane.waiting + lane.promised > 0
+                || lane.counts.waited + lane.counts.promised + lane.counts.adopted > 0
         };
         let lane = |(lane, explained): (Arc<Lane>, Explained)| {
             admission::row(&lane, &explained, self.shared.lanes.now())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nagaya_base::Reckoning;
-use nagaya_cmdb::record::Change;
+use nagaya_cmdb::record::{Change, TicketKeys};
 use nagaya_cmdb::table::{self, Table, TableError};
 use nagaya_rules::RuleSet;
 use parking_lot::RwLock;
@@ -95,6 +95,8 @@ impl Shared {
                 Change::PutSite(site) => lanes.site_changed(site, &options),
                 Change::PutTenant(tenant) => lanes.tenant_changed(tenant, &options),
                 Change::DropSite(site) => lanes.drop_site(site),
+                Change::PutTicketKeys(keys) => self.take_ticket_keys(Some(keys)),
+                Change::DropTicketKeys => self.take_ticket_keys(None),
                 _ => {}
             }
             table.apply(change)
@@ -148,6 +150,12 @@ impl Shared {
     /// From now on tickets are given, and those of an earlier start are known.
     pub fn set_tickets(&self, tickets: Tickets) {
         *self.tickets.write() = Some(Arc::new(tickets));
+    }
+
+    fn take_ticket_keys(&self, keys: Option<&TicketKeys>) {
+        if let Some(tickets) = self.tickets() {
+            tickets.set_cluster_keys(keys);
+        }
     }
 
     pub fn log(&self) -> Option<Arc<AccessLog>> {

@@ -10,7 +10,7 @@ use super::{Calendar, Holder, LATE_FOR, State, TICKETS_MAX, after, micros};
 use crate::{ClientKey, Moment, Nonce, Record, Ticket};
 
 /// A record of a ticket whose slot is farther ahead is none: nobody configures such a horizon.
-const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
+pub(super) const AHEAD_MAX: Duration = Duration::from_secs(366 * 86_400);
 
 impl Calendar {
     /// What was stored before a restart, before anything else: in the order of the slots, or in any order if nothing is asked in
@@ -66,7 +66,7 @@ impl Calendar {
             if ticket.ends <= self.now {
                 // It was over before anybody was here again.
                 self.end(nonce, Moment(0));
-            } else if let Some(slot) = self.slot_for_restored(&ticket) {
+            } else if let Some(slot) = self.slot_as_written(&ticket) {
                 self.put(nonce, slot);
                 let now = self.now;
                 self.slots.change(slot, |slot| slot.is_whole &= slot.begins > now);
@@ -91,12 +91,14 @@ impl Calendar {
     }
 
     /// The slot as it was, after those that were before it. What fits nowhere is counted where it is nearest.
-    fn slot_for_restored(&mut self, ticket: &Ticket) -> Option<SlotNumber> {
+    pub(super) fn slot_as_written(&mut self, ticket: &Ticket) -> Option<SlotNumber> {
         let row = self.slots.row();
         if row.back().is_some_and(|back| ticket.begins < back.ends) {
             return self.slots.at(ticket.begins).or_else(|| self.slots.front());
         }
-        let window = self.next.map_or(u64::MAX, |next| micros(next.window).max(1));
+        // As long as this one at least: where it has room for one, shorter ones have none.
+        let own = ticket.ends.0 - ticket.begins.0;
+        let window = self.next.map_or(u64::MAX, |next| micros(next.window).max(own).max(1));
         // With none before it, slots count back from this one to now.
         let until_begin = ticket.begins.0.saturating_sub(self.now.0);
         let back =

@@ -46,7 +46,10 @@ fn check(calendar: &Calendar) {
         .count();
     assert_eq!(in_slots as usize, with_slot, "tickets counted in slots and held");
     let outside: u32 = calendar.slots.row().iter().map(|slot| slot.outside).sum();
-    assert_eq!(outside as usize, calendar.callable.len(), "those outside");
+    // Another node's ticket may be good for longer than the slot it is counted in.
+    let is_in_row =
+        |nonce: &&Nonce| calendar.holders[*nonce].slot.is_some_and(|slot| calendar.slots.get(slot).is_some());
+    assert_eq!(outside as usize, calendar.callable.values().filter(is_in_row).count(), "those outside");
     let called = calendar.holders.values().filter(|holder| matches!(holder.state, State::Called(_))).count();
     assert_eq!(called, calendar.calls.len(), "those called and their places");
     let open = calendar.holders.values().filter(|holder| !holder.has_ended).count();
@@ -57,6 +60,11 @@ fn check(calendar: &Calendar) {
     assert!(calendar.listening.iter().all(|(place, nonce)| calendar.callable.get(place) == Some(nonce)));
     assert!(calendar.clients.values().all(|nonce| calendar.holders.contains_key(nonce)));
     assert_eq!(calendar.spent.len(), calendar.spent_by_end.len());
+    let adopted = calendar.holders.values().filter(|holder| holder.is_adopted);
+    assert_eq!(adopted.count(), calendar.adopted, "other nodes' tickets");
+    let good = || calendar.holders.values().filter(|holder| !holder.has_ended);
+    let clients: HashSet<ClientKey> = good().map(|holder| holder.client).collect();
+    assert_eq!(clients.len(), good().count(), "each client has one good ticket");
     let row = calendar.slots.row();
     assert!(row.iter().zip(row.iter().skip(1)).all(|(one, next)| one.ends == next.begins), "a gap");
 }
@@ -665,15 +673,139 @@ fn records_of_other_lanes_old_ones_and_strange_ones_are_passed_over() {
     assert_eq!((calendar.promised(), calendar.tick(at(5_000))), (0, None));
 }
 
+// === Other nodes' tickets ===
+
+fn moved(begins: u64, ends: u64, number: u128) -> Ticket {
+    Ticket { lane: LANE, begins: at(begins), ends: at(ends), epoch: 3, nonce: Nonce(1 << 100 | number) }
+}
+
+#[test]
+fn another_nodes_ticket_has_its_slot_here_and_is_used_up_here() {
+    let mut calendar = calendar(NEXT);
+    let ticket = moved(100, 160, 1);
+    assert!(calendar.adopt(at(30), ticket, ClientKey(1)));
+    assert!(!calendar.adopt(at(30), ticket, ClientKey(2)), "it is known");
+    let promise = Promise { ticket, is_new: false, ahead: 0 };
+    assert_eq!(calendar.show(at(30), &ticket), Shown::Early(promise));
+    assert_eq!(calendar.show(at(30), &Ticket { begins: at(20), ..ticket }), Shown::Unknown);
+    assert_eq!(calendar.show(at(100), &ticket), Shown::Open { until: at(160) });
+    assert!(calendar.come(at(110), ticket.nonce));
+    assert_eq!(calendar.show(at(110), &ticket), Shown::Used);
+    assert!(calendar.ran(at(120), ticket.nonce).is_some());
+    assert_eq!(calendar.show(at(120), &ticket), Shown::Used);
+    assert!(!calendar.adopt(at(120), ticket, ClientKey(1)), "it was used");
+    assert_eq!(calendar.tally(), Tally { adopted: 1, kept: 1, ..Tally::default() });
+    check(&calendar);
+}
+
+#[test]
+fn a_client_has_one_good_ticket_whichever_node_gave_it() {
+    let mut calendar = calendar(NEXT);
+    let own = reserve(&mut calendar, START, at(30), 1.0, 1).expect("there is room");
+    assert!(!calendar.adopt(START, moved(0, 60, 1), ClientKey(1)), "it has one");
+    assert!(matches!(calendar.show(START, &own.ticket), Shown::Early(_)));
+    // Its own has ended, and makes way as it does for a new one.
+    assert!(calendar.adopt(at(100), moved(120, 180, 2), ClientKey(1)));
+    assert!(!calendar.adopt(at(100), moved(120, 180, 3), ClientKey(1)));
+    let again = reserve(&mut calendar, at(100), at(500), 1.0, 1).expect("it has one");
+    assert_eq!((again.ticket, again.is_new), (moved(120, 180, 2), false));
+    check(&calendar);
+}
+
+#[test]
+fn another_nodes_late_ticket_is_late_here_and_one_long_over_is_none() {
+    let mut calendar = calendar(NEXT);
+    let (late, over) = (moved(500, 560, 1), moved(0, 60, 2));
+    assert!(calendar.adopt(at(1_000), late, ClientKey(1)));
+    assert_eq!(calendar.show(at(1_000), &late), Shown::Late);
+    assert!(!calendar.adopt(at(1_000), over, ClientKey(2)));
+    assert_eq!(calendar.show(at(1_000), &over), Shown::Expired);
+    for strange in [
+        Ticket { lane: LaneName([0; 16]), ..moved(990, 1_100, 3) },
+        Ticket { begins: at(1_100), ..moved(0, 1_050, 4) },
+        Ticket { begins: Moment(u64::MAX - 1), ends: Moment(u64::MAX), ..moved(0, 0, 5) },
+    ] {
+        assert!(!calendar.adopt(at(1_000), strange, ClientKey(3)), "{strange:?}");
+    }
+    assert!(calendar.come(at(1_000), late.nonce) && calendar.ran(at(1_001), late.nonce).is_some());
+    assert_eq!(calendar.tally(), Tally { adopted: 1, late: 1, ..Tally::default() });
+    check(&calendar);
+}
+
+#[test]
+fn other_nodes_tickets_take_room_and_teach_nothing() {
+    let mut calendar = calendar(NEXT);
+    for number in 0..40 {
+        assert!(calendar.adopt(START, moved(60, 120, number), ClientKey(1_000 + number as u64)));
+    }
+    let begins: Vec<Moment> = (0..20)
+        .map(|client| {
+            reserve(&mut calendar, START, at(60), 1.0, client).expect("there is room").ticket.begins
+        })
+        .collect();
+    assert_eq!(begins.iter().filter(|begins| **begins == at(60)).count(), 8, "48 in all");
+    assert!(begins.iter().all(|begins| *begins <= at(120)));
+    // Nobody comes.
+    let mut alone = self::calendar(NEXT);
+    for client in 0..20 {
+        assert!(reserve(&mut alone, START, at(if client < 8 { 60 } else { 120 }), 1.0, client).is_some());
+    }
+    for second in 0..200 {
+        calendar.tick(at(second));
+        alone.tick(at(second));
+    }
+    assert_eq!(calendar.shows.rate(), alone.shows.rate());
+    assert!(alone.shows.rate() < 1.0);
+    check(&calendar);
+}
+
+#[test]
+fn a_slow_lane_that_takes_a_ticket_over_promises_before_it_still() {
+    let mut calendar = calendar(NEXT);
+    // One in 125 s.
+    assert!(calendar.adopt(START, moved(2_000, 2_125, 1), ClientKey(1)));
+    let own = reserve(&mut calendar, START, START, 0.01, 2).expect("there is room").ticket;
+    assert!(own.begins < at(125), "{own:?}");
+}
+
+#[test]
+fn other_nodes_tickets_are_bounded() {
+    let mut calendar = calendar(NEXT);
+    let most = adopted::ADOPTED_MAX as u64;
+    let adopt = |calendar: &mut Calendar, now, number: u64, begins| {
+        calendar.adopt(now, moved(begins, begins + 60, number.into()), ClientKey(number))
+    };
+    assert!((0..most).all(|number| adopt(&mut calendar, START, number, 60)));
+    assert!(!adopt(&mut calendar, START, most, 60));
+    check(&calendar);
+    let over = after(at(120), LATE_FOR);
+    calendar.tick(over);
+    assert!(adopt(&mut calendar, over, most, 2_000), "the others have ended");
+    assert_eq!(sum(&calendar.tally()), most);
+    check(&calendar);
+}
+
 #[derive(Debug, Clone)]
 enum Step {
-    Reserve { client: u64, earliest: u64, rate: f64 },
+    Reserve {
+        client: u64,
+        earliest: u64,
+        rate: f64,
+    },
     Come(u64),
     Run(u64),
     Leave(u64),
     Forget(u64),
+    /// Another node's ticket, whose slot begins so many seconds after 20 minutes ago.
+    Adopt {
+        client: u64,
+        begins: u64,
+        seconds: u64,
+    },
     Call,
-    Pass { seconds: u64 },
+    Pass {
+        seconds: u64,
+    },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -688,6 +820,16 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Call),
         2 => (0..90u64).prop_map(|seconds| Step::Pass { seconds }),
     ]
+}
+
+/// Also of those whose other tickets come from elsewhere.
+fn step_with_moved() -> impl Strategy<Value = Step> {
+    let adopt = (0..60u64, 0..1_800u64, 1..90u64).prop_map(|(client, begins, seconds)| Step::Adopt {
+        client,
+        begins,
+        seconds,
+    });
+    prop_oneof![4 => step(), 1 => adopt]
 }
 
 /// A calendar that is lived in, with what was stored of it.
@@ -727,6 +869,7 @@ impl Life {
             Step::Run(client) => self.records.extend(self.calendar.ran(now, self.nonce(client))),
             Step::Leave(client) => self.calendar.left(now, self.nonce(client)),
             Step::Forget(client) => self.records.extend(self.calendar.forget(now, self.nonce(client))),
+            Step::Adopt { client, begins, seconds } => self.adopt(client, begins, seconds),
             Step::Call => drop(self.calendar.call(now)),
             Step::Pass { seconds } => {
                 self.now = Moment(now.0 + seconds * 1_000_000);
@@ -734,6 +877,24 @@ impl Life {
             }
         }
         check(&self.calendar);
+    }
+
+    fn adopt(&mut self, client: u64, begins: u64, seconds: u64) {
+        let begins = Moment(self.now.0 - 1_200_000_000 + begins * 1_000_000);
+        let ends = Moment(begins.0 + seconds * 1_000_000);
+        let nonce = Nonce(1 << 100 | self.tickets.len() as u128);
+        let ticket = Ticket { lane: LANE, begins, ends, epoch: 0, nonce };
+        let has_one = self.calendar.promise_of(ClientKey(client)).is_some();
+        let is_over = after(ends, LATE_FOR) <= self.now;
+        let took = self.calendar.adopt(self.now, ticket, ClientKey(client));
+        assert_eq!(took, !has_one && !is_over);
+        if took {
+            let shown = self.calendar.show(self.now, &ticket);
+            let is_late = ends <= self.now;
+            let is_early = begins > self.now;
+            assert_eq!((shown == Shown::Late, matches!(shown, Shown::Early(_))), (is_late, is_early));
+            self.tickets.push(ticket);
+        }
     }
 
     fn promised(&mut self, ticket: Ticket, client: u64, wanted: Moment, rate: f64) {
@@ -753,13 +914,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn a_calendar_never_promises_more_than_there_is_room(steps in prop::collection::vec(step(), 1..300)) {
+    fn a_calendar_never_promises_more_than_there_is_room(
+        steps in prop::collection::vec(step_with_moved(), 1..300),
+    ) {
         let mut life = Life::new();
         let mut taken_back = 0;
+        let made = |life: &Life| life.calendar.tally().promised + life.calendar.tally().adopted;
         for step in &steps {
-            let before = life.calendar.tally().promised;
+            let before = made(&life);
             life.take(step);
-            taken_back += before.saturating_sub(life.calendar.tally().promised);
+            taken_back += before.saturating_sub(made(&life));
         }
         let nonces: Vec<Nonce> = life.calendar.holders.keys().copied().collect();
         let end = Moment(life.now.0 + 7_200_000_000);
@@ -769,10 +933,11 @@ proptest! {
             life.calendar.ran(end, nonce);
         }
         check(&life.calendar);
-        let tally = life.calendar.tally();
+        let (tally, made) = (life.calendar.tally(), made(&life));
+        prop_assert!(life.calendar.slots.row().iter().all(|slot| slot.out + slot.outside == 0));
         prop_assert!(life.calendar.holders.is_empty() && life.calendar.clients.is_empty());
         // A promise that is taken back after its slot has ended may have been counted already.
-        prop_assert!(sum(&tally) >= tally.promised && sum(&tally) <= tally.promised + taken_back);
+        prop_assert!(sum(&tally) >= made && sum(&tally) <= made + taken_back);
     }
 
     #[test]

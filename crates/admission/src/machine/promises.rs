@@ -11,8 +11,8 @@ use super::{Admission, later, order_of};
 use crate::calendar::{CALL_FOR, Calendar, LATE_FOR, Shown, TICKETS_MAX};
 use crate::predict::Slot;
 use crate::{
-    Ask, Counts, Effect, LaneId, LaneName, Moment, Nonce, Offer, Pass, Promise, Record, Refused, Standing,
-    Ticket,
+    Ask, ClientKey, Counts, Effect, LaneId, LaneName, Moment, Nonce, Offer, Pass, Promise, Record, Refused,
+    Standing, Ticket,
 };
 
 /// Part of what drains in a window below which the line is short enough to call somebody who was to come later.
@@ -156,6 +156,7 @@ impl Admission {
         let tally = calendar.tally();
         Counts {
             promised: tally.promised,
+            adopted: tally.adopted,
             kept: tally.kept,
             broken: tally.broken,
             late: tally.late,
@@ -175,7 +176,12 @@ impl Admission {
         ticket: &Ticket,
         has_room: bool,
     ) -> Option<Offer> {
-        let shown = self.promised.calendars.get_mut(&index)?.show(now, ticket);
+        let shown = match self.show(now, index, ticket) {
+            Shown::Unknown if ask.adopts && self.adopt(now, index, ticket, ask.client) => {
+                self.show(now, index, ticket)
+            }
+            shown => shown,
+        };
         let begins = i64::try_from(ticket.begins.0).unwrap_or(i64::MAX);
         let place = match shown {
             Shown::Unknown => return None,
@@ -210,6 +216,25 @@ impl Admission {
         }
         self.come(now, &holding);
         Some(self.get_in_line(now, index, slot, ask, place, Some(holding)))
+    }
+
+    fn show(&mut self, now: Moment, index: u32, ticket: &Ticket) -> Shown {
+        let calendar = self.promised.calendars.get_mut(&index);
+        calendar.map_or(Shown::Unknown, |calendar| calendar.show(now, ticket))
+    }
+
+    /// Another node's ticket is shown here for the first time. Also where none are given any more: what was promised is kept.
+    fn adopt(&mut self, now: Moment, index: u32, ticket: &Ticket, client: ClientKey) -> bool {
+        let (name, next) = (self.at(index).name, self.at(index).bounds.next);
+        let calendar = self.promised.calendars.entry(index).or_insert_with(|| Calendar::new(name, next));
+        if !calendar.adopt(now, *ticket, client) {
+            return false;
+        }
+        self.promised.remember(index, ticket);
+        self.promised.arrange(now, index);
+        // Otherwise a restart would not know that it was used.
+        self.effects.push(Effect::Store(Record::Promised { ticket: *ticket, client }));
+        true
     }
 
     /// There is no place in line: a slot, if any is given here.

@@ -21,6 +21,7 @@ fn ask() -> Ask {
         bytes: 10,
         priority: 0,
         ticket: None,
+        adopts: false,
         can_wait: true,
         nonce: None,
         passes: false,
@@ -458,4 +459,87 @@ fn after_a_restart_slots_are_given_before_anything_has_ended() {
     assert!(matches!(offer, Offer::Next(promise) if promise.is_new), "{offer:?}");
     let told = restarted.explain(now, lane).map(|lane| lane.wait);
     assert_eq!(told, Some(None), "to decide by, not to tell");
+}
+
+// === Another node's tickets ===
+
+fn moved(begins: Moment, ends: Moment, number: u128) -> crate::Ticket {
+    crate::Ticket { lane: name(1), begins, ends, epoch: 0, nonce: Nonce(number) }
+}
+
+/// Shown by a client of this number.
+fn shows(ticket: crate::Ticket, client: u64) -> Ask {
+    Ask { ticket: Some(ticket), client: ClientKey(client), adopts: true, ..ask() }
+}
+
+#[test]
+fn another_nodes_ticket_goes_before_newcomers_once_and_after_a_restart_not_again() {
+    let mut admission = Admission::new(START, bounds(10));
+    let promising = Bounds { next: promising().next, ..bounds(1) };
+    let lane = admission.lane(START, admission.root(), name(1), promising.clone());
+    let running = runs(&mut admission, at(0), lane);
+    let newcomer = waits(&mut admission, at(1), lane);
+    let shows = shows(moved(at(0), at(10_000), 7), 7);
+    let unknown = admission.offer(at(2), lane, Ask { adopts: false, ..shows });
+    let Offer::Wait(unknown, told) = unknown else {
+        panic!("one of this node's would be known: {unknown:?}")
+    };
+    assert_eq!(told.ahead, 1);
+    admission.cancel(at(2), unknown);
+    effects(&mut admission);
+    let Offer::Wait(holder, told) = admission.offer(at(3), lane, shows) else { panic!("there is no room") };
+    assert_eq!(told.ahead, 0);
+    let mut stored = effects(&mut admission);
+    let promised = crate::Record::Promised { ticket: moved(at(0), at(10_000), 7), client: ClientKey(7) };
+    assert_eq!(stored, [Effect::Store(promised)]);
+    assert_eq!(admission.offer(at(4), lane, shows), Offer::Refused(Refused::Replayed));
+    admission.release(at(100), running, used(100));
+    assert_eq!(effects(&mut admission), [Effect::Run(holder)]);
+    admission.release(at(200), holder, used(100));
+    stored.extend(effects(&mut admission));
+    assert!(stored.contains(&Effect::Run(newcomer)));
+    assert_eq!(admission.offer(at(201), lane, shows), Offer::Refused(Refused::Replayed));
+    let counts = admission.explain(at(201), lane).map(|lane| (lane.counts.adopted, lane.counts.kept));
+    assert_eq!((counts, admission.promises().len()), (Some((1, 1)), 0));
+
+    let mut restarted = Admission::new(at(300), bounds(10));
+    let lane = restarted.lane(at(300), restarted.root(), name(1), promising);
+    for effect in stored {
+        if let Effect::Store(record) = effect {
+            restarted.restore(at(300), lane, record);
+        }
+    }
+    assert_eq!(restarted.offer(at(301), lane, shows), Offer::Refused(Refused::Replayed));
+}
+
+#[test]
+fn another_nodes_ticket_is_early_late_or_over_as_it_says_itself() {
+    let mut admission = Admission::new(START, bounds(10));
+    let lane =
+        admission.lane(START, admission.root(), name(1), Bounds { next: promising().next, ..bounds(1) });
+    let now = at(2_000_000);
+    runs(&mut admission, now, lane);
+    waits(&mut admission, now, lane);
+    let early = moved(at(2_030_000), at(2_040_000), 1);
+    let Offer::Early(promise) = admission.offer(now, lane, shows(early, 1)) else {
+        panic!("its slot is to come")
+    };
+    assert_eq!((promise.ticket, promise.is_new), (early, false));
+    let standing = admission.standing(now, early.nonce);
+    let is_told = |begins_in| begins_in == Duration::from_secs(30);
+    assert!(matches!(standing, Standing::Later { begins_in, .. } if is_told(begins_in)), "{standing:?}");
+    // Its client has no second one meanwhile, wherever that is from.
+    let other = admission.offer(now, lane, shows(moved(at(1_990_000), at(2_010_000), 2), 1));
+    assert!(matches!(other, Offer::Wait(_, told) if told.ahead == 1), "{other:?}");
+    let late = admission.offer(now, lane, shows(moved(at(1_900_000), at(1_990_000), 3), 3));
+    assert!(matches!(late, Offer::Wait(_, told) if told.ahead == 0), "{late:?}");
+    let over = admission.offer(now, lane, shows(moved(at(0), at(10_000), 4), 4));
+    assert_eq!(over, Offer::Refused(Refused::Expired));
+    // What was promised is kept also where nothing is promised any more.
+    let silent = admission.lane(now, admission.root(), name(2), bounds(1));
+    runs(&mut admission, now, silent);
+    waits(&mut admission, now, silent);
+    let open = crate::Ticket { lane: name(2), ..moved(at(1_990_000), at(2_010_000), 5) };
+    let open = admission.offer(now, silent, shows(open, 5));
+    assert!(matches!(open, Offer::Wait(_, told) if told.ahead == 0), "{open:?}");
 }

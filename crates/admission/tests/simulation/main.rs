@@ -10,6 +10,7 @@ mod crowd;
 mod fairness;
 mod lender;
 mod model;
+mod moved;
 mod prediction;
 mod promises;
 mod server;

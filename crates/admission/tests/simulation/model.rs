@@ -85,6 +85,7 @@ pub fn ask(class: u32, client: u64) -> Ask {
         bytes: 100,
         priority: 0,
         ticket: None,
+        adopts: false,
         can_wait: true,
         nonce: None,
         passes: false,

@@ -58,7 +58,7 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
     let tickets = node.shared.tickets().ok_or(Refusal::NotFound)?;
     let lanes = &node.shared.lanes;
     let lane = lanes.by_short(&route.lane, lane).ok_or(Refusal::NotFound)?;
-    let shown = tickets.shown(&lane, head)?.ok_or(Refusal::NotFound)?;
+    let shown = tickets.shown(&lane, head, node.shared.cluster.ticket_mark())?.ok_or(Refusal::NotFound)?;
     let nonce = shown.ticket.nonce;
     let called = match lanes.listen(nonce) {
         Ok(called) => called,

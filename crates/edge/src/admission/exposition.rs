@@ -16,7 +16,7 @@ const LANES_MAX: usize = 100;
 /// A metric's name, type, help, and value in a lane; none: the lane has nothing to say.
 type Metric = (&'static str, &'static str, &'static str, fn(&Explained) -> Option<f64>);
 
-const METRICS: [Metric; 15] = [
+const METRICS: [Metric; 16] = [
     ("nagaya_lane_running", "gauge", "Requests of a lane that run", |lane| Some(lane.running.into())),
     ("nagaya_lane_run_limit", "gauge", "Requests of a lane that may run now", |lane| Some(lane.run.into())),
     ("nagaya_lane_waiting", "gauge", "Requests in a lane's line", |lane| Some(lane.waiting.into())),
@@ -52,6 +52,12 @@ const METRICS: [Metric; 15] = [
         Some(lane.counts.refused as f64)
     }),
     ("nagaya_lane_promises_total", "counter", "Tickets given", |lane| Some(lane.counts.promised as f64)),
+    (
+        "nagaya_lane_promises_adopted_total",
+        "counter",
+        "Tickets given by other nodes that were shown here",
+        |lane| Some(lane.counts.adopted as f64),
+    ),
     ("nagaya_lane_promises_kept_total", "counter", "Tickets that came in time and ran in time", |lane| {
         Some(lane.counts.kept as f64)
     }),

@@ -27,6 +27,7 @@ const ASK: Ask = Ask {
     bytes: 0,
     priority: 0,
     ticket: None,
+    adopts: false,
     can_wait: true,
     nonce: None,
     passes: false,

@@ -1,6 +1,10 @@
 //! Tickets as they travel: in a cookie for people, in a header field for programs.
 //!
-//! Not here: signatures and slots (`nagaya_admission`), where they are kept (`store`), who is given one (`turned`).
+//! In a cluster all nodes sign with the same keys, and a ticket's number says which of them gave it: a ticket of another node is
+//! taken over where it is shown, as its site may have moved.
+//!
+//! Not here: signatures and slots (`nagaya_admission`), where they are kept (`store`), who is given one (`turned`), where the
+//! cluster's keys come from (`nagaya_cmdb`).
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -8,9 +12,10 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 use http::header::{COOKIE, HeaderName};
-use nagaya_admission::{ClientKey, Nonce, Ticket};
+use nagaya_admission::{ClientKey, Keys, Nonce, Rejected, Ticket};
 use nagaya_base::Code;
-use parking_lot::Mutex;
+use nagaya_cmdb::TicketKeys;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::error::TryRecvError;
 
@@ -36,6 +41,8 @@ const COOKIE_LEN_MAX: usize = 16 << 10;
 /// What this edge signs with, and where it keeps what it promised.
 pub struct Tickets {
     pub store: Store,
+    /// The keys of all nodes of the cluster.
+    cluster: RwLock<Option<Arc<Keys>>>,
     /// What an earlier start had stored, where its file could not be read at once.
     stored: Mutex<Option<oneshot::Receiver<Stored>>>,
 }
@@ -43,30 +50,60 @@ pub struct Tickets {
 /// A ticket that a request shows.
 pub struct Shown {
     pub ticket: Ticket,
+    /// Another node of the cluster gave it.
+    pub is_foreign: bool,
     /// The client keeps it as a cookie, to be taken away once it is used.
     pub cookie: Option<String>,
 }
 
 impl Tickets {
-    /// The ticket for this lane that a request shows.
+    /// The ticket for this lane that a request shows. `mark` is this node's in its cluster, if it is in one.
     ///
     /// # Errors
     /// If a program shows one that is not ours, or not for this lane. A cookie may be left over from long ago: it counts as none.
-    pub fn shown(&self, lane: &Lane, head: &Head) -> Result<Option<Shown>, Refusal> {
+    pub fn shown(&self, lane: &Lane, head: &Head, mark: Option<Mark>) -> Result<Option<Shown>, Refusal> {
+        // Before the file has been opened nobody knows what was used.
+        let Some(own) = self.store.keys() else { return Ok(None) };
+        let verify = |text: &str| self.verify(&own, text, mark);
         if let Some(value) = head.headers.get(NAGAYA_TICKET) {
             let text = value.to_str().map_err(|_| Refusal::TicketInvalid("it is not text".into()))?;
-            let Some(keys) = self.store.keys() else { return Ok(None) };
-            let ticket =
-                keys.verify(text).map_err(|rejected| Refusal::TicketInvalid(rejected.to_string()))?;
+            let (ticket, is_foreign) =
+                verify(text).map_err(|rejected| Refusal::TicketInvalid(rejected.to_string()))?;
             if ticket.lane != lane.name {
                 return Err(Refusal::TicketInvalid("it was given for something else".into()));
             }
-            return Ok(Some(Shown { ticket, cookie: None }));
+            return Ok(Some(Shown { ticket, is_foreign, cookie: None }));
         }
         let name = cookie_name(lane);
-        let found = cookie(head, &name).and_then(|text| self.store.keys()?.verify(text).ok());
-        let ticket = found.filter(|ticket| ticket.lane == lane.name);
-        Ok(ticket.map(|ticket| Shown { ticket, cookie: Some(name) }))
+        let found = cookie(head, &name).and_then(|text| verify(text).ok());
+        let found = found.filter(|(ticket, _)| ticket.lane == lane.name);
+        Ok(found.map(|(ticket, is_foreign)| Shown { ticket, is_foreign, cookie: Some(name) }))
+    }
+
+    /// The ticket that a text is, and whether another node gave it.
+    fn verify(&self, own: &Keys, text: &str, mark: Option<Mark>) -> Result<(Ticket, bool), Rejected> {
+        let cluster = mark.and_then(|mark| Some((mark, self.cluster.read().clone()?)));
+        match (own.verify(text), cluster) {
+            (Ok(ticket), _) => Ok((ticket, false)),
+            // Its keys are the cluster's: of them it is said what is wrong.
+            (Err(Rejected::Key), Some((mark, keys))) => {
+                let ticket = keys.verify(text)?;
+                Ok((ticket, !mark.is_in(ticket.nonce)))
+            }
+            (Err(rejected), _) => Err(rejected),
+        }
+    }
+
+    /// What tickets are signed with now: in a cluster with what its other nodes can verify. `None`: the file has not been opened yet.
+    pub fn keys(&self, mark: Option<Mark>) -> Option<Arc<Keys>> {
+        let own = self.store.keys()?;
+        let cluster = mark.and_then(|_| self.cluster.read().clone());
+        Some(cluster.unwrap_or(own))
+    }
+
+    /// The cluster's keys are these from now on.
+    pub fn set_cluster_keys(&self, keys: Option<&TicketKeys>) {
+        *self.cluster.write() = keys.and_then(signing_last).map(Arc::new);
     }
 
     /// One client: an address, or the network that one subscriber of IPv6 has (RFC 6177).
@@ -86,6 +123,16 @@ impl Tickets {
     }
 }
 
+/// Keys that are signed with as the record says. `None`: there are none.
+fn signing_last(record: &TicketKeys) -> Option<Keys> {
+    let (signs, others): (Vec<_>, Vec<_>) = record.keys.iter().partition(|key| key.id == record.signs);
+    let mut rows = others.into_iter().chain(signs);
+    let first = rows.next()?;
+    let mut keys = Keys::new(first.id, &first.secret.0);
+    rows.for_each(|key| keys.rotate(key.id, &key.secret.0));
+    Some(keys)
+}
+
 /// Opens the store in this directory, so that tickets are given; what was promised before is known before anybody is served.
 pub fn open(shared: &Shared, directory: OwnedFd) {
     let (store, mut stored) = match Store::open(directory, shared.lanes.reckoning()) {
@@ -102,7 +149,8 @@ pub fn open(shared: &Shared, directory: OwnedFd) {
         Err(TryRecvError::Empty) => Some(stored),
         Err(TryRecvError::Closed) => None,
     };
-    shared.set_tickets(Tickets { store, stored: Mutex::new(stored) });
+    let cluster = RwLock::default();
+    shared.set_tickets(Tickets { store, cluster, stored: Mutex::new(stored) });
 }
 
 /// Takes what was promised before as soon as it can be read.
@@ -175,9 +223,83 @@ pub fn take_away(name: &str) -> HeaderValue {
     set_cookie(name, "", 0, false)
 }
 
+/// What the numbers of all tickets begin with that one node of a cluster gives: the beginning of its own number, which it drew when it
+/// joined. Two nodes that have drawn the same do not take each other's tickets over, and nothing worse.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark(u32);
+
+impl Mark {
+    /// Of a node with this id, of hexadecimal digits.
+    pub fn of(id: &str) -> Option<Self> {
+        u32::from_str_radix(id.get(..8)?, 16).ok().map(Self)
+    }
+
+    fn is_in(self, nonce: Nonce) -> bool {
+        nonce.0 >> 96 == u128::from(self.0)
+    }
+}
+
 /// A number for a new ticket, which nobody can guess.
-pub fn nonce() -> Nonce {
+pub fn nonce(mark: Option<Mark>) -> Nonce {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).expect("the kernel gives random bytes once it has booted");
-    Nonce(u128::from_le_bytes(bytes))
+    if let Some(Mark(mark)) = mark {
+        bytes[..4].copy_from_slice(&mark.to_be_bytes());
+    }
+    Nonce(u128::from_be_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use nagaya_admission::{LaneName, Moment};
+    use nagaya_base::Reckoning;
+    use nagaya_cmdb::record::{TicketKey, TicketSecret};
+
+    use super::*;
+
+    fn key(id: u32) -> TicketKey {
+        TicketKey { id, secret: TicketSecret([u8::try_from(id).unwrap(); 32]), made_ms: 0, ended_ms: None }
+    }
+
+    #[test]
+    fn a_tickets_number_says_which_node_of_the_cluster_gave_it() {
+        let [own, other] =
+            ["0123456789abcdef", "1123456789abcdef"].map(|id| Mark::of(id).expect("hexadecimal"));
+        let nonce = nonce(Some(own));
+        assert!(own.is_in(nonce) && !other.is_in(nonce));
+        assert_eq!((Mark::of("0123"), Mark::of("not digits")), (None, None));
+    }
+
+    #[test]
+    fn only_a_member_knows_its_clusters_tickets_and_its_own_among_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = OwnedFd::from(File::open(directory.path()).unwrap());
+        let (store, _stored) = Store::open(directory, Reckoning::of_wall()).unwrap();
+        let tickets = Tickets { store, cluster: RwLock::default(), stored: Mutex::new(None) };
+        let [mark, other] = ["00000001", "00000002"].map(Mark::of);
+        let (begins, ends) = (Moment(1), Moment(2));
+        let ticket = Ticket { lane: LaneName([1; 16]), begins, ends, epoch: 0, nonce: nonce(mark) };
+        let own = tickets.keys(None).expect("the file is open");
+        let by_own = own.sign(&ticket);
+        assert_eq!(tickets.keys(mark).expect("it is").sign(&ticket), by_own, "there are no others yet");
+
+        tickets.set_cluster_keys(Some(&TicketKeys { signs: 7, keys: vec![key(7), key(8)] }));
+        let by_cluster = tickets.keys(mark).expect("it is").sign(&ticket);
+        assert_eq!(by_cluster, Keys::new(7, &[7; 32]).sign(&ticket));
+        assert_eq!(tickets.keys(None).expect("it is").sign(&ticket), by_own);
+        let by_next = Keys::new(8, &[8; 32]).sign(&ticket);
+        let verify = |text: &str, mark| tickets.verify(&own, text, mark);
+        for text in [&by_cluster, &by_next] {
+            assert_eq!(verify(text, None), Err(Rejected::Key));
+            assert_eq!(verify(text, mark), Ok((ticket, false)));
+            assert_eq!(verify(text, other), Ok((ticket, true)));
+        }
+        assert_eq!(verify(&by_own, other), Ok((ticket, false)), "nobody else can have signed it");
+        assert_eq!(verify(&Keys::new(7, &[8; 32]).sign(&ticket), mark), Err(Rejected::Signature));
+        assert_eq!(verify(&Keys::new(9, &[9; 32]).sign(&ticket), mark), Err(Rejected::Key));
+        tickets.set_cluster_keys(None);
+        assert_eq!(verify(&by_cluster, mark), Err(Rejected::Key));
+    }
 }

@@ -72,7 +72,7 @@ pub async fn away(
         without_ticket(full(), Some(prediction), &route.site, &request.head)
     };
     let Some(tickets) = node.shared.tickets() else { return without() };
-    let Some(keys) = tickets.store.keys() else { return without() };
+    let Some(keys) = tickets.keys(node.shared.cluster.ticket_mark()) else { return without() };
     if promise.is_new {
         if tickets.store.keep(records).await.is_err() {
             // The store has said why. Nothing is promised that would be forgotten.

@@ -62,6 +62,7 @@ struct Counts {
     left: u64,
     refused: u64,
     promised: u64,
+    adopted: u64,
     kept: u64,
     broken: u64,
     late: u64,

@@ -155,6 +155,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).watch_nodes()),
             tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
             tokio::task::spawn_local(Rc::clone(&membership).grant_wishes()),
+            tokio::task::spawn_local(Rc::clone(&membership).keep_ticket_keys()),
         ];
         membership.tasks.borrow_mut().extend(tasks.iter().map(tokio::task::JoinHandle::abort_handle));
         membership
@@ -338,6 +339,7 @@ impl Membership {
         let counts = self.records().counts().unwrap_or_default();
         let (images_here, images_wanted) = self.images.borrow().counts();
         let format = self.store.format();
+        let ticket_key = self.store.ticket_keys().ok().flatten().map(|keys| keys.signs);
         json!({
             "cluster": member.cluster,
             "node": member.node,
@@ -355,6 +357,7 @@ impl Membership {
             "fence_ms": self.context.configured.fence_ms,
             "certificate_authority": member.credentials.serial,
             "certificate_renewed_at": member.credentials.renew_at,
+            "ticket_key": ticket_key,
             "sites": counts.sites,
             "images_here": images_here,
             "images_wanted": images_wanted,
