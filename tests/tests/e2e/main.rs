@@ -20,6 +20,7 @@ mod instances;
 mod lab;
 mod limits;
 mod membership;
+mod moved_tickets;
 mod outbound;
 mod php;
 mod programs;
@@ -65,6 +66,7 @@ fn main() -> ExitCode {
         receipts::SUITE,
         cluster::SUITE,
         membership::SUITE,
+        moved_tickets::SUITE,
         balance::SUITE,
         failures::SUITE,
         lab::SUITE,
