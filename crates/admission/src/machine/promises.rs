@@ -273,6 +273,8 @@ impl Admission {
             self.promised.arrange(now, index);
             let record = Record::Promised { ticket: promise.ticket, client: ask.client };
             self.effects.push(Effect::Store(record));
+            // Not only at the ends of slots: a crash before the first would leave the next start without a pace to promise by.
+            self.note_pace(index);
         }
         Some(promise)
     }

@@ -4,6 +4,8 @@
 //! Every operation has a number, and its end is told with it; the end of one that was given up meanwhile changes nothing.
 //! Not here: doing it (`instances`), when an idle one goes deeper (`policy`), whose turn it is to wake (`wakes`).
 
+mod placed;
+
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -898,67 +900,6 @@ impl Lifecycle {
                 self.answer_all(Err(Refusal::Backoff { failures: self.failures.count, left }));
             }
             None => self.queue(),
-        }
-    }
-
-    // === The cluster ===
-
-    /// Why nobody gets it now.
-    fn barred(&self) -> Option<Refusal> {
-        match (self.is_here && !self.is_released, self.fenced_since) {
-            (false, _) => Some(Refusal::Elsewhere),
-            (true, Some(_)) => Some(Refusal::Fenced),
-            (true, None) => None,
-        }
-    }
-
-    /// What is there already has stopped by itself; nothing more begins.
-    fn fence(&mut self, now: Instant) {
-        if self.fenced_since.is_some() {
-            return;
-        }
-        self.fenced_since = Some(now);
-        self.is_disturbed |= self.is_coming();
-        self.answer_all(Err(self.barred().unwrap_or(Refusal::Fenced)));
-        if self.state == State::Queued {
-            self.end();
-        }
-    }
-
-    /// A start that stands still for too long.
-    fn give_up_if_held(&mut self, now: Instant) {
-        if self.is_coming() && self.deadline().is_some_and(|due| due <= now) {
-            self.end();
-        }
-    }
-
-    fn unfence(&mut self) {
-        let was_fenced = self.fenced_since.take().is_some();
-        if was_fenced && self.state == State::Off && self.retake && self.barred().is_none() {
-            self.queue();
-        }
-    }
-
-    fn release(&mut self) {
-        self.is_released = true;
-        self.retake = false;
-        self.answer_all(Err(Refusal::Elsewhere));
-        if self.users == 0 {
-            self.end();
-        }
-    }
-
-    fn moved(&mut self) {
-        self.is_released = false;
-        if !self.is_here {
-            return;
-        }
-        self.is_here = false;
-        self.retake = false;
-        self.answer_all(Err(Refusal::Elsewhere));
-        match self.state {
-            State::Ending(op) => self.effect(Effect::Kill(op)),
-            _ => self.end(),
         }
     }
 

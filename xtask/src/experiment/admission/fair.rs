@@ -37,19 +37,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("admission-fair");
     let window = Duration::from_secs(if setting.quick { 15 } else { 60 });
     let tables = format!("[admission]\ntickets = false\nnode_max_concurrent = {NODE}\n");
-    let mut records: Vec<Value> = Vec::new();
-    for tenant in 0..TENANTS {
-        let uid = UID_BASE + u32::try_from(tenant)?;
-        let root = board(setting.dir(), &format!("board-{tenant}"), uid)?;
-        let name = format!("tenant-{tenant}");
-        records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid, "max_concurrent": TENANT}}));
-        records.push(json!({"site": {
-            "name": format!("board-{tenant}"), "tenant": name, "hosts": [host(tenant)],
-            "admission": {"wait_seconds": 3600},
-            "backend": {"kind": "cgi", "root": root, "extensions": [".cgi"]},
-        }}));
-    }
-    let (_node, server) = serve_records(setting, "nagaya", &tables, &records)?;
+    let (_node, server) = serve_records(setting, "nagaya", &tables, &records(setting)?)?;
     let warm = Duration::from_secs(4);
     let seen = crowd::closed(&post(&server, &host(0), BYTES), 4, warm, Duration::ZERO)?;
     let capacity = to_float(times_ms(&seen).len()) / warm.as_secs_f64();
@@ -105,6 +93,23 @@ pub fn run(setting: &Setting) -> Result<()> {
         ],
     };
     report.write(&setting.out, &chart, &GOALS)
+}
+
+/// Each tenant with a board of its own.
+fn records(setting: &Setting) -> Result<Vec<Value>> {
+    let mut records = Vec::new();
+    for tenant in 0..TENANTS {
+        let uid = UID_BASE + u32::try_from(tenant)?;
+        let root = board(setting.dir(), &format!("board-{tenant}"), uid)?;
+        let name = format!("tenant-{tenant}");
+        records.push(json!({"tenant": {"name": name, "uid": uid, "gid": uid, "max_concurrent": TENANT}}));
+        records.push(json!({"site": {
+            "name": format!("board-{tenant}"), "tenant": name, "hosts": [host(tenant)],
+            "admission": {"wait_seconds": 3600},
+            "backend": {"kind": "cgi", "root": root, "extensions": [".cgi"]},
+        }}));
+    }
+    Ok(records)
 }
 
 fn host(tenant: usize) -> String {
