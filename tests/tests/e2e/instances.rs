@@ -613,9 +613,8 @@ fn without_a_criu_that_works_applications_rest_without_images() {
             Err(_) => skip("there is no C compiler here"),
         }
     };
-    let cases: [(&dyn Fn(&Path), &str); 2] =
-        [(&absent, "there is no such file"), (&old, "version 3.17.1 is older than 4.1")];
-    for (make, why) in cases {
+    let makes: [&dyn Fn(&Path); 2] = [&absent, &old];
+    for (make, why) in makes.into_iter().zip(["there is no such file", "version 3.17.1 is older than 4.1"]) {
         let builder = builder_without_criu();
         let criu = builder.path("criu");
         make(&criu);

@@ -201,7 +201,10 @@ impl Membership {
         };
         self.listed.notify_one();
         // What was served before this start, by the fence that stood there before, is over by then.
-        while stands.fence_ms != record.fence_ms {
+        if stands.fence_ms == record.fence_ms {
+            return;
+        }
+        loop {
             tokio::time::sleep(outlasting(term_of(stands.fence_ms))).await;
             match self.store.set_fence(&self.node, &self.id, record.fence_ms).await {
                 Ok(()) => break,
