@@ -301,7 +301,10 @@ fn a_ticket_of_a_lane_that_is_gone_says_nothing() {
         panic!("the line is full in time, and slots are given")
     };
     assert!(promise.is_new && promise.ticket.begins >= at(200), "after who runs: {promise:?}");
-    let [Effect::Store(record)] = effects(&mut admission)[..] else { panic!("it is stored first") };
+    let [Effect::Store(record), Effect::Store(paced)] = effects(&mut admission)[..] else {
+        panic!("it is stored first, and by which pace")
+    };
+    assert!(matches!(paced, crate::Record::Paced { .. }), "{paced:?}");
     assert!(matches!(admission.standing(at(100), Nonce(7)), Standing::Later { .. } | Standing::Open { .. }));
     assert_eq!(admission.lend(at(100), lane, 1), 0, "not while somebody holds a ticket");
 

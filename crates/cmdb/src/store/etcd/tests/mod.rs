@@ -494,6 +494,7 @@ fn a_mark_stands_until_its_node_has_looked_and_counts_for_older_placements() {
         let third = store.doubt(&record("a", "3"), &b).await.unwrap().unwrap();
         assert!(third > second, "a mark goes with its node");
     });
+    node.in_step(&etcd);
     node.is_fed();
 }
 
@@ -520,6 +521,7 @@ fn a_mark_does_not_count_once_its_node_has_written_its_record_anew() {
         store.join(older).await.unwrap();
         assert_eq!(store.doubt(&record("a", "1"), &b).await.unwrap(), None, "it says something else by now");
     });
+    node.in_step(&etcd);
     node.is_fed();
 }
 
@@ -561,6 +563,7 @@ fn a_site_is_taken_only_from_a_node_that_is_as_it_was_seen() {
         assert_eq!(take(as_seen(removed)).await, Claim::Won);
         assert_eq!(store.seen(&name("nobody")).await.unwrap(), None);
     });
+    node.in_step(&etcd);
     node.is_fed();
 }
 
@@ -587,6 +590,7 @@ fn a_placement_that_must_be_old_is_not_followed_once_it_is_written_anew() {
         let late = store.place_on(placement("one", "a", 2), Some(1), None, by(early)).await.unwrap();
         assert_eq!(late, Claim::Lost(Some(next)), "that comes first");
     });
+    node.in_step(&etcd);
     node.is_fed();
 }
 
