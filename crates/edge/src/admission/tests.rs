@@ -335,7 +335,10 @@ fn who_is_promised_nothing_new_takes_no_records_along() {
     let Entered::Turned(Offer::Next(promise), records) = lanes.enter(&lane, asks(2)) else {
         panic!("nobody waits here")
     };
-    assert!(promise.is_new && matches!(records[..], [Record::Promised { .. }]), "{records:?}");
+    assert!(
+        promise.is_new && matches!(records[..], [Record::Promised { .. }, Record::Paced { .. }]),
+        "{records:?}"
+    );
     // Its page is called when the permit frees, which is to be stored in passing; then somebody else has that permit.
     let mut called = lanes.listen(Nonce(2)).unwrap();
     lanes.release(running, used);
