@@ -229,11 +229,7 @@ impl Dir {
     /// Writes what differs from what was written. Returns what failed.
     fn write(&self, state: &mut State) -> Vec<(Line, FileError)> {
         let Hierarchy { version, controllers, has_idle, .. } = *self.hierarchy;
-        let weight = match (state.is_idle, has_idle) {
-            (false, _) => Weight::OfLimits,
-            (true, true) => Weight::Idle,
-            (true, false) => Weight::Least,
-        };
+        let weight = if state.is_idle && has_idle { Weight::Idle } else { Weight::OfLimits };
         let wanted = lines::lines(version, controllers, &state.limits, weight);
         let mut failed = Vec::new();
         for line in lines::writes(&state.written, &wanted) {

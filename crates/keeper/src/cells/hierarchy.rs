@@ -21,6 +21,10 @@ use super::lines::IDLE;
 use super::mounts::{self, Mount, OWN, TREE, mounts};
 use crate::options::BackEnd;
 
+/// Since this version of Linux a directory whose weight changes is owed the same part of a turn as before (kernel/sched/fair.c,
+/// `reweight_entity`).
+const FAIR_AFTER_IDLE: (u32, u32) = (6, 7);
+
 /// A controller that limits nothing here, or the fence where there is none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
@@ -37,7 +41,7 @@ pub struct Hierarchy {
     pub controllers: Controllers,
     /// This one tells what belongs to a tree and ends it.
     pub is_fence: bool,
-    /// A directory of it can be told to give way to all beside it.
+    /// A directory of it can be told to give way to all beside it, and is as it was at once when it is told not to.
     pub has_idle: bool,
     /// This keeper's directory.
     pub node: PathBuf,
@@ -204,7 +208,7 @@ fn open_v1(base: &Path, name: &str, controllers: Controllers) -> Result<Hierarch
     }
     let node = tree.join(name);
     make(&node)?;
-    let has_idle = node.join(IDLE).exists();
+    let has_idle = has_idle(&node);
     let hierarchy =
         Hierarchy { version: Version::V1, controllers, is_fence: false, has_idle, node, base: base.into() };
     hierarchy.try_v1().inspect_err(|_| hierarchy.close())?;
@@ -269,7 +273,7 @@ fn open_v2(base: &Path, name: &str, missing: &mut Vec<Missing>) -> Result<Hierar
         version: Version::V2,
         controllers,
         is_fence: false,
-        has_idle: node.join(IDLE).exists(),
+        has_idle: has_idle(&node),
         node: node.clone(),
         base: base.into(),
     };
@@ -337,9 +341,30 @@ fn move_own(base: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether directories here can be idle for a while. An older kernel has the file, and keeps what it owes to a directory
+/// reckoned by its weight while it was idle: what begins to run there then waits for seconds behind others.
+fn has_idle(node: &Path) -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    node.join(IDLE).exists() && version(&release).is_some_and(|version| version >= FAIR_AFTER_IDLE)
+}
+
+/// The first two numbers of a kernel's release.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernels_version_is_its_first_two_numbers() {
+        assert_eq!(version("6.1.0-40-cloud-amd64"), Some((6, 1)));
+        assert_eq!(version("6.18.5"), Some((6, 18)));
+        assert_eq!(version("7.0-rc1"), Some((7, 0)));
+        assert_eq!(version("next"), None);
+    }
 
     fn hierarchy(version: Version, controllers: Controllers) -> Hierarchy {
         let (node, base) = ("/none".into(), "/none".into());

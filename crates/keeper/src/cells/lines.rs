@@ -4,7 +4,7 @@
 //! quotas: scheduler/sched-bwc.rst) and cgroup-v2.rst; `docs/cells.md` has them side by side. Not here: which limits
 //! hold for a directory beneath others (`dir`), the writing.
 
-use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, CPU_SHARES_MIN, Controller, Device, IoLimit, Limits};
+use nagaya_cmdb::cell::{CPU_SHARES_DEFAULT, Controller, Device, IoLimit, Limits};
 
 use super::controllers::{Controllers, Version};
 
@@ -31,8 +31,6 @@ pub enum Weight {
     OfLimits,
     /// It gives way to all beside it.
     Idle,
-    /// The same, as far as a kernel without `IDLE` can.
-    Least,
 }
 
 /// One value of one file, for one device where the file has a line for each.
@@ -125,7 +123,6 @@ pub fn lines(version: Version, controllers: Controllers, limits: &Limits, weight
 fn cpu_lines(version: Version, limits: &Limits, weight: Weight, lines: &mut Vec<Line>) {
     let shares = match weight {
         Weight::OfLimits => Some(limits.cpu_shares.unwrap_or(CPU_SHARES_DEFAULT)),
-        Weight::Least => Some(CPU_SHARES_MIN),
         Weight::Idle => None,
     };
     lines.push(match (shares, version) {

@@ -45,8 +45,20 @@ pub fn available() -> &'static Available {
 /// Why a test that needs these controllers cannot run here, if it cannot.
 pub fn missing(needs: &[&str]) -> Option<String> {
     needs.iter().find_map(|name| {
+        if *name == FAIR_AFTER_IDLE {
+            return is_unfair_after_idle().then(|| "directories are idle from Linux 6.7 on".into());
+        }
         available()[*name].as_ref().err().map(|why| format!("no controller {name} here: {why}"))
     })
+}
+
+/// What a fact needs beside controllers: a kernel on which a directory that was idle has its turns at once (`cells::hierarchy`).
+pub const FAIR_AFTER_IDLE: &str = "fair after idle";
+
+fn is_unfair_after_idle() -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) < (6, 7)
 }
 
 /// Whether a controller is one of cgroup v2.

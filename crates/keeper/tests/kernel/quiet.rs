@@ -12,15 +12,32 @@ use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::json;
 
+use crate::groups::FAIR_AFTER_IDLE;
 use crate::rest::{SERVER, app, get, pids, show, until_idle};
 use crate::world::{World, site_name, until_so};
 use crate::{CellFact, groups};
 
 pub const CELLS: &[CellFact] = &[
-    (&["cpu"], "a quiet instance gets next to nothing of a processor that another tenant wants", gives_way),
-    (&["cpu"], "an instance that was quiet has its tenant's shares when it is needed", has_shares_again),
-    (&["cpu"], "what else a tenant runs has its share while an instance of it is quiet", others_keep_theirs),
-    (&["cpu"], "a quiet instance is frozen, and ends, while others want its processor", stops_all_the_same),
+    (
+        &["cpu", FAIR_AFTER_IDLE],
+        "a quiet instance gets next to nothing of a processor that another tenant wants",
+        gives_way,
+    ),
+    (
+        &["cpu", FAIR_AFTER_IDLE],
+        "an instance that was quiet has its tenant's shares when it is needed",
+        has_shares_again,
+    ),
+    (
+        &["cpu", FAIR_AFTER_IDLE],
+        "what else a tenant runs has its share while an instance of it is quiet",
+        others_keep_theirs,
+    ),
+    (
+        &["cpu", FAIR_AFTER_IDLE],
+        "a quiet instance is frozen, and ends, while others want its processor",
+        stops_all_the_same,
+    ),
 ];
 
 /// So much of somebody who always wants it, microseconds: many turns on the processor.
