@@ -211,10 +211,18 @@ impl Auto {
         self.pressure.starved += (pressure.starved - self.pressure.starved) * weight;
     }
 
+    fn feels(&self, now: Moment) -> bool {
+        self.felt != Moment(0) && since(now, self.felt) <= PRESSURE_LASTS
+    }
+
+    fn is_starved(&self, now: Moment) -> bool {
+        self.feels(now) && self.pressure.starved > STARVED
+    }
+
     fn expected(&self, now: Moment) -> Expected {
-        if self.felt == Moment(0) || since(now, self.felt) > PRESSURE_LASTS {
+        if !self.feels(now) {
             Expected::UNKNOWN
-        } else if self.pressure.starved > STARVED {
+        } else if self.is_starved(now) {
             Expected::NO_GROWTH
         } else if self.pressure.starved < NOT_STARVED && self.pressure.busy < NOT_BUSY {
             Expected::GROWTH
@@ -459,6 +467,7 @@ impl Auto {
 
     /// Service times are others than before: nothing that was learned holds, and the bound may be far off.
     fn start_over(&mut self, now: Moment, seconds: f64) {
+        let is_slower = seconds > self.usual_service();
         self.services = (seconds, seconds * seconds);
         self.trial = None;
         self.at_base = Arm::default();
@@ -466,6 +475,12 @@ impl Auto {
         self.up_step = if self.base < LARGE_BOUND { UP_STEP_LARGEST } else { URGENT_STEP };
         (self.up_pause, self.next_up) = (UP_PAUSE, now);
         (self.down_pause, self.next_down) = (DOWN_PAUSE, now);
+        if is_slower && self.base >= LARGE_BOUND && self.is_starved(now) {
+            // More at once do not help what has become slow for want of CPU: fewer may, if it is memory that makes it so.
+            // A small bound is up again as fast as this would be seen.
+            self.next_up = later(now, self.up_pause);
+            self.down_step = DOWN_STEP_LARGEST;
+        }
         self.enter(now, Turn::Base, self.base);
     }
 

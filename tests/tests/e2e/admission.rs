@@ -2,8 +2,10 @@
 //!
 //! Not here: bounds by number (`limits`), the waiting page in a browser (`browser`).
 
+use std::io::Read as _;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use nagaya_tests::client::{Connection, Response};
@@ -30,6 +32,8 @@ pub const SUITE: Suite = Suite {
         two_pages_of_one_ticket_are_called,
         whoever_asks_again_gets_the_same_ticket,
         a_rule_lets_pass_and_lets_some_go_first,
+        streams_of_one_connection_wait_each_for_itself,
+        a_ticket_over_http2_is_kept,
         lanes_are_shown_and_explained,
     ]),
 };
@@ -478,6 +482,94 @@ fn a_rule_lets_pass_and_lets_some_go_first() {
         connection.response().expect(200);
     }
     assert_eq!(held.arrived(), ["/running", "/health", "/paying", "/second"]);
+    world.stop();
+}
+
+/// A client that speaks HTTP/2. Ended when dropped.
+struct Http2Client(Child);
+
+impl Http2Client {
+    /// Asks for these as streams of one connection.
+    fn ask(world: &World, targets: &[&str]) -> Self {
+        let urls = targets.iter().map(|target| format!("http://{}{target}", world.http()));
+        let mut command = Command::new("nghttp");
+        command.args(["-nv", "-H", ":authority: shop.test"]).args(urls);
+        Self(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("nghttp starts"))
+    }
+
+    /// Waits for all its answers and returns what it tells of them.
+    fn told(mut self) -> String {
+        let mut told = String::new();
+        let output = self.0.stdout.as_mut().expect("it is piped");
+        output.read_to_string(&mut told).expect("it writes text");
+        told
+    }
+}
+
+impl Drop for Http2Client {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn streams_of_one_connection_wait_each_for_itself() {
+    let held = Held::start();
+    let world = node(&held);
+    world.cli(&["site", "set", "shop", "--wait-seconds", "60"]);
+    let mut first = occupy(&world, &held);
+    let gone = Http2Client::ask(&world, &["/gone", "/gone-too"]);
+    wait::until("both wait", || is_waiting(&world, 2));
+    drop(gone);
+    wait::until("their places are free", || is_waiting(&world, 0));
+    let both = Http2Client::ask(&world, &["/one", "/two"]);
+    wait::until("both wait", || is_waiting(&world, 2));
+    held.let_go(1);
+    first.response().expect(200);
+    wait::until("one of them runs", || is_waiting(&world, 1));
+    held.let_go(2);
+    let told = both.told();
+    assert_eq!(told.matches(":status: 200").count(), 2, "{told}");
+    assert_eq!(told.matches("Connected").count(), 1, "{told}");
+    assert_eq!(told.matches("server-timing: queue;dur=").count(), 2, "each was held: {told}");
+    assert!(!held.arrived().iter().any(|target| target.starts_with("/gone")), "nobody was left to answer");
+    world.stop();
+}
+
+fn a_ticket_over_http2_is_kept() {
+    let held = Held::start();
+    let world = node(&held);
+    let mut first = occupy(&world, &held);
+    let curl = |fields: &[&str]| {
+        let connect = format!("shop.test:{}:127.0.0.1:{}", world.http().port(), world.http().port());
+        let url = format!("http://shop.test:{}/later", world.http().port());
+        let mut command = Command::new("curl");
+        command.args(["-sSi", "--http2-prior-knowledge", "--connect-to", &connect]).args(fields).arg(url);
+        Http2Client(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("curl starts"))
+    };
+    let refused = curl(&[]).told();
+    assert!(refused.starts_with("HTTP/2 503") && refused.contains("\r\nretry-after: "), "{refused}");
+    let ticket = refused.split("\r\nnagaya-ticket: ").nth(1).and_then(|rest| rest.lines().next());
+    let shown = format!("Nagaya-Ticket: {}", ticket.expect("a ticket"));
+    let mut again = wait::until_some("its slot has begun", || {
+        let mut again = curl(&["-H", &shown]);
+        let is_over = |again: &mut Http2Client| again.0.try_wait().expect("it is ours").is_some();
+        wait::until("it waits or was answered", || is_waiting(&world, 1) || is_over(&mut again));
+        if is_over(&mut again) {
+            let early = again.told();
+            assert!(early.starts_with("HTTP/2 503") && early.contains("NGY0451"), "{early}");
+            return None;
+        }
+        Some(again)
+    });
+    assert!(again.0.try_wait().expect("it is ours").is_none(), "it stands in line");
+    held.let_go(2);
+    first.response().expect(200);
+    let answer = again.told();
+    assert!(answer.starts_with("HTTP/2 200") && answer.ends_with("/later"), "{answer}");
+    let lane = lane(&world, "shop");
+    assert_eq!((&lane["counts"]["promised"], &lane["counts"]["kept"]), (&json!(1), &json!(1)), "{lane}");
     world.stop();
 }
 
