@@ -12,6 +12,7 @@ pub mod doubt;
 pub mod fence;
 pub mod liveness;
 mod moment;
+pub mod outlook;
 pub mod planner;
 pub mod relocation;
 
