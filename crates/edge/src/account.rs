@@ -30,7 +30,7 @@ use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::peers::carry::Lost;
 use crate::peers::fields;
-use crate::place::{Passed, Relocated, Stint};
+use crate::place::{Passed, Relocated, Retries, Stint, wait};
 use crate::receipt::{self, Disclosure, Figures, Ring};
 use crate::refusal::{Blame, Refusal, Row};
 use crate::route::Route;
@@ -66,6 +66,9 @@ pub struct Account {
     boost: Option<BoostGuard>,
     /// Its right to be served here, where its site is placed.
     stint: Option<Stint>,
+    retries: Retries,
+    /// Until its site has a place and is awake there.
+    wait: Option<wait::Wait>,
     /// Whether the node that answers it is lost in the middle of that.
     lost: Option<Lost>,
     /// Another node has sent it here, and is told what became of it.
@@ -158,7 +161,10 @@ impl Account {
             .unwrap_or_else(|| Box::new(AccessRecord::without_head(request.head.id, &request.head.conn)));
         record.begin(&request.head, client, recorder.log.is_some());
         let mut account = Self::new(recorder, record);
-        account.is_carried = request.head.conn.carried.is_some();
+        if let Some(carried) = &request.head.conn.carried {
+            account.is_carried = true;
+            account.retries = Retries::new(Some(carried.retries));
+        }
         account
     }
 
@@ -183,6 +189,8 @@ impl Account {
             hold: None,
             boost: None,
             stint: None,
+            retries: Retries::new(None),
+            wait: None,
             lost: None,
             is_carried: false,
             recorder,
@@ -313,6 +321,16 @@ impl Account {
         self.stint.clone()
     }
 
+    /// How often it may still be sent again.
+    pub fn retries(&self) -> &Retries {
+        &self.retries
+    }
+
+    /// It waits for a place from now on, if it does not yet: for how long as was thought then.
+    pub fn waits_for_place(&mut self, begin: impl FnOnce() -> wait::Wait) -> Option<Duration> {
+        self.wait.get_or_insert_with(begin).predicted
+    }
+
     /// It has asked for another place for its site.
     pub fn relocated(&mut self, relocated: Relocated) {
         self.more().relocated.push(relocated);
@@ -381,8 +399,15 @@ impl Account {
         if record.refusal == Some(Refusal::ClientGone.row().reason) && response.status.as_u16() != 499 {
             record.refusal = None;
         }
+        let is_answered = record.refusal.is_none();
         if let Some(spent) = receipt::spent_on_answer() {
             record.edge_cpu = spent;
+        }
+        if let Some(wait) = self.wait.take()
+            && is_answered
+            && let Some(more) = &self.record().more
+        {
+            wait.answered(more);
         }
         if let Some(name) = self.cookie.take() {
             response.headers.append(SET_COOKIE, take_away(&name));
@@ -434,7 +459,9 @@ impl Account {
     /// What the node that sent the request here writes into its log.
     fn tell_sender(&self, response: &mut Response) {
         let figures = Figures::of(self.record());
-        fields::serve(&mut response.headers, &self.recorder.node, figures.named());
+        let turn = self.record().more.as_ref().map(|more| wait::turn(more).as_micros());
+        let turn = turn.map(|us| (wait::TURN, u64::try_from(us).unwrap_or(u64::MAX)));
+        fields::serve(&mut response.headers, &self.recorder.node, figures.named().chain(turn));
     }
 
     /// The receipt is the other node's, and passes as it is; the client is told of the hop beside it.

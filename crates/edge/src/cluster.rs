@@ -16,6 +16,7 @@ use nagaya_cmdb::record::Change;
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Standing, Table};
 use nagaya_placement::Moment;
 use nagaya_placement::fence::Arrivals;
+use nagaya_placement::outlook::Outlook;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 
@@ -53,6 +54,8 @@ pub struct Cluster {
     pub peers: Peers,
     /// Requests of sites that several nodes have.
     pub spread: Spread,
+    /// Requests that wait for a place, and how long that takes.
+    pub outlook: Mutex<Outlook<SiteName>>,
     /// What the supervisor answered, until the records say it too.
     ahead: RwLock<HashMap<SiteName, Placement>>,
     /// From when on what is placed here may be served here.
@@ -72,6 +75,7 @@ impl Cluster {
             desk: Desk::default(),
             peers: Peers::default(),
             spread: Spread::default(),
+            outlook: Mutex::default(),
             ahead: RwLock::default(),
             arrivals: Mutex::default(),
             leaving: RwLock::default(),

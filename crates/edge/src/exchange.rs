@@ -20,7 +20,7 @@ use crate::node::Node;
 use crate::pace::{self, Debt};
 use crate::path::SitePath;
 use crate::peers::fields;
-use crate::place;
+use crate::place::{self, Retries};
 use crate::programs::{self, Outcome, Script, Unanswered};
 use crate::refusal::Refusal;
 use crate::route::Route;
@@ -66,7 +66,7 @@ pub async fn run(
         Backend::Cgi(files) | Backend::Php(files) => {
             Box::pin(from_files(node, route, files, request, account)).await
         }
-        Backend::Http(http) => Box::pin(from_server(node, http, request)).await,
+        Backend::Http(http) => Box::pin(from_server(node, http, request, account.retries())).await,
         Backend::App(App { protocol: Protocol::FastCgi, files: Some(files), .. }) => {
             Box::pin(from_files(node, route, files, request, account)).await
         }
@@ -134,11 +134,16 @@ async fn from_files(
 }
 
 /// A server that already runs somewhere.
-async fn from_server(node: &Node, http: &Http, request: Request) -> Result<Response, Refusal> {
+async fn from_server(
+    node: &Node,
+    http: &Http,
+    request: Request,
+    retries: &Retries,
+) -> Result<Response, Refusal> {
     let address = Address::parse(&http.address);
     let Request { head, body } = request;
     let proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;
-    Ok(proxy.exchange(&address, node, body).await?)
+    Ok(proxy.exchange(&address, node, body, retries).await?)
 }
 
 /// A script, run by the site's instance over a connection of its own.
@@ -181,7 +186,8 @@ async fn from_script(
             Err(NoConnection::Refused(refusal)) => Unanswered { refusal, again: Some(call) },
             Err(silent) => return Err(silent.into()),
         };
-        let Some(again) = again.filter(|_| renewals < RENEWALS_MAX) else { return Err(refusal) };
+        let may = |_: &_| renewals < RENEWALS_MAX && account.retries().take();
+        let Some(again) = again.filter(may) else { return Err(refusal) };
         renewals += 1;
         node.upstream.count_retry();
         hold.renew(instance);
@@ -247,7 +253,8 @@ async fn from_app(
     let debt = seating.stay().and_then(Debt::own);
     let mut renewals = 0;
     loop {
-        let failed = match proxy.exchange(&Address::Instance(instance), &seating, body).await {
+        let answered = proxy.exchange(&Address::Instance(instance), &seating, body, account.retries()).await;
+        let failed = match answered {
             Ok(response) => {
                 hold.answered(instance);
                 return Ok(match seating.stay() {
@@ -257,9 +264,8 @@ async fn from_app(
             }
             Err(failed) => failed,
         };
-        let Some(again) = failed.again.filter(|_| renewals < RENEWALS_MAX) else {
-            return Err(failed.refusal);
-        };
+        let may = |_: &_| renewals < RENEWALS_MAX && account.retries().take();
+        let Some(again) = failed.again.filter(may) else { return Err(failed.refusal) };
         renewals += 1;
         node.upstream.count_retry();
         // It may have ended meanwhile: then there is another one. If there is none, the first failure says more.
@@ -322,10 +328,12 @@ impl<'a> Proxy<'a> {
         address: &Address,
         connector: &impl Connector,
         body: RequestBody,
+        retries: &Retries,
     ) -> Result<Response, Failed> {
         let outgoing = Outgoing { head: self.head, fields: &self.fields };
+        let pool = &self.node.upstream;
         let mut response =
-            upstream::exchange(&self.node.upstream, address, connector, outgoing, body, self.bounds).await?;
+            upstream::exchange(pool, address, connector, outgoing, body, self.bounds, retries).await?;
         self.node.forwarding.response(&mut response);
         // What nodes say to each other is not an application's to say.
         if self.node.shared.cluster.is_member() {

@@ -12,9 +12,11 @@ mod beginning;
 mod hop;
 mod keep;
 mod repeat;
+mod retries;
 mod spread;
 mod stint;
 pub mod told;
+pub mod wait;
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -32,15 +34,17 @@ use crate::exchange;
 use crate::message::{Head, Request, Response};
 use crate::node::Node;
 use crate::peers::Carried;
-use crate::refusal::Refusal;
+use crate::refusal::{Later, Refusal};
 use crate::route::Route;
 use hop::{Hop, Lost};
 use keep::Keep;
 use repeat::{Repeat, may_repeat};
+pub use retries::{RETRIES_MAX, Retries};
 pub use spread::Spread;
 use spread::Way;
 pub use stint::Stint;
 pub use told::{Passed, Relocated};
+use wait::{Wait, come_back};
 
 /// How often one request may find its site a new node.
 pub const RELOCATIONS_MAX: usize = 3;
@@ -240,12 +244,13 @@ async fn receive(
         });
         let newest = standing.map_or(0, |standing| standing.newest);
         let here = standing.and_then(|standing| Some((standing.epoch?, standing.has_copies)));
-        here.filter(|(epoch, _)| *epoch >= carried.epoch).ok_or(Refusal::NotPlacedHere { epoch: newest })
+        here.filter(|(epoch, _)| *epoch >= carried.epoch)
+            .ok_or(Refusal::NotPlacedHere { epoch: newest, tries: 0 })
     };
     let (mut epoch, is_one_of_many) = known()?;
     if cluster.is_leaving(&route.site.name) {
         if is_one_of_many {
-            return Err(Refusal::NotPlacedHere { epoch });
+            return Err(Refusal::NotPlacedHere { epoch, tries: 0 });
         }
         leaves(cluster, &route.site.name, account).await?;
         // Mostly it has moved now, and whoever sent this finds out where.
@@ -311,7 +316,7 @@ async fn seek(
                 let _way = way(&record.name, is_one_of_many);
                 let why = match hop.send(&record, epoch, keep, account).await {
                     Ok(response) => return Ok(Some(response)),
-                    Err(lost) => may_go_on(lost, head, keep, &record.name)?,
+                    Err(lost) => may_go_on(lost, head, keep, &record.name, account.retries())?,
                 };
                 if matches!(why, hop::Why::Broken) && resends < RESENDS_MAX {
                     resends += 1;
@@ -335,7 +340,8 @@ async fn seek(
             Where::Ask { seen, lost, why } => (seen, lost, why, Duration::ZERO),
         };
         tried.clear();
-        if !relocate(node, route, seen, lost, why, detect, account).await? {
+        let relocated = relocate(node, route, seen, lost, why, detect, account).await;
+        if !relocated.map_err(|refusal| come_back(refusal, &node.shared, site, head))? {
             returns += 1;
             if returns > RELOCATIONS_MAX {
                 return Err(Refusal::MovedTooOften);
@@ -345,10 +351,23 @@ async fn seek(
 }
 
 /// Why the request may go elsewhere, if it may.
-fn may_go_on(lost: Lost, head: &Head, keep: &Keep, node: &NodeName) -> Result<hop::Why, Refusal> {
+fn may_go_on(
+    lost: Lost,
+    head: &Head,
+    keep: &Keep,
+    node: &NodeName,
+    retries: &Retries,
+) -> Result<hop::Why, Refusal> {
     let why = lost.why.ok_or(lost.refusal)?;
-    match may_repeat(&head.method, lost.handed, keep.is_whole()) {
-        Repeat::Yes => Ok(why),
+    again(head, lost.handed, keep, node, retries).map(|()| why)
+}
+
+/// Lets the request be sent once more, after `node` was lost or the site left it.
+fn again(head: &Head, handed: bool, keep: &Keep, node: &NodeName, retries: &Retries) -> Result<(), Refusal> {
+    match may_repeat(&head.method, handed, keep.is_whole()) {
+        // What reached nobody was not yet tried.
+        Repeat::Yes if !handed || retries.take() => Ok(()),
+        Repeat::Yes => Err(Refusal::MovedTooOften),
         Repeat::No(reason) => Err(Refusal::MayBeDone { node: node.clone(), reason }),
     }
 }
@@ -435,14 +454,15 @@ async fn relocate(
     }
     let cluster = &node.shared.cluster;
     let began = Instant::now();
+    let predicted = account.waits_for_place(|| Wait::begin(&node.shared, &route.site.name));
     let epoch = seen.as_ref().map(|seen| seen.epoch);
     let placed = cluster.desk.ask(&route.site.name, epoch, why, lost.as_ref(), detect).await;
-    let (placed, _) = placed.map_err(Refusal::Unplaced)?;
+    let (placed, _) = placed.map_err(|why| Refusal::Unplaced { why, later: Later::default() })?;
     match placed {
         Placed::At { placement, .. } if lost.is_some() && Some(placement.epoch) == epoch => Ok(false),
         Placed::At { placement, decide_us, store_us } => {
             if epoch.is_some_and(|epoch| placement.epoch <= epoch) {
-                return Err(Refusal::Nowhere { reason: "no other node was found".into(), code: Code(461) });
+                return Err(nowhere("no other node was found".into(), Code(461)));
             }
             let relocated = Relocated {
                 why,
@@ -453,6 +473,7 @@ async fn relocate(
                 decide: Duration::from_micros(decide_us),
                 store: Duration::from_micros(store_us),
                 asked: began.elapsed(),
+                predicted,
             };
             node.shared.metrics.relocated(&relocated);
             account.relocated(relocated);
@@ -461,9 +482,13 @@ async fn relocate(
         }
         Placed::Nowhere { reason, code } => {
             let number = code.strip_prefix("NGY").and_then(|code| code.parse().ok());
-            Err(Refusal::Nowhere { reason, code: number.map_or(Code(461), Code) })
+            Err(nowhere(reason, number.map_or(Code(461), Code)))
         }
     }
+}
+
+fn nowhere(reason: String, code: Code) -> Refusal {
+    Refusal::Nowhere { reason, code, later: Later::default() }
 }
 
 // === Served here ===
@@ -487,9 +512,7 @@ async fn watched(
         if let Some(response) = attempt(node, route, request, account, &stint).await? {
             return Ok(response);
         }
-        if let Repeat::No(reason) = may_repeat(&head.method, stint.was_handed(), keep.is_whole()) {
-            return Err(Refusal::MayBeDone { node: stint.node(), reason });
-        }
+        again(&head, stint.was_handed(), &keep, &stint.node(), account.retries())?;
         if let Some(response) = seek(node, route, &head, &mut keep, account).await? {
             return Ok(response);
         }
@@ -512,8 +535,10 @@ async fn once(
         return Ok(response);
     }
     // The node in front finds out where it is now, if it may be sent again.
-    Err(match may_repeat(&method, stint.was_handed(), true) {
-        Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest() },
+    let handed = stint.was_handed();
+    let tries = if handed { 1 + account.retries().used() } else { 0 };
+    Err(match may_repeat(&method, handed, true) {
+        Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest(), tries },
         Repeat::No(reason) => Refusal::MayBeDone { node: stint.node(), reason },
     })
 }

@@ -24,6 +24,7 @@ use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::peers::probe;
 use crate::peers::probe::vouch::Order;
+use crate::place;
 use crate::receipt;
 use crate::shared::Shared;
 
@@ -300,6 +301,7 @@ impl Process {
             admission::row(&lane, &explained, self.shared.lanes.now())
         };
         serde_json::json!({
+            "placing": place::wait::rows(&self.shared),
             "instances": busiest(self.shared.needs.each().into_iter().map(need).collect()),
             "lanes": busiest(lanes.into_iter().filter(|(_, lane)| is_busy(lane)).map(lane).collect()),
         })

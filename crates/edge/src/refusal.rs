@@ -69,9 +69,9 @@ pub enum Refusal {
     #[error("this node may not run applications now: it has lost touch with its cluster")]
     Fenced,
     #[error("the site's application can run nowhere now: {reason}")]
-    Nowhere { reason: String, code: Code },
-    #[error("it is not known where the site's application is to run: {0}")]
-    Unplaced(Unanswered),
+    Nowhere { reason: String, code: Code, later: Later },
+    #[error("it is not known where the site's application is to run: {why}")]
+    Unplaced { why: Unanswered, later: Later },
     #[error("the site has moved more often than a request follows it")]
     MovedTooOften,
     /// Node `node` was lost, and the request cannot be sent a second time, because of `reason`.
@@ -82,9 +82,10 @@ pub enum Refusal {
     /// Never seen by a client, which has had the head of the answer: it is broken off.
     #[error("node '{node}' was lost in the middle of its answer: {why}")]
     AnswerLost { node: NodeName, why: String },
-    /// To another node: its request is for a site that does not run here.
+    /// To another node: its request is for a site that does not run here. It did when the application was given the request
+    /// `tries` times.
     #[error("the site does not run on this node, which knows epoch {epoch}")]
-    NotPlacedHere { epoch: u64 },
+    NotPlacedHere { epoch: u64, tries: u32 },
     /// To another node: this one has no authority.
     #[error("this node may not run applications now, and another one asked it to")]
     FencedHere,
@@ -96,6 +97,20 @@ pub enum Refusal {
     Moved,
     #[error("the client left")]
     ClientGone,
+}
+
+/// When whoever waited for a place in vain is to come back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Later {
+    pub retry_after_seconds: u32,
+    /// For programs.
+    pub notice: Option<Box<Notice>>,
+}
+
+impl Default for Later {
+    fn default() -> Self {
+        Self { retry_after_seconds: 1, notice: None }
+    }
 }
 
 /// One row of the table: what the client sees, what the operator can look up, who is to blame.
@@ -162,7 +177,7 @@ impl Refusal {
             Self::MayBeDone { .. } => row(StatusCode::BAD_GATEWAY, 463, "may_be_done", Node),
             Self::AnswerLost { .. } => row(StatusCode::BAD_GATEWAY, 470, "answer_lost", Node),
             Self::MovedTooOften => row(StatusCode::SERVICE_UNAVAILABLE, 464, "moved_too_often", Node),
-            Self::Unplaced(_) => row(StatusCode::SERVICE_UNAVAILABLE, 468, "unplaced", Node),
+            Self::Unplaced { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 468, "unplaced", Node),
             Self::OtherSite => row(StatusCode::SERVICE_UNAVAILABLE, 462, "other_site", Node),
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
             Self::RuleBroken(_) => row(StatusCode::SERVICE_UNAVAILABLE, 426, "rule_broken", Node),
@@ -179,6 +194,7 @@ impl Refusal {
         match self {
             Self::TurnedAway { notice, .. } => Some(notice),
             Self::QueueFull { notice, .. } | Self::QueueTimeout { notice, .. } => notice.as_deref(),
+            Self::Nowhere { later, .. } | Self::Unplaced { later, .. } => later.notice.as_deref(),
             _ => None,
         }
     }
@@ -199,7 +215,7 @@ impl Refusal {
             Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
             Self::SiteBroken(_) => "the site is not set up correctly".into(),
             Self::RuleBroken(_) => "this server cannot decide about requests now".into(),
-            Self::Fenced | Self::FencedHere | Self::Nowhere { .. } | Self::Unplaced(_) => {
+            Self::Fenced | Self::FencedHere | Self::Nowhere { .. } | Self::Unplaced { .. } => {
                 "the application cannot be run at this moment".into()
             }
             Self::MayBeDone { reason, .. } => format!(
@@ -222,16 +238,14 @@ impl Refusal {
             Self::QueueFull { retry_after_seconds, .. } | Self::QueueTimeout { retry_after_seconds, .. } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
-            Self::Overloaded(_)
-            | Self::RuleBroken(_)
-            | Self::Fenced
-            | Self::Nowhere { .. }
-            | Self::Unplaced(_)
-            | Self::MovedTooOften => {
+            Self::Nowhere { later, .. } | Self::Unplaced { later, .. } => {
+                response.headers.insert(RETRY_AFTER, HeaderValue::from(later.retry_after_seconds));
+            }
+            Self::Overloaded(_) | Self::RuleBroken(_) | Self::Fenced | Self::MovedTooOften => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
             }
-            Self::NotPlacedHere { epoch } => {
-                fields::deny(&mut response.headers, Denied::NotPlacedHere { epoch })
+            Self::NotPlacedHere { epoch, tries } => {
+                fields::deny(&mut response.headers, Denied::NotPlacedHere { epoch, tries })
             }
             Self::FencedHere => fields::deny(&mut response.headers, Denied::Fenced),
             Self::OtherSite => fields::deny(&mut response.headers, Denied::OtherSite),

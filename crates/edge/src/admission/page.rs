@@ -170,6 +170,20 @@ pub fn problem_json(facts: &Facts<'_>, slip: Option<&Slip<'_>>, code: Code) -> S
     document.to_string()
 }
 
+/// The same of a request whose site had no place.
+pub fn unplaced_json(site: &str, request: &str, code: Code, again_in: u32, wait: Option<u32>) -> String {
+    let document = serde_json::json!({
+        "type": format!("urn:nagaya:{code}"),
+        "title": "Come back later",
+        "status": 503,
+        "detail": format!("The application of {site} cannot be run at this moment: come back in {again_in} seconds."),
+        "code": code.to_string(),
+        "predicted_wait_seconds": wait,
+        "request": request,
+    });
+    document.to_string()
+}
+
 fn placeholder<'a>(name: &str, facts: &Facts<'a>) -> Option<Cow<'a, str>> {
     let number = |number: Option<u32>| number.map_or(String::new(), |number| number.to_string());
     Some(match name {

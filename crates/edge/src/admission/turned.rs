@@ -152,6 +152,20 @@ fn told<'a>(
     }
 }
 
+/// For a program whose request waited for a place of its site in vain.
+pub fn unplaced(head: &Head, code: Code, again_in: u32, predicted: Option<Duration>) -> Option<Notice> {
+    if page::wants_html(text(head, &ACCEPT)) || page::is_crawler(text(head, &USER_AGENT)) {
+        return None;
+    }
+    let mut headers = HeaderMap::new();
+    headers.insert(RETRY_AFTER, HeaderValue::from(again_in));
+    headers.insert(VARY, HeaderValue::from_static("Accept"));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    let wait = predicted.map(|wait| seconds(Some(wait)));
+    let body = page::unplaced_json(&head.host, &head.id.to_string(), code, again_in, wait);
+    Some(Notice { headers, body: Bytes::from(body) })
+}
+
 /// In whole seconds, at least one.
 pub fn seconds(wait: Option<Duration>) -> u32 {
     let up = wait.map_or(0, |wait| wait.as_millis().div_ceil(1000));

@@ -10,7 +10,7 @@ use super::*;
 use crate::access_log::More;
 use crate::access_log::tests::record;
 use crate::admission::Notice;
-use crate::refusal::Refusal;
+use crate::refusal::{Later, Refusal};
 
 #[test]
 fn a_request_is_counted_under_its_own_labels() {
@@ -130,12 +130,12 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::Ruled(StatusCode::FORBIDDEN),
         Refusal::ClientGone,
         Refusal::Fenced,
-        Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461) },
-        Refusal::Unplaced(crate::cluster::Unanswered::Late),
+        Refusal::Nowhere { reason: String::new(), code: nagaya_base::Code(461), later: Later::default() },
+        Refusal::Unplaced { why: crate::cluster::Unanswered::Late, later: Later::default() },
         Refusal::MovedTooOften,
         Refusal::MayBeDone { node: nagaya_cmdb::NodeName::new("b").unwrap(), reason: "" },
         Refusal::AnswerLost { node: nagaya_cmdb::NodeName::new("b").unwrap(), why: String::new() },
-        Refusal::NotPlacedHere { epoch: 1 },
+        Refusal::NotPlacedHere { epoch: 1, tries: 0 },
         Refusal::OtherSite,
     ];
     for refusal in &refusals {
@@ -159,6 +159,7 @@ fn relocations_are_counted_under_their_own_words() {
         decide: Duration::from_micros(50),
         store: Duration::from_millis(3),
         asked: Duration::from_millis(4),
+        predicted: None,
     });
     let text = metrics.encode();
     for line in [

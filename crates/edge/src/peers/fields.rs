@@ -36,6 +36,8 @@ const UPGRADE: HeaderName = HeaderName::from_static("nagaya-peer-upgrade");
 
 const SWITCHED: HeaderName = HeaderName::from_static("nagaya-peer-switched");
 const REFUSED: HeaderName = HeaderName::from_static("nagaya-peer-refused");
+/// Beside a refusal: how often the application was given the request before, if it was.
+const TRIED: HeaderName = HeaderName::from_static("nagaya-peer-tried");
 /// The node, then its stages: `b backend_us=120 cpu_us=15`.
 const SERVED: HeaderName = HeaderName::from_static("nagaya-peer-served");
 
@@ -59,15 +61,16 @@ pub struct Carried {
     pub epoch: u64,
     /// When the sender gives it up.
     pub deadline: Instant,
-    /// How often it may still be sent anew.
+    /// How often the receiver may give it to the application after the first time.
     pub retries: u32,
 }
 
-/// Why another node did not serve a request: nothing of it was carried out.
+/// Why another node did not serve a request: nothing of it was carried out that does harm when it is done again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Denied {
-    /// The site runs elsewhere, as far as it knows: it knows this epoch.
-    NotPlacedHere { epoch: u64 },
+    /// The site runs elsewhere, as far as it knows: it knows this epoch. `tries`: so often the application that was here was given
+    /// the request.
+    NotPlacedHere { epoch: u64, tries: u32 },
     /// It has no authority now.
     Fenced,
     /// To it, the request is another site's.
@@ -273,7 +276,12 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
 /// Says that nothing was done, and why.
 pub fn deny(headers: &mut HeaderMap, denied: Denied) {
     match denied {
-        Denied::NotPlacedHere { epoch } => put(headers, REFUSED, format!("not-placed-here {epoch}")),
+        Denied::NotPlacedHere { epoch, tries } => {
+            put(headers, REFUSED, format!("not-placed-here {epoch}"));
+            if tries > 0 {
+                put(headers, TRIED, tries);
+            }
+        }
         Denied::Fenced => put(headers, REFUSED, "fenced"),
         Denied::OtherSite => put(headers, REFUSED, "other-site"),
     }
@@ -285,7 +293,8 @@ pub fn denied(headers: &HeaderMap) -> Option<Denied> {
         "other-site" => Some(Denied::OtherSite),
         other => {
             let epoch = other.strip_prefix("not-placed-here ")?.parse().ok()?;
-            Some(Denied::NotPlacedHere { epoch })
+            let tries = text(headers, &TRIED).and_then(|tries| tries.parse().ok()).unwrap_or(0);
+            Some(Denied::NotPlacedHere { epoch, tries })
         }
     }
 }
@@ -461,7 +470,8 @@ mod tests {
     #[test]
     fn what_an_answer_says_comes_back_as_it_was() {
         let mut headers = HeaderMap::new();
-        for said in [Denied::NotPlacedHere { epoch: 12 }, Denied::Fenced, Denied::OtherSite] {
+        let not_here = |tries| Denied::NotPlacedHere { epoch: 12, tries };
+        for said in [not_here(0), not_here(3), Denied::Fenced, Denied::OtherSite] {
             deny(&mut headers, said);
             assert_eq!(denied(&headers), Some(said));
         }

@@ -34,8 +34,11 @@ mod certificates;
 mod connections;
 mod images;
 mod lulls;
+mod made_up;
 mod probing;
+mod retries;
 mod several;
+mod waits;
 
 use super::acceptor::Acceptor;
 use super::carry::{self, Answer};
@@ -870,9 +873,13 @@ fn a_node_that_is_slow_and_answers_probes_is_waited_for() {
 
 /// What node `a` says to a request that `b` has sent it under `epoch`, as the other side reads it.
 async fn received(node: &Node, epoch: u64) -> (StatusCode, Option<Denied>) {
+    received_with(node, epoch, 3).await
+}
+
+async fn received_with(node: &Node, epoch: u64, retries: u32) -> (StatusCode, Option<Denied>) {
     let mut request = get();
     let Head { conn, .. } = &*request.head;
-    let carried = Carried { site: site(), epoch, deadline: Instant::now() + PATIENCE, retries: 3 };
+    let carried = Carried { site: site(), epoch, deadline: Instant::now() + PATIENCE, retries };
     let conn = ConnInfo { peer: conn.peer, local: conn.local, tls: None, carried: Some(Box::new(carried)) };
     request.head.conn = Rc::new(conn);
     let response = serve(node, request).await;
@@ -885,7 +892,7 @@ fn a_request_is_passed_on_once_and_refused_where_its_site_is_not() {
         let ca = Ca::new();
         let c = Remote::start(ca.options("c", "c"), |_| async { panic!("a second hop") });
         let (node, asked) = node_a(&ca, &[record("c", c.address)], placement("c", 5));
-        let not_here = Some(Denied::NotPlacedHere { epoch: 5 });
+        let not_here = Some(Denied::NotPlacedHere { epoch: 5, tries: 0 });
         assert_eq!(received(&node, 5).await.1, not_here);
         assert_eq!(received(&node, 4).await.1, not_here);
         // One that knows more is waited for, for a while.

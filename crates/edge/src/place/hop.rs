@@ -12,7 +12,7 @@ use nagaya_cmdb::{Backend, NodeRecord};
 use nagaya_placement::liveness::Verdict;
 use tokio::time::sleep_until;
 
-use super::{Keep, Passed, RELOCATIONS_MAX, beginning};
+use super::{Keep, Passed, beginning};
 use crate::account::Account;
 use crate::message::{Head, Response};
 use crate::node::Node;
@@ -109,9 +109,10 @@ impl<'a> Hop<'a> {
         let began = Instant::now();
         let peers = &self.node.shared.cluster.peers;
         let handed = Cell::new(false);
+        let lent = account.retries().lend();
         let answered = tokio::select! {
             biased;
-            answered = self.exchange(record, epoch, keep, account, &handed) => answered,
+            answered = self.exchange(record, epoch, lent, keep, account, &handed) => answered,
             verdict = self.node.peers.against(record) => {
                 let why = if verdict == Verdict::Refuses { Why::Refused } else { Why::Silent };
                 self.node.peers.forget(&record.name);
@@ -122,6 +123,9 @@ impl<'a> Hop<'a> {
         let took = began.elapsed();
         let Begun { response, connect, stages, lost } = answered.inspect_err(|lost| {
             peers.tallies.forwarded(&record.name, lost.why.map_or("failed", Why::as_str));
+            if !lost.handed {
+                account.retries().give_back(lent);
+            }
         })?;
         peers.tallies.forwarded(&record.name, "answered");
         self.node.shared.metrics.forwarded(took);
@@ -133,19 +137,15 @@ impl<'a> Hop<'a> {
         &self,
         record: &Arc<NodeRecord>,
         epoch: u64,
+        retries: u32,
         keep: &mut Keep,
         account: &Account,
         handed: &Cell<bool>,
     ) -> Result<Begun, Lost> {
         let (seat, connect) =
             self.node.peers.seat(record).await.map_err(|error| self.unconnected(record, error))?;
-        let used = u32::try_from(account.relocations()).unwrap_or(u32::MAX);
-        let carried = Carried {
-            site: self.route.site.name.clone(),
-            epoch,
-            deadline: self.deadline,
-            retries: u32::try_from(RELOCATIONS_MAX).unwrap_or(u32::MAX).saturating_sub(used),
-        };
+        let site = self.route.site.name.clone();
+        let carried = Carried { site, epoch, deadline: self.deadline, retries };
         let idle = Duration::from_millis(self.node.limits().idle_body_ms);
         let answer = carry::send(seat, self.head, &carried, keep.body(), idle, handed).await;
         let answer = answer.map_err(|broken| Lost {
@@ -168,7 +168,11 @@ impl<'a> Hop<'a> {
                 Ok(Begun { response, connect: connect.unwrap_or_default(), stages, lost })
             }
             Answer::Denied(Denied::Fenced) => Err(Lost::untouched(Why::Fenced)),
-            Answer::Denied(Denied::NotPlacedHere { .. }) => Err(Lost::untouched(Why::NotThere)),
+            Answer::Denied(Denied::NotPlacedHere { tries: 0, .. }) => Err(Lost::untouched(Why::NotThere)),
+            Answer::Denied(Denied::NotPlacedHere { tries, .. }) => {
+                account.retries().give_back(retries.saturating_sub(tries - 1));
+                Err(Lost { handed: true, ..Lost::untouched(Why::NotThere) })
+            }
             Answer::Denied(Denied::OtherSite) => {
                 Err(Lost::finally(Refusal::Overloaded("the records of the nodes differ for a moment")))
             }

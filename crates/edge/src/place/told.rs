@@ -25,6 +25,9 @@ pub struct Relocated {
     pub store: Duration,
     /// From the question to the supervisor until its answer was here.
     pub asked: Duration,
+    /// How long the request was to wait from the question on, until the application answers at its new place, as was thought when it
+    /// was asked. None: nothing was known.
+    pub predicted: Option<Duration>,
 }
 
 /// A request that another node answered.
@@ -56,6 +59,9 @@ impl Relocated {
         for (name, us) in self.stages() {
             let _ = write!(out, ",{name}={us}");
         }
+        if let Some(predicted) = self.predicted {
+            let _ = write!(out, ",predicted_us={}", us(predicted));
+        }
     }
 
     fn json(&self) -> Value {
@@ -63,11 +69,19 @@ impl Relocated {
         for (name, us) in self.stages() {
             told[name] = us.into();
         }
+        told["predicted_us"] = self.predicted.map(us).into();
         told
     }
 
     /// For whoever asks why a request took so long.
     fn sentence(&self) -> String {
+        let predicted = self.predicted.map_or_else(String::new, |predicted| {
+            format!(" {} ms were predicted until it answers there.", predicted.as_millis())
+        });
+        self.what() + &predicted
+    }
+
+    fn what(&self) -> String {
         let from = self.from.as_ref().map_or("the node that had it", NodeName::as_str);
         match self.why {
             Why::First => format!("The application had run nowhere; {} was chosen.", self.to),
@@ -166,6 +180,7 @@ mod tests {
                 decide: Duration::from_micros(40),
                 store: ms(3),
                 asked: ms(4),
+                predicted: Some(ms(25)),
             }],
             passed: Some(Passed {
                 node: node("c"),
@@ -177,14 +192,17 @@ mod tests {
         };
         assert_eq!(
             words(&more),
-            " peer=c peer_us=30000 relocated=silent:from=b,to=c,epoch=2,detect_us=100000,decide_us=40,store_us=3000,asked_us=4000"
+            " peer=c peer_us=30000 relocated=silent:from=b,to=c,epoch=2,detect_us=100000,decide_us=40,store_us=3000,asked_us=4000,predicted_us=25000"
         );
         let told = json(&more).unwrap();
         assert_eq!(told["peer"]["stages"]["wake_us"], 20_000);
         assert_eq!(told["relocated"][0]["detect_us"], 100_000);
         let spans = spans(&more);
         assert_eq!((spans[0].0, spans[0].1), ("relocation", 104_000));
-        assert!(spans[0].2.contains("b did not answer"), "{}", spans[0].2);
+        assert_eq!(told["relocated"][0]["predicted_us"], 25_000);
+        for part in ["b did not answer", "25 ms were predicted"] {
+            assert!(spans[0].2.contains(part), "{}", spans[0].2);
+        }
         assert!(json(&More::default()).is_none() && words(&More::default()).is_empty());
     }
 }

@@ -94,7 +94,10 @@ pub fn tell_moves<'a>(response: &mut Response, moves: impl Iterator<Item = &'a R
             ms(moved.decide),
             ms(moved.store)
         );
-        let value = HeaderValue::try_from(value).expect("digits and plain words");
+        let predicted = moved
+            .predicted
+            .map_or_else(String::new, |predicted| format!(", relocate-predicted;dur={:.3}", ms(predicted)));
+        let value = HeaderValue::try_from(value + &predicted).expect("digits and plain words");
         response.headers.append(SERVER_TIMING, value);
     }
 }

@@ -19,10 +19,11 @@ use transfer::{Broken, Transfer};
 use crate::http1::framing::Framing;
 use crate::http1::head::ResponseHead;
 use crate::message::{Head, RequestBody, Response, ResponseBody};
+use crate::place::Retries;
 use crate::refusal::Refusal;
 
 /// A reused connection may turn out to have been closed: one more try, on a fresh one.
-const RETRIES_MAX: u32 = 1;
+const STALE_MAX: u32 = 1;
 
 /// Interim responses (RFC 9110 section 15.2) read over before the final one.
 const INTERIM_MAX: u32 = 8;
@@ -73,6 +74,7 @@ pub async fn exchange(
     outgoing: Outgoing<'_>,
     body: RequestBody,
     bounds: Bounds,
+    retries: &Retries,
 ) -> Result<Response, Failed> {
     let head = outgoing.head;
     let framing = framing_of(&body);
@@ -100,7 +102,7 @@ pub async fn exchange(
                 }
                 body = transfer.into_body();
                 // A connection that has aged may have been closed meanwhile; a new one that breaks says more.
-                if !reused || tries >= RETRIES_MAX {
+                if !reused || tries >= STALE_MAX || !retries.take() {
                     return Err(Failed { refusal: broken.into(), again: Some(body) });
                 }
                 tries += 1;

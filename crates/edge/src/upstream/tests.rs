@@ -63,6 +63,11 @@ async fn serve(mut stream: UnixStream, server: Server) {
 
 /// The status, or whether the request may be sent again.
 fn exchanged(method: &Method, servers: &[Server]) -> Result<u16, bool> {
+    last(method, servers, 1, 1)
+}
+
+/// The same of the last of so many requests, which may be sent again so often together.
+fn last(method: &Method, servers: &[Server], requests: u32, retries: u32) -> Result<u16, bool> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     LocalSet::new().block_on(&runtime, async {
         let pool = Rc::new(Pool::new(Arc::new(Metrics::new())));
@@ -73,10 +78,14 @@ fn exchanged(method: &Method, servers: &[Server]) -> Result<u16, bool> {
         let servers = Servers(RefCell::new(servers.to_vec()));
         let head = request(method.clone(), RequestBody::empty()).head;
         let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo" };
-        match exchange(&pool, &address, &servers, outgoing, RequestBody::empty(), bounds).await {
-            Ok(response) => Ok(response.status.as_u16()),
-            Err(failed) => Err(failed.again.is_some()),
+        let retries = Retries::new(Some(retries));
+        let mut said = Err(false);
+        for _ in 0..requests {
+            let sent =
+                exchange(&pool, &address, &servers, outgoing, RequestBody::empty(), bounds, &retries).await;
+            said = sent.map(|response| response.status.as_u16()).map_err(|failed| failed.again.is_some());
         }
+        said
     })
 }
 
@@ -99,4 +108,12 @@ fn what_was_not_sent_or_does_no_harm_twice_may_be_sent_again() {
     ] {
         assert_eq!(exchanged(method, &[server]), Err(may_again), "{method} {server:?}");
     }
+}
+
+#[test]
+fn a_connection_that_has_gone_stale_costs_one_retry_and_breaks_the_request_that_has_none() {
+    // The first closes once it is asked a second time.
+    let servers = [Server::Answers, Server::Answers];
+    assert_eq!(last(&Method::GET, &servers, 2, 1), Ok(204));
+    assert_eq!(last(&Method::GET, &servers, 2, 0), Err(true));
 }

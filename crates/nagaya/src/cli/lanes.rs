@@ -83,6 +83,19 @@ struct Calibration {
 #[derive(Debug, Deserialize)]
 struct Answer {
     lanes: Vec<Lane>,
+    #[serde(default)]
+    placing: Vec<Placing>,
+}
+
+/// A site whose requests on this node wait until it has a place and is awake there. Times are seconds.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
+#[serde(default)]
+struct Placing {
+    site: String,
+    requests: u64,
+    since_seconds: f64,
+    /// That they still wait; none: it is not known.
+    wait_seconds: Option<f64>,
 }
 
 pub fn run(command: &Lanes, place: &Place) -> Result<ExitCode, CliError> {
@@ -92,7 +105,7 @@ pub fn run(command: &Lanes, place: &Place) -> Result<ExitCode, CliError> {
 fn show(command: &Lanes, place: &Place) -> Result<(), CliError> {
     let clear = if command.watch && io::stdout().is_terminal() { CLEAR } else { "" };
     loop {
-        let lanes = ask(place)?;
+        let lanes = ask(place)?.lanes;
         let text = if command.format.json {
             format!("{}\n", serde_json::to_string(&lanes).unwrap_or_default())
         } else {
@@ -108,19 +121,18 @@ fn show(command: &Lanes, place: &Place) -> Result<(), CliError> {
     }
 }
 
-fn ask(place: &Place) -> Result<Vec<Lane>, CliError> {
+fn ask(place: &Place) -> Result<Answer, CliError> {
     read(output::ask_node(place, "/v1/requests")?)
 }
 
-fn read(answer: Value) -> Result<Vec<Lane>, CliError> {
-    let answer: Answer = serde_json::from_value(answer)
+fn read(answer: Value) -> Result<Answer, CliError> {
+    let mut answer: Answer = serde_json::from_value(answer)
         .map_err(|error| CliError::Usage(format!("the lanes are of another version of nagaya: {error}")))?;
-    let mut lanes = answer.lanes;
-    lanes.sort_by(|one, other| {
+    answer.lanes.sort_by(|one, other| {
         let fullness = |lane: &Lane| (lane.waiting, lane.promised, lane.running);
         fullness(other).cmp(&fullness(one)).then_with(|| one.name.cmp(&other.name))
     });
-    Ok(lanes)
+    Ok(answer)
 }
 
 fn screen(lanes: &[Lane], limit: usize) -> String {
@@ -184,17 +196,33 @@ fn seconds(seconds: f64) -> String {
 pub fn explain(site: &str, format: Format, place: &Place) -> Result<ExitCode, CliError> {
     let explained = (|| {
         output::ask_node(place, &format!("/v1/sites/{}", output::escape(site)))?;
-        let lanes = ask(place)?;
+        let Answer { lanes, placing } = ask(place)?;
         let own: Vec<_> = lanes.into_iter().filter(|lane| is_of(lane, site)).collect();
+        let placing = placing.into_iter().find(|placing| placing.site == site);
         let load = balance::ask(site, place)?;
         let placed = events::ask(site, place)?;
         if format.json {
-            return output::print_json(&json!({ "lanes": own, "balance": load, "placement": placed }));
+            return output::print_json(
+                &json!({ "lanes": own, "placing": placing, "balance": load, "placement": placed }),
+            );
         }
         let placed = events::told(placed.as_ref())?;
-        output::print((told(site, &own) + &placed + &balance::told(&load)?).trim_end())
+        let waits = placing.as_ref().map_or_else(String::new, placing_told);
+        output::print((told(site, &own) + &waits + &placed + &balance::told(&load)?).trim_end())
     })();
     output::end(explained, format)
+}
+
+fn placing_told(placing: &Placing) -> String {
+    let Placing { requests, since_seconds, wait_seconds, .. } = placing;
+    let rest = wait_seconds.map_or_else(
+        || "how much longer is not known".to_owned(),
+        |wait| format!("about {} more", seconds(wait)),
+    );
+    format!(
+        "{requests} wait since {} until it has a place and is awake there; {rest}\n",
+        seconds(*since_seconds)
+    )
 }
 
 fn is_of(lane: &Lane, site: &str) -> bool {
@@ -286,8 +314,12 @@ fn line(lane: &Lane, out: &mut String) {
 mod tests {
     use super::*;
 
-    fn lanes() -> Vec<Lane> {
-        let answer = json!({ "instances": [], "lanes": [
+    fn answer() -> Answer {
+        let placing = json!([
+            { "site": "shop", "requests": 3, "since_seconds": 0.21, "wait_seconds": 0.4 },
+            { "site": "blog", "requests": 1, "since_seconds": 12.0, "wait_seconds": null },
+        ]);
+        let answer = json!({ "instances": [], "placing": placing, "lanes": [
             { "of": "tenant", "name": "demo", "running": 4, "run": 4_294_967_295_u64, "waiting": 0 },
             { "of": "site", "name": "shop", "running": 4, "run": 4, "waiting": 9, "promised": 2, "wait_seconds": 12.4,
               "queued_for_seconds": 75.0, "held_by": "own", "drain_per_second": 0.7, "service_p50_seconds": 1.2,
@@ -296,6 +328,22 @@ mod tests {
             { "of": "lane", "name": "shop checkout", "running": 1, "run": 2, "waiting": 0 },
         ]});
         read(answer).unwrap()
+    }
+
+    fn lanes() -> Vec<Lane> {
+        answer().lanes
+    }
+
+    #[test]
+    fn a_wait_for_a_place_is_told_with_what_is_left_of_it_or_that_this_is_not_known() {
+        let told: Vec<_> = answer().placing.iter().map(placing_told).collect();
+        assert_eq!(
+            told,
+            [
+                "3 wait since 0.2s until it has a place and is awake there; about 0.4s more\n",
+                "1 wait since 12s until it has a place and is awake there; how much longer is not known\n",
+            ]
+        );
     }
 
     #[test]

@@ -4,17 +4,12 @@
 //! Not here: what keepers make of the bytes (`keeper/tests/kernel/transfer`), real nodes (`tests/e2e/cluster`).
 
 use std::cell::RefCell;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use nagaya_cmdb::feed::Fetched;
-use nagaya_keeper::codec::{self, CodecError};
-use nagaya_keeper::protocol::{Answer as Said, Ask, Failure, PROTOCOL_VERSION, Reply, Verb};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use nagaya_keeper::protocol::{Failure, Reply, Verb};
 use tempfile::TempDir;
-use tokio::io::Interest;
 use tokio::net::unix::pipe;
-use tokio::net::{UnixListener, UnixStream};
 
 use super::super::images::take::take;
 use super::*;
@@ -130,50 +125,11 @@ fn failed(failure: Failure, message: &str) -> Reply {
 
 /// Where this keeper is reached.
 fn keeper(depot: &Rc<Depot>) -> (TempDir, PathBuf) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keeper");
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-    rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    rustix::net::listen(&listener, 8).unwrap();
-    let listener = UnixListener::from_std(listener.into()).unwrap();
     let depot = Rc::clone(depot);
-    spawn_local(async move {
-        loop {
-            let (connection, _) = listener.accept().await.unwrap();
-            spawn_local(converse(Rc::new(connection), Rc::clone(&depot)));
-        }
-    });
-    (dir, path)
-}
-
-async fn converse(connection: Rc<UnixStream>, depot: Rc<Depot>) {
-    let mut buffer = Vec::new();
-    loop {
-        connection.readable().await.unwrap();
-        let received = connection.try_io(Interest::READABLE, || {
-            codec::receive::<Ask>(&*connection, &mut buffer).map_err(|error| match error {
-                CodecError::NotReady => io::ErrorKind::WouldBlock.into(),
-                error => io::Error::other(error),
-            })
-        });
-        let Ask { tag, verb } = match received {
-            Ok((ask, _)) => ask,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(_closed) => return,
-        };
-        let (connection, depot) = (Rc::clone(&connection), Rc::clone(&depot));
-        spawn_local(async move {
-            let (reply, descriptor) = match verb {
-                Verb::Hello { .. } => (Reply::Hello { version: PROTOCOL_VERSION }, None),
-                verb => depot.reply(verb).await,
-            };
-            let bytes = codec::encode(&Said::Reply { tag, reply }).unwrap();
-            let descriptors: Vec<_> = descriptor.iter().map(AsFd::as_fd).collect();
-            // The node may have been ended.
-            let _ = codec::send(&*connection, &bytes, &descriptors);
-        });
-    }
+    made_up::keeper(move |verb| {
+        let depot = Rc::clone(&depot);
+        Box::pin(async move { depot.reply(verb).await })
+    })
 }
 
 /// Node `a`, whose keeper is `here`, and node `b`, which runs the site and whose keeper is `there`.
