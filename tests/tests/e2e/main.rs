@@ -22,6 +22,7 @@ mod limits;
 mod membership;
 mod moved_tickets;
 mod outbound;
+mod partitions;
 mod php;
 mod programs;
 mod proxy;
@@ -71,5 +72,6 @@ fn main() -> ExitCode {
         failures::SUITE,
         lab::SUITE,
         icmp::SUITE,
+        partitions::SUITE,
     ])
 }

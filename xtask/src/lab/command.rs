@@ -22,7 +22,8 @@ usage: ./dev cluster VERB [--name NAME | --dir DIR]
                        --attached: until the end of standard input or 'down'
   status [--json]      what there is
   cut MACHINE          its packets are dropped, in and out; with --one-way in|out only those it gets, or sends;
-                       --slow MS: they take longer, each way; --loss PERCENT: some of them are lost
+                       --slow MS: they take longer, each way; --loss PERCENT: some of them are lost;
+                       --store: only those from and to the members of etcd are dropped
   heal MACHINE         its wire is as it was first
   kill MACHINE         all its processes at once, with SIGKILL
   start MACHINE        again
@@ -66,7 +67,7 @@ const OPTIONS: [&str; 11] = [
     "--loss",
     "--ms",
 ];
-const FLAGS: [&str; 3] = ["--no-join", "--attached", "--json"];
+const FLAGS: [&str; 4] = ["--no-join", "--attached", "--json", "--store"];
 
 impl Words {
     fn read(arguments: &[String]) -> Result<Self> {
@@ -215,21 +216,22 @@ fn show(lab: &Lab, is_json: bool) -> Result<()> {
 
 fn fault(words: &Words) -> Result<Fault> {
     let (way, slow, loss) = (words.option("--one-way"), words.number("--slow")?, words.number("--loss")?);
-    let fault = match (way, slow, loss) {
-        (None, None, None) => Fault::Silent,
-        (Some("in"), None, None) => Fault::Deaf,
-        (Some("out"), None, None) => Fault::Mute,
-        (None, Some(ms), None) => Fault::Slow { ms },
-        (None, None, Some(percent)) => Fault::Lossy { percent },
-        (Some(other), None, None) => bail!("--one-way is 'in' or 'out', not '{other}'"),
-        _ => bail!("one of --one-way, --slow and --loss"),
+    let fault = match (way, slow, loss, words.has("--store")) {
+        (None, None, None, false) => Fault::Silent,
+        (None, None, None, true) => Fault::Storeless,
+        (Some("in"), None, None, false) => Fault::Deaf,
+        (Some("out"), None, None, false) => Fault::Mute,
+        (None, Some(ms), None, false) => Fault::Slow { ms },
+        (None, None, Some(percent), false) => Fault::Lossy { percent },
+        (Some(other), None, None, false) => bail!("--one-way is 'in' or 'out', not '{other}'"),
+        _ => bail!("one of --one-way, --slow, --loss and --store"),
     };
     match fault {
         Fault::Slow { ms } => ensure!((0.0..=10_000.0).contains(&ms), "--slow: 0 to 10000 ms, not {ms}"),
         Fault::Lossy { percent } => {
             ensure!((0.0..=100.0).contains(&percent), "--loss: 0 to 100, not {percent}")
         }
-        Fault::Silent | Fault::Deaf | Fault::Mute => {}
+        Fault::Silent | Fault::Storeless | Fault::Deaf | Fault::Mute => {}
     }
     Ok(fault)
 }
@@ -288,6 +290,7 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Silent => write!(f, "silent"),
+            Self::Storeless => write!(f, "cut off from etcd"),
             Self::Deaf => write!(f, "hears nothing"),
             Self::Mute => write!(f, "is not heard"),
             Self::Slow { ms } => write!(f, "slow by {ms} ms"),
@@ -318,7 +321,9 @@ mod tests {
         assert_eq!(fault(&words("n1")).unwrap(), Fault::Silent);
         assert_eq!(fault(&words("--one-way in n1")).unwrap(), Fault::Deaf);
         assert_eq!(fault(&words("n1 --slow 2.5")).unwrap(), Fault::Slow { ms: 2.5 });
+        assert_eq!(fault(&words("n1 --store")).unwrap(), Fault::Storeless);
         assert!(fault(&words("n1 --slow 2 --loss 3")).is_err());
+        assert!(fault(&words("n1 --store --one-way in")).is_err());
         assert!(fault(&words("n1 --loss 101")).is_err());
         assert!(fault(&words("n1 --one-way up")).is_err());
     }

@@ -421,6 +421,12 @@ impl Drop for Lab {
     }
 }
 
+/// The addresses of etcd's members, as filters name them.
+fn stores_at() -> String {
+    let ([a, b, c], last) = (NET, CLIENTS_AT - 1);
+    format!("{a}.{b}.{c}.{STORES_FROM}-{a}.{b}.{c}.{last}")
+}
+
 /// The name under which a machine's relay runs.
 fn relay(name: &str) -> String {
     format!("{name}-relay")

@@ -43,6 +43,8 @@ pub struct Network {
 pub enum Fault {
     /// Nothing goes in or out, not even ARP: as if the cable were pulled.
     Silent,
+    /// The same of what comes from members of etcd, or goes there.
+    Storeless,
     /// It can send, and hears nothing.
     Deaf,
     /// It hears, and nobody hears it.
@@ -126,6 +128,10 @@ impl Network {
     pub fn filter(&self, name: &str, fault: Fault) -> Result<()> {
         let (in_rule, out_rule) = match fault {
             Fault::Silent => ("drop".to_owned(), "drop".to_owned()),
+            Fault::Storeless => {
+                let stores = super::stores_at();
+                (format!("ip saddr {stores} drop"), format!("ip daddr {stores} drop"))
+            }
             Fault::Deaf => ("drop".into(), String::new()),
             Fault::Mute => (String::new(), "drop".into()),
             Fault::Slow { .. } => return self.unfilter(name),
