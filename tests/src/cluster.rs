@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -57,6 +57,25 @@ impl Etcd {
         let mut etcd = Self::prepare(count);
         etcd.begin();
         etcd
+    }
+
+    /// One that keeps its data where `prepare` makes a place for it.
+    #[track_caller]
+    pub fn start_in(prepare: impl FnOnce(&Path)) -> Self {
+        let mut etcd = Self::prepare(1);
+        prepare(&etcd.data(0));
+        etcd.begin();
+        etcd
+    }
+
+    /// Where a member keeps its data.
+    pub fn data(&self, at: usize) -> PathBuf {
+        self.dir.path().join(name_of(at))
+    }
+
+    /// What a member has said.
+    pub fn log(&self, at: usize) -> String {
+        std::fs::read_to_string(self.dir.path().join(format!("{}.log", name_of(at)))).unwrap_or_default()
     }
 
     /// One that wants a certificate, and a password as well.
@@ -132,7 +151,7 @@ impl Etcd {
         Command::new("etcd")
             .args(secured.into_iter().flatten())
             .arg("--data-dir")
-            .arg(self.dir.path().join(&name))
+            .arg(self.data(at))
             .args(["--name", &name])
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])

@@ -3,6 +3,8 @@
 //!
 //! Not here: becoming a member and moving sites (`cluster`), the store alone (`nagaya_cmdb`), networks that lose packets (`lab`).
 
+use std::io::Write as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -15,6 +17,7 @@ use nagaya_tests::{client, machine, wait};
 use serde_json::{Value, json};
 
 use crate::cluster::{add, cluster_status, cluster_with, imageless, run_of, sites, tier_of, with_alice};
+use crate::failures::SmallDisk;
 
 pub const SUITE: Suite = Suite {
     name: "membership",
@@ -26,6 +29,7 @@ pub const SUITE: Suite = Suite {
         a_node_that_is_removed_by_force_serves_nothing_more_and_says_so,
         nobody_notices_that_the_store_has_lost_its_leader,
         without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing,
+        with_the_disk_of_its_store_full_a_cluster_serves_what_it_knows_and_says_how_old_that_is,
     ]),
 };
 
@@ -348,5 +352,81 @@ fn without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing() 
     assert_eq!((&placement["node"], &placement["epoch"]), (&json!(to), &json!(2)));
     let moved = run_of(&cluster.nodes[at], "app").text();
     assert!(moved != run && run_of(&cluster.nodes[1 - at], "app").text() == moved);
+    cluster.stop();
+}
+
+/// A record that takes etcd some pages.
+fn bulky(number: usize) -> Value {
+    let hosts: Vec<_> = (0..250).map(|n| format!("host-{n}.bulky-{number}.test")).collect();
+    json!({ "site": { "name": format!("bulky-{number}"), "tenant": "alice", "hosts": hosts,
+        "backend": { "kind": "static", "root": "plain" } } })
+}
+
+/// Takes up all that a disk has left.
+#[track_caller]
+fn fill_up(file: &Path) {
+    let mut file = std::fs::File::create(file).expect("its directory");
+    for size in [1 << 20, 4096, 1] {
+        while file.write_all(&vec![1u8; size]).is_ok() {}
+    }
+}
+
+fn with_the_disk_of_its_store_full_a_cluster_serves_what_it_knows_and_says_how_old_that_is() {
+    let mut disk = None;
+    // etcd keeps 128 MiB ready for its log.
+    let etcd = Etcd::start_in(|data| disk = Some(SmallDisk::mount(data, "160m")));
+    let mut cluster = Cluster::start_over(etcd, 2, with_alice, imageless);
+    let first = &cluster.nodes[0];
+    first.write("alice", "plain/index.html", "plain words");
+    first.write_program("alice", "app/app.py", crate::programs::INSTANCE);
+    add(first, "app");
+    let run = run_of(first, "app").text();
+    for node in &cluster.nodes {
+        wait::until("every node knows it", || sites(node).contains(&"app".to_owned()));
+        wait::until("it could vouch for the other", || cluster_status(node)["vouches"] == true);
+    }
+    let filler = cluster.etcd.data(0).join("filler");
+    fill_up(&filler);
+    let records = first.path("records");
+    let import = |number| {
+        machine::write(&records, format!("{}\n", bulky(number)));
+        first.try_cli(&["site", "import", &records.to_string_lossy()])
+    };
+    let mut number = 0;
+    let said = wait::until_some("a change is refused", || {
+        number += 1;
+        let changed = import(number);
+        (!changed.status.success()).then(|| String::from_utf8_lossy(&changed.stderr).into_owned())
+    });
+    assert!(said.contains("NGY023"), "{said}");
+    wait::until("etcd says why", || cluster.etcd.log(0).contains("no space left on device"));
+    for node in &cluster.nodes {
+        wait::until("it says that it is not in step", || cluster_status(node)["in_step"] == false);
+        let age = || cluster_status(node)["age_seconds"].as_f64().expect("it says how old what it knows is");
+        let first = age();
+        wait::until("it becomes older", || age() > first);
+        // Its disk is why: no change succeeds.
+        assert!(!import(0).status.success());
+        wait::until("the same instance answers", || {
+            let answer = node.get("app.test", "/run");
+            answer.status == 200 && answer.text() == run
+        });
+        assert_eq!(cluster_status(node)["authority"], "members");
+        assert_eq!(node.get("plain.test", "/").expect(200).text(), "plain words");
+    }
+    std::fs::remove_file(&filler).expect("our own file");
+    // It ends when its disk is full.
+    cluster.etcd.kill();
+    cluster.etcd.begin();
+    until_the_store_confirms(&cluster);
+    let first = &cluster.nodes[0];
+    first.cli(&["site", "import", &records.to_string_lossy()]);
+    for node in &cluster.nodes {
+        wait::until("it has the change", || sites(node).contains(&"bulky-0".to_owned()));
+        assert_eq!(run_of(node, "app").text(), run);
+    }
+    assert_eq!(cluster.placement(0, "app").expect("it is placed")["epoch"], 1, "nothing moved");
+    cluster.etcd.kill();
+    drop(disk);
     cluster.stop();
 }
