@@ -20,6 +20,7 @@ use super::files::{FileError, make, open, read, write};
 use super::lines::IDLE;
 use super::mounts::{self, Mount, OWN, TREE, mounts};
 use crate::options::BackEnd;
+use crate::version;
 
 /// From this version of Linux on directories are told to be idle. Tried were 6.1, where it does harm, and 6.18, where it does none;
 /// that the line is here is taken from what changed in between (kernel/sched/fair.c, `reweight_entity`), and was not tried.
@@ -344,27 +345,12 @@ fn move_own(base: &Path) -> io::Result<()> {
 /// Whether directories here can be idle for a while. An older kernel has the file, too; but on 6.1 what was idle could not be frozen
 /// within half a second of having its shares again, where others computed.
 fn has_idle(node: &Path) -> bool {
-    let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    node.join(IDLE).exists() && version(&release).is_some_and(|version| version >= FAIR_AFTER_IDLE)
-}
-
-/// The first two numbers of a kernel's release.
-fn version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
-    Some((numbers.next()??, numbers.next()??))
+    node.join(IDLE).exists() && version::of_kernel().is_some_and(|version| version >= FAIR_AFTER_IDLE)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_kernels_version_is_its_first_two_numbers() {
-        assert_eq!(version("6.1.0-40-cloud-amd64"), Some((6, 1)));
-        assert_eq!(version("6.18.5"), Some((6, 18)));
-        assert_eq!(version("7.0-rc1"), Some((7, 0)));
-        assert_eq!(version("next"), None);
-    }
 
     fn hierarchy(version: Version, controllers: Controllers) -> Hierarchy {
         let (node, base) = ("/none".into(), "/none".into());

@@ -20,14 +20,15 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::Digest;
 use crate::sandbox::{self, Fill, Sandbox, SandboxError, Task, Tool};
+use crate::version;
 
 /// The oldest version that works: 3.17, which Debian 12 has, does not know kernels of today.
-const OLDEST: Version = Version(4, 1);
+const OLDEST: (u32, u32) = (4, 1);
 
 /// From this kernel on, a CRIU older than that cannot image a process with a TCP socket
 /// (<https://github.com/checkpoint-restore/criu/issues/2705>).
-const PICKY_KERNEL: Version = Version(6, 16);
-const OLDEST_WITH_SOCKETS: Version = Version(4, 2);
+const PICKY_KERNEL: (u32, u32) = (6, 16);
+const OLDEST_WITH_SOCKETS: (u32, u32) = (4, 2);
 
 /// Where `./dev setup` and packages of nagaya's put one, and where distributions do.
 const PLACES: [(&str, &str); 3] = [
@@ -63,10 +64,6 @@ pub const CONTENTS_FD: i32 = 56;
 
 /// Its number in the sandbox, beyond those an image brings back, and below the kernel's default of the largest.
 const PID: u32 = 30_000;
-
-/// Major and minor number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version(pub u32, pub u32);
 
 /// What it is given besides its words.
 #[derive(Debug, Clone, Default)]
@@ -129,13 +126,13 @@ pub fn find(configured: Option<&Path>) -> Search {
         Some(path) => vec![(path.into(), "the configured one".into())],
         None => PLACES.iter().map(|(path, what)| (path.into(), format!("{what} one"))).collect(),
     };
-    let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
+    let kernel = version::of_kernel();
     let mut passed_over = Vec::new();
     for (path, what) in places {
         match look(&path) {
             Ok(None) if configured.is_none() => {}
             Ok(None) => passed_over.push((path, "there is no such file".into())),
-            Ok(Some(mut criu)) => match judge(&criu.version, &kernel) {
+            Ok(Some(mut criu)) => match judge(&criu.version, kernel) {
                 Ok(limit) => {
                     criu.why = format!("{what}, version {}{limit}", criu.version);
                     return Search { found: Some(criu), passed_over };
@@ -149,20 +146,15 @@ pub fn find(configured: Option<&Path>) -> Search {
 }
 
 /// Whether a CRIU of this version can be used on this kernel, and what it cannot do there. The error: why not.
-fn judge(version: &str, kernel: &str) -> Result<&'static str, String> {
-    match parse(version) {
+fn judge(criu: &str, kernel: Option<(u32, u32)>) -> Result<&'static str, String> {
+    match version::of(criu) {
         Some(version) if version < OLDEST => {}
         Some(version) if version >= OLDEST_WITH_SOCKETS => return Ok(""),
-        Some(_) if parse(kernel).is_some_and(|kernel| kernel < PICKY_KERNEL) => return Ok(""),
+        Some(_) if kernel.is_some_and(|kernel| kernel < PICKY_KERNEL) => return Ok(""),
         Some(_) => return Ok("; on this kernel it cannot image applications with TCP sockets, 4.2 can"),
-        None => return Err(format!("'{version}' is no version")),
+        None => return Err(format!("'{criu}' is no version")),
     }
-    Err(format!("version {version} is older than 4.1"))
-}
-
-fn parse(version: &str) -> Option<Version> {
-    let mut numbers = version.split('.').map(|part| part.parse().ok());
-    Some(Version(numbers.next()??, numbers.next()??))
+    Err(format!("version {criu} is older than 4.1"))
 }
 
 /// None: there is no such file.
@@ -323,29 +315,23 @@ fn join(paths: &[PathBuf]) -> OsString {
 mod tests {
     use super::*;
 
-    #[test]
-    fn versions_are_compared_as_numbers() {
-        assert!(parse("4.1.1") >= Some(OLDEST));
-        assert!(parse("4.10") >= Some(OLDEST));
-        assert!(parse("10.0") >= Some(OLDEST));
-        assert!(parse("3.17.1") < Some(OLDEST));
-        assert_eq!(parse("next"), None);
-        assert_eq!(parse("4"), None);
+    fn judged(criu: &str, kernel: &str) -> Result<&'static str, String> {
+        judge(criu, version::of(kernel))
     }
 
     #[test]
     fn what_is_too_old_is_passed_over_and_what_is_old_has_a_limit() {
         for (version, kernel) in [("3.17.1", "6.18.5"), ("4.0", "5.10.0"), ("0.9", "6.18.5")] {
-            assert_eq!(judge(version, kernel), Err(format!("version {version} is older than 4.1")));
+            assert_eq!(judged(version, kernel), Err(format!("version {version} is older than 4.1")));
         }
-        assert_eq!(judge("next", "6.18.5"), Err("'next' is no version".into()));
+        assert_eq!(judged("next", "6.18.5"), Err("'next' is no version".into()));
         for (version, kernel) in
             [("4.1", "6.15.9-amd64"), ("4.2", "6.16.0"), ("4.2.1", "7.0"), ("5.0", "6.18.5")]
         {
-            assert_eq!(judge(version, kernel), Ok(""), "{version} on {kernel}");
+            assert_eq!(judged(version, kernel), Ok(""), "{version} on {kernel}");
         }
         for (version, kernel) in [("4.1", "6.16.0"), ("4.1.1", "6.18.5-amd64"), ("4.1", "next")] {
-            assert!(judge(version, kernel).unwrap().contains("TCP sockets"), "{version} on {kernel}");
+            assert!(judged(version, kernel).unwrap().contains("TCP sockets"), "{version} on {kernel}");
         }
     }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use nagaya_cmdb::feed::Question;
-use nagaya_keeper::BackEnd;
+use nagaya_keeper::{BackEnd, version};
 use serde_json::Value;
 
 use crate::world::{BACK_END, World};
@@ -56,9 +56,7 @@ pub fn missing(needs: &[&str]) -> Option<String> {
 pub const FAIR_AFTER_IDLE: &str = "fair after idle";
 
 fn is_unfair_after_idle() -> bool {
-    let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    let mut numbers = release.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) < (6, 7)
+    version::of_kernel().is_none_or(|version| version < (6, 7))
 }
 
 /// Whether a controller is one of cgroup v2.

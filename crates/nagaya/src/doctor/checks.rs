@@ -2,6 +2,7 @@
 //!
 //! Not here: the facts (`facts`), printing (`cli::doctor`).
 
+use nagaya_keeper::version;
 use serde::Serialize;
 
 use super::cgroups::Version;
@@ -71,7 +72,7 @@ static ROWS: &[Row] = &[
         why: "openat2 needs 5.6, ending a cgroup at once 5.14",
         how: "install a newer kernel",
         judge: |facts| {
-            let state = match kernel_version(&facts.kernel) {
+            let state = match version::of(&facts.kernel) {
                 Some(version) if version >= (5, 14) => State::Ok,
                 Some(version) if version >= (5, 6) => State::Warn,
                 _ => State::Off,
@@ -211,12 +212,6 @@ fn at_least(value: Option<u64>, wanted: u64) -> (State, String) {
     }
 }
 
-/// Major and minor number of a release like `6.18.2-amd64`.
-fn kernel_version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit());
-    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-}
-
 fn cgroup_v2(facts: &Facts) -> (State, String) {
     let Some(v2) = facts.cgroups.of(Version::V2).next() else { return (State::Off, "not mounted".into()) };
     let missing: Vec<_> = V2_CONTROLLERS.into_iter().filter(|name| !v2.has(name)).collect();
@@ -306,11 +301,13 @@ mod tests {
     }
 
     #[test]
-    fn versions_are_compared_as_numbers() {
-        assert_eq!(kernel_version("6.18.2-amd64"), Some((6, 18)));
-        assert_eq!(kernel_version("5"), None);
-        let facts = Facts { kernel: "5.10.0".into(), ..Facts::default() };
-        assert_eq!(state(&facts, "kernel").0, State::Warn);
+    fn a_kernels_version_is_compared_as_numbers() {
+        for (kernel, wanted) in
+            [("6.18.2-amd64", State::Ok), ("5.14", State::Ok), ("5.10.0", State::Warn), ("5", State::Off)]
+        {
+            let facts = Facts { kernel: kernel.into(), ..Facts::default() };
+            assert_eq!(state(&facts, "kernel").0, wanted, "{kernel}");
+        }
     }
 
     #[test]
