@@ -33,7 +33,7 @@ use crate::place::{Passed, Relocated};
 use crate::receipt;
 use crate::stay::CellOf;
 use format::Formatter;
-pub use format::{stages, timestamp};
+pub use format::stages;
 use writer::{Chunk, Writer};
 
 /// Lines one edge thread collects before it hands them over, in bytes. About 300 lines.

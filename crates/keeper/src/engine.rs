@@ -23,8 +23,8 @@ use tokio::time::sleep_until;
 use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
-use crate::instances::Instances;
-use crate::log::Budget;
+use crate::instances::{self, Instances};
+use crate::log::{Budget, Writer};
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
@@ -92,7 +92,10 @@ impl Engine {
         fresh_directory(&php, 0o700).map_err(because("cannot make", &php))?;
         let php_sockets = spawn::open_directory(&php).map_err(because("cannot open", &php))?;
         huge_pages::apply(options.instances.huge_pages);
-        let instances = Instances::new(apps, &options);
+        let logs = instances::logs_dir(&options);
+        let logs = Writer::start(logs.clone(), instances::log_bounds(&options), metrics.clone())
+            .map_err(because("cannot start the thread for", &logs))?;
+        let instances = Instances::new(apps, &options, logs);
         let processes = Processes::new(cells, workers.clone(), metrics.clone(), options.processes_max);
         Ok(Rc::new(Self {
             options: RefCell::new(Rc::new(options)),
@@ -383,7 +386,7 @@ impl Engine {
     pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
-        Order { kind, request, label, per_tenant_max, log, tail: None }
+        Order { kind, request, label, per_tenant_max, log, journal: None }
     }
 
     /// Prometheus text.

@@ -62,6 +62,9 @@ pub const OUT_OF_MEMORY: Code = Code(324);
 /// What an application may reach outside cannot be opened for it.
 pub const OUTLET: Code = Code(325);
 
+/// Lines are missing in the log of an application.
+pub const LOG: Code = Code(338);
+
 /// A refused verb.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]

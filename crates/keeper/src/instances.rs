@@ -52,13 +52,14 @@ use crate::bases::{Bases, Bounds, Unpacked};
 use crate::engine::{Engine, same_runner, wrong_kind};
 use crate::fault::{self, Fault};
 use crate::image::{Image, Images, Subject};
-use crate::log::Tail;
+use crate::log::{Journal, Owner, Writer};
 use crate::options::Options;
 use crate::protocol::{Failure, InstanceId};
 use crate::roll::Roll;
 use alarms::Alarms;
 pub use boosts::BoostLease;
 use boosts::Boosts;
+pub use collection::{log_bounds, logs_dir};
 use costs::Costs;
 pub use costs::Whose;
 pub use holder::unix_diag;
@@ -111,6 +112,8 @@ pub struct Instances {
     no_images: RefCell<Option<String>>,
     /// Bases that come as images.
     bases: Arc<Bases>,
+    /// What writes their logs.
+    logs: Writer,
     /// Sites whose record says that they always run.
     kept: RefCell<BTreeSet<SiteName>>,
     /// Commands that run in instances.
@@ -179,7 +182,8 @@ struct Instance {
     note: RefCell<Option<String>>,
     /// Why it has no image.
     no_image: RefCell<Option<String>>,
-    tail: Rc<Tail>,
+    /// Another one when its site is another tenant's.
+    journal: RefCell<Rc<Journal>>,
     /// Commands that run beside it.
     execs: Cell<usize>,
     /// Something about it is different now.
@@ -217,7 +221,7 @@ struct Asking {
 }
 
 impl Instances {
-    pub fn new(dir: PathBuf, options: &Options) -> Self {
+    pub fn new(dir: PathBuf, options: &Options, logs: Writer) -> Self {
         Self {
             dir,
             sites: RefCell::default(),
@@ -232,6 +236,7 @@ impl Instances {
             images: RefCell::default(),
             no_images: RefCell::default(),
             bases: Arc::new(Bases::new(options.instances.images.with_file_name("bases"), Bounds::NODE)),
+            logs,
             kept: RefCell::default(),
             execs: Cell::new(0),
             fetches: RefCell::default(),
@@ -346,6 +351,7 @@ impl Instances {
             life.apply(now, told);
         }
         let tier = Cell::new((life.tier(), now));
+        let journal = RefCell::new(self.journal(engine, &site));
         let instance = Rc::new(Instance {
             key,
             life: RefCell::new(life),
@@ -372,13 +378,18 @@ impl Instances {
             last_end: RefCell::default(),
             note: RefCell::default(),
             no_image: RefCell::default(),
-            tail: Rc::default(),
+            journal,
             execs: Cell::new(0),
             changed: Notify::new(),
         });
         self.sites.borrow_mut().insert(name.clone(), Rc::clone(&instance));
         self.all.borrow_mut().insert(key, Rc::clone(&instance));
         Ok(instance)
+    }
+
+    fn journal(&self, engine: &Engine, site: &Site) -> Rc<Journal> {
+        let owner = Owner { tenant: site.tenant.clone(), site: site.name.clone() };
+        Journal::new(owner, &self.logs, &engine.workers)
     }
 
     // === Records and settings ===
@@ -419,6 +430,9 @@ impl Instances {
             _ => false,
         };
         let is_same = is_same && site.tenant == old_site.tenant && same_runner(&tenant, &old_tenant);
+        if site.tenant != old_site.tenant {
+            instance.journal.replace(self.journal(engine, &site));
+        }
         instance.site.replace(site);
         instance.tenant.replace(tenant);
         instance.follow_boosts(engine);
@@ -437,6 +451,7 @@ impl Instances {
         if let Some(images) = &*self.images.borrow() {
             images.set_limits(collection::limits(&engine.options()));
         }
+        self.logs.set_bounds(log_bounds(&engine.options()));
         let listed: Vec<_> = self.sites.borrow().values().cloned().collect();
         for instance in listed {
             if let Backend::App(app) = &instance.site().backend {
@@ -487,6 +502,10 @@ impl Instance {
 
     fn tenant(&self) -> Arc<Tenant> {
         Arc::clone(&self.tenant.borrow())
+    }
+
+    fn journal(&self) -> Rc<Journal> {
+        Rc::clone(&self.journal.borrow())
     }
 
     fn id(&self, run: Run) -> InstanceId {

@@ -1,95 +1,171 @@
-//! What tenants' programs write to their standard error, as lines in the keeper's log, within bounds.
+//! What tenants' programs write to their standard error, and applications to their output too: lines, within bounds, in the
+//! keeper's log, and of applications in a log of their own.
 //!
-//! Not here: where the log goes; the binary sets that up.
+//! A program that writes too much is slowed down, and nobody else: what it writes is then only counted, and read with pauses.
+//! Not here: where the keeper's log goes; the binary sets that up.
+
+mod files;
+mod journal;
+mod lines;
+mod meter;
+mod tail;
+mod writer;
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe::Receiver;
+use tokio::task::yield_now;
+use tokio::time::sleep;
 
-/// Longest line, in bytes; what is longer is cut into several.
-const LINE_LEN_MAX: usize = 4096;
+pub use files::{Bounds, Owner};
+pub use journal::Journal;
+use lines::Lines;
+use meter::{Meter, Paid};
+pub use writer::Writer;
 
-/// After this, a program that is kept may write as much again.
-const REFILL_AFTER: Duration = Duration::from_secs(60);
+/// Bytes of one read. What is in them is dealt with before anything else happens in the keeper: a millisecond at most.
+const READ_LEN: usize = 8 * 1024;
 
-/// What a tail holds at most: lines, and bytes of all of them.
-const TAIL_LINES_MAX: usize = 500;
-const TAIL_BYTES_MAX: usize = 64 * 1024;
+/// The same where lines are only counted: all that a pipe holds.
+const READ_LEN_MAX: usize = 64 * 1024;
 
-/// The last lines of a program, the oldest first. What was not logged is not here either.
-#[derive(Debug, Default)]
-pub struct Tail(RefCell<TailLines>);
+/// Pause after each of these. So one that writes as fast as it can costs the keeper less than a hundredth of a processor.
+const DROPPING_PAUSE: Duration = Duration::from_millis(5);
 
-#[derive(Debug, Default)]
-struct TailLines {
-    lines: VecDeque<Box<str>>,
-    bytes: usize,
+thread_local! {
+    /// For all programs: between two reads nothing is in it.
+    static BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_LEN_MAX]);
 }
 
-impl Tail {
-    pub fn add(&self, line: &str) {
-        let mut tail = self.0.borrow_mut();
-        tail.bytes += line.len();
-        tail.lines.push_back(line.into());
-        while tail.lines.len() > TAIL_LINES_MAX || tail.bytes > TAIL_BYTES_MAX {
-            let gone = tail.lines.pop_front().map_or(0, |line| line.len());
-            tail.bytes -= gone;
-        }
-    }
-
-    pub fn lines(&self) -> Vec<Box<str>> {
-        self.0.borrow().lines.iter().cloned().collect()
-    }
-}
-
-/// How much of a program's output is logged.
+/// How much of a program's output is in the keeper's log.
 #[derive(Debug, Clone, Copy)]
 pub struct Budget {
-    /// Bytes, once or per `REFILL_AFTER`.
+    /// Bytes, once or per `meter::RENEWED_AFTER`.
     pub bytes_max: usize,
     /// The program is kept, and its budget renewed.
     pub refills: bool,
 }
 
-/// Logs all lines until every writer is gone. What is beyond the budget is read and dropped, so that the
-/// program never waits for its log.
-pub async fn follow(log: OwnedFd, who: String, budget: Budget, tail: Option<Rc<Tail>>) {
-    let mut from = match Receiver::from_owned_fd(log) {
+/// Logs all lines until every writer is gone. What is beyond the budget is read and dropped.
+pub async fn follow(log: OwnedFd, who: String, budget: Budget, journal: Option<Rc<Journal>>) {
+    let from = match Receiver::from_owned_fd(log) {
         Ok(from) => from,
         Err(error) => {
             tracing::error!(program = who, %error, "its standard error cannot be read");
             return;
         }
     };
-    let mut lines = Lines::new(budget, Instant::now());
-    let mut buffer = vec![0; LINE_LEN_MAX];
-    let emit = |line: Line<'_>| emit(&who, line, tail.as_deref());
-    while let Ok(len @ 1..) = from.read(&mut buffer).await {
-        lines.take(&buffer[..len], Instant::now(), emit);
+    if let Some(journal) = &journal {
+        journal.recall().await;
     }
-    lines.finish(emit);
+    let mut output = Output::new(who, budget, journal);
+    while from.readable().await.is_ok() {
+        match output.read(&from) {
+            Ok(0) => break,
+            Ok(_) if output.is_dropping(Instant::now()) => sleep(DROPPING_PAUSE).await,
+            // It may have more at once; others' turn is before that.
+            Ok(_) => yield_now().await,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => break,
+        }
+    }
+    output.end(Instant::now());
 }
 
-fn emit(who: &str, line: Line<'_>, tail: Option<&Tail>) {
-    let text = match line {
-        Line::Text(text) => {
-            let text = printable(text);
-            tracing::info!(target: "nagaya::program", program = who, "{text}");
-            text
+/// One program's.
+struct Output {
+    who: String,
+    lines: Lines,
+    budget: Budget,
+    meter: Meter,
+    journal: Option<Rc<Journal>>,
+}
+
+impl Output {
+    fn new(who: String, budget: Budget, journal: Option<Rc<Journal>>) -> Self {
+        let meter = Meter::new(budget.bytes_max, Instant::now());
+        Self { who, lines: Lines::default(), budget, meter, journal }
+    }
+
+    fn read(&mut self, from: &Receiver) -> io::Result<usize> {
+        BUFFER.with_borrow_mut(|buffer| {
+            let now = Instant::now();
+            let most = if self.is_dropping(now) { READ_LEN_MAX } else { READ_LEN };
+            let len = from.try_read(&mut buffer[..most])?;
+            self.take(&buffer[..len], now);
+            Ok(len)
+        })
+    }
+
+    /// Nobody wants what comes next.
+    fn is_dropping(&self, now: Instant) -> bool {
+        let is_spent = self.meter.is_spent() && !self.is_renewed(now);
+        is_spent && self.journal.as_ref().is_none_or(|journal| journal.is_spent(now))
+    }
+
+    fn is_renewed(&self, now: Instant) -> bool {
+        self.budget.refills && self.meter.is_due(now)
+    }
+
+    fn take(&mut self, bytes: &[u8], now: Instant) {
+        if self.is_renewed(now) {
+            let suppressed = self.meter.renew(self.budget.bytes_max, now);
+            self.say_suppressed(suppressed);
         }
-        Line::Suppressed => {
-            let text = "it writes too much; further lines are suppressed";
-            tracing::warn!(target: "nagaya::program", program = who, "{text}");
-            text.to_owned()
+        if self.is_dropping(now) {
+            let lines = self.lines.skip(bytes);
+            return self.drop_lines(lines);
         }
-    };
-    if let Some(tail) = tail {
-        tail.add(&text);
+        let Self { who, lines, meter, journal, .. } = self;
+        let skipped = lines.take(bytes, |line| emit(who, &printable(line), meter, journal.as_deref(), now));
+        self.drop_lines(skipped);
+    }
+
+    fn end(mut self, now: Instant) {
+        let Self { who, lines, meter, journal, .. } = &mut self;
+        let skipped = lines.finish(|line| emit(who, &printable(line), meter, journal.as_deref(), now));
+        self.drop_lines(skipped);
+        let suppressed = self.meter.take_dropped();
+        self.say_suppressed(suppressed);
+        if let Some(journal) = &self.journal {
+            journal.end();
+        }
+    }
+
+    fn drop_lines(&mut self, lines: u64) {
+        self.meter.drop_lines(lines);
+        if let Some(journal) = &self.journal {
+            journal.drop_lines(lines);
+        }
+    }
+
+    fn say_suppressed(&self, lines: u64) {
+        if lines > 0 {
+            let who = &self.who;
+            tracing::warn!(target: "nagaya::program", program = who, "lines of it that were suppressed: {lines}");
+        }
+    }
+}
+
+fn emit(who: &str, line: &str, meter: &mut Meter, journal: Option<&Journal>, now: Instant) {
+    // An empty line costs a byte too: a program that writes nothing else is bounded as well.
+    match meter.pay(line.len() + 1) {
+        Paid::Yes => tracing::info!(target: "nagaya::program", program = who, "{line}"),
+        Paid::NoMore => {
+            tracing::warn!(
+                target: "nagaya::program",
+                program = who,
+                "it writes too much; further lines are suppressed"
+            );
+        }
+        Paid::No => {}
+    }
+    if let Some(journal) = journal {
+        journal.add(line, now);
     }
 }
 
@@ -106,124 +182,30 @@ fn printable(text: &[u8]) -> String {
     line
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Line<'a> {
-    Text(&'a [u8]),
-    Suppressed,
-}
-
-/// Cuts bytes into lines and counts them.
-struct Lines {
-    budget: Budget,
-    left: usize,
-    began: Instant,
-    suppressed: bool,
-    rest: Vec<u8>,
-}
-
-impl Lines {
-    fn new(budget: Budget, now: Instant) -> Self {
-        Self { budget, left: budget.bytes_max, began: now, suppressed: false, rest: Vec::new() }
-    }
-
-    fn take(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Line<'_>)) {
-        if self.budget.refills && now.duration_since(self.began) >= REFILL_AFTER {
-            (self.began, self.left, self.suppressed) = (now, self.budget.bytes_max, false);
-        }
-        for &byte in bytes {
-            if byte == b'\n' || self.rest.len() == LINE_LEN_MAX {
-                self.end_line(&mut emit);
-            }
-            if byte != b'\n' {
-                self.rest.push(byte);
-            }
-        }
-    }
-
-    fn finish(mut self, mut emit: impl FnMut(Line<'_>)) {
-        if !self.rest.is_empty() {
-            self.end_line(&mut emit);
-        }
-    }
-
-    fn end_line(&mut self, emit: &mut impl FnMut(Line<'_>)) {
-        // An empty line costs a byte too: a program that writes nothing else is bounded as well.
-        let cost = self.rest.len() + 1;
-        if cost <= self.left && !self.suppressed {
-            self.left -= cost;
-            emit(Line::Text(&self.rest));
-        } else if !self.suppressed {
-            self.suppressed = true;
-            emit(Line::Suppressed);
-        }
-        self.rest.clear();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn lines(budget: usize, chunks: &[&[u8]]) -> Vec<String> {
-        let mut out = Vec::new();
-        let now = Instant::now();
-        let mut emit = |line: Line<'_>| match line {
-            Line::Text(text) => out.push(printable(text)),
-            Line::Suppressed => out.push("SUPPRESSED".into()),
-        };
-        let mut lines = Lines::new(Budget { bytes_max: budget, refills: false }, now);
-        for chunk in chunks {
-            lines.take(chunk, now, &mut emit);
-        }
-        lines.finish(&mut emit);
-        out
-    }
-
-    #[test]
-    fn lines_are_joined_across_reads_and_the_last_needs_no_end() {
-        assert_eq!(lines(100, &[b"one\ntw", b"o\n\nthree"]), ["one", "two", "", "three"]);
-    }
-
-    #[test]
-    fn a_long_line_is_cut() {
-        let long = vec![b'x'; LINE_LEN_MAX * 2 + 1];
-        let cut: Vec<usize> = lines(1 << 20, &[&long]).iter().map(String::len).collect();
-        assert_eq!(cut, [LINE_LEN_MAX, LINE_LEN_MAX, 1]);
-    }
-
-    #[test]
-    fn beyond_the_budget_it_says_so_once() {
-        assert_eq!(lines(8, &[b"1234\n5678\n9\n\n"]), ["1234", "SUPPRESSED"]);
-        assert_eq!(lines(3, &[b"\n\n\n\n\n"]), ["", "", "", "SUPPRESSED"]);
-    }
-
-    #[test]
-    fn a_kept_program_may_write_again_after_a_while() {
-        let now = Instant::now();
-        let mut out = 0;
-        let mut lines = Lines::new(Budget { bytes_max: 2, refills: true }, now);
-        lines.take(b"a\nb\nc\n", now, |_| out += 1);
-        assert_eq!(out, 2);
-        lines.take(b"d\n", now + REFILL_AFTER, |_| out += 1);
-        assert_eq!(out, 3);
-    }
-
-    #[test]
-    fn a_tail_forgets_the_oldest_lines() {
-        let tail = Tail::default();
-        for number in 0..TAIL_LINES_MAX + 3 {
-            tail.add(&number.to_string());
-        }
-        let lines = tail.lines();
-        assert_eq!((lines.len(), &*lines[0]), (TAIL_LINES_MAX, "3"));
-        tail.add(&"x".repeat(TAIL_BYTES_MAX - 1));
-        assert_eq!(tail.lines().len(), 1, "bytes are bounded too");
-        tail.add(&"x".repeat(TAIL_BYTES_MAX + 1));
-        assert_eq!((tail.lines().len(), tail.0.borrow().bytes), (0, 0));
-    }
-
     #[test]
     fn control_characters_cannot_fake_a_line() {
         assert_eq!(printable(b"a\x1b[2Jb\rc\xff"), "a\\u{1b}[2Jb\\rc\u{fffd}");
+    }
+
+    #[test]
+    fn what_nobody_wants_is_only_counted_until_the_budget_is_renewed() {
+        let mut output = Output::new("x".into(), Budget { bytes_max: 4, refills: true }, None);
+        let now = Instant::now();
+        output.take(b"a\nb\n", now);
+        assert!(!output.is_dropping(now));
+        output.take(b"c\n", now);
+        assert!(output.is_dropping(now));
+        output.take(b"d\ne\nf", now);
+        let later = now + meter::RENEWED_AFTER;
+        assert!(!output.is_dropping(later));
+        // The end of a line that was dropped is none.
+        output.take(b"f\ng\n", later);
+        assert_eq!((output.meter.take_dropped(), output.is_dropping(later)), (1, false));
+        let once = Output::new("x".into(), Budget { bytes_max: 0, refills: false }, None);
+        assert!(!once.is_renewed(later));
     }
 }

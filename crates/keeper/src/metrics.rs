@@ -72,6 +72,19 @@ pub enum ImageEvent {
 /// In the order of `ImageEvent`.
 const IMAGE: Dimension = Dimension { label: "event", values: &["taken", "not_taken", "quarantined"] };
 
+/// What became of a line for the log of an instance.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogLine {
+    Written,
+    /// There were too many.
+    Dropped,
+    /// The disk did not take it.
+    Lost,
+}
+
+/// In the order of `LogLine`.
+const LOG_LINE: Dimension = Dimension { label: "result", values: &["written", "dropped", "lost"] };
+
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -86,6 +99,7 @@ pub struct Metrics {
     pub wakes: Counters<2>,
     pub wake_stages: Histogram,
     pub images: Counters<1>,
+    pub log_lines: Counters<1>,
     /// Microseconds.
     pub database_time: Counters<0>,
     pub database_queries: Counter,
@@ -132,6 +146,7 @@ impl Metrics {
                 WAKE_BOUNDS_US,
             ),
             images: r.counters("keeper_images", "Images of instances, by what became of them", [IMAGE]),
+            log_lines: log_lines(r),
             database_time: r.time_counters(
                 "instance_database",
                 "Time in which applications waited for answers of databases",
@@ -142,12 +157,7 @@ impl Metrics {
             instances: Tier::ALL.map(|tier| {
                 r.gauge(&format!("keeper_instances_{tier}"), &format!("Instances that are {tier} now"))
             }),
-            returns: Tier::ALL.map(|tier| {
-                r.gauge(
-                    &format!("keeper_return_us_{tier}"),
-                    &format!("Microseconds to come back from {tier}, a mean of the last times; 0: not measured"),
-                )
-            }),
+            returns: returns(r),
             held: Tier::ALL.map(|tier| {
                 r.gauge(
                     &format!("keeper_held_bytes_{tier}"),
@@ -215,4 +225,17 @@ impl Metrics {
             held.set(known.holds(tier, now).map_or(0, |held| whole(held.value)));
         }
     }
+}
+
+fn log_lines(r: &mut Registry) -> Counters<1> {
+    r.counters("instance_log_lines", "Lines for the logs of instances, by what became of them", [LOG_LINE])
+}
+
+fn returns(r: &mut Registry) -> [Gauge; Tier::ALL.len()] {
+    Tier::ALL.map(|tier| {
+        r.gauge(
+            &format!("keeper_return_us_{tier}"),
+            &format!("Microseconds to come back from {tier}, a mean of the last times; 0: not measured"),
+        )
+    })
 }

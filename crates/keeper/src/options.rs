@@ -54,6 +54,10 @@ pub struct InstanceOptions {
     pub image_age_max_ms: u64,
     /// Images from and to other nodes, all together, bytes per second. 0: as fast as they go.
     pub image_bandwidth: u64,
+    /// One file of an instance's log, in bytes.
+    pub log_bytes_max: u64,
+    /// Files of an instance's log, with the one that is written to. 0: none, and what it wrote ends with the keeper.
+    pub log_files_max: u32,
     /// Restores and starts at once; the rest wait in order. 0: one per core.
     pub wakes_at_once: u32,
     pub huge_pages: HugePages,
@@ -125,6 +129,8 @@ impl Default for InstanceOptions {
             image_bytes_max: 16 << 30,
             image_age_max_ms: 30 * 86_400_000,
             image_bandwidth: 64 << 20,
+            log_bytes_max: 1 << 20,
+            log_files_max: 4,
             wakes_at_once: 0,
             huge_pages: HugePages::AsIs,
             idle: IdleOptions::default(),

@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
 use crate::fault::{self, Fault};
-use crate::log::{self, Budget, Tail};
+use crate::log::{self, Budget, Journal};
 use crate::metrics::Metrics;
 use crate::protocol::{Exit, Failure, ProcessId};
 use crate::spawn::Started;
@@ -86,8 +86,8 @@ pub struct Order {
     /// How many of this kind the tenant may have.
     pub per_tenant_max: u32,
     pub log: Budget,
-    /// Where its last lines are kept.
-    pub tail: Option<Rc<Tail>>,
+    /// Where its lines are kept.
+    pub journal: Option<Rc<Journal>>,
 }
 
 /// All trees of this keeper.
@@ -340,7 +340,7 @@ impl Processes {
             process.end_wanted.notify_one();
         }
         let who = format!("{} {}", process.kind.as_str(), process.label);
-        let log = spawn_local(log::follow(started.log, who, order.log, order.tail));
+        let log = spawn_local(log::follow(started.log, who, order.log, order.journal));
         if process.kind == Kind::Cgi {
             self.watch(&process);
         }

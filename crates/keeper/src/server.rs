@@ -153,6 +153,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
         if !engine.processes.close(CLOSE_TIMEOUT).await {
             tracing::error!("{}: some processes survived SIGKILL for {CLOSE_TIMEOUT:?}", fault::UNKILLABLE);
         }
+        engine.instances.settle_logs();
         result
     })
 }
@@ -255,6 +256,7 @@ async fn follow(engine: &Rc<Engine>, incoming: &mut mpsc::Receiver<Event>) -> Re
                 if gone {
                     // Also of those that were never awake here: their images came from another node, or are an earlier keeper's.
                     engine.instances.collect(engine);
+                    engine.instances.collect_logs(engine);
                 }
                 let _ = done.send(());
             }

@@ -34,14 +34,6 @@ pub fn stages(wake: &Wake, first_byte_us: u64) -> impl Iterator<Item = (&'static
     known.chain([("first_byte", first_byte_us)])
 }
 
-/// `2000-10-10T13:55:36.042Z`.
-pub fn timestamp(when: SystemTime) -> String {
-    let since_epoch = when.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let mut formatter = Formatter::new(LogFormat::Json, "");
-    formatter.write_date(since_epoch.as_secs());
-    format!("{}.{:03}Z", formatter.date, since_epoch.subsec_millis())
-}
-
 impl Formatter {
     /// `node` is the name of this node in each line.
     pub(super) fn new(format: LogFormat, node: &str) -> Self {

@@ -5,14 +5,14 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use nagaya_base::RequestId;
 use nagaya_base::units::{format_bytes, format_duration};
+use nagaya_base::{RequestId, date};
 use nagaya_cmdb::cell::{Boost, Confinement, Device, Limits, NamedCell, Scope};
 use nagaya_cmdb::instance::Tier;
 use serde_json::{Value, json};
 
 use super::Figures;
-use crate::access_log::{AccessRecord, More, Used, Woken, stages, timestamp};
+use crate::access_log::{AccessRecord, More, Used, Woken, stages};
 use crate::pace::Ledger;
 use crate::place::told;
 use crate::shared::Shared;
@@ -52,7 +52,7 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
     let is_known = more.used != Used::Unknown;
     json!({
         "id": record.id.to_string(),
-        "time": timestamp(SystemTime::now() - record.begun.elapsed()),
+        "time": date::utc(SystemTime::now() - record.begun.elapsed()),
         "client": record.client.to_string(),
         "method": record.method.as_ref().map(http::Method::as_str),
         "host": record.host(),

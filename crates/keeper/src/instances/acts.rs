@@ -42,7 +42,11 @@ impl Instances {
             }
             Act::LimitCpu { thousandths } => return limit_cpu(engine, &instance, thousandths),
             Act::Inspect => Ok(()),
-            Act::Logs => return json!({"ok": true, "lines": instance.tail.lines()}),
+            Act::Logs => {
+                let journal = instance.journal();
+                journal.recall().await;
+                return json!({"ok": true, "lines": journal.lines()});
+            }
         };
         match done {
             Ok(()) => {

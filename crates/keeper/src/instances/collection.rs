@@ -1,7 +1,8 @@
-//! The node's images as instances use them: opened at the start, kept within their limits, gone with their sites.
+//! The node's images as instances use them: opened at the start, kept within their limits, gone with their sites, as logs are.
 //!
-//! Not here: the images (`image`), when one is taken or used (`lifecycle`).
+//! Not here: the images (`image`), when one is taken or used (`lifecycle`), lines of logs (`log`).
 
+use std::path::PathBuf;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use crate::bases::BASE;
 use crate::engine::Engine;
 use crate::fault::Fault;
 use crate::image::{Images, Limits, Subject};
+use crate::log::{Bounds, Owner};
 use crate::options::Options;
 use crate::protocol::Failure;
 
@@ -27,6 +29,9 @@ const IMAGES_MAX: usize = 100_000;
 
 /// How long those who wake wait for it to be known whether images can be used. It takes a run of CRIU that says its version, some 50 ms.
 const OPEN_MAX: Duration = Duration::from_secs(10);
+
+/// How long lines of logs may take until they are written, where that is waited for.
+const LOGS_SETTLE_MAX: Duration = Duration::from_secs(1);
 
 /// Time between two looks for images nobody wants any more.
 const COLLECT_INTERVAL: Duration = Duration::from_secs(3600);
@@ -64,6 +69,7 @@ impl Instances {
         loop {
             self.collect(engine);
             self.collect_bases(engine);
+            self.collect_logs(engine);
             sleep(COLLECT_INTERVAL).await;
         }
     }
@@ -126,6 +132,27 @@ impl Instances {
         });
     }
 
+    /// Removes logs of sites that are gone, are another tenant's, or are no applications any more.
+    pub fn collect_logs(&self, engine: &Rc<Engine>) {
+        let (logs, table, engine) = (self.logs.clone(), Arc::clone(engine.table()), Rc::clone(engine));
+        spawn_local(async move {
+            let collect = move || {
+                // What those that are gone have said last is to be there already.
+                logs.settle(LOGS_SETTLE_MAX);
+                Ok(logs.collect(|owner| is_of_application(&table.read(), owner)))
+            };
+            // Should no worker be free, the next look does it.
+            if let Ok(Err(error)) = engine.on_worker(collect).await {
+                tracing::warn!(%error, "not all logs of removed sites can be removed");
+            }
+        });
+    }
+
+    /// Has all that was said written, before the keeper ends.
+    pub fn settle_logs(&self) {
+        self.logs.settle(LOGS_SETTLE_MAX);
+    }
+
     /// Why no image can be taken here, for `nagaya status`; null: one can.
     pub(super) fn images_status(&self) -> Value {
         match (&*self.images.borrow(), &*self.no_images.borrow()) {
@@ -169,8 +196,24 @@ impl Instances {
                 tracing::warn!(site = %site.name, %error, "its files in the state directory cannot be removed");
             }
             engine.instances.collect(&engine);
+            engine.instances.collect_logs(&engine);
         });
     }
+}
+
+/// Where logs of instances are. Beside the images, and hidden from applications as these are.
+pub fn logs_dir(options: &Options) -> PathBuf {
+    options.instances.images.with_file_name("instance-logs")
+}
+
+pub fn log_bounds(options: &Options) -> Bounds {
+    let options = &options.instances;
+    Bounds { bytes_max: options.log_bytes_max, files_max: options.log_files_max }
+}
+
+fn is_of_application(table: &Table, owner: &Owner) -> bool {
+    let site = table.site(owner.site.as_str());
+    site.is_some_and(|site| site.tenant == owner.tenant && matches!(site.backend, Backend::App(_)))
 }
 
 fn is_wanted(table: &Table, subject: &Subject) -> bool {

@@ -440,7 +440,7 @@ fn order(engine: &Engine, instance: &Instance) -> Order {
     let site = instance.site();
     let home = Home { tenant: instance.tenant(), site: Some(Arc::clone(&site)), device: None };
     let order = engine.order(Kind::App, Request::none(home), site.name.to_string(), PER_TENANT_MAX);
-    Order { tail: Some(Rc::clone(&instance.tail)), ..order }
+    Order { journal: Some(instance.journal()), ..order }
 }
 
 /// Waits until it listens and answers as its record wants.

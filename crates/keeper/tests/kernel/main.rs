@@ -18,6 +18,7 @@ mod killed;
 mod layers;
 mod life;
 mod limits;
+mod logs;
 mod mapped;
 mod nat;
 mod outbound;
@@ -66,6 +67,7 @@ fn main() {
         files::ROOT,
         php::ROOT,
         instances::ROOT,
+        logs::ROOT,
         exec::ROOT,
         faults::ROOT,
         outbound::ROOT,

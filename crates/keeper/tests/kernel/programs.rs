@@ -92,8 +92,9 @@ fn stderr_is_bounded() {
         process.guard.ended().await.unwrap();
     });
     let log = world.log();
-    assert_eq!(log.matches("program=\"cgi cgi\"").count(), 101, "{log}");
-    assert!(log.contains("first") && log.contains("suppressed"), "{log}");
+    assert_eq!(log.matches("program=\"cgi cgi\"").count(), 102, "{log}");
+    assert!(log.contains("first") && log.contains("further lines are suppressed"), "{log}");
+    assert!(log.contains("lines of it that were suppressed: 301"), "{log}");
 }
 
 fn only_programs_run() {

@@ -470,6 +470,20 @@ const INSTANCES: &[Key<Settings>] = &[
         "In a cluster: bytes a second that images going to other nodes, or coming from them, may take together. `0B`: no limit."
     ),
     key!(
+        "log_bytes",
+        "0.1",
+        size(64 * KIB, GIB),
+        keeper.instances.log_bytes_max,
+        "One file of an application's own log, `instance-logs/TENANT/SITE.log` beside the images. A file that would be larger is moved on to `SITE.log.1` first, that to `SITE.log.2`. Half of what all files of a log hold together may be written in a minute; the rest is dropped, which the log says."
+    ),
+    key!(
+        "log_files",
+        "0.1",
+        count(0, 100),
+        keeper.instances.log_files_max,
+        "Files of each application's log, with the one that is written to; older ones are removed. `0`: there are none, and what an application wrote is known until the keeper ends."
+    ),
+    key!(
         "wakes_at_once",
         "0.1",
         count(0, 1_024),
