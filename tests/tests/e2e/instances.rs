@@ -28,7 +28,6 @@ pub const SUITE: Suite = Suite {
             the_same_is_in_the_log_the_metrics_and_the_explanation,
             a_socket_a_port_and_a_descriptor_are_ways_to_listen,
             phps_own_server_is_an_application,
-            a_node_server_is_an_application,
             an_idle_application_rests_step_by_step_and_comes_back_with_its_memory,
             an_application_rests_as_an_image_and_comes_back_as_it_was_after_its_start,
             fifty_first_requests_start_it_once,
@@ -82,7 +81,6 @@ fn world() -> World {
     world.write_program("alice", "app/app.py", programs::INSTANCE);
     world.write("alice", "app/secret", "hunter2\n");
     world.write("alice", "php/index.php", "<?php echo 'php ', getmypid(), ' ', PHP_SAPI;");
-    world.write("alice", "node/server.js", programs::NODE_SERVER);
     world
 }
 
@@ -174,17 +172,6 @@ fn phps_own_server_is_an_application(world: &World) {
     add(world, "php-server", json!({ "listen": "port", "directory": "php", "command": command }));
     let text = get(world, "php-server", "/").expect(200).text();
     assert!(text.starts_with("php ") && text.ends_with("cli-server"), "{text}");
-}
-
-fn a_node_server_is_an_application(world: &World) {
-    if !std::path::Path::new("/usr/bin/node").exists() {
-        skip("there is no node here");
-    }
-    add(world, "node", json!({ "directory": "node", "command": ["/usr/bin/node", "server.js"] }));
-    assert_eq!(get(world, "node", "/").expect(200).text(), "node");
-    rest(world, "node", "frozen");
-    let answer = get(world, "node", "/").expect(200);
-    assert_eq!((answer.text().as_str(), woken_from(&answer).as_str()), ("node", "frozen"));
 }
 
 fn fifty_first_requests_start_it_once(world: &World) {

@@ -27,6 +27,7 @@ mod php;
 mod programs;
 mod proxy;
 mod receipts;
+mod recipes;
 mod request_cells;
 mod resting;
 mod rules;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         app::SUITE,
         instances::SUITE,
         instances::ALONE,
+        recipes::SUITE,
         fastcgi::SUITE,
         outbound::SUITE,
         request_cells::SUITE,

@@ -150,9 +150,3 @@ how, server.socket = listener()
 print("the application", name, "listens", file=sys.stderr, flush=True)
 server.serve_forever(poll_interval=3600)
 "#;
-
-/// The smallest server of node.
-pub const NODE_SERVER: &str = r#"
-const server = require("http").createServer((request, response) => response.end("node"));
-server.listen(process.env.NAGAYA_SOCKET);
-"#;
