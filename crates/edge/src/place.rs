@@ -258,7 +258,7 @@ async fn receive(
     }
     let left = carried.deadline.saturating_duration_since(Instant::now());
     if !cluster.tenure.regained(HOLD_FORWARDED_MAX.min(left)).await {
-        return Err(Refusal::FencedHere);
+        return Err(Refusal::FencedHere { tries: 0 });
     }
     account.stay_here(Stint::new(&node.shared, &route.site.name, epoch, None));
     Ok(())
@@ -509,8 +509,10 @@ async fn watched(
             return Err(Refusal::Fenced);
         };
         let request = Request { head: head.clone(), body: keep.body() };
-        if let Some(response) = attempt(node, route, request, account, &stint).await? {
-            return Ok(response);
+        match attempt(node, route, request, account, &stint, HOLD_MAX).await? {
+            Attempt::Answered(response) => return Ok(response),
+            Attempt::Moved => {}
+            Attempt::Fenced => return Err(Refusal::Fenced),
         }
         again(&head, stint.was_handed(), &keep, &stint.node(), account.retries())?;
         if let Some(response) = seek(node, route, &head, &mut keep, account).await? {
@@ -531,40 +533,59 @@ async fn once(
         return Err(Refusal::Fenced);
     };
     let method = request.head.method.clone();
-    if let Some(response) = attempt(node, route, request, account, &stint).await? {
-        return Ok(response);
-    }
+    // What cannot be sent again is better off if this node's authority comes back.
+    let patience = match may_repeat(&method, true, true) {
+        Repeat::Yes => HOLD_FORWARDED_MAX,
+        Repeat::No(_) => HOLD_MAX,
+    };
+    let attempt = attempt(node, route, request, account, &stint, patience).await?;
     // The node in front finds out where it is now, if it may be sent again.
     let handed = stint.was_handed();
     let tries = if handed { 1 + account.retries().used() } else { 0 };
-    Err(match may_repeat(&method, handed, true) {
-        Repeat::Yes => Refusal::NotPlacedHere { epoch: stint.newest(), tries },
-        Repeat::No(reason) => Refusal::MayBeDone { node: stint.node(), reason },
+    Err(match (attempt, may_repeat(&method, handed, true)) {
+        (Attempt::Answered(response), _) => return Ok(response),
+        (Attempt::Moved, Repeat::Yes) => Refusal::NotPlacedHere { epoch: stint.newest(), tries },
+        (Attempt::Fenced, Repeat::Yes) => Refusal::FencedHere { tries },
+        (_, Repeat::No(reason)) => Refusal::MayBeDone { node: stint.node(), reason },
     })
 }
 
-/// The application's answer. None: the site has moved before there was one, or what was said is nobody's answer.
+/// What became of a request that the application here was to answer.
+enum Attempt {
+    Answered(Response),
+    /// The site has moved before there was an answer, or what was said is nobody's.
+    Moved,
+    /// This node has lost its authority. Where the site is now it may be the last to hear.
+    Fenced,
+}
+
+/// Lets the application answer while this node may run it. `patience`: so long may it do without authority.
 async fn attempt(
     node: &Node,
     route: &Route,
     request: Request,
     account: &mut Account,
     stint: &Stint,
-) -> Result<Option<Response>, Refusal> {
+    patience: Duration,
+) -> Result<Attempt, Refusal> {
     let answered = tokio::select! {
         biased;
-        answered = exchange::run(node, route, request, account) => Some(answered),
-        () = stint.ended() => None,
+        answered = exchange::run(node, route, request, account) => answered,
+        () = stint.ended() => Err(Refusal::Moved),
+        () = stint.barred(patience) => Err(Refusal::Fenced),
     };
-    let is_ours = match &answered {
-        Some(Ok(_)) => stint.confirmed(HOLD_MAX).await?,
-        Some(Err(Refusal::Moved)) | None => false,
-        Some(Err(_)) => stint.is_current(),
+    let attempt = match answered {
+        Ok(response) => match stint.confirmed(patience).await {
+            Ok(true) => return Ok(Attempt::Answered(response)),
+            Ok(false) => Attempt::Moved,
+            Err(_fenced) => Attempt::Fenced,
+        },
+        Err(Refusal::Moved) => Attempt::Moved,
+        Err(_) if !stint.is_current() => Attempt::Moved,
+        Err(Refusal::Fenced) => Attempt::Fenced,
+        Err(refusal) => return Err(refusal),
     };
-    if let (true, Some(answered)) = (is_ours, answered) {
-        return answered.map(Some);
-    }
     // What it said is dropped here, and with it what it held.
     account.needs_no_instance();
-    Ok(None)
+    Ok(attempt)
 }

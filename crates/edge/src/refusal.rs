@@ -86,9 +86,9 @@ pub enum Refusal {
     /// `tries` times.
     #[error("the site does not run on this node, which knows epoch {epoch}")]
     NotPlacedHere { epoch: u64, tries: u32 },
-    /// To another node: this one has no authority.
+    /// To another node: this one has no authority. It may have lost it when the application had been given the request `tries` times.
     #[error("this node may not run applications now, and another one asked it to")]
-    FencedHere,
+    FencedHere { tries: u32 },
     /// To another node: it routes the request to another site.
     #[error("two nodes know different sites for this request")]
     OtherSite,
@@ -166,7 +166,9 @@ impl Refusal {
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
-            Self::Fenced | Self::FencedHere => row(StatusCode::SERVICE_UNAVAILABLE, 460, "fenced", Node),
+            Self::Fenced | Self::FencedHere { .. } => {
+                row(StatusCode::SERVICE_UNAVAILABLE, 460, "fenced", Node)
+            }
             Self::Nowhere { code, .. } => {
                 let table = row(StatusCode::SERVICE_UNAVAILABLE, 461, "nowhere", Node);
                 Row { code: *code, ..table }
@@ -215,7 +217,7 @@ impl Refusal {
             Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
             Self::SiteBroken(_) => "the site is not set up correctly".into(),
             Self::RuleBroken(_) => "this server cannot decide about requests now".into(),
-            Self::Fenced | Self::FencedHere | Self::Nowhere { .. } | Self::Unplaced { .. } => {
+            Self::Fenced | Self::FencedHere { .. } | Self::Nowhere { .. } | Self::Unplaced { .. } => {
                 "the application cannot be run at this moment".into()
             }
             Self::MayBeDone { reason, .. } => format!(
@@ -247,7 +249,7 @@ impl Refusal {
             Self::NotPlacedHere { epoch, tries } => {
                 fields::deny(&mut response.headers, Denied::NotPlacedHere { epoch, tries })
             }
-            Self::FencedHere => fields::deny(&mut response.headers, Denied::Fenced),
+            Self::FencedHere { tries } => fields::deny(&mut response.headers, Denied::Fenced { tries }),
             Self::OtherSite => fields::deny(&mut response.headers, Denied::OtherSite),
             Self::MethodNotAllowed(allowed) => {
                 response.headers.insert(ALLOW, HeaderValue::from_static(allowed));

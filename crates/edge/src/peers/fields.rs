@@ -71,8 +71,8 @@ pub enum Denied {
     /// The site runs elsewhere, as far as it knows: it knows this epoch. `tries`: so often the application that was here was given
     /// the request.
     NotPlacedHere { epoch: u64, tries: u32 },
-    /// It has no authority now.
-    Fenced,
+    /// It has no authority now; `tries` as above.
+    Fenced { tries: u32 },
     /// To it, the request is another site's.
     OtherSite,
 }
@@ -278,22 +278,29 @@ pub fn deny(headers: &mut HeaderMap, denied: Denied) {
     match denied {
         Denied::NotPlacedHere { epoch, tries } => {
             put(headers, REFUSED, format!("not-placed-here {epoch}"));
-            if tries > 0 {
-                put(headers, TRIED, tries);
-            }
+            put_tries(headers, tries);
         }
-        Denied::Fenced => put(headers, REFUSED, "fenced"),
+        Denied::Fenced { tries } => {
+            put(headers, REFUSED, "fenced");
+            put_tries(headers, tries);
+        }
         Denied::OtherSite => put(headers, REFUSED, "other-site"),
     }
 }
 
+fn put_tries(headers: &mut HeaderMap, tries: u32) {
+    if tries > 0 {
+        put(headers, TRIED, tries);
+    }
+}
+
 pub fn denied(headers: &HeaderMap) -> Option<Denied> {
+    let tries = text(headers, &TRIED).and_then(|tries| tries.parse().ok()).unwrap_or(0);
     match text(headers, &REFUSED)? {
-        "fenced" => Some(Denied::Fenced),
+        "fenced" => Some(Denied::Fenced { tries }),
         "other-site" => Some(Denied::OtherSite),
         other => {
             let epoch = other.strip_prefix("not-placed-here ")?.parse().ok()?;
-            let tries = text(headers, &TRIED).and_then(|tries| tries.parse().ok()).unwrap_or(0);
             Some(Denied::NotPlacedHere { epoch, tries })
         }
     }
@@ -471,7 +478,8 @@ mod tests {
     fn what_an_answer_says_comes_back_as_it_was() {
         let mut headers = HeaderMap::new();
         let not_here = |tries| Denied::NotPlacedHere { epoch: 12, tries };
-        for said in [not_here(0), not_here(3), Denied::Fenced, Denied::OtherSite] {
+        let fenced = |tries| Denied::Fenced { tries };
+        for said in [not_here(0), not_here(3), fenced(0), fenced(2), Denied::OtherSite] {
             deny(&mut headers, said);
             assert_eq!(denied(&headers), Some(said));
         }

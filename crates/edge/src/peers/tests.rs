@@ -914,7 +914,7 @@ fn a_node_without_authority_says_so_and_one_whose_records_catch_up_goes_on() {
         let waiting = spawn_local(async move { received(&node_here, 6).await });
         yield_now().await;
         node.shared.apply([Change::PutPlacement(placement("a", 6))]).unwrap();
-        assert_eq!(waiting.await.unwrap().1, Some(Denied::Fenced));
+        assert_eq!(waiting.await.unwrap().1, Some(Denied::Fenced { tries: 0 }));
         node.shared.cluster.tenure.extend(boottime().0 + 60_000_000_000);
         // There is no keeper here: it went as far as the instance.
         let (status, denied) = received(&node, 6).await;

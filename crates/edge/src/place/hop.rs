@@ -167,11 +167,9 @@ impl<'a> Hop<'a> {
                 })?;
                 Ok(Begun { response, connect: connect.unwrap_or_default(), stages, lost })
             }
-            Answer::Denied(Denied::Fenced) => Err(Lost::untouched(Why::Fenced)),
-            Answer::Denied(Denied::NotPlacedHere { tries: 0, .. }) => Err(Lost::untouched(Why::NotThere)),
+            Answer::Denied(Denied::Fenced { tries }) => Err(denied(Why::Fenced, tries, retries, account)),
             Answer::Denied(Denied::NotPlacedHere { tries, .. }) => {
-                account.retries().give_back(retries.saturating_sub(tries - 1));
-                Err(Lost { handed: true, ..Lost::untouched(Why::NotThere) })
+                Err(denied(Why::NotThere, tries, retries, account))
             }
             Answer::Denied(Denied::OtherSite) => {
                 Err(Lost::finally(Refusal::Overloaded("the records of the nodes differ for a moment")))
@@ -191,6 +189,16 @@ impl<'a> Hop<'a> {
             }
         }
     }
+}
+
+/// The node has given the request to the application so often, of those that it might have, before it knew that the answer would be
+/// nobody's.
+fn denied(why: Why, tries: u32, lent: u32, account: &Account) -> Lost {
+    if tries == 0 {
+        return Lost::untouched(why);
+    }
+    account.retries().give_back(lent.saturating_sub(tries - 1));
+    Lost { handed: true, ..Lost::untouched(why) }
 }
 
 /// Longest that the node may take by its own bounds: in line, waking, answering.

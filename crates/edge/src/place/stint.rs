@@ -104,6 +104,19 @@ impl Stint {
         }
     }
 
+    /// Ends when this node has had no authority for so long: the application stands still, and may be another node's by now.
+    pub async fn barred(&self, patience: Duration) {
+        let tenure = &self.shared.cluster.tenure;
+        loop {
+            let left = tenure.left();
+            if !left.is_zero() {
+                sleep(left).await;
+            } else if !tenure.regained(patience).await {
+                return;
+            }
+        }
+    }
+
     /// Waits for authority, or until the site has moved. False: neither in time.
     async fn regained(&self, patience: Duration) -> bool {
         tokio::select! {
