@@ -291,6 +291,8 @@ pub fn deny(headers: &mut HeaderMap, denied: Denied) {
 fn put_tries(headers: &mut HeaderMap, tries: u32) {
     if tries > 0 {
         put(headers, TRIED, tries);
+    } else {
+        headers.remove(TRIED);
     }
 }
 
