@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use nagaya_cmdb::record::Change;
 use nagaya_keeper::BackEnd;
 use nagaya_keeper::client::{InstanceUse, Keeper};
 use nagaya_keeper::protocol::Failure;
+use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -257,19 +259,31 @@ fn rests_is_known() {
 /// The scheduling policies and nice values of all threads, fields 41 and 19 of proc_pid_stat(5), and how late their timers may be,
 /// nanoseconds.
 fn scheduling(pids: &[i32]) -> BTreeSet<(u32, i32, u64)> {
-    let stat = |pid: &i32, task: &str| fs::read_to_string(format!("/proc/{pid}/task/{task}/stat")).unwrap();
     let mut seen = BTreeSet::new();
     for pid in pids {
         for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
             let tid = task.unwrap().file_name().into_string().unwrap();
-            let text = stat(pid, &tid);
-            let fields: Vec<&str> = text.rsplit_once(") ").unwrap().1.split(' ').collect();
-            let slack = fs::read_to_string(format!("/proc/{tid}/timerslack_ns")).unwrap();
-            let (policy, nice) = (fields[41 - 3].parse().unwrap(), fields[19 - 3].parse().unwrap());
-            seen.insert((policy, nice, slack.trim_end().parse().unwrap()));
+            match scheduling_of(*pid, &tid) {
+                Ok(found) => _ = seen.insert(found),
+                // It has answered, and is no more.
+                Err(error)
+                    if matches!(
+                        error.raw_os_error().map(Errno::from_raw_os_error),
+                        Some(Errno::NOENT | Errno::SRCH)
+                    ) => {}
+                Err(error) => panic!("thread {tid} of {pid}: {error}"),
+            }
         }
     }
     seen
+}
+
+fn scheduling_of(pid: i32, tid: &str) -> io::Result<(u32, i32, u64)> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat"))?;
+    let slack = fs::read_to_string(format!("/proc/{tid}/timerslack_ns"))?;
+    let fields: Vec<&str> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
+    let (policy, nice) = (fields[41 - 3].parse().unwrap(), fields[19 - 3].parse().unwrap());
+    Ok((policy, nice, slack.trim_end().parse().unwrap()))
 }
 
 fn quiet_threads() {
