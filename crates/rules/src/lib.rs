@@ -31,7 +31,8 @@ pub use fault::{FaultKind, RuleFault};
 pub use ruleset::{Budget, OnError, Phase, RULE_FILES_MAX, RuleFile, RuleSet, RuleState, RuleStatus};
 pub use source::SOURCE_LEN_MAX;
 pub use verdict::{
-    Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, Level, Mark, Rewrites, Spoke, Topic, Verdict,
+    Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, LaneRun, Level, Mark, Rewrites, Spoke, Topic,
+    Verdict,
 };
 
 /// Whether this text can be a rule file, which messages call `file`: it compiles. Nothing of it is run.

@@ -105,11 +105,20 @@ pub struct Answer {
     pub location: Option<Box<str>>,
 }
 
-/// A queue of the operator's naming within its site's, with so many requests of it running at once.
+/// How many requests of a lane run at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LaneRun {
+    /// At most so many, 1 or more.
+    Fixed(u32),
+    /// As many as are found to get the most done.
+    Auto,
+}
+
+/// A queue of the operator's naming within its site's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lane {
     pub name: Box<str>,
-    pub run: u32,
+    pub run: LaneRun,
     /// Longest predicted wait; `None`: its site's.
     pub wait: Option<Duration>,
     /// Tickets are given where the site gives them.
@@ -305,12 +314,12 @@ impl Verdict {
     pub fn set_lane(
         &mut self,
         name: &str,
-        run: u32,
+        run: LaneRun,
         wait: Option<Duration>,
         tickets: bool,
     ) -> Result<(), Full> {
         let name = checked(name, "the name of the lane", NAME_LEN_MAX)?;
-        if name.is_empty() || run == 0 {
+        if name.is_empty() || run == LaneRun::Fixed(0) {
             return Err(Full::Bad {
                 what: "a lane",
                 why: "needs a name, and must let at least one request run",

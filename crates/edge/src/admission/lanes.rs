@@ -17,7 +17,7 @@ use nagaya_admission::{
 };
 use nagaya_base::Reckoning;
 use nagaya_cmdb::{Site, SiteName, Tenant, TenantName};
-use nagaya_rules::Lane as RuleLane;
+use nagaya_rules::{Lane as RuleLane, LaneRun};
 use nagaya_telemetry::Gauge;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
@@ -206,7 +206,13 @@ impl Lanes {
         let around = state.bounds.get(&site.id).cloned();
         let label = format!("lane {} {}", site.label.strip_prefix("site ").unwrap_or(&site.label), rule.name);
         let mut bounds = around.unwrap_or_else(|| unbounded(WEIGHT));
-        bounds.run = Run::Fixed(rule.run);
+        bounds.run = match (rule.run, &bounds.run) {
+            (LaneRun::Fixed(run), _) => Run::Fixed(run),
+            // Its site's bound holds for it in any case.
+            (LaneRun::Auto, Run::Fixed(max) | Run::Auto { max, .. }) => {
+                Run::Auto { min: 1, max: (*max).clamp(1, AUTO_MAX) }
+            }
+        };
         bounds.wait = rule.wait.unwrap_or(bounds.wait);
         bounds.weight = WEIGHT;
         if !rule.tickets {

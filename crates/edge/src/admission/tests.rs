@@ -11,7 +11,7 @@ use http::{HeaderValue, Method, StatusCode};
 use nagaya_admission::{Ask, Class, ClientKey, Nonce, Offer, Pass, Prediction, Record, Refused, Used};
 use nagaya_base::Reckoning;
 use nagaya_cmdb::{Site, SiteName, Tenant};
-use nagaya_rules::Lane as RuleLane;
+use nagaya_rules::{Lane as RuleLane, LaneRun};
 use nagaya_telemetry::Gauge;
 use tokio::sync::oneshot;
 
@@ -286,13 +286,31 @@ fn how_full_a_lane_is_counts_what_is_lent_as_free() {
     assert_eq!(lanes.crowded(&one).free, 60 - 2 - 1 - 20, "its tenant's bound is nearer");
     let (_waiting, full) = (
         many,
-        lanes.of_rule(&one, &RuleLane { name: "checkout".into(), run: 1, wait: None, tickets: false }),
+        lanes.of_rule(
+            &one,
+            &RuleLane { name: "checkout".into(), run: LaneRun::Fixed(1), wait: None, tickets: false },
+        ),
     );
     let _runs = runs(&lanes, &full).unwrap();
     let _waits = waits(&lanes, &full);
     let crowded = lanes.crowded(&full);
     assert_eq!((crowded.running, crowded.waiting, crowded.free), (1, 1, 0));
     assert_eq!((lanes.crowded(&one).running, lanes.crowded(&one).waiting), (3, 0), "its own line is empty");
+}
+
+#[test]
+fn a_rules_lane_adapts_within_its_sites_bound_and_as_the_rule_says_last() {
+    let (lanes, site) = lane(6, 100);
+    let by_rule = |run| RuleLane { name: "reports".into(), run, wait: None, tickets: true };
+    let run = |lane: &Arc<Lane>| {
+        let explained = lanes.explain().into_iter().find(|(other, _)| Arc::ptr_eq(other, lane));
+        explained.unwrap().1.run
+    };
+    let adapts = lanes.of_rule(&site, &by_rule(LaneRun::Auto));
+    assert!(lanes.any_adapts() && (1..=6).contains(&run(&adapts)), "{}", run(&adapts));
+    let fixed = lanes.of_rule(&site, &by_rule(LaneRun::Fixed(2)));
+    assert!(Arc::ptr_eq(&adapts, &fixed) && !lanes.any_adapts());
+    assert_eq!(run(&fixed), 2);
 }
 
 #[test]

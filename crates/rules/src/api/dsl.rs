@@ -16,7 +16,7 @@ use nagaya_cmdb::record::Amount;
 use crate::Phase;
 use crate::facts::{Number, Text};
 use crate::native::{Arg, Call, Native, NativeError, Value};
-use crate::verdict::Level;
+use crate::verdict::{LaneRun, Level};
 
 use super::request::{self, Direction, Given};
 use super::{compatibility, nginx, units};
@@ -31,7 +31,7 @@ const NAGAYA: &str = "Nagaya";
 /// Seconds by which a request may go before its time, or behind it.
 const PRIORITIES: RangeInclusive<i8> = -100..=100;
 
-const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\", run: 5";
+const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\", run: 5, or \"auto\"";
 
 pub const NATIVES: &[Native] = &[
     Native::method(WORDS, "limit", limit),
@@ -198,7 +198,10 @@ fn lane<'a>(call: &mut Call<'a>) -> Given<'a> {
     };
     for (key, value) in words {
         match (word(key), value) {
-            (Some("run"), Arg::Int(count)) => run = u32::try_from(*count).ok().filter(|run| *run > 0),
+            (Some("run"), Arg::Int(count)) => {
+                run = u32::try_from(*count).ok().filter(|run| *run > 0).map(LaneRun::Fixed);
+            }
+            (Some("run"), auto) if word(auto) == Some("auto") => run = Some(LaneRun::Auto),
             (Some("wait"), Arg::Text(text)) => {
                 let us = units::time_us(&String::from_utf8_lossy(text));
                 wait = Some(Duration::from_micros(us.map_err(|why| wrong(format!("wait: {why}")))?));

@@ -85,7 +85,10 @@ fn what_would_break_out_of_its_place_is_refused() {
     for bad in [0, 100, 199, 600] {
         assert!(verdict.set_status(bad).is_err(), "{bad}");
     }
-    assert!(verdict.set_lane("", 1, None, true).is_err() && verdict.set_lane("a", 0, None, true).is_err());
+    assert!(
+        verdict.set_lane("", LaneRun::Auto, None, true).is_err()
+            && verdict.set_lane("a", LaneRun::Fixed(0), None, true).is_err()
+    );
     assert!(verdict.is_silent(), "{verdict:?}");
 }
 

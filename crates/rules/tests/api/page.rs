@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use nagaya_cmdb::cell::{CpuQuota, Device, IoLimit, Limits, Scope};
-use nagaya_rules::{Number, Phase, Verdict};
+use nagaya_rules::{LaneRun, Number, Phase, Verdict};
 
 use crate::world::{Field, World};
 
@@ -43,7 +43,7 @@ fn each_few_at_once_and_all_together_are_bounded() {
     assert_eq!(verdict.confinement.limits, cpu(200));
     let [cell] = &verdict.confinement.named[..] else { panic!("{verdict:?}") };
     assert_eq!((cell.scope, cell.limits.as_ref()), (Scope::Tenant, Some(&cpu(500))));
-    assert_eq!(verdict.lane.unwrap().run, 5);
+    assert_eq!(verdict.lane.unwrap().run, LaneRun::Fixed(5));
     assert!(World::get("http://a/index.html").decide(&rule).is_silent());
 }
 

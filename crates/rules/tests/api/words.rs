@@ -5,7 +5,7 @@ use std::time::Duration;
 use nagaya_cmdb::cell::{
     Boost, CellName, Controller, CpuQuota, Demotion, Device, IoLimit, Limits, NamedCell, Scope, Usage,
 };
-use nagaya_rules::{Answer, Lane, Level, Number, Phase, Text, Verdict};
+use nagaya_rules::{Answer, Lane, LaneRun, Level, Number, Phase, Text, Verdict};
 
 use crate::world::{Field, World};
 
@@ -145,14 +145,20 @@ fn a_cell_is_the_tenants_unless_it_says_otherwise() {
 
 #[test]
 fn a_lane_lets_so_many_run() {
+    let lane = |run| Lane { name: "reports".into(), run, wait: None, tickets: true };
     let verdict = world().decide("lane \"reports\", run: 5");
-    assert_eq!(verdict.lane, Some(Lane { name: "reports".into(), run: 5, wait: None, tickets: true }));
+    assert_eq!(verdict.lane, Some(lane(LaneRun::Fixed(5))));
+    for auto in ["\"auto\"", ":auto"] {
+        let verdict = world().decide(&format!("lane \"reports\", run: {auto}"));
+        assert_eq!(verdict.lane, Some(lane(LaneRun::Auto)));
+    }
     let verdict = world().decide("lane \"reports\", run: 5, wait: \"90s\", tickets: false");
     let wait = Some(Duration::from_secs(90));
-    assert_eq!(verdict.lane, Some(Lane { name: "reports".into(), run: 5, wait, tickets: false }));
+    assert_eq!(verdict.lane, Some(Lane { wait, tickets: false, ..lane(LaneRun::Fixed(5)) }));
     for (wrong, said) in [
         ("lane \"reports\"", "run: is how many"),
         ("lane \"reports\", run: 0", "run: is how many"),
+        ("lane \"reports\", run: \"many\"", "run: is how many"),
         ("lane \"reports\", run: 5, wait: 10", "wait: write a time"),
         ("lane \"reports\", run: 5, ticket: true", "ticket is no word here"),
     ] {
