@@ -27,6 +27,7 @@ pub const SUITE: Suite = Suite {
         who_may_not_join_changes_nothing,
         every_node_answers_for_an_application_that_runs_on_one,
         a_silent_nodes_application_moves_within_the_request,
+        how_long_a_move_will_take_is_known_after_the_first,
         the_fence_of_a_silent_node_begins_while_it_is_probed,
         an_image_is_where_its_application_would_move_to_before_it_does,
         a_killed_nodes_application_moves_and_the_node_comes_back_empty_handed,
@@ -262,6 +263,31 @@ fn a_silent_nodes_application_moves_within_the_request() {
         list.as_array()
             .is_some_and(|list| list.iter().all(|one| one["tier"] == "cold" || one["tier"] == "image"))
     });
+    cluster.stop();
+}
+
+fn how_long_a_move_will_take_is_known_after_the_first() {
+    let cluster = cluster_with(2, imageless);
+    run_of(&cluster.nodes[0], "app");
+    let at = cluster.node_of("app");
+    let (node, other) = (&cluster.nodes[at], &cluster.nodes[1 - at]);
+    let move_by_silence = || {
+        let frozen = Frozen::stop(node);
+        let answer = run_of(other, "app");
+        drop(frozen);
+        let timing = answer.header("server-timing").expect("this client is told").to_owned();
+        assert!(timing.contains("relocate-detect"), "{timing}");
+        let id = answer.header("x-request-id").expect("it is told").to_owned();
+        let told = other.logged(&id)["place"]["relocated"][0]["predicted_us"].clone();
+        (timing.contains("relocate-predicted;dur="), told.as_u64())
+    };
+    assert_eq!(move_by_silence(), (false, None), "nobody knows yet");
+    wait::until("the old node is back", || run_of_any(node, "app"));
+    let moved = other.try_cli(&["cluster", "move", "app", "--to", &cluster::name_of(at)]);
+    assert!(moved.status.success(), "{moved:?}");
+    wait::until("it has come back", || cluster.node_of("app") == at && run_of_any(other, "app"));
+    let (is_in_answer, told) = move_by_silence();
+    assert!(is_in_answer && told > Some(0), "{told:?}");
     cluster.stop();
 }
 

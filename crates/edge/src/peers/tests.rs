@@ -30,6 +30,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::{LocalSet, spawn_local, yield_now};
 use tokio::time::timeout;
 
+mod authority;
 mod certificates;
 mod connections;
 mod images;
@@ -900,49 +901,5 @@ fn a_request_is_passed_on_once_and_refused_where_its_site_is_not() {
         assert_eq!(received(&node, 6).await.1, not_here);
         assert!(began.elapsed() >= crate::place::CATCH_UP_MAX);
         assert!(asked.try_recv().is_err(), "it asks nobody either");
-    });
-}
-
-#[test]
-fn a_node_without_authority_says_so_and_one_whose_records_catch_up_goes_on() {
-    run(async {
-        let ca = Ca::new();
-        let (_, own) = sockets();
-        let me = record("a", own.local_addr().unwrap());
-        let (node, _asked) = node_a(&ca, &[me], placement("c", 5));
-        let node_here = Rc::clone(&node);
-        let waiting = spawn_local(async move { received(&node_here, 6).await });
-        yield_now().await;
-        node.shared.apply([Change::PutPlacement(placement("a", 6))]).unwrap();
-        assert_eq!(waiting.await.unwrap().1, Some(Denied::Fenced { tries: 0 }));
-        node.shared.cluster.tenure.extend(boottime().0 + 60_000_000_000);
-        // There is no keeper here: it went as far as the instance.
-        let (status, denied) = received(&node, 6).await;
-        assert_eq!((status, denied), (StatusCode::SERVICE_UNAVAILABLE, None));
-    });
-}
-
-#[test]
-fn a_site_that_was_taken_from_another_node_is_served_once_that_can_have_no_authority() {
-    run(async {
-        let ca = Ca::new();
-        let (_, own) = sockets();
-        let me = record("a", own.local_addr().unwrap());
-        let (node, _asked) = node_a(&ca, &[me], placement("c", 5));
-        let shared = &node.shared;
-        shared.cluster.tenure.extend(boottime().0 + 60_000_000_000);
-        let taken = Placement { wait_ms: 300, ..placement("a", 6) };
-        shared.apply([Change::PutPlacement(taken.clone())]).unwrap();
-        let began = Instant::now();
-        // Said again, it does not begin anew.
-        shared.cluster.placed(taken);
-        let stint = crate::place::Stint::new(shared, &site(), 6, None);
-        stint.begin(PATIENCE).await.unwrap();
-        assert!(began.elapsed() + Duration::from_millis(5) >= Duration::from_millis(300));
-        assert!(stint.was_handed());
-        assert!(stint.confirmed(PATIENCE).await.unwrap());
-        shared.apply([Change::PutPlacement(placement("c", 7))]).unwrap();
-        assert!(!stint.confirmed(PATIENCE).await.unwrap(), "what it says now is nobody's answer");
-        assert_eq!(stint.begin(PATIENCE).await, Err(Refusal::Moved));
     });
 }
