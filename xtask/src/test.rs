@@ -3,11 +3,21 @@
 //! Not here: the tests themselves.
 
 use std::io::{BufRead as _, BufReader};
+use std::panic::resume_unwind;
 use std::process::{ExitCode, Stdio};
+use std::thread;
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::setpriority_process;
 
 use crate::{guest, workspace};
+
+/// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
+const NICE_BESIDE: i32 = 10;
+
+/// Lines that are repeated at the end of what one failed test printed, and of all: a record may hold only the end of a run.
+const WORDS_OF_ONE_MAX: usize = 25;
+const WORDS_MAX: usize = 200;
 
 /// Sums over all test programs, as `cargo test` prints them.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -18,23 +28,51 @@ pub struct Sum {
     /// `name: reason` of each test that was not run.
     reasons: Vec<String>,
     failures: Vec<String>,
+    /// What the first of these printed, as their programs show it when all have run.
+    words: Vec<String>,
+    /// Lines that may still come of the failure whose words are read; 0: none is.
+    words_left: usize,
 }
 
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let mut sum = Sum::default();
     let mut succeeded = true;
     match arguments {
-        [] => {
-            succeeded &= unit(&mut sum)?;
-            succeeded &= end_to_end(&mut sum)?;
-            succeeded &= guest::suite(&mut sum)?;
-        }
+        [] => succeeded &= all(&mut sum)?,
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
         [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum)?,
-        [only] if only == "--guest" => succeeded &= guest::suite(&mut sum)?,
+        [only] if only == "--guest" => {
+            if guest::is_possible(&mut sum) {
+                succeeded &= guest::Suite::build()?.run(&mut sum)?;
+            }
+        }
         _ => bail!("unknown arguments '{}': use --unit, --e2e or --guest", arguments.join(" ")),
     }
     Ok(sum.tell(succeeded))
+}
+
+/// An emulated guest takes what others leave of the processors meanwhile; one with KVM is alone, as its clock is this machine's.
+fn all(sum: &mut Sum) -> Result<bool> {
+    let on_this_machine = |sum: &mut Sum| Ok(unit(sum)? & end_to_end(sum)?);
+    if !guest::is_possible(sum) {
+        return on_this_machine(sum);
+    }
+    let suite = guest::Suite::build()?;
+    if !guest::is_emulated() {
+        return Ok(on_this_machine(sum)? & suite.run(sum)?);
+    }
+    let beside = thread::spawn(move || {
+        // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
+        setpriority_process(None, NICE_BESIDE).context("letting others go first")?;
+        let mut sum = Sum::default();
+        suite.run(&mut sum).map(|succeeded| (succeeded, sum))
+    });
+    let here = on_this_machine(sum);
+    // It ends by itself, and is not left alone.
+    let inside = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
+    let (succeeded, more) = inside?;
+    sum.take_in(more);
+    Ok(here? & succeeded)
 }
 
 /// Everything that needs neither root nor a built server: modules, simulations, house style.
@@ -82,12 +120,21 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum) -> Result<bool> {
 impl Sum {
     /// Takes in what another machine's tests came to; their names begin with `place`.
     pub fn add(&mut self, other: Self, place: &str) {
+        let placed = |name: String| format!("{place}: {name}");
+        self.take_in(Self {
+            reasons: other.reasons.into_iter().map(placed).collect(),
+            failures: other.failures.into_iter().map(placed).collect(),
+            ..other
+        });
+    }
+
+    fn take_in(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
-        let placed = |name: String| format!("{place}: {name}");
-        self.reasons.extend(other.reasons.into_iter().map(placed));
-        self.failures.extend(other.failures.into_iter().map(placed));
+        self.reasons.extend(other.reasons);
+        self.failures.extend(other.failures);
+        self.words.extend(other.words);
     }
 
     /// A whole suite that cannot run here counts as one test.
@@ -98,6 +145,9 @@ impl Sum {
 
     /// Prints what failed, what was skipped and, as the last line, the numbers.
     pub fn tell(&self, succeeded: bool) -> ExitCode {
+        for word in &self.words {
+            println!("{word}");
+        }
         for failure in &self.failures {
             println!("failed: {failure}");
         }
@@ -110,6 +160,15 @@ impl Sum {
 
     /// Counts one line of output.
     pub fn read(&mut self, line: &str) {
+        if line.starts_with("---- ") {
+            self.words_left = WORDS_OF_ONE_MAX.min(WORDS_MAX.saturating_sub(self.words.len()));
+        } else if line == "failures:" || line.starts_with("test result: ") {
+            self.words_left = 0;
+        }
+        if self.words_left > 0 {
+            self.words_left -= 1;
+            self.words.push(line.into());
+        }
         if let Some(counts) = line.strip_prefix("test result: ") {
             for part in counts.split_once(". ").map_or("", |(_, counts)| counts).split("; ") {
                 let Some((number, what)) = part.split_once(' ') else { continue };
@@ -147,6 +206,11 @@ mod tests {
             "test a::c ... ignored, needs a second disk",
             "test a::d ... FAILED",
             "test e::f    ... ignored (needs root)",
+            "failures:",
+            "---- a::d stdout ----",
+            "thread 'a::d' panicked at a.rs:1:2:",
+            "failures:",
+            "    a::d",
             "test result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s",
             "test result: ok. 41 passed; 0 failed; 0 ignored; 0 measured; 2 filtered out; finished in 1.20s",
         ] {
@@ -155,6 +219,7 @@ mod tests {
         assert_eq!((sum.passed, sum.failed, sum.skipped), (42, 1, 1));
         assert_eq!(sum.reasons, ["a::c: needs a second disk", "e::f: needs root"]);
         assert_eq!(sum.failures, ["a::d"]);
+        assert_eq!(sum.words, ["---- a::d stdout ----", "thread 'a::d' panicked at a.rs:1:2:"]);
 
         let mut all = Sum::default();
         all.add(sum, "guest");

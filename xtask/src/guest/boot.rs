@@ -82,18 +82,17 @@ impl Machine {
     /// Starts it where it runs fastest, and returns once it is up.
     fn start(&self) -> Result<Guest> {
         static KVM_FAILS: AtomicBool = AtomicBool::new(false);
-        let is_there = access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok();
-        if is_there && !KVM_FAILS.load(Ordering::Relaxed) {
+        if has_kvm() && !KVM_FAILS.load(Ordering::Relaxed) {
             let guest = self.start_with(KVM)?;
             if guest.is_up(KVM_UP_MAX) {
-                println!("the guest runs with KVM");
+                println!("guest: it runs with KVM");
                 return Ok(guest);
             }
             KVM_FAILS.store(true, Ordering::Relaxed);
         }
         let guest = self.start_with(EMULATED)?;
         ensure!(guest.is_up(EMULATED_UP_MAX), "the guest did not start within {EMULATED_UP_MAX:?}");
-        println!("the guest's processor is emulated");
+        println!("guest: its processor is emulated");
         Ok(guest)
     }
 
@@ -132,6 +131,11 @@ impl Machine {
     }
 }
 
+/// There are those that fail all the same.
+pub fn has_kvm() -> bool {
+    access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok()
+}
+
 fn drive(id: &str, file: &std::path::Path, how: &str) -> String {
     // In QEMU's lists a comma is written twice.
     let file = file.to_string_lossy().replace(',', ",,");
@@ -147,7 +151,7 @@ impl Guest {
             if line.ends_with(UP) {
                 return true;
             }
-            println!("{line}");
+            println!("guest: {line}");
         }
         false
     }
