@@ -81,19 +81,34 @@ impl Machine {
 
     /// Starts it where it runs fastest, and returns once it is up.
     fn start(&self) -> Result<Guest> {
-        static KVM_FAILS: AtomicBool = AtomicBool::new(false);
-        if has_kvm() && !KVM_FAILS.load(Ordering::Relaxed) {
-            let guest = self.start_with(KVM)?;
-            if guest.is_up(KVM_UP_MAX) {
-                println!("guest: it runs with KVM");
-                return Ok(guest);
-            }
-            KVM_FAILS.store(true, Ordering::Relaxed);
+        if let Some(guest) = self.start_with_kvm()? {
+            println!("guest: it runs with KVM");
+            return Ok(guest);
         }
         let guest = self.start_with(EMULATED)?;
         ensure!(guest.is_up(EMULATED_UP_MAX), "the guest did not start within {EMULATED_UP_MAX:?}");
         println!("guest: its processor is emulated");
         Ok(guest)
+    }
+
+    /// Whether its clock is its own: then it does not matter to it what else this machine does. KVM is tried for that.
+    pub fn is_emulated(&self) -> Result<bool> {
+        Ok(self.start_with_kvm()?.is_none())
+    }
+
+    /// None: there is no KVM that works.
+    fn start_with_kvm(&self) -> Result<Option<Guest>> {
+        static FAILS: AtomicBool = AtomicBool::new(false);
+        let is_there = access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok();
+        if !is_there || FAILS.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let guest = self.start_with(KVM)?;
+        if guest.is_up(KVM_UP_MAX) {
+            return Ok(Some(guest));
+        }
+        FAILS.store(true, Ordering::Relaxed);
+        Ok(None)
     }
 
     fn start_with(&self, speed: &[&str]) -> Result<Guest> {
@@ -129,11 +144,6 @@ impl Machine {
         });
         Ok(Guest { child, lines })
     }
-}
-
-/// There are those that fail all the same.
-pub fn has_kvm() -> bool {
-    access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok()
 }
 
 fn drive(id: &str, file: &std::path::Path, how: &str) -> String {

@@ -68,6 +68,13 @@ impl Suite {
         Ok(Self(jobs))
     }
 
+    /// Whether its clock is its own: then it does not matter to it what else this machine does.
+    pub fn is_emulated(&self) -> Result<bool> {
+        let Some(first) = self.0.first() else { return Ok(true) };
+        let dir = tempfile::tempdir().context("making a directory")?;
+        machine(first, dir.path())?.is_emulated()
+    }
+
     /// Returns whether it succeeded.
     pub fn run(&self, sum: &mut Sum) -> Result<bool> {
         let mut inside = Sum::default();
@@ -87,11 +94,6 @@ pub fn is_possible(sum: &mut Sum) -> bool {
         sum.skip("guest", "its kernel package is for x86-64");
     }
     is_possible
-}
-
-/// Whether its clock is its own: then it does not matter to it what else this machine does.
-pub fn is_emulated() -> bool {
-    !boot::has_kvm()
 }
 
 fn kernel_suite(mut words: Vec<String>) -> Result<Job> {
@@ -135,18 +137,22 @@ fn built_test(package: &str, name: &str) -> Result<PathBuf> {
 /// Boots, runs the job, counts. Returns whether the test program said that all is well.
 fn visit(job: &Job, sum: &mut Sum) -> Result<bool> {
     let dir = tempfile::tempdir().context("making a directory")?;
-    let kernel = kernel::obtain()?;
-    let machine = Machine {
-        initramfs: initramfs::write(&kernel, dir.path())?,
-        kernel: kernel.image,
-        root: root::image(&PACKAGES)?,
-        tests: tests_disk(job, dir.path())?,
-    };
-    let status = machine.run(RUN_MAX, |line| {
+    let status = machine(job, dir.path())?.run(RUN_MAX, |line| {
         println!("guest: {line}");
         sum.read(line);
     })?;
     Ok(status == 0)
+}
+
+/// The machine for this job, whose files are in `dir`.
+fn machine(job: &Job, dir: &Path) -> Result<Machine> {
+    let kernel = kernel::obtain()?;
+    Ok(Machine {
+        initramfs: initramfs::write(&kernel, dir)?,
+        kernel: kernel.image,
+        root: root::image(&PACKAGES)?,
+        tests: tests_disk(job, dir)?,
+    })
 }
 
 /// A disk with the test program, what it needs beside it, and the words by which the guest starts it.
