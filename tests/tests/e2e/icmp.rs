@@ -2,14 +2,12 @@
 //!
 //! Not here: the other kinds of probes (`cluster`, `nagaya_edge::peers`), the lab itself (`lab`).
 
-use std::os::unix::fs::chown;
-
 use nagaya_tests::lab::Lab;
 use nagaya_tests::suite::{Suite, Tests};
-use nagaya_tests::{machine, wait};
-use serde_json::{Value, json};
+use nagaya_tests::wait;
+use serde_json::Value;
 
-use crate::programs;
+use crate::lab::lab_with_app;
 
 pub const SUITE: Suite = Suite {
     name: "icmp",
@@ -22,33 +20,11 @@ pub const SUITE: Suite = Suite {
 
 const NODES: [&str; 3] = ["n1", "n2", "n3"];
 
-/// A uid that nobody has.
-const ALICE: u32 = 210_000;
-
 /// Seconds a client waits that is to get no answer: many times what finding out takes.
 const NO_ANSWER_AFTER: u32 = 3;
 
 /// Seconds an answer may take on a machine that has much else to do.
 const ANSWER_MAX: u32 = 30;
-
-/// Three nodes, and an application that any of them may run, at `app.test`.
-fn lab_with_app() -> Lab {
-    let lab = Lab::up(&["3", "--etcd", "1", "--probe", "icmp"]);
-    let home = lab.dir().join("shared/alice");
-    machine::write_program(&home.join("app/app.py"), programs::INSTANCE);
-    for path in [home.clone(), home.join("app"), home.join("app/app.py")] {
-        chown(path, Some(ALICE), Some(ALICE)).expect("root may give files away");
-    }
-    let tenant = json!({ "name": "alice", "uid": ALICE, "gid": ALICE, "home": home });
-    let backend = json!({
-        "kind": "app", "directory": "app", "command": ["./app.py"], "start_seconds": 20, "env": { "NAME": "app" },
-    });
-    let site = json!({ "name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": backend });
-    let records = lab.dir().join("shared/records");
-    machine::write(&records, format!("{}\n{}\n", json!({ "tenant": tenant }), json!({ "site": site })));
-    lab.run(&["exec", "n1", "--", "site", "import", &records.to_string_lossy()]);
-    lab
-}
 
 fn answers(lab: &Lab, node: &str) -> bool {
     lab.get(node, "app.test", ANSWER_MAX).as_deref() == Some("200")
@@ -74,7 +50,7 @@ fn echoes(lab: &Lab, node: &str) -> u64 {
 }
 
 fn a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses() {
-    let lab = lab_with_app();
+    let lab = lab_with_app(&["--probe", "icmp"]);
     assert!(answers(&lab, "n1"));
     let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();
     let others: Vec<&str> = NODES.into_iter().filter(|node| *node != first).collect();
@@ -111,7 +87,7 @@ fn a_node_that_was_cut_off_is_silent_and_one_whose_nagaya_has_ended_refuses() {
 }
 
 fn a_node_that_stands_still_is_waited_for_while_its_host_answers() {
-    let lab = lab_with_app();
+    let lab = lab_with_app(&["--probe", "icmp"]);
     assert!(answers(&lab, "n1"));
     let first = placement(&lab, "n1")["node"].as_str().expect("it runs somewhere").to_owned();
     let other = NODES.into_iter().find(|node| *node != first).expect("there are three");

@@ -1,8 +1,10 @@
 //! The lab itself: that a wire fails as it was told to, that a machine stops as one, and that nothing of it is left.
 //!
-//! Nodes stand alone here, and etcd is not asked for anything: what a cluster does with such failures is told elsewhere (`cluster`).
+//! Nodes stand alone in these tests, and etcd is not asked for anything. Here is also what others begin with that need a lab with an
+//! application; what a cluster does with failures is told there (`partitions`, `icmp`).
 
 use std::fs;
+use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -10,6 +12,9 @@ use nagaya_tests::lab::Lab;
 use nagaya_tests::machine;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::wait;
+use serde_json::json;
+
+use crate::programs;
 
 pub const SUITE: Suite = Suite {
     name: "lab",
@@ -25,6 +30,28 @@ pub const SUITE: Suite = Suite {
         nothing_is_left_when_the_owner_is_killed,
     ]),
 };
+
+/// A uid that nobody has.
+const ALICE: u32 = 210_000;
+
+/// Three nodes that are set up in this way, and an application that any of them may run, at `app.test`.
+pub fn lab_with_app(words: &[&str]) -> Lab {
+    let lab = Lab::up(&[&["3", "--etcd", "1"], words].concat());
+    let home = lab.dir().join("shared/alice");
+    machine::write_program(&home.join("app/app.py"), programs::INSTANCE);
+    for path in [home.clone(), home.join("app"), home.join("app/app.py")] {
+        chown(path, Some(ALICE), Some(ALICE)).expect("root may give files away");
+    }
+    let tenant = json!({ "name": "alice", "uid": ALICE, "gid": ALICE, "home": home });
+    let backend = json!({
+        "kind": "app", "directory": "app", "command": ["./app.py"], "start_seconds": 20, "env": { "NAME": "app" },
+    });
+    let site = json!({ "name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": backend });
+    let records = lab.dir().join("shared/records");
+    machine::write(&records, format!("{}\n{}\n", json!({ "tenant": tenant }), json!({ "site": site })));
+    lab.run(&["exec", "n1", "--", "site", "import", &records.to_string_lossy()]);
+    lab
+}
 
 /// Nodes that are in no cluster.
 fn alone(nodes: &str) -> Lab {

@@ -4,7 +4,6 @@
 //! Nodes and etcd are in a lab with real networks between them. Not here: nodes that are silent or dead as a whole (`cluster`), etcd that
 //! fails for all (`membership`), the lab itself (`lab`).
 
-use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -12,9 +11,9 @@ use std::time::Duration;
 use nagaya_tests::lab::Lab;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::{machine, wait};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use crate::programs;
+use crate::lab::lab_with_app;
 
 pub const SUITE: Suite = Suite {
     name: "partitions",
@@ -28,35 +27,19 @@ pub const SUITE: Suite = Suite {
 
 const NODES: [&str; 3] = ["n1", "n2", "n3"];
 
-/// A uid that nobody has.
-const ALICE: u32 = 210_100;
-
 /// Answers to each visitor that are enough to say that it is being served.
 const SOME: usize = 20;
 
 /// Until a visitor has had so many on a network that loses packets.
 const VISITS_MAX: Duration = Duration::from_secs(90);
 
-/// Three nodes, and an application that any of them may run, at `app.test`. There are no images: each start is another run.
-fn lab_with_app() -> Lab {
+/// There are no images: each start is another run.
+fn lab_without_images() -> Lab {
     let tables = tempfile::NamedTempFile::new().expect("a file");
     machine::write(tables.path(), "[instances]\nimage_bytes = \"0B\"\n");
     let tables = tables.path().to_string_lossy();
     // A busy machine with a debug build is not to lose its right by and by.
-    let lab = Lab::up(&["3", "--etcd", "1", "--fence", "1000", "--tables", &tables]);
-    let home = lab.dir().join("shared/alice");
-    machine::write_program(&home.join("app/app.py"), programs::INSTANCE);
-    for path in [home.clone(), home.join("app"), home.join("app/app.py")] {
-        chown(path, Some(ALICE), Some(ALICE)).expect("root may give files away");
-    }
-    let tenant = json!({ "name": "alice", "uid": ALICE, "gid": ALICE, "home": home });
-    let backend = json!({
-        "kind": "app", "directory": "app", "command": ["./app.py"], "start_seconds": 20, "env": { "NAME": "app" },
-    });
-    let site = json!({ "name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": backend });
-    let records = lab.dir().join("shared/records");
-    machine::write(&records, format!("{}\n{}\n", json!({ "tenant": tenant }), json!({ "site": site })));
-    lab.run(&["exec", "n1", "--", "site", "import", &records.to_string_lossy()]);
+    let lab = lab_with_app(&["--fence", "1000", "--tables", &tables]);
     for node in NODES {
         wait::until("it answers for the application", || {
             lab.get(node, "app.test", 30).as_deref() == Some("200")
@@ -214,7 +197,7 @@ fn check(visitors: Vec<Visitor>) -> usize {
 // === Facts ===
 
 fn a_node_that_hears_or_is_heard_no_more_loses_its_application_and_nobody_an_answer() {
-    let lab = lab_with_app();
+    let lab = lab_without_images();
     for way in ["out", "in"] {
         let (first, epoch) = placed(&lab, "n1");
         let visitors: Vec<_> = others(&first).into_iter().map(|node| Visitor::begin(&lab, node)).collect();
@@ -238,7 +221,7 @@ fn a_node_that_hears_or_is_heard_no_more_loses_its_application_and_nobody_an_ans
 }
 
 fn a_fifth_of_all_packets_lost_costs_time_and_no_answer() {
-    let lab = lab_with_app();
+    let lab = lab_without_images();
     let (first, _) = placed(&lab, "n1");
     // Visitors' own wires lose nothing.
     let visitors: Vec<_> = others(&first).into_iter().map(|node| Visitor::begin(&lab, node)).collect();
@@ -259,7 +242,7 @@ fn a_fifth_of_all_packets_lost_costs_time_and_no_answer() {
 }
 
 fn a_node_that_reaches_all_but_etcd_serves_its_application_no_more_and_others_do() {
-    let lab = lab_with_app();
+    let lab = lab_without_images();
     let (first, epoch) = placed(&lab, "n1");
     let visitors: Vec<_> = others(&first).into_iter().map(|node| Visitor::begin(&lab, node)).collect();
     visitors.iter().for_each(|visitor| visitor.has_some_more("before", |visit| visit.status == 200));
