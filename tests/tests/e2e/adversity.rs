@@ -241,6 +241,7 @@ fn a_bound_that_is_lowered_cuts_nobody_off() {
     let mut waiting: Vec<_> = (4..=5).map(|client| ask(&world, "/waiting", client, "")).collect();
     wait::until("two wait", || is_waiting(&world, 2));
     world.cli(&["site", "set", "shop", "--max-concurrent", "1"]);
+    wait::until("the new bound holds", || lane(&world, "shop")["run"] == 1);
     // Each that ends is one less, and nobody takes its place, until fewer run than may.
     for left in [2, 1] {
         held.let_go(1);

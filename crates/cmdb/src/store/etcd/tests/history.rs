@@ -214,7 +214,8 @@ fn add_marks(moments: &mut Moments, node: &str, looks: &[&Look]) -> Result<Vec<u
     for state in 1..=2 * marks.len() as u64 + 1 {
         let is_mark = state % 2 == 0;
         let writers = looks.iter().filter(|look| look.is_doubt == is_mark);
-        let writers = writers.filter(|look| look.ended.is_none() || saw(look) == Some(state));
+        // Who was told of a later state may have written this one, too: the answer to that was lost, and it asked again.
+        let writers = writers.filter(|look| look.ended.is_none() || saw(look) >= Some(state));
         let seen = || looks.iter().filter(|look| saw(look) == Some(state));
         // Before the first mark nobody had to do anything.
         let began = if state == 1 { Some(0) } else { writers.map(|look| look.began).min() };
@@ -327,6 +328,9 @@ fn the_checker_accepts_what_a_register_could_have_answered() {
         marked(9, 2, 15, 20, Claim::Won),
     ];
     check(&[[first].as_slice(), &taken].concat(), &looks).unwrap();
+    // Who looks takes a mark away, the answer is lost with its member, and where it asks again there is the next mark.
+    let twice = Look { began: 5, ..confirm(12, 30, 0) };
+    check(&[], &[doubt(3, 10), twice, doubt(9, 20)]).unwrap();
 }
 
 #[test]
@@ -362,6 +366,7 @@ fn the_checker_finds_what_no_register_would_have_answered() {
         ("twice by one mark", vec![won(2, 1, 9, 10), won(3, 2, 11, 10)], vec![doubt(5, 10)]),
         ("a mark after the next", vec![], vec![doubt(5, 10), confirm(7, 12, 0), doubt(9, 20), doubt(11, 10)]),
         ("two marks at once", vec![], vec![doubt(5, 10), doubt(7, 20)]),
+        ("two marks at once, and a look after both", vec![], vec![doubt(5, 10), doubt(7, 20), confirm(9, 30, 0)]),
         ("a look that goes by a mark", vec![], vec![doubt(5, 10), confirm(7, 10, 0), doubt(9, 10)]),
         ("a mark that was back", vec![], vec![doubt(5, 10), confirm(7, 12, 0), doubt(9, 10)]),
         (
