@@ -71,6 +71,8 @@ pub fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster 
     first.write("alice", "plain/index.html", "plain words");
     first.write_program("alice", "app/app.py", programs::INSTANCE);
     add(first, "app");
+    // A node that has no authority yet hands on what is placed on it.
+    until_the_store_confirms(&cluster);
     for node in &cluster.nodes {
         wait::until("every node knows the application", || sites(node).contains(&"app".to_owned()));
     }
@@ -96,6 +98,16 @@ pub fn sites(world: &World) -> Vec<String> {
 
 pub fn cluster_status(world: &World) -> Value {
     serde_json::from_str(&world.cli(&["cluster", "status", "--json"])).expect("a status is JSON")
+}
+
+#[track_caller]
+pub fn until_the_store_confirms(cluster: &Cluster) {
+    for node in &cluster.nodes {
+        wait::until("it is in step and may serve by the store's word", || {
+            let status = cluster_status(node);
+            status["in_step"] == true && status["authority"] == "store"
+        });
+    }
 }
 
 #[track_caller]

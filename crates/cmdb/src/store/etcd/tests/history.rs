@@ -366,7 +366,11 @@ fn the_checker_finds_what_no_register_would_have_answered() {
         ("twice by one mark", vec![won(2, 1, 9, 10), won(3, 2, 11, 10)], vec![doubt(5, 10)]),
         ("a mark after the next", vec![], vec![doubt(5, 10), confirm(7, 12, 0), doubt(9, 20), doubt(11, 10)]),
         ("two marks at once", vec![], vec![doubt(5, 10), doubt(7, 20)]),
-        ("two marks at once, and a look after both", vec![], vec![doubt(5, 10), doubt(7, 20), confirm(9, 30, 0)]),
+        (
+            "two marks at once, and a look after both",
+            vec![],
+            vec![doubt(5, 10), doubt(7, 20), confirm(9, 30, 0)],
+        ),
         ("a look that goes by a mark", vec![], vec![doubt(5, 10), confirm(7, 10, 0), doubt(9, 10)]),
         ("a mark that was back", vec![], vec![doubt(5, 10), confirm(7, 12, 0), doubt(9, 10)]),
         (
