@@ -34,6 +34,7 @@ pub const SUITE: Suite = Suite {
         settings_come_from_the_store,
         phases_run_in_their_order_and_share_notes,
         a_lane_lets_one_request_in_after_the_other,
+        a_lane_finds_its_own_bound,
         what_a_rule_names_wrongly_is_said_and_harms_nobody,
         a_syntax_error_is_found_before_the_node_starts,
         a_rule_of_the_store_holds_for_the_next_request_and_a_broken_one_is_refused,
@@ -311,6 +312,43 @@ fn a_lane_lets_one_request_in_after_the_other() {
     assert_eq!(held.arrived(), ["/0"]);
     for (n, connection) in asked.iter_mut().enumerate() {
         held.let_go(1);
+        assert_eq!(connection.response().expect(200).text(), format!("/{n}"));
+    }
+    world.stop();
+}
+
+fn a_lane_finds_its_own_bound() {
+    let held = Held::start();
+    let address = held.backend.address.to_string();
+    let world = World::builder()
+        .site_of("alice", "slow", json!({ "kind": "http", "address": address }))
+        .rule("found", "access_checker", "lane \"found\", run: \"auto\"\n", "")
+        .start();
+    let mut asked: Vec<Connection> = (0..12)
+        .map(|n| {
+            let mut connection = Connection::open(world.http());
+            connection.send(format!("GET /{n} HTTP/1.1\r\nHost: slow.test\r\n\r\n"));
+            connection
+        })
+        .collect();
+    let counts = || {
+        let lanes: Value = serde_json::from_str(&world.cli(&["lanes", "--json"])).expect("JSON");
+        let lanes = lanes.as_array().cloned().unwrap_or_default();
+        let found =
+            lanes.into_iter().find(|lane| lane["name"].as_str().is_some_and(|name| name.ends_with("found")));
+        found.map(|lane| ["run", "running", "waiting"].map(|count| lane[count].as_u64().unwrap_or(0)))
+    };
+    wait::until("as many run as it lets, and the others wait", || {
+        counts()
+            .is_some_and(|[run, running, waiting]| run == running && running > 0 && running + waiting == 12)
+    });
+    assert!(
+        counts().is_some_and(|[run, ..]| run < 12),
+        "nobody said a number, and not all run: {:?}",
+        counts()
+    );
+    held.let_go(12);
+    for (n, connection) in asked.iter_mut().enumerate() {
         assert_eq!(connection.response().expect(200).text(), format!("/{n}"));
     }
     world.stop();

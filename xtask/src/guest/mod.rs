@@ -25,7 +25,7 @@ const PACKAGES: [&str; 9] =
     ["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
 
 /// Longest run of the tests of one visit. An emulated processor needs about ten times as long as a real one, of which it may
-/// get half.
+/// get a part.
 const RUN_MAX: Duration = Duration::from_secs(1800);
 
 /// What runs in the guest: a test program with its words, and what else it needs beside it.
