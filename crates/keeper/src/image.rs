@@ -238,7 +238,7 @@ impl Images {
     }
 
     /// Takes an image of all processes in a sandbox, which go on running, in place of one there may be. What cannot be
-    /// imaged is remembered. Not of what an image has brought back, unless its memory was copied.
+    /// imaged is remembered. Not of what an image has brought back, unless CRIU copied all of its memory.
     pub fn take(
         &self,
         subject: &Subject,
@@ -246,7 +246,7 @@ impl Images {
         handed: &Handed<'_>,
         memory: ImageMemory,
     ) -> Result<Image, ImageError> {
-        if sandbox.is_shown() {
+        if sandbox.is_of_image() {
             return Err(ImageError::Unfit { reason: "its memory is that of an image already".into() });
         }
         let taken = self.write((subject, memory), sandbox, handed);

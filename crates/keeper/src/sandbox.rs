@@ -17,6 +17,7 @@ mod cgroup;
 mod channel;
 mod checkpoint;
 mod failure;
+mod filling;
 mod filter;
 mod init;
 mod kernel;
@@ -202,7 +203,7 @@ pub(crate) struct Tool<'a> {
     pub takes_into: Option<i32>,
     /// It brings processes back that have memory in these ranges, which a file shows.
     pub shown: Vec<(u64, u64)>,
-    /// What is written to memory before it starts, with numbers of `fds`.
+    /// What is written to memory while it runs, and before it lets go of anything (`filled`), with numbers of `fds`.
     pub fills: Vec<Fill>,
     /// What the files in `/dev/shm` are made from before it starts, likewise.
     pub shm: Option<i32>,
@@ -319,8 +320,8 @@ impl Launcher {
                 let (Some(pidfd), Some(root)) = (fds.next(), fds.next()) else {
                     return Err(failed(io::ErrorKind::InvalidData.into()));
                 };
-                let is_shown = AtomicBool::new(false);
-                Ok(Sandbox { init: Mutex::new(init), pidfd, root, identity: spec.identity, is_shown })
+                let is_of_image = AtomicBool::new(false);
+                Ok(Sandbox { init: Mutex::new(init), pidfd, root, identity: spec.identity, is_of_image })
             }
             Some((Told::Failed { step, errno }, _)) => {
                 Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
@@ -419,8 +420,9 @@ pub struct Sandbox {
     pidfd: OwnedFd,
     root: OwnedFd,
     identity: Identity,
-    /// Files of an image show memory of its processes.
-    is_shown: AtomicBool,
+    /// Its processes are an image's, and behind a filter that only a tool puts on: files show their memory, or it was written
+    /// while they were brought back.
+    is_of_image: AtomicBool,
 }
 
 impl Drop for Sandbox {
@@ -436,9 +438,9 @@ impl Sandbox {
         self.pidfd.as_fd()
     }
 
-    /// Whether files of an image show memory of its processes, which another image could not say.
-    pub fn is_shown(&self) -> bool {
-        self.is_shown.load(Ordering::Relaxed)
+    /// Whether its processes are as an image brought them back, in a way that another image could not say.
+    pub fn is_of_image(&self) -> bool {
+        self.is_of_image.load(Ordering::Relaxed)
     }
 
     /// Whose it is.
@@ -473,7 +475,8 @@ impl Sandbox {
 
     /// Starts a tool of the keeper's.
     pub(crate) fn run_tool(&self, tool: &Tool<'_>) -> Result<Task, SandboxError> {
-        self.is_shown.fetch_or(!tool.shown.is_empty(), Ordering::Relaxed);
+        let is_of_image = !tool.shown.is_empty() || !tool.fills.is_empty();
+        self.is_of_image.fetch_or(is_of_image, Ordering::Relaxed);
         let with_program = [(TOOL_FD, tool.program)].into_iter().chain(tool.fds.iter().copied());
         let (numbers, fds): (Vec<i32>, Vec<BorrowedFd<'_>>) = with_program.unzip();
         let run = Run {
@@ -499,6 +502,16 @@ impl Sandbox {
     /// A process in it that was not started by `run`: one that an image brought back.
     pub fn adopt(&self, pid: u32) -> Result<Task, SandboxError> {
         self.ask(&Ask::Adopt { pid }, &[])
+    }
+
+    /// What came of the memory that was to be written while a tool ran that has ended since.
+    pub(crate) fn filled(&self) -> Result<io::Result<()>, SandboxError> {
+        match self.tell(&Ask::Filled, &[])? {
+            (Told::Filled { errno }, _) => {
+                Ok(errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))))
+            }
+            _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
+        }
     }
 
     /// What came of keeping the files in its `/dev/shm`, once the tool that was to do so has ended.

@@ -228,9 +228,13 @@ pub fn restore(
     let given = Given { fds, shown, fills, shm: shm.as_ref(), ..Given::default() };
     match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT).map_err(of_files)? {
         Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
-        _ => Err(ImageError::NotRestored {
-            reason: work.reason().map_err(at("read", &work.path))?.to_string(),
-        }),
+        _ => {
+            // Then CRIU knows only that it may not end.
+            let filled = sandbox.filled()?;
+            filled.map_err(|error| SandboxError::Run { step: Step::Memory, error })?;
+            let reason = work.reason().map_err(at("read", &work.path))?;
+            Err(ImageError::NotRestored { reason: reason.to_string() })
+        }
     }
 }
 

@@ -74,7 +74,7 @@ pub struct Given<'a> {
     pub is_to_take: bool,
     /// Where files show memory of what it brings back (`mapped`).
     pub shown: Vec<(u64, u64)>,
-    /// Memory that is written before it starts (`shared`).
+    /// Memory that is written while it runs (`shared`).
     pub fills: Vec<Fill>,
     /// What the files in `/dev/shm` are made from before it starts.
     pub shm: Option<&'a OwnedFd>,

@@ -1,8 +1,8 @@
-//! Shared memory that a wake writes before CRIU starts, and CRIU maps.
+//! Shared memory that a wake writes while CRIU runs, and CRIU maps.
 //!
 //! CRIU restores shared memory by a fault a page. To write to a file of memory (memfd) what it is to contain takes less than half of
 //! that. So where all mappings of such memory are understood they become mappings of a file, which is made anew in each wake,
-//! written in the sandbox' cell (`sandbox/program`), and handed to CRIU. To the program it is what CRIU makes it: memory of
+//! written in the sandbox' cell (`sandbox/filling`), and handed to CRIU. To the program it is what CRIU makes it: memory of
 //! nobody else's that its processes share.
 //!
 //! CRIU writes its files with the rights of a sandbox, so they are as hostile as what runs there. Not here: zero pages

@@ -51,22 +51,14 @@ impl Standstill {
 
 /// Answers the next call that waits.
 pub fn answer(questions: &OwnedFd, standstill: &mut Standstill) -> io::Result<()> {
-    let Some(question) = kernel::next_question(questions)? else { return Ok(()) };
-    let answer = match request(&question) {
-        PTRACE_DETACH => {
+    kernel::answer_next(questions, |question| {
+        if request(question) == PTRACE_DETACH {
             standstill.ends();
-            Answer::GoOn
+            return Answer::GoOn;
         }
-        _ => {
-            standstill.begins();
-            decide(&question).map_or_else(Answer::Error, Answer::Value)
-        }
-    };
-    match kernel::answer_question(questions, question, answer) {
-        // Its caller was killed meanwhile.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        answered => answered,
-    }
+        standstill.begins();
+        decide(question).map_or_else(Answer::Error, Answer::Value)
+    })
 }
 
 /// As the kernel does, only the lower half.

@@ -93,6 +93,24 @@ pub fn of_checkpoints() -> Vec<Instruction> {
     ]
 }
 
+/// Asks about the call of `ptrace` that lets go of a process, so that it can wait, and leaves all others to what follows, which may be
+/// nothing.
+pub fn of_restores(mut follows: Vec<Instruction>) -> Vec<Instruction> {
+    let ptrace = u32::try_from(libc::SYS_ptrace).unwrap_or(0);
+    if follows.is_empty() {
+        follows.push(op(RETURN, libc::SECCOMP_RET_ALLOW));
+    }
+    let mut program = vec![
+        op(LOAD, NUMBER),
+        jump(IF_EQUAL, ptrace, 0, 3),
+        op(LOAD, argument(0)),
+        jump(IF_EQUAL, PTRACE_DETACH, 0, 1),
+        op(RETURN, libc::SECCOMP_RET_USER_NOTIF),
+    ];
+    program.append(&mut follows);
+    program
+}
+
 /// Requests of `ptrace(2)`.
 pub const PTRACE_DETACH: u32 = 17;
 pub const PTRACE_SETOPTIONS: u32 = 0x4200;
@@ -351,5 +369,19 @@ mod tests {
         assert_eq!(ptrace(PTRACE_SETOPTIONS, 1), allow);
         assert_eq!(ptrace(16, 0), allow);
         assert_eq!(run(&of_checkpoints(), OURS, 0, [PTRACE_SECCOMP_GET_FILTER.into(); 6]), allow);
+    }
+
+    #[test]
+    fn a_restore_asks_about_its_end_only_and_is_behind_what_follows() {
+        let refuse = op(RETURN, EPERM);
+        for (follows, otherwise) in [(vec![], libc::SECCOMP_RET_ALLOW), (vec![refuse], EPERM)] {
+            let ptrace = |request: u32| {
+                let arguments = [request.into(), 1, 0, 0, 0, 0];
+                run(&of_restores(follows.clone()), OURS, libc::SYS_ptrace, arguments)
+            };
+            assert_eq!(ptrace(PTRACE_DETACH), libc::SECCOMP_RET_USER_NOTIF);
+            assert_eq!(ptrace(PTRACE_SETOPTIONS), otherwise);
+            assert_eq!(run(&of_restores(follows.clone()), OURS, 0, [PTRACE_DETACH.into(); 6]), otherwise);
+        }
     }
 }

@@ -16,6 +16,7 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::checkpoint::{self, Standstill};
+use super::filling::Filling;
 use super::kernel::{self, Alone};
 use super::order::{Ask, Role, Run, Step, Told};
 use super::program::{self, NotRun};
@@ -41,10 +42,12 @@ struct Init<'a> {
     children: SignalFd,
     /// Where the end of a process is written.
     watched: HashMap<u32, OwnedFd>,
-    /// System calls of a checkpoint that wait for answers.
+    /// System calls of a tool that wait for answers.
     questions: Option<OwnedFd>,
     /// Of the checkpoint that ran last, until it is asked for.
     standstill: Option<Standstill>,
+    /// Of the restore that ran last.
+    filling: Option<Filling>,
     /// A tool that runs, and the last number that was given out before it.
     tool: Option<(u32, String)>,
 }
@@ -70,7 +73,17 @@ fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, own: Own) -> io::Result<Init
     child.thread_block()?;
     let children = SignalFd::with_flags(&child, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let watched = HashMap::new();
-    Ok(Init { alone, keeper, own, children, watched, questions: None, standstill: None, tool: None })
+    Ok(Init {
+        alone,
+        keeper,
+        own,
+        children,
+        watched,
+        questions: None,
+        standstill: None,
+        filling: None,
+        tool: None,
+    })
 }
 
 impl Init<'_> {
@@ -80,7 +93,9 @@ impl Init<'_> {
             PollFd::new(self.keeper, PollFlags::IN),
             PollFd::from_borrowed_fd(self.children.as_fd(), PollFlags::IN),
         ];
-        events.extend(self.questions.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let is_answerable = self.filling.as_ref().is_none_or(Filling::is_done);
+        let questions = self.questions.as_ref().filter(|_| is_answerable);
+        events.extend(questions.map(|fd| PollFd::new(fd, PollFlags::IN)));
         match poll(&mut events, None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
@@ -108,6 +123,9 @@ impl Init<'_> {
                 // Otherwise numbers go on from the tool's: nothing depends on it.
                 let _ = std::fs::write(LAST_PID, before);
             }
+            if let Some(filling) = &mut self.filling {
+                filling.ended(pid, &exit);
+            }
             if let Some(end) = self.watched.remove(&pid) {
                 let bytes = postcard::to_stdvec(&exit).unwrap_or_default();
                 // A keeper that does not want to know has closed its end.
@@ -117,12 +135,12 @@ impl Init<'_> {
         Ok(())
     }
 
-    /// Answers for the kernel what a checkpoint asks it. One that has ended asks no more.
+    /// Answers for the kernel what a tool asks it. One that has ended asks no more.
     fn answer(&mut self, asked: PollFlags) {
-        let is_answered = match (&self.questions, &mut self.standstill) {
-            (Some(questions), Some(standstill)) if asked.contains(PollFlags::IN) => {
-                checkpoint::answer(questions, standstill).is_ok()
-            }
+        let questions = self.questions.as_ref().filter(|_| asked.contains(PollFlags::IN));
+        let is_answered = match (questions, &mut self.standstill, &self.filling) {
+            (Some(questions), Some(standstill), _) => checkpoint::answer(questions, standstill).is_ok(),
+            (Some(questions), None, Some(filling)) => filling.answer(questions).is_ok(),
             _ => false,
         };
         if !is_answered {
@@ -133,12 +151,16 @@ impl Init<'_> {
     fn serve(&mut self, ask: Ask, fds: Vec<OwnedFd>) -> io::Result<()> {
         let done = match ask {
             Ask::Run(run) => self.run(&run, &fds),
-            Ask::Adopt { pid } => adopt(pid).map(|pidfd| (pid, pidfd)),
+            Ask::Adopt { pid } => self.filled().and_then(|()| adopt(pid)).map(|pidfd| (pid, pidfd)),
             Ask::EndSession { pid } => {
                 session::end(pid)?;
                 // Who waits for the end of its first process is told before.
                 self.reap()?;
                 return channel::send(self.keeper, &Told::SessionEnded, &[]);
+            }
+            Ask::Filled => {
+                let errno = self.filling.as_ref().and_then(Filling::errno);
+                return channel::send(self.keeper, &Told::Filled { errno }, &[]);
             }
             Ask::Kept => {
                 let kept = self.standstill.take().map_or(Ok(()), Standstill::kept);
@@ -167,10 +189,23 @@ impl Init<'_> {
         let before = std::fs::read_to_string(LAST_PID).map_err(failed)?;
         std::fs::write(LAST_PID, run.pid.unwrap_or(0).to_string()).map_err(failed)?;
         self.standstill = standstill(run, fds, self.own.shm_device).map_err(failed)?;
+        self.filling = Filling::start(self.alone, run, fds).map_err(failed)?;
         let started = program::start(self.alone, run, fds, self.own.uid, self.own.gid)?;
         self.questions = started.questions;
         self.tool = Some((started.pid, before));
         Ok((started.pid, started.pidfd))
+    }
+
+    /// What a restore has brought back may be used.
+    fn filled(&self) -> Result<(), NotRun> {
+        match &self.filling {
+            Some(filling) if !filling.is_done() || filling.errno().is_some() => {
+                let error =
+                    io::Error::from_raw_os_error(filling.errno().unwrap_or(Errno::AGAIN.raw_os_error()));
+                Err(NotRun { step: Step::Memory, error })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A pipe that tells of the end of a process that has not been reaped.

@@ -375,7 +375,7 @@ pub struct Question {
 }
 
 /// The next system call that waits. None: its caller was killed meanwhile.
-pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
+fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
     // SAFETY: all zero is a valid value of the structure, and what the kernel asks for.
     let mut question: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: this request fills one such structure, which lives.
@@ -399,8 +399,19 @@ pub enum Answer {
     GoOn,
 }
 
+/// Answers the next call that waits with what is decided about it.
+pub fn answer_next(listener: &OwnedFd, decide: impl FnOnce(&Question) -> Answer) -> io::Result<()> {
+    let Some(question) = next_question(listener)? else { return Ok(()) };
+    let answer = decide(&question);
+    match answer_question(listener, question, answer) {
+        // Its caller was killed meanwhile.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        answered => answered,
+    }
+}
+
 /// Answers a call.
-pub fn answer_question(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
+fn answer_question(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
     let (val, error, flags) = match answer {
         Answer::Value(value) => (value, 0, 0),
         Answer::Error(errno) => (0, -errno, 0),

@@ -89,6 +89,8 @@ pub enum Ask {
     Adopt { pid: u32 },
     /// Kill all processes of the session that this one began.
     EndSession { pid: u32 },
+    /// What came of the memory that was to be written while the tool ran that has ended last.
+    Filled,
     /// What came of the files in `/dev/shm` at the end of the checkpoint that ran last.
     Kept,
 }
@@ -122,14 +124,14 @@ pub enum Role {
         takes_into: Option<i32>,
         /// What it brings back has memory in these ranges that a file shows,
         shown: Vec<(u64, u64)>,
-        /// memory that is written before,
+        /// memory that is written meanwhile,
         fills: Vec<Fill>,
         /// and files in `/dev/shm` that are made from this one before. The tool does not get it.
         shm: Option<i32>,
     },
 }
 
-/// A file of memory that is written in the sandbox' cell, which so pays for it, before a tool starts. Numbers are those of descriptors.
+/// A file of memory that is written while a tool runs, and before it lets go of what it brings back. Numbers are those of descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fill {
     pub memory: i32,
@@ -159,6 +161,10 @@ pub enum Told {
     },
     /// All of the session is killed. What the kernel has not ended yet, it is about to.
     SessionEnded,
+    /// None: it is written, or nobody knows of a reason why not.
+    Filled {
+        errno: Option<i32>,
+    },
     Kept {
         errno: Option<i32>,
     },

@@ -10,12 +10,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use nix::fcntl::AtFlags;
 use nix::unistd::{Gid, Uid};
-use rustix::fs::SeekFrom;
 use rustix::io::FdFlags;
 use rustix::process::{Resource, Rlimit};
 
 use super::kernel::{self, Alone, Fork};
-use super::order::{Fill, Role, Run, Step};
+use super::order::{Role, Run, Step};
 use super::{channel, filter, shm, shown};
 
 /// Where a program without a `/` in its name is looked for, if its environment does not say.
@@ -38,7 +37,7 @@ pub struct NotRun {
 pub struct Started {
     pub pid: u32,
     pub pidfd: OwnedFd,
-    /// Of a tool that reads filters: where its questions come from.
+    /// Of a tool that waits for answers: where its questions come from.
     pub questions: Option<OwnedFd>,
 }
 
@@ -107,19 +106,22 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     match &run.role {
         Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,
-        Role::Tool { takes_into: Some(_), .. } => {
-            let questions =
-                kernel::install_asking_filter(&filter::of_checkpoints()).map_err(at(Step::Rights))?;
-            channel::send(init, &Said::Questions, &[questions.as_fd()]).map_err(at(Step::Rights))?;
-        }
+        Role::Tool { takes_into: Some(_), .. } => ask(&filter::of_checkpoints(), init)?,
         Role::Tool { shown, fills, shm, .. } => {
-            fills.iter().try_for_each(fill).map_err(at(Step::Memory))?;
+            for one in fills {
+                let contents = kernel::descriptor(one.contents);
+                let closed = rustix::io::fcntl_setfd(contents, FdFlags::CLOEXEC);
+                closed.map_err(|errno| at(Step::Descriptors)(errno.into()))?;
+            }
             if let Some(from) = shm {
                 put_back(*from, uid, gid).map_err(at(Step::Files))?;
             }
-            if !shown.is_empty() {
-                // It goes on to what the tool brings back.
-                kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
+            // It goes on to what the tool brings back.
+            let of_shown = if shown.is_empty() { Vec::new() } else { shown::of_ranges(shown) };
+            if !fills.is_empty() {
+                ask(&filter::of_restores(of_shown), init)?;
+            } else if !of_shown.is_empty() {
+                kernel::install_filter(&of_shown).map_err(at(Step::Rights))?;
             }
         }
     }
@@ -131,22 +133,12 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
     Ok(())
 }
 
-/// Writes a file of memory. What its contents come from is closed when the tool starts.
-fn fill(Fill { memory, contents, parts }: &Fill) -> io::Result<()> {
-    let (memory, contents) = (kernel::descriptor(*memory), kernel::descriptor(*contents));
-    rustix::io::fcntl_setfd(contents, FdFlags::CLOEXEC)?;
-    for (start, end) in parts {
-        rustix::fs::seek(memory, SeekFrom::Start(*start))?;
-        let mut left = end.saturating_sub(*start);
-        while left > 0 {
-            let most = usize::try_from(left).unwrap_or(usize::MAX);
-            match rustix::fs::sendfile(memory, contents, None, most)? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                written => left -= written as u64,
-            }
-        }
-    }
-    Ok(())
+/// Puts a filter on that asks, and hands its questions to the init.
+fn ask(program: &[kernel::Instruction], init: &OwnedFd) -> Result<(), NotRun> {
+    let questions = kernel::install_asking_filter(program);
+    questions
+        .and_then(|questions| channel::send(init, &Said::Questions, &[questions.as_fd()]))
+        .map_err(|error| NotRun { step: Step::Rights, error })
 }
 
 /// Makes the files in `/dev/shm`. What they come from is closed when the tool starts.

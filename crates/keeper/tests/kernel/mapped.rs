@@ -1,13 +1,15 @@
-//! Memory that a wake maps from its image, or writes before CRIU starts, on the real kernel with a real CRIU: it is a program's
+//! Memory that a wake maps from its image, or writes while CRIU runs, on the real kernel with a real CRIU: it is a program's
 //! own, and what it cannot be is refused.
 //!
 //! Not here: which memory that is, and the form of an image's lists (beside the code), everything else of images (`image`).
 
 use nagaya_cmdb::record::ImageMemory;
 use nagaya_keeper::image::{Image, ImageError};
+use nagaya_keeper::sandbox::{SandboxError, Step};
 
 use crate::Fact;
 use crate::image::{Life, Stage, image_file};
+use crate::scene;
 
 pub const MAPPED: &[Fact] = &[
     ("memory that is mapped from an image is a program's own in every wake", own),
@@ -17,6 +19,7 @@ pub const MAPPED: &[Fact] = &[
     ("no image is taken of memory that is an image's", not_again),
     ("many processes come back, each with memory of its own", many),
     ("shared memory comes back to all who share it, and to nobody else", shared),
+    ("nothing runs that shared memory could not be written for", unwritten),
 ];
 
 /// Answers what it is asked, with a block of memory of its own in which each page is full of a number.
@@ -232,4 +235,26 @@ fn shared() {
         assert_eq!(woken(&stage, &image).ask("read"), before, "nor does one that wakes later");
     }
     assert_eq!(life.ask("read"), before, "nor what was taken");
+}
+
+fn unwritten() {
+    let mut stage = Stage::new();
+    stage.scene = stage.scene.with_file("together.py", TOGETHER);
+    let life = stage.life();
+    let _task = life.start(&["python3", "together.py"]);
+    life.ask("read");
+    for memory in [ImageMemory::Copied, ImageMemory::Auto] {
+        let image = stage.images.take(&stage.subject(), &life.sandbox, &life.handed(), memory).unwrap();
+        // Its length is looked at when an image is looked for, which was before.
+        let dir = image_file(&stage, "header").parent().unwrap().to_owned();
+        let names = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
+        let shared = names.filter(|path| path.to_string_lossy().contains("/shared-")).max().unwrap();
+        std::fs::File::options().write(true).open(shared).unwrap().set_len(4096).unwrap();
+        let fresh = stage.life();
+        let error = stage.images.restore(&image, &fresh.sandbox, &fresh.handed()).unwrap_err();
+        let is_of_memory = matches!(error, ImageError::Sandbox(SandboxError::Run { step: Step::Memory, .. }));
+        assert!(is_of_memory, "{memory:?}: {error:?}");
+        let others = "import os; print([one for one in os.listdir('/proc') if one.isdigit() and int(one) not in (1, os.getpid())])";
+        assert_eq!(scene::python(&fresh.sandbox, others), "[]", "{memory:?}");
+    }
 }
