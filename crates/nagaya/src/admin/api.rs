@@ -45,9 +45,17 @@ pub struct Summary {
     pub rules_put: usize,
     #[serde(default)]
     pub rules_removed: usize,
+    /// Whether the node's processes serve by it. None: no node runs, or nothing changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub served: Option<bool>,
 }
 
 impl Summary {
+    pub(super) fn is_changed(&self) -> bool {
+        let put = self.tenants_put + self.sites_put + self.settings_put + self.rules_put;
+        put + self.tenants_removed + self.sites_removed + self.settings_removed + self.rules_removed > 0
+    }
+
     fn of(committed: &Committed) -> Self {
         let mut summary = Self { revision: committed.revision, ..Self::default() };
         for change in &committed.changes {

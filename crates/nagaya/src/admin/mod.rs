@@ -18,6 +18,7 @@
 //!
 //! Every record and listing carries the store's revision as `ETag`; `If-Match` with it makes a change
 //! conditional on nothing having changed since, and `If-None-Match: *` on the record not existing yet.
+//! A change is answered when this node's processes serve by it; `"served": false` says that they do not after 10 s.
 //! Errors are `application/problem+json` (RFC 9457) with a `code`.
 //!
 //! Not here: the records and their rules (`nagaya_cmdb`), making the socket (`supervisor`), the commands
@@ -84,6 +85,8 @@ pub trait Node: Send + Sync {
     fn requests(&self) -> BoxFuture<'_, Option<String>>;
     /// What is asked of the cluster, or done to it. The answer is JSON; it comes when it is done.
     fn cluster(&self, ask: Ask) -> BoxFuture<'_, Result<serde_json::Value, Box<Problem>>>;
+    /// Waits until edge and keeper serve by this revision of the store. False: they do not yet.
+    fn serves_by(&self, revision: u64) -> BoxFuture<'_, bool>;
     /// What the edge says of the request with this id, as JSON. None: it did not answer.
     fn explain(&self, id: String) -> BoxFuture<'_, Option<String>>;
 }

@@ -177,7 +177,24 @@ async fn records(shared: Arc<Shared>, request: Request<Incoming>) -> Response<By
         Err(problem) => return api::refuse(&problem),
     };
     let request = Request::from_parts(head, body);
-    spawn_blocking(move || shared.api.answer(&request)).await.unwrap_or_else(|_| broken())
+    let node = shared.node.clone();
+    match spawn_blocking(move || shared.api.answer(&request)).await {
+        Ok(response) => once_served(&*node, response).await,
+        Err(_) => broken(),
+    }
+}
+
+/// Whoever changed a record asks for it next: the answer waits until that will be served.
+async fn once_served(node: &dyn Node, response: Response<Bytes>) -> Response<Bytes> {
+    let (head, bytes) = response.into_parts();
+    let mut body: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    match body["revision"].as_u64() {
+        Some(revision) if body["changed"] == true => {
+            body["served"] = node.serves_by(revision).await.into();
+            Response::from_parts(head, body.to_string().into())
+        }
+        _ => Response::from_parts(head, bytes),
+    }
 }
 
 /// The whole body of a request that is no import.
@@ -203,6 +220,7 @@ async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Byt
         Err(problem) => return api::refuse(&problem),
     };
     let (sender, receiver) = stream::channel();
+    let node = shared.node.clone();
     let work = spawn_blocking(move || shared.api.import(BufReader::new(receiver), mode));
     // If this future is dropped here, the reader finds the lines cut off and stores nothing.
     let passed = sender.pass_on(request.into_body(), IMPORT_BODY_LEN_MAX).await;
@@ -211,7 +229,10 @@ async fn import(shared: Arc<Shared>, request: Request<Incoming>) -> Response<Byt
             api::refuse(&Problem::request(StatusCode::PAYLOAD_TOO_LARGE, error))
         }
         (Err(error), _) => api::refuse(&Problem::request(StatusCode::BAD_REQUEST, error)),
-        (Ok(()), Ok(Ok(summary))) => {
+        (Ok(()), Ok(Ok(mut summary))) => {
+            if summary.is_changed() {
+                summary.served = Some(node.serves_by(summary.revision).await);
+            }
             let body = serde_json::to_vec(&summary).expect("a summary has text keys");
             let mut response = Response::new(body.into());
             let json = HeaderValue::from_static("application/json");

@@ -272,7 +272,20 @@ impl Access {
             Self::Node(client) => client.call(request)?,
             Self::File(api) => api.answer(&request),
         };
-        Reply::read(&response)
+        let reply = Reply::read(&response)?;
+        say_unserved(reply.0["served"].as_bool());
+        Ok(reply)
+    }
+}
+
+/// What is stored is not lost, so this is no failure.
+pub fn say_unserved(served: Option<bool>) {
+    if served == Some(false) {
+        // Nothing is left to tell if standard error is closed.
+        let _ = writeln!(
+            io::stderr(),
+            "stored, but this node does not serve by it yet: 'nagaya status' shows by which revision each process does"
+        );
     }
 }
 

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::store::Mode;
 
-use super::output::{Access, CliError, Format, Intent, Place, print, print_json};
+use super::output::{Access, CliError, Format, Intent, Place, print, print_json, say_unserved};
 use crate::admin::Summary;
 
 #[derive(Debug, clap::Args)]
@@ -44,6 +44,7 @@ pub fn import(command: &Import, place: &Place) -> Result<(), CliError> {
         Access::Node(client) => client.import(source, mode)?,
         Access::File(api) => api.import(BufReader::new(source), mode).map_err(CliError::Refused)?,
     };
+    say_unserved(summary.served);
     if command.format.json {
         return print_json(&serde_json::to_value(summary).expect("a summary has text keys"));
     }
@@ -90,6 +91,7 @@ fn describe(summary: &Summary) -> String {
         settings_removed,
         rules_put,
         rules_removed,
+        served: _,
     } = summary;
     format!(
         "added or changed {tenants_put} tenants, {sites_put} sites, {settings_put} settings and {rules_put} rules, removed \

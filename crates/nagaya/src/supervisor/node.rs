@@ -28,6 +28,9 @@ use crate::admin::{self, Ask, BoxFuture, Health, Problem};
 /// How long something done to an instance may take: more than the longest start, and less than the command waits.
 const ACT_TIMEOUT: Duration = Duration::from_secs(330);
 
+/// How long who changed a record waits for the processes to serve by it. An import of a hundred thousand sites is within it.
+const SERVED_WAIT_MAX: Duration = Duration::from_secs(10);
+
 /// Shared by the supervisor, which writes it, and the admin interface, which reads it.
 pub struct Node {
     pub name: String,
@@ -44,6 +47,8 @@ pub struct Node {
     pub balance: Balance,
     pub rules: StoredRules,
     state: Mutex<State>,
+    /// By which revision each process serves.
+    revisions: watch::Sender<[Option<u64>; 2]>,
 }
 
 /// One address as it is listened on.
@@ -97,11 +102,17 @@ impl Node {
             balance: Balance::default(),
             rules,
             state: Mutex::default(),
+            revisions: watch::Sender::default(),
         }
     }
 
     pub fn process(&self, role: Role, change: impl FnOnce(&mut Process)) {
-        change(&mut self.state.lock().processes[role as usize]);
+        let mut state = self.state.lock();
+        let process = &mut state.processes[role as usize];
+        change(process);
+        let revision = process.revision;
+        self.revisions
+            .send_if_modified(|all| std::mem::replace(&mut all[role as usize], revision) != revision);
     }
 
     pub fn feed(&self, role: Role) -> Option<Arc<Feed>> {
@@ -138,6 +149,13 @@ impl Node {
 
     pub fn reload_refused(&self) {
         self.state.lock().reloads_refused += 1;
+    }
+
+    /// A process that is being started gets this revision, too.
+    async fn serves(&self, revision: u64) -> bool {
+        let mut revisions = self.revisions.subscribe();
+        let all = revisions.wait_for(|all| all.iter().all(|one| one.is_some_and(|one| one >= revision)));
+        tokio::time::timeout(SERVED_WAIT_MAX, all).await.is_ok_and(|waited| waited.is_ok())
     }
 
     /// Hands a committed transaction to every process, and its rules to the edge's directory. Must be called in order of revision.
@@ -266,6 +284,10 @@ impl admin::Node for Node {
         let unhealthy = self.unhealthy();
         let health = Health { ok: unhealthy.is_none(), text: unhealthy.unwrap_or_else(|| "ok".into()) };
         Box::pin(std::future::ready(health))
+    }
+
+    fn serves_by(&self, revision: u64) -> BoxFuture<'_, bool> {
+        Box::pin(self.serves(revision))
     }
 
     fn status(&self) -> BoxFuture<'_, Value> {
