@@ -50,6 +50,8 @@ pub enum Down {
     /// The edge: this site is about to move away from here. Requests that come for it wait until its placement names another
     /// node, or until this is taken back.
     Leaving { site: SiteName, on: bool },
+    /// The edge: so many wakes the other nodes have before them, as they told last.
+    Wakes { elsewhere: u32 },
     /// The edge: what became of its `Up::Place` with the same tag.
     Placed { tag: u64, placed: Placed },
     /// The edge: asks these members to vouch for this node. Each that does is told by `Up::Vouched`; a later round ends this one.

@@ -131,6 +131,9 @@ impl Process {
                 Some(Down::Placed { tag, placed }) => self.placed(tag, placed),
                 Some(Down::Vouch { round, members }) => self.vouch(Order::Ask { round, members }),
                 Some(Down::VouchAnswer { tag, moved }) => self.vouch(Order::Vouch { tag, moved }),
+                Some(Down::Wakes { elsewhere }) => {
+                    self.shared.cluster.outlook.lock().told(elsewhere as usize)
+                }
                 Some(Down::Leaving { site, on }) => self.shared.cluster.set_leaving(site, on),
                 None => {
                     tracing::warn!("the supervisor is gone");

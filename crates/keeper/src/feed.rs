@@ -182,6 +182,7 @@ impl Following {
                     | Down::ReopenLogs
                     | Down::Placed { .. }
                     | Down::Leaving { .. }
+                    | Down::Wakes { .. }
                     | Down::Vouch { .. }
                     | Down::VouchAnswer { .. },
                 ) => continue,

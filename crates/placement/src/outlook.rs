@@ -1,4 +1,5 @@
-//! How long a request will wait whose site needs a place: from what such waits were made of lately, and from how many sites wait.
+//! How long a request will wait whose site needs a place: from what such waits were made of lately, and from how many sites wait
+//! here and at the other nodes.
 //!
 //! A wait is for the place (another node chosen, the store's word), for the turn there, since each node wakes so many at once, for the
 //! wake, and until the node before can serve no more. Nothing is predicted before one such wait was seen whole, and nothing of one
@@ -40,7 +41,7 @@ impl Stages {
 pub struct Waiting {
     pub requests: u32,
     pub since: Moment,
-    /// Sites that waited already when its first request came.
+    /// Sites whose turn came before when its first request came.
     ahead: usize,
 }
 
@@ -49,16 +50,18 @@ pub struct Waiting {
 pub struct Outlook<S> {
     waiting: BTreeMap<S, Waiting>,
     typical: Option<Stages>,
+    /// Wakes that the other nodes say they have before them, whoever asked for them.
+    before: usize,
 }
 
 impl<S: Ord + Clone> Outlook<S> {
     pub const fn new() -> Self {
-        Self { waiting: BTreeMap::new(), typical: None }
+        Self { waiting: BTreeMap::new(), typical: None, before: 0 }
     }
 
     /// One request more waits for this site's place.
     pub fn begin(&mut self, now: Moment, site: &S) {
-        let ahead = self.waiting.len();
+        let ahead = self.ahead();
         let first = || Waiting { requests: 0, since: now, ahead };
         self.waiting.entry(site.clone()).or_insert_with(first).requests += 1;
     }
@@ -72,6 +75,17 @@ impl<S: Ord + Clone> Outlook<S> {
         }
     }
 
+    /// So many wakes the other nodes have before them, under way and in line, all together.
+    pub fn told(&mut self, before: usize) {
+        self.before = before;
+    }
+
+    /// Whose turn comes before that of a site which would come now. Those that wait here are among the wakes of the other nodes, or
+    /// about to be.
+    fn ahead(&self) -> usize {
+        self.waiting.len().max(self.before)
+    }
+
     /// So long one waited that was answered.
     pub fn learn(&mut self, seen: Stages) {
         self.typical = Some(self.typical.map_or(seen, |typical| typical.learn(seen)));
@@ -82,7 +96,7 @@ impl<S: Ord + Clone> Outlook<S> {
     pub fn predicted(&self, now: Moment, site: &S, at_once: usize) -> Option<Duration> {
         let Stages { place, wake, fence } = self.typical?;
         let own = self.waiting.get(site);
-        let ahead = own.map_or(self.waiting.len(), |own| own.ahead);
+        let ahead = own.map_or(self.ahead(), |own| own.ahead);
         let turns = u32::try_from(ahead / at_once.max(1)).unwrap_or(u32::MAX);
         let whole =
             [wake.saturating_mul(turns), wake, fence].into_iter().fold(place, Duration::saturating_add);
@@ -151,6 +165,19 @@ mod tests {
         assert_eq!(predicted(9, 4), Some(ms(360)));
         assert_eq!(predicted(99, 4), Some(ms(360)), "one that would come now");
         assert_eq!(predicted(9, 0), Some(ms(200 + 9 * 80)), "one node wakes one at least");
+    }
+
+    #[test]
+    fn wakes_that_others_asked_for_come_before() {
+        let mut outlook = Outlook::new();
+        outlook.learn(SEEN);
+        outlook.told(6);
+        outlook.begin(Moment(0), &"wiki");
+        assert_eq!(outlook.predicted(Moment(0), &"wiki", 2), Some(ms(200 + 3 * 80)));
+        // What was before it goes on while it waits, and is not counted twice.
+        outlook.told(2);
+        assert_eq!(outlook.predicted(Moment(0) + ms(80), &"wiki", 2), Some(ms(200 + 2 * 80)));
+        assert_eq!(outlook.predicted(Moment(0), &"blog", 2), Some(ms(280)), "one that would come now");
     }
 
     #[test]

@@ -2,17 +2,18 @@
 //! stand before the next one.
 //!
 //! A planner reads it up to a second later. Wakes that are over by then would mislead it, so only those count that a whole
-//! second had: what is told is the least of several looks. Not here: counting (`nagaya_edge`, `nagaya_keeper`), telling (`membership`),
+//! second had: what is told is the least of several looks. What others told of theirs, this node's edge hears for its predictions. Not here: counting (`nagaya_edge`, `nagaya_keeper`), telling (`membership`),
 //! what follows from it (`nagaya_placement::planner`).
 
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::feed::Question;
+use nagaya_cmdb::feed::{Down, Question};
 use nagaya_cmdb::instance::Busy;
 
 use super::super::child::Role;
+use super::load::Load;
 use super::membership::Membership;
 
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -54,8 +55,17 @@ impl Pulse {
 impl Membership {
     /// Looks for as long as this node is a member.
     pub(super) async fn feel_pulse(self: Rc<Self>) {
+        let mut told = 0;
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
+            let elsewhere = self.wakes_elsewhere();
+            // An edge that has begun anew knows of none, and hears of those there are with the next look.
+            if (elsewhere, told) != (0, 0)
+                && let Some(edge) = self.context.node.feed(Role::Edge)
+            {
+                edge.send(Down::Wakes { elsewhere });
+            }
+            told = elsewhere;
             let (edge, keeper) = tokio::join!(self.busy(Role::Edge), self.busy(Role::Keeper));
             let mut pulse = self.pulse.borrow_mut();
             match edge {
@@ -67,6 +77,14 @@ impl Membership {
                 None => *pulse = Pulse::default(),
             }
         }
+    }
+
+    /// Those of the nodes that may serve, as they told last.
+    fn wakes_elsewhere(&self) -> u32 {
+        let others =
+            self.store.presences().into_iter().filter(|one| one.node.as_str() != self.context.node.name);
+        let loads = others.filter_map(|presence| serde_json::from_str::<Load>(&presence.json).ok());
+        loads.filter(|load| load.serves).fold(0, |all, load| all.saturating_add(load.wakes))
     }
 
     async fn busy(&self, role: Role) -> Option<Busy> {
