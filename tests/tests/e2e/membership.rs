@@ -17,7 +17,7 @@ use nagaya_tests::{client, machine, wait};
 use serde_json::{Value, json};
 
 use crate::cluster::{
-    add, cluster_status, cluster_with, imageless, run_of, sites, tier_of, until_the_store_confirms,
+    add, cluster_status, cluster_with, epoch_of, imageless, run_of, sites, tier_of, until_the_store_confirms,
     with_alice,
 };
 use crate::failures::SmallDisk;
@@ -278,10 +278,6 @@ fn over_three_members(nodes: usize) -> Cluster {
         wait::until("it could vouch for the others", || cluster_status(node)["vouches"] == true);
     }
     cluster
-}
-
-fn epoch_of(cluster: &Cluster) -> Value {
-    cluster.placement(0, "app").expect("it is placed")["epoch"].clone()
 }
 
 fn nobody_notices_that_the_store_has_lost_its_leader() {
