@@ -182,21 +182,21 @@ fn the_connection_of_a_command_becomes_its_own() {
 fn a_change_is_answered_with_whether_it_is_served() {
     let world = world();
     let served = |method: &Method, path: &str, body: &str| world.call(method.clone(), path, body).1;
-    let put = served(&Method::PUT, "/v1/settings/a", r#"{"value":1}"#);
+    let put = served(&Method::PUT, "/v1/settings/a", r#"{"value":"x"}"#);
     assert_eq!((put["revision"].as_u64(), put["served"].as_bool()), (Some(1), Some(true)));
-    let same = served(&Method::PUT, "/v1/settings/a", r#"{"value":1}"#);
+    let same = served(&Method::PUT, "/v1/settings/a", r#"{"value":"x"}"#);
     assert_eq!(
         (same["changed"].as_bool(), same.get("served")),
         (Some(false), None),
         "nobody waits for nothing"
     );
-    let lines = |value: u32| format!("{{\"setting\":{{\"key\":\"b\",\"value\":{value}}}}}\n");
+    let lines = |value: u32| format!("{{\"setting\":{{\"key\":\"b\",\"value\":\"{value}\"}}}}\n");
     let import = |lines: String| world.client.import(std::io::Cursor::new(lines), Mode::Merge).unwrap();
     assert_eq!(import(lines(2)).served, Some(true));
     assert_eq!(import(lines(2)).served, None);
     assert_eq!(served(&Method::DELETE, "/v1/settings/a", "")["served"], true);
     assert_eq!(import(lines(3)).served, Some(false), "it is stored all the same");
-    assert_eq!(served(&Method::GET, "/v1/settings/b", "")["setting"]["value"], 3);
+    assert_eq!(served(&Method::GET, "/v1/settings/b", "")["setting"]["value"], "3");
 }
 
 #[test]
