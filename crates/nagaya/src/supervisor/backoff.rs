@@ -9,27 +9,30 @@ pub const FAST_RESTARTS: u32 = 5;
 pub const STEP: Duration = Duration::from_secs(1);
 /// Longest wait: a fault that an operator has repaired must not keep the node down for long.
 pub const WAIT_MAX: Duration = Duration::from_secs(30);
+/// For each such time that a process ran, one end before is forgotten: one that is ended now and then, as by who runs out of
+/// memory, is always started at once.
+pub const FORGIVEN_EACH: Duration = Duration::from_secs(10);
 /// A process that ran this long was healthy; what was before is forgotten.
 pub const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Default)]
 pub struct Backoff {
-    /// Ends in a row, none of them after a healthy run.
+    /// Ends that are not forgotten.
     ends: u32,
 }
 
 impl Backoff {
     /// The process ended after `ran`: how long to wait until the next start.
     pub fn ended(&mut self, ran: Duration) -> Duration {
-        if ran >= HEALTHY_AFTER {
-            self.ends = 0;
-        }
-        self.ends = self.ends.saturating_add(1);
+        let stretches = ran.as_secs() / FORGIVEN_EACH.as_secs();
+        let forgiven =
+            if ran >= HEALTHY_AFTER { u32::MAX } else { u32::try_from(stretches).unwrap_or(u32::MAX) };
+        self.ends = self.ends.saturating_sub(forgiven).saturating_add(1);
         let slow = self.ends.saturating_sub(FAST_RESTARTS);
         STEP.saturating_mul(slow).min(WAIT_MAX)
     }
 
-    /// Ends in a row so far.
+    /// Ends so far that are not forgotten.
     pub fn ends(&self) -> u32 {
         self.ends
     }
@@ -49,6 +52,18 @@ mod tests {
         assert_eq!(waits[49], WAIT_MAX.as_secs());
         assert!(waits.is_sorted());
         assert_eq!(backoff.ends(), 50);
+    }
+
+    #[test]
+    fn who_runs_for_a_while_between_its_ends_is_started_at_once_each_time() {
+        let mut backoff = Backoff::default();
+        assert!((0..100).all(|_| backoff.ended(FORGIVEN_EACH).is_zero()));
+        assert_eq!(backoff.ends(), 1);
+        // What came quickly before is forgotten one by one.
+        let mut backoff = Backoff::default();
+        (0..8).for_each(|_| _ = backoff.ended(SHORT));
+        let waits: Vec<u64> = (0..4).map(|_| backoff.ended(2 * FORGIVEN_EACH).as_secs()).collect();
+        assert_eq!(waits, [2, 1, 0, 0]);
     }
 
     #[test]

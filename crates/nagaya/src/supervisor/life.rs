@@ -333,7 +333,9 @@ impl Life {
             }
             _ => {}
         }
-        let wait = self.slot(role).backoff.ended(ran);
+        // While the node starts, nothing has served yet that could be forgiven for it.
+        let served = if self.phase == Phase::Starting { Duration::ZERO } else { ran };
+        let wait = self.slot(role).backoff.ended(served);
         let times = self.slot(role).backoff.ends();
         if self.phase == Phase::Starting && times >= FAILED_STARTS_MAX {
             return ControlFlow::Break(Err(ServeError::NeverReady { process: role.name(), times, reason }));
