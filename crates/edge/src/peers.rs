@@ -20,7 +20,7 @@ mod watch;
 
 pub use credentials::{Credentials, CredentialsError};
 pub use fields::{Carried, Denied};
-pub use pool::{NoPeer, Pool};
+pub use pool::{NoPeer, Pool, Seat};
 pub use probe::Probes;
 pub use tally::Tallies;
 

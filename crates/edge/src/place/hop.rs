@@ -17,7 +17,7 @@ use crate::account::Account;
 use crate::message::{Head, Response};
 use crate::node::Node;
 use crate::peers::carry::{self, Answer, Lost as LostLater};
-use crate::peers::{Carried, Denied, NoPeer};
+use crate::peers::{Carried, Denied, NoPeer, Seat};
 use crate::refusal::Refusal;
 use crate::route::Route;
 
@@ -142,8 +142,7 @@ impl<'a> Hop<'a> {
         account: &Account,
         handed: &Cell<bool>,
     ) -> Result<Begun, Lost> {
-        let (seat, connect) =
-            self.node.peers.seat(record).await.map_err(|error| self.unconnected(record, error))?;
+        let (seat, connect) = self.seat(record).await.map_err(|error| self.unconnected(record, error))?;
         let site = self.route.site.name.clone();
         let carried = Carried { site, epoch, deadline: self.deadline, retries };
         let idle = Duration::from_millis(self.node.limits().idle_body_ms);
@@ -173,6 +172,17 @@ impl<'a> Hop<'a> {
             }
             Answer::Denied(Denied::OtherSite) => {
                 Err(Lost::finally(Refusal::Overloaded("the records of the nodes differ for a moment")))
+            }
+        }
+    }
+
+    /// A node that takes connections and says nothing, as one that stands still, is waited for: whether it is there is for the probe
+    /// to find out, beside this, and how long is for the request's deadline.
+    async fn seat(&self, record: &Arc<NodeRecord>) -> Result<(Seat, Option<Duration>), NoPeer> {
+        loop {
+            match self.node.peers.seat(record).await {
+                Err(NoPeer::Late) => {}
+                found => return found,
             }
         }
     }
