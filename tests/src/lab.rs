@@ -120,8 +120,27 @@ impl Lab {
     }
 }
 
+/// Bytes of the end of a log that are shown.
+const LOG_SHOWN: usize = 20_000;
+
+impl Lab {
+    /// Shows the ends of all nodes' logs, for a test that failed.
+    fn show_logs(&self) {
+        for machine in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            for name in ["output.log", "state/access.log"] {
+                let Ok(log) = std::fs::read(machine.path().join(name)) else { continue };
+                let end = String::from_utf8_lossy(&log[log.len().saturating_sub(LOG_SHOWN)..]);
+                eprintln!("--- {name} of {} ---\n{end}\n---", machine.file_name().to_string_lossy());
+            }
+        }
+    }
+}
+
 impl Drop for Lab {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.show_logs();
+        }
         drop(self.owner.stdin.take());
         let _ = self.owner.wait();
     }

@@ -393,7 +393,8 @@ impl Drop for Guard<'_> {
 fn without_writable_cgroups_the_node_serves_and_says_so() {
     // A mount namespace of its own in which nobody can write to any cgroup. Changing one mount's flags reaches no other
     // namespace, and changing the propagation of all would need a root that is a mount itself, which a chroot is not.
-    let read_only = "for m in $(awk '$3 ~ /^cgroup/ {print $2}' /proc/mounts); do mount -o bind,remount,ro \"$m\" || exit 9; done\nexec \"$@\"";
+    let read_only = "while read -r _ where kind _; do\ncase $kind in cgroup*) mount -o bind,remount,ro \"$where\" || exit 9;; esac\n\
+                     done </proc/mounts\nexec \"$@\"";
     let world = start(
         builder()
             .before(&["unshare", "--mount", "--propagation", "unchanged", "sh", "-c", read_only, "sh"])
