@@ -24,7 +24,7 @@ const ROOM: u64 = 1024;
 pub const ROOM_NONE: u64 = 16;
 
 /// Raised when the image is made differently from the same packages.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Never read in the guest.
 const LEFT_OUT: [&str; 5] =
@@ -107,7 +107,29 @@ fn fill<'a>(tree: &Path, packages: impl Iterator<Item = &'a str>) -> Result<()> 
     copy(&files, tree, false)?;
     let made: Vec<String> =
         MADE.iter().filter(|path| Path::new(path).exists()).map(|path| (*path).into()).collect();
-    copy(&made, tree, true)
+    copy(&made, tree, true)?;
+    choose_alternatives(tree)
+}
+
+/// Where this machine has chosen a program that the guest has not, such as a `gawk` beside Debian's own `awk`, the guest takes one
+/// that it has.
+fn choose_alternatives(tree: &Path) -> Result<()> {
+    let choices = tree.join("etc/alternatives");
+    let inside = |path: &Path| tree.join(path.strip_prefix("/").unwrap_or(path));
+    for choice in fs::read_dir(&choices).with_context(|| format!("reading {}", choices.display()))?.flatten()
+    {
+        if fs::read_link(choice.path()).is_ok_and(|chosen| inside(&chosen).exists()) {
+            continue;
+        }
+        let all = Command::new("update-alternatives").arg("--list").arg(choice.file_name()).output();
+        // What goes along with another choice, as manuals do, has no list of its own.
+        let all = all.context("running update-alternatives")?.stdout;
+        let all = String::from_utf8_lossy(&all);
+        let Some(other) = all.lines().map(Path::new).find(|path| inside(path).exists()) else { continue };
+        let link = choice.path();
+        fs::remove_file(&link).and_then(|()| symlink(other, &link)).context("choosing an alternative")?;
+    }
+    Ok(())
 }
 
 /// The files of packages, as far as they are here: administrators and images leave documentation out.
