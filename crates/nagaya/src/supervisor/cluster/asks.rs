@@ -125,7 +125,7 @@ impl Desk {
             Ask::Status => Ok(self.member()?.status()),
             Ask::Token => Ok(json!({ "token": self.member()?.member().token })),
             Ask::Authority { finish } => self.member()?.exchange_authority(finish).await,
-            Ask::Nodes => self.member()?.nodes(),
+            Ask::Nodes => self.member()?.nodes().await,
             Ask::Drain { node, on } => self.member()?.set_draining(&node, on).await,
             Ask::Remove { node, force } => self.member()?.remove(&node, force).await,
             Ask::Placements { after, limit, node } => {

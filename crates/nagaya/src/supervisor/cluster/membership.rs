@@ -307,19 +307,14 @@ impl Membership {
         Ok(Some((stored, found.revision)))
     }
 
-    /// Counts placements, on a thread that may block.
+    /// Counts placements whenever there were changes.
     async fn count(self: Rc<Self>) {
         let (mut counted, mut shared_now) = (None, Vec::new());
         loop {
-            let records = Arc::clone(&self.context.records);
-            let revision = records.revision().ok();
+            let revision = self.context.records.revision().ok();
             // Who came lately did not do so for ever.
             if revision != counted || !self.arrivals.borrow().is_empty() {
-                let node = self.node.clone();
-                let counts = tokio::task::spawn_blocking(move || count_placements(&*records, node)).await;
-                if let Ok(Ok(Tally { all, arrivals, shared })) = counts {
-                    *self.counted.borrow_mut() = all;
-                    *self.arrivals.borrow_mut() = arrivals;
+                if let Some(shared) = self.count_now().await {
                     (counted, shared_now) = (revision, shared);
                 }
             }
@@ -327,6 +322,16 @@ impl Membership {
             self.look_after(&shared_now);
             tokio::time::sleep(COUNT_EVERY).await;
         }
+    }
+
+    /// Counts placements, on a thread that may block; gives those that this node has and others, too.
+    async fn count_now(&self) -> Option<Vec<Placement>> {
+        let (records, node) = (Arc::clone(&self.context.records), self.node.clone());
+        let counts = tokio::task::spawn_blocking(move || count_placements(&*records, node)).await;
+        let Tally { all, arrivals, shared } = counts.ok()?.ok()?;
+        *self.counted.borrow_mut() = all;
+        *self.arrivals.borrow_mut() = arrivals;
+        Some(shared)
     }
 
     // === What operators ask ===
@@ -369,7 +374,9 @@ impl Membership {
         })
     }
 
-    pub fn nodes(&self) -> Result<Value, Box<Problem>> {
+    /// Whether one is drained is not said by a count that is a moment old.
+    pub async fn nodes(&self) -> Result<Value, Box<Problem>> {
+        self.count_now().await;
         let known = self
             .known_nodes()
             .map_err(|error| Problem::cluster(StatusCode::INTERNAL_SERVER_ERROR, NOWHERE, error))?;
