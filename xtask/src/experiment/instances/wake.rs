@@ -36,6 +36,8 @@ const MARIADB_UID: u32 = UID_BASE - 1;
 enum From {
     /// On a node that keeps no images.
     Cold,
+    /// The first time in a round: minutes after the last one, and right after a start of the same application on the other node.
+    ImageFirst,
     Image,
     /// Into memory in pages of 64 KiB, which is what a machine does with `huge_pages`.
     Image64KiB,
@@ -46,8 +48,9 @@ enum From {
 }
 
 impl From {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Cold,
+        Self::ImageFirst,
         Self::Image,
         Self::Image64KiB,
         Self::ImageIdle,
@@ -59,6 +62,7 @@ impl From {
     fn name(self) -> &'static str {
         match self {
             Self::Cold => "cold",
+            Self::ImageFirst => "image, first",
             Self::Image => "image",
             Self::Image64KiB => "image, pages of 64 KiB",
             Self::ImageIdle => "image after 4 s",
@@ -72,7 +76,6 @@ impl From {
     fn times(self) -> usize {
         match self {
             Self::Frozen | Self::Reclaimed | Self::Warm => 4,
-            // One after the other: hot.
             Self::Image | Self::Image64KiB => 2,
             _ => 1,
         }
@@ -81,7 +84,7 @@ impl From {
     fn tier(self) -> Tier {
         match self {
             Self::Cold => Tier::Cold,
-            Self::Image | Self::Image64KiB | Self::ImageIdle => Tier::Image,
+            Self::ImageFirst | Self::Image | Self::Image64KiB | Self::ImageIdle => Tier::Image,
             Self::Frozen => Tier::Frozen,
             Self::Reclaimed => Tier::Reclaimed,
             Self::Warm => Tier::Running,
@@ -124,9 +127,7 @@ pub fn run(setting: &Setting) -> Result<()> {
             order.rotate_left(round % froms.len());
             for from in order {
                 let hosting = if from == From::Cold { &bare } else { &node };
-                if from.tier() > Tier::Image {
-                    visits.settle(hosting, hosted)?;
-                }
+                visits.make_ready(hosting, hosted, from)?;
                 for _ in 0..from.times() {
                     visits.measure(round, hosting, hosted, from)?;
                 }
@@ -219,10 +220,20 @@ impl Visits<'_> {
         Ok((visit.first_byte_ms, visit.whole_ms))
     }
 
-    /// What a tier adds to a visit is not to be mixed up with what an earlier wake still costs.
-    fn settle(&mut self, hosting: &Hosting, hosted: &Hosted) -> Result<()> {
-        for _ in 0..SETTLING {
-            self.get(hosting, hosted)?;
+    /// What a tier adds to a visit is not to be mixed up with what an earlier wake still costs, and a hot image is one that was used a
+    /// moment ago.
+    fn make_ready(&mut self, hosting: &Hosting, hosted: &Hosted, from: From) -> Result<()> {
+        match from {
+            From::Image | From::Image64KiB => {
+                hosting.rest(&hosted.name, Tier::Image)?;
+                self.get(hosting, hosted)?;
+            }
+            From::Frozen | From::Reclaimed | From::Warm => {
+                for _ in 0..SETTLING {
+                    self.get(hosting, hosted)?;
+                }
+            }
+            From::Cold | From::ImageFirst | From::ImageIdle => {}
         }
         Ok(())
     }
@@ -297,6 +308,7 @@ fn summarise(report: &mut Report, name: &str) -> Result<()> {
     for (key, from, metric) in [
         ("cold_ms", From::Cold, "first_byte_ms"),
         ("image_ms", From::Image, "first_byte_ms"),
+        ("image_first_ms", From::ImageFirst, "first_byte_ms"),
         ("image_64k_ms", From::Image64KiB, "first_byte_ms"),
         ("image_idle_ms", From::ImageIdle, "first_byte_ms"),
         ("image_restore_ms", From::Image, "restore_ms"),
