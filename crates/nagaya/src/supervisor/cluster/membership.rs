@@ -313,10 +313,9 @@ impl Membership {
         loop {
             let revision = self.context.records.revision().ok();
             // Who came lately did not do so for ever.
-            if revision != counted || !self.arrivals.borrow().is_empty() {
-                if let Some(shared) = self.count_now().await {
-                    (counted, shared_now) = (revision, shared);
-                }
+            let is_due = revision != counted || !self.arrivals.borrow().is_empty();
+            if is_due && let Some(shared) = self.count_now().await {
+                (counted, shared_now) = (revision, shared);
             }
             // Also of those that have not changed: what was begun for one of them may have failed.
             self.look_after(&shared_now);
