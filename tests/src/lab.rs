@@ -17,6 +17,9 @@ use crate::world;
 /// Labs of this test program.
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
+/// Bytes of the end of a log that are shown.
+const LOG_SHOWN: usize = 20_000;
+
 /// A running lab.
 pub struct Lab {
     /// Ends the lab when its standard input closes.
@@ -114,25 +117,18 @@ impl Lab {
         &self.dir
     }
 
+    /// Shows the ends of all machines' logs, for a test that failed.
+    fn show_logs(&self) {
+        for machine in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let Ok(log) = std::fs::read(machine.path().join("output.log")) else { continue };
+            let end = String::from_utf8_lossy(&log[log.len().saturating_sub(LOG_SHOWN)..]);
+            eprintln!("--- log of {} ---\n{end}\n---", machine.file_name().to_string_lossy());
+        }
+    }
+
     /// The process that ends the lab when it is told to.
     pub fn owner(&mut self) -> &mut Child {
         &mut self.owner
-    }
-}
-
-/// Bytes of the end of a log that are shown.
-const LOG_SHOWN: usize = 20_000;
-
-impl Lab {
-    /// Shows the ends of all nodes' logs, for a test that failed.
-    fn show_logs(&self) {
-        for machine in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
-            for name in ["output.log", "state/access.log"] {
-                let Ok(log) = std::fs::read(machine.path().join(name)) else { continue };
-                let end = String::from_utf8_lossy(&log[log.len().saturating_sub(LOG_SHOWN)..]);
-                eprintln!("--- {name} of {} ---\n{end}\n---", machine.file_name().to_string_lossy());
-            }
-        }
     }
 }
 

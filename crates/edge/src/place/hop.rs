@@ -179,9 +179,11 @@ impl<'a> Hop<'a> {
     /// A node that takes connections and says nothing, as one that stands still, is waited for: whether it is there is for the probe
     /// to find out, beside this, and how long is for the request's deadline.
     async fn seat(&self, record: &Arc<NodeRecord>) -> Result<(Seat, Option<Duration>), NoPeer> {
+        let (began, mut was_late) = (Instant::now(), false);
         loop {
             match self.node.peers.seat(record).await {
-                Err(NoPeer::Late) => {}
+                Err(NoPeer::Late) => was_late = true,
+                Ok((seat, _)) if was_late => return Ok((seat, Some(began.elapsed()))),
                 found => return found,
             }
         }

@@ -36,7 +36,8 @@ const MARIADB_UID: u32 = UID_BASE - 1;
 enum From {
     /// On a node that keeps no images.
     Cold,
-    /// The first time in a round: minutes after the last one, and right after a start of the same application on the other node.
+    /// The first one after visits from other tiers: after `Cold`, which loads the machine with a start of the same application, or after
+    /// the other applications.
     ImageFirst,
     Image,
     /// Into memory in pages of 64 KiB, which is what a machine does with `huge_pages`.

@@ -314,7 +314,9 @@ impl Membership {
             let revision = self.context.records.revision().ok();
             // Who came lately did not do so for ever.
             let is_due = revision != counted || !self.arrivals.borrow().is_empty();
-            if is_due && let Some(shared) = self.count_now().await {
+            if is_due && let Some(Tally { all, arrivals, shared }) = self.tally().await {
+                *self.counted.borrow_mut() = all;
+                *self.arrivals.borrow_mut() = arrivals;
                 (counted, shared_now) = (revision, shared);
             }
             // Also of those that have not changed: what was begun for one of them may have failed.
@@ -323,14 +325,10 @@ impl Membership {
         }
     }
 
-    /// Counts placements, on a thread that may block; gives those that this node has and others, too.
-    async fn count_now(&self) -> Option<Vec<Placement>> {
+    /// Counts placements, on a thread that may block.
+    async fn tally(&self) -> Option<Tally> {
         let (records, node) = (Arc::clone(&self.context.records), self.node.clone());
-        let counts = tokio::task::spawn_blocking(move || count_placements(&*records, node)).await;
-        let Tally { all, arrivals, shared } = counts.ok()?.ok()?;
-        *self.counted.borrow_mut() = all;
-        *self.arrivals.borrow_mut() = arrivals;
-        Some(shared)
+        tokio::task::spawn_blocking(move || count_placements(&*records, node)).await.ok()?.ok()
     }
 
     // === What operators ask ===
@@ -375,16 +373,18 @@ impl Membership {
 
     /// Whether one is drained is not said by a count that is a moment old.
     pub async fn nodes(&self) -> Result<Value, Box<Problem>> {
-        self.count_now().await;
+        let tally = self.tally().await;
         let known = self
             .known_nodes()
             .map_err(|error| Problem::cluster(StatusCode::INTERNAL_SERVER_ERROR, NOWHERE, error))?;
         let trust = self.trust.borrow();
         let row = |node: &super::placing::Known| {
             let load = node.load.clone().unwrap_or_default();
+            let counted = tally.as_ref().map(|tally| tally.all.get(&node.record.name).copied());
+            let placements = counted.map_or(node.placements, Option::unwrap_or_default);
             let state = match (&node.load, node.record.draining) {
                 (None, _) => "gone",
-                (Some(_), true) if node.placements > 0 => "draining",
+                (Some(_), true) if placements > 0 => "draining",
                 (Some(_), true) => "drained",
                 (Some(load), false) if !load.serves => "fenced",
                 (Some(_), false) if node.record.name != self.node && !trust.is_known_by(&node.record) => {
@@ -396,7 +396,7 @@ impl Membership {
                 "name": node.record.name,
                 "state": state,
                 "peer": node.record.peer,
-                "placements": node.placements,
+                "placements": placements,
                 "cpus": node.record.cpus,
                 "cpu_used": node.load.as_ref().map(|load| load.cpu_used),
                 "memory_bytes": node.record.memory_bytes,
