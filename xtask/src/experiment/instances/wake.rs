@@ -24,6 +24,9 @@ use crate::server::instance::Status;
 /// restored into pages that must be found anew.
 const IDLE: Duration = Duration::from_secs(4);
 
+/// From when the instance has gone to rest: what the kernel still clears away of its processes and namespaces is no part of the next wake.
+const PAUSE: Duration = Duration::from_millis(30);
+
 /// Visits until an application that was woken takes as long as one that has run for a while: it copies, or reads from swap, what it
 /// touches for the first time, and its garbage is collected.
 const SETTLING: usize = 12;
@@ -249,8 +252,10 @@ impl Visits<'_> {
             }
             hosting.rest(name, from.tier())?;
         }
-        if from == From::ImageIdle {
-            std::thread::sleep(IDLE);
+        match from {
+            From::Image | From::Image64KiB | From::ImageFirst => std::thread::sleep(PAUSE),
+            From::ImageIdle => std::thread::sleep(IDLE),
+            From::Cold | From::Frozen | From::Reclaimed | From::Warm => {}
         }
         if huge_pages::are_known() {
             huge_pages::set(from == From::Image64KiB)?;
