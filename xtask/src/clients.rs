@@ -121,18 +121,49 @@ impl Background {
 
 /// One client that asks at a steady pace, whatever the answers take: what a visitor would see who comes then.
 pub fn ask_steadily(question: &Question, every: Duration, for_time: Duration) -> Result<Answers> {
+    Ok(ask_steadily_beside(question, every, for_time, || 0)?.all)
+}
+
+/// What one client saw.
+#[derive(Debug, Default)]
+pub struct Steady {
+    pub all: Answers,
+    /// Of these those during which something else did not run.
+    pub undisturbed: Answers,
+}
+
+impl Steady {
+    pub fn join(&mut self, other: Self) {
+        self.all.join(other.all);
+        self.undisturbed.join(other.undisturbed);
+    }
+}
+
+/// The same beside something that counts on while it runs.
+pub fn ask_steadily_beside(
+    question: &Question,
+    every: Duration,
+    for_time: Duration,
+    counter: impl Fn() -> u64,
+) -> Result<Steady> {
     let begun = Instant::now();
-    let mut answers = Answers::default();
+    let mut seen = Steady::default();
     let mut due = begun;
     while begun.elapsed() < for_time {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
-        answers.add(question.ask());
+        let before = counter();
+        let answer = question.ask();
+        if let (Ok(time), true) = (&answer, counter() == before) {
+            seen.undisturbed.add(Ok(*time));
+        }
+        seen.all.add(answer);
         // One that was answered late is not followed by a burst.
         due = (due + every).max(Instant::now());
         interrupt::check()?;
     }
-    answers.seconds = begun.elapsed().as_secs_f64();
-    Ok(answers)
+    seen.all.seconds = begun.elapsed().as_secs_f64();
+    seen.undisturbed.seconds = seen.all.seconds;
+    Ok(seen)
 }
 
 fn gather(at_once: usize, client: impl Fn() -> Answers + Sync) -> Result<Answers> {

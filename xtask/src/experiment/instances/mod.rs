@@ -3,6 +3,7 @@
 //!
 //! Not here: the applications (`content`).
 
+mod damon;
 pub mod faults;
 pub mod parallel;
 pub mod rest_cost;

@@ -1,7 +1,8 @@
 //! `rest-cost`: what many instances cost at each tier, and what a visitor of another site notices of them.
 //!
 //! The other site is of a node of its own, so that it can be visited with no instance at all beside it: the first node is
-//! ended for that, and keeps its images. Not here: what coming back costs (`wake`).
+//! ended for that, and keeps its images. Where the kernel looks at who uses which memory (`damon`), pages during which it did so
+//! are counted apart: that costs the more the more is mapped, by whomever. Not here: what coming back costs (`wake`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,8 +13,9 @@ use anyhow::{Result, ensure};
 use nagaya_cmdb::instance::Tier;
 use serde_json::json;
 
+use super::damon::Damon;
 use super::{Hosted, Hosting, host, journals, swap};
-use crate::clients::{self, Answers, Question, to_float};
+use crate::clients::{self, Question, Steady, to_float};
 use crate::experiment::Setting;
 use crate::interrupt;
 use crate::plot::Chart;
@@ -65,6 +67,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let mut apps = journals(setting.dir(), many + 1)?;
     let victim = apps.split_off(many);
     let site = Hosting::start(setting, "victim", &victim, "")?;
+    let window = Duration::from_secs(if setting.quick { 10 } else { 20 });
     let question = Question {
         address: site.node.address,
         host: host(&victim[0].name),
@@ -76,10 +79,11 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.note("instances", json!(many));
     report.note("a page each, ms", json!(EVERY.as_millis()));
     report.note("wake-ups are", json!(Woken::here().words()));
+    let visitor = Visitor { question, window, damon: Damon::find() };
+    report.note("the kernel looks at who uses which memory (DAMON)", json!(visitor.damon.is_there()));
     let has_swap = crowd.swap.is_some();
     let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
 
-    let window = Duration::from_secs(if setting.quick { 10 } else { 20 });
     let rounds = if setting.quick { 3 } else { 5 };
     let mut pairs = Pairs::new();
     for round in 0..rounds {
@@ -89,18 +93,11 @@ pub fn run(setting: &Setting) -> Result<()> {
             for alone in [alone_first, !alone_first] {
                 if alone {
                     crowd.hosting.process.stop();
-                    pair.alone.join(measure(&mut report, round, ALONE, &question, window, None)?);
+                    pair.alone.join(measure(&mut report, round, ALONE, &visitor, None)?);
                     crowd.hosting.process = crowd.hosting.node.serve()?;
                 } else {
                     crowd.to(*tier)?;
-                    pair.beside.join(measure(
-                        &mut report,
-                        round,
-                        tier.as_str(),
-                        &question,
-                        window,
-                        Some(&crowd),
-                    )?);
+                    pair.beside.join(measure(&mut report, round, tier.as_str(), &visitor, Some(&crowd))?);
                 }
             }
         }
@@ -115,11 +112,18 @@ pub fn run(setting: &Setting) -> Result<()> {
 /// round's pages is a handful.
 #[derive(Default)]
 struct Pair {
-    beside: Answers,
-    alone: Answers,
+    beside: Steady,
+    alone: Steady,
 }
 
 type Pairs = BTreeMap<&'static str, Pair>;
+
+/// Of the other site.
+struct Visitor {
+    question: Question,
+    window: Duration,
+    damon: Damon,
+}
 
 /// The instances that rest.
 struct Crowd {
@@ -167,18 +171,22 @@ fn measure(
     report: &mut Report,
     round: usize,
     variant: &str,
-    question: &Question,
-    window: Duration,
+    Visitor { question, window, damon }: &Visitor,
     crowd: Option<&Crowd>,
-) -> Result<Answers> {
+) -> Result<Steady> {
     let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
     std::thread::sleep(SETTLE);
-    let (before, begun) = (Turns::of(&pids), Instant::now());
-    let pages = clients::ask_steadily(question, EVERY, window)?;
+    let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
+    let seen = clients::ask_steadily_beside(question, EVERY, *window, || damon.ran_ns())?;
     let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
+    #[expect(clippy::cast_precision_loss, reason = "nanoseconds of a minute stay far below 2^53")]
+    let looked = (damon.ran_ns() - damon_before) as f64 / 1e9;
+    report.sample(round, "kernel", variant, "damon_cpu_pct", looked / seconds * 100.0);
+    let pages = &seen.all;
     ensure!(pages.failed == 0, "{} pages failed ({variant}): {:?}", pages.failed, pages.why);
     report.sample(round, "victim", variant, "p50_ms", pages.percentile_ms(0.5));
-    report.sample(round, "victim", variant, "p99_ms", pages.percentile_ms(0.99));
+    report.sample(round, "victim", variant, "p99_ms", seen.undisturbed.percentile_ms(0.99));
+    report.sample(round, "victim", variant, "p99_all_ms", pages.percentile_ms(0.99));
     if let Some(crowd) = crowd {
         let each = bytes / 1e6 / to_float(crowd.apps.len());
         report.sample(round, "crowd", variant, "pss_mb_each", each);
@@ -190,7 +198,7 @@ fn measure(
             report.sample(round, "crowd", variant, IN_SWAP, bytes / 1e6 / to_float(crowd.apps.len()));
         }
     }
-    Ok(pages)
+    Ok(seen)
 }
 
 /// What the scheduler counted for processes: CPU time, how often one was given a CPU and taken off it, and how often one that
@@ -287,9 +295,12 @@ fn wakeups(task: &Path) -> Option<f64> {
 }
 
 fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
-    for (key, metric) in [("alone_p50_ms", "p50_ms"), ("alone_p99_ms", "p99_ms")] {
+    for (key, metric) in
+        [("alone_p50_ms", "p50_ms"), ("alone_p99_ms", "p99_ms"), ("alone_p99_all_ms", "p99_all_ms")]
+    {
         report.set(key, report.median("victim", ALONE, metric)?);
     }
+    report.set("alone_damon_cpu_pct", report.median("kernel", ALONE, "damon_cpu_pct")?);
     for tier in tiers {
         let Pair { beside, alone } = &pairs[tier.as_str()];
         for metric in ["pss_mb_each", "cpu_pct", "switches_per_s", "wakeups_per_s"] {
@@ -298,7 +309,12 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
         if let Ok(each) = report.median("crowd", tier.as_str(), IN_SWAP) {
             report.set(format!("{tier}_{IN_SWAP}"), each);
         }
-        for (key, part) in [("victim_p50_ratio", 0.5), ("victim_p99_ratio", 0.99)] {
+        report.set(format!("{tier}_damon_cpu_pct"), report.median("kernel", tier.as_str(), "damon_cpu_pct")?);
+        for (key, part, beside, alone) in [
+            ("victim_p50_ratio", 0.5, &beside.all, &alone.all),
+            ("victim_p99_ratio", 0.99, &beside.undisturbed, &alone.undisturbed),
+            ("victim_p99_ratio_all", 0.99, &beside.all, &alone.all),
+        ] {
             report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
         }
     }

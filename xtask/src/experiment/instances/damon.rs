@@ -1,0 +1,38 @@
+//! The kernel's own look at who uses which memory (DAMON, `Documentation/admin-guide/mm/damon`), where a machine has it on.
+//!
+//! A virtual machine's host may have switched it on in its guests, to get back memory that rests. Then a thread of the kernel
+//! looks at all that is mapped, some times a second, and takes a processor for that; the more is mapped, the longer. Not here: whose pages
+//! it delays (`rest_cost`).
+
+use std::fs;
+use std::path::PathBuf;
+
+/// What the names of its threads begin with: `kdamond.0` and so on.
+const NAME: &str = "kdamond";
+
+/// Its threads' counters of time on a processor.
+#[derive(Debug)]
+pub struct Damon {
+    counters: Vec<PathBuf>,
+}
+
+impl Damon {
+    pub fn find() -> Self {
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_one =
+            |path: &PathBuf| fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with(NAME));
+        Self { counters: processes.filter(is_one).map(|path| path.join("schedstat")).collect() }
+    }
+
+    pub fn is_there(&self) -> bool {
+        !self.counters.is_empty()
+    }
+
+    /// Nanoseconds that it has run, since its start.
+    pub fn ran_ns(&self) -> u64 {
+        let ran = |path: &PathBuf| -> Option<u64> {
+            fs::read_to_string(path).ok()?.split_ascii_whitespace().next()?.parse().ok()
+        };
+        self.counters.iter().filter_map(ran).sum()
+    }
+}
