@@ -5,15 +5,15 @@
 //! it delays (`rest_cost`).
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What the names of its threads begin with: `kdamond.0` and so on.
 const NAME: &str = "kdamond";
 
-/// Its threads' counters of time on a processor.
+/// Its threads, by their directories in `/proc`.
 #[derive(Debug)]
 pub struct Damon {
-    counters: Vec<PathBuf>,
+    threads: Vec<PathBuf>,
 }
 
 impl Damon {
@@ -21,18 +21,20 @@ impl Damon {
         let processes = fs::read_dir("/proc").into_iter().flatten().flatten().map(|entry| entry.path());
         let is_one =
             |path: &PathBuf| fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with(NAME));
-        Self { counters: processes.filter(is_one).map(|path| path.join("schedstat")).collect() }
+        Self { threads: processes.filter(is_one).collect() }
     }
 
     pub fn is_there(&self) -> bool {
-        !self.counters.is_empty()
+        !self.threads.is_empty()
     }
 
     /// Nanoseconds that it has run, since its start.
     pub fn ran_ns(&self) -> u64 {
-        let ran = |path: &PathBuf| -> Option<u64> {
-            fs::read_to_string(path).ok()?.split_ascii_whitespace().next()?.parse().ok()
-        };
-        self.counters.iter().filter_map(ran).sum()
+        self.threads.iter().filter_map(|thread| ran_ns(thread)).sum()
     }
+}
+
+/// Nanoseconds that a thread has run, from its directory in `/proc`.
+pub fn ran_ns(thread: &Path) -> Option<u64> {
+    fs::read_to_string(thread.join("schedstat")).ok()?.split_ascii_whitespace().next()?.parse().ok()
 }

@@ -1,8 +1,8 @@
 //! `rest-cost`: what many instances cost at each tier, and what a visitor of another site notices of them.
 //!
 //! The other site is of a node of its own, so that it can be visited with no instance at all beside it: the first node is
-//! ended for that, and keeps its images. Where the kernel looks at who uses which memory (`damon`), pages during which it did so
-//! are counted apart: that costs the more the more is mapped, by whomever. Not here: what coming back costs (`wake`).
+//! ended for that, and keeps its images. Where the kernel looks at who uses which memory (`damon`), pages during which it did not
+//! are told beside all: that costs the more the more is mapped, by whomever. Not here: what coming back costs (`wake`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use anyhow::{Result, ensure};
 use nagaya_cmdb::instance::Tier;
 use serde_json::json;
 
-use super::damon::Damon;
+use super::damon::{Damon, ran_ns};
 use super::{Hosted, Hosting, host, journals, swap};
 use crate::clients::{self, Question, Steady, to_float};
 use crate::experiment::Setting;
@@ -179,14 +179,13 @@ fn measure(
     let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
     let seen = clients::ask_steadily_beside(question, EVERY, *window, || damon.ran_ns())?;
     let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
-    #[expect(clippy::cast_precision_loss, reason = "nanoseconds of a minute stay far below 2^53")]
-    let looked = (damon.ran_ns() - damon_before) as f64 / 1e9;
+    let looked = Duration::from_nanos(damon.ran_ns().saturating_sub(damon_before)).as_secs_f64();
     report.sample(round, "kernel", variant, "damon_cpu_pct", looked / seconds * 100.0);
     let pages = &seen.all;
     ensure!(pages.failed == 0, "{} pages failed ({variant}): {:?}", pages.failed, pages.why);
     report.sample(round, "victim", variant, "p50_ms", pages.percentile_ms(0.5));
-    report.sample(round, "victim", variant, "p99_ms", seen.undisturbed.percentile_ms(0.99));
-    report.sample(round, "victim", variant, "p99_all_ms", pages.percentile_ms(0.99));
+    report.sample(round, "victim", variant, "p99_ms", pages.percentile_ms(0.99));
+    report.sample(round, "victim", variant, "p99_without_damon_ms", seen.undisturbed.percentile_ms(0.99));
     if let Some(crowd) = crowd {
         let each = bytes / 1e6 / to_float(crowd.apps.len());
         report.sample(round, "crowd", variant, "pss_mb_each", each);
@@ -269,8 +268,7 @@ impl Turns {
 
 /// What one thread has had, from proc(5).
 fn turns(task: &Path) -> Option<Spent> {
-    let schedstat = fs::read_to_string(task.join("schedstat")).ok()?;
-    let nanoseconds: f64 = schedstat.split_whitespace().next()?.parse().ok()?;
+    let cpu_seconds = Duration::from_nanos(ran_ns(task)?).as_secs_f64();
     let status = fs::read_to_string(task.join("status")).ok()?;
     let counted = |name: &str| -> Option<f64> {
         status
@@ -282,7 +280,7 @@ fn turns(task: &Path) -> Option<Spent> {
     };
     let (waits, preempted) = (counted("voluntary")?, counted("nonvoluntary")?);
     let wakeups = wakeups(task).unwrap_or(waits);
-    Some(Spent { cpu_seconds: nanoseconds / 1e9, switches: waits + preempted, wakeups })
+    Some(Spent { cpu_seconds, switches: waits + preempted, wakeups })
 }
 
 /// How often this thread was woken, where the kernel counts that.
@@ -295,10 +293,8 @@ fn wakeups(task: &Path) -> Option<f64> {
 }
 
 fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
-    for (key, metric) in
-        [("alone_p50_ms", "p50_ms"), ("alone_p99_ms", "p99_ms"), ("alone_p99_all_ms", "p99_all_ms")]
-    {
-        report.set(key, report.median("victim", ALONE, metric)?);
+    for metric in ["p50_ms", "p99_ms", "p99_without_damon_ms"] {
+        report.set(format!("{ALONE}_{metric}"), report.median("victim", ALONE, metric)?);
     }
     report.set("alone_damon_cpu_pct", report.median("kernel", ALONE, "damon_cpu_pct")?);
     for tier in tiers {
@@ -312,8 +308,8 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
         report.set(format!("{tier}_damon_cpu_pct"), report.median("kernel", tier.as_str(), "damon_cpu_pct")?);
         for (key, part, beside, alone) in [
             ("victim_p50_ratio", 0.5, &beside.all, &alone.all),
-            ("victim_p99_ratio", 0.99, &beside.undisturbed, &alone.undisturbed),
-            ("victim_p99_ratio_all", 0.99, &beside.all, &alone.all),
+            ("victim_p99_ratio", 0.99, &beside.all, &alone.all),
+            ("victim_p99_ratio_without_damon", 0.99, &beside.undisturbed, &alone.undisturbed),
         ] {
             report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
         }

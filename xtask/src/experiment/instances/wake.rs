@@ -24,7 +24,7 @@ use crate::server::instance::Status;
 /// restored into pages that must be found anew.
 const IDLE: Duration = Duration::from_secs(4);
 
-/// From when the instance has gone to rest: what the kernel still clears away of its processes and namespaces is no part of the next wake.
+/// Between a rest and a hot wake: what the kernel still clears away of the ended processes is no part of the next wake.
 const PAUSE: Duration = Duration::from_millis(30);
 
 /// Visits until an application that was woken takes as long as one that has run for a while: it copies, or reads from swap, what it
