@@ -42,6 +42,7 @@ pub const SUITE: Suite = Suite {
         a_node_whose_clock_is_wrong_is_a_node_like_any_other,
         an_etcd_that_wants_certificates_and_a_password_gets_them,
         the_thread_that_answers_other_nodes_runs_before_others_and_no_other_can,
+        the_process_that_fences_is_in_memory_whole_and_takes_little_of_it,
         an_application_is_moved_by_a_command_on_any_node,
         nothing_is_left_of_an_application_on_a_node_that_it_has_left_or_that_has_died,
         a_long_answer_outlasts_a_pause_of_its_node_and_is_broken_off_when_that_is_lost,
@@ -737,6 +738,39 @@ fn the_thread_that_answers_other_nodes_runs_before_others_and_no_other_can() {
         let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("the kernel says it");
         assert_eq!(line.split_whitespace().take(2).collect::<Vec<_>>(), ["0", "0"], "{name}");
     }
+    cluster.stop();
+}
+
+fn the_process_that_fences_is_in_memory_whole_and_takes_little_of_it() {
+    let cluster = Cluster::start(1, with_alice, imageless);
+    let keeper = cluster.nodes[0].pid_of("keeper").to_string();
+    // The keeper's command line is also that of what it forked.
+    let parent = |id: i32| machine::status_field(id, "PPid").unwrap_or_default();
+    let is_its = |id: &i32| {
+        let name = machine::status_field(*id, "Name");
+        name.as_deref() == Some("nagaya-warden") && parent(parent(*id).parse().unwrap_or(0)) == keeper
+    };
+    let warden =
+        wait::until_some("it is there", || machine::processes_with("keeper").into_iter().find(is_its));
+    let smaps = || std::fs::read_to_string(format!("/proc/{warden}/smaps")).expect("it runs");
+    // Each mapping's line is followed by lines `name: value`.
+    let programs = |smaps: &str| -> Vec<(u64, u64)> {
+        let of = |lines: &[&str], name: &str| {
+            let value = lines.iter().find_map(|line| line.strip_prefix(name)).expect("the kernel says it");
+            value.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number")
+        };
+        let lines: Vec<&str> = smaps.lines().collect();
+        let programs =
+            lines.iter().enumerate().filter(|(_, line)| line.contains(" r-xp ") && line.contains('/'));
+        programs.map(|(at, _)| (of(&lines[at..], "Size:"), of(&lines[at..], "Rss:"))).collect()
+    };
+    wait::until("all that it can run is in memory", || {
+        let programs = programs(&smaps());
+        !programs.is_empty() && programs.iter().all(|(size, rss)| size == rss)
+    });
+    let resident = machine::status_field(warden, "VmRSS").expect("it runs");
+    let kib: u64 = resident.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number");
+    assert!(kib < 256 << 10, "{kib} KiB: what the allocator only reserves is not to be there");
     cluster.stop();
 }
 

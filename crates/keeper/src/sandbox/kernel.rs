@@ -164,15 +164,26 @@ unsafe fn replace(args: &CloneArgs) -> i64 {
     result
 }
 
-/// From here on this process runs before all that have no real-time priority, the moment it can. Its memory stays in
-/// memory, so that it never waits for a disk.
+/// From here on this process runs before all that have no real-time priority, the moment it can.
 pub fn run_first() -> io::Result<()> {
     // 1 is the edge's thread that answers other nodes: what it is sent must not keep applications from being frozen.
     let param = libc::sched_param { sched_priority: 2 };
     // SAFETY: `param` outlives the call.
-    check(i64::from(unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) }))?;
+    check(i64::from(unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) })).map(drop)
+}
+
+/// What there is of this process' memory stays in memory, and so does what it touches later. What it has not touched yet is
+/// not brought in: see [`bring_in`].
+pub fn stay_in_memory() -> io::Result<()> {
     // SAFETY: takes a number.
-    check(i64::from(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) })).map(drop)
+    let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) };
+    check(i64::from(locked)).map(drop)
+}
+
+/// Brings this part of this process' memory in, from disk or swap if it is there, and keeps it.
+pub fn bring_in((start, len): (usize, usize)) -> io::Result<()> {
+    // SAFETY: the kernel takes a range of addresses, and changes nothing of what can be read there.
+    check(i64::from(unsafe { libc::mlock(ptr::without_provenance(start), len) })).map(drop)
 }
 
 /// Ends this process at once, without what its parent wanted done at its own end.

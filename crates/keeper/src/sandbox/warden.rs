@@ -21,6 +21,10 @@ use super::{channel, kernel};
 
 const NS_PER_S: u64 = 1_000_000_000;
 
+/// The longest mapping that is brought into memory whole, bytes. The program is shorter. What the allocator reserves is not: 1 GiB, of
+/// which the warden touches some hundred kilobytes, all of it before its time can come.
+const BROUGHT_IN_MAX: usize = 256 << 20;
+
 /// One tree of processes.
 struct Guarded {
     number: u64,
@@ -68,8 +72,31 @@ fn set_up(keeper: OwnedFd) -> io::Result<Warden> {
         eprintln!("the warden has no real-time priority ({error}), and is only first among equals");
         let _ = rustix::process::setpriority_process(None, -20);
     }
+    if let Err(error) = stay_in_memory() {
+        eprintln!("the warden's memory may be swapped out ({error}), and it may wait for a disk");
+    }
     let clock = timerfd_create(TimerfdClockId::Boottime, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
     Ok(Warden { keeper, clock, until_ns: 0, is_fenced: true, guarded: Vec::new(), all: None })
+}
+
+/// So that it never waits for a disk.
+fn stay_in_memory() -> io::Result<()> {
+    kernel::stay_in_memory()?;
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    maps.lines().filter_map(brought_in).try_for_each(kernel::bring_in)
+}
+
+/// Start and length of a line of `/proc/self/maps`, if it is to be in memory before anything of it is touched: `start-end perms
+/// offset device inode path`, addresses in hexadecimal.
+fn brought_in(line: &str) -> Option<(usize, usize)> {
+    let mut words = line.split_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
+    let is_readable = words.next()?.starts_with('r');
+    // The kernel's own pages, `[vvar]` and the like, are always there.
+    let is_kernels = words.nth(3).is_some_and(|path| path.starts_with("[v"));
+    let len = end.checked_sub(start)?;
+    (is_readable && !is_kernels && len <= BROUGHT_IN_MAX).then_some((start, len))
 }
 
 /// CLOCK_BOOTTIME, which goes on while the machine is suspended.
@@ -258,5 +285,22 @@ fn word(version: Freezing, is_stopped: bool) -> &'static [u8] {
         (Freezing::V1, false) => b"THAWED",
         (Freezing::V2, true) => b"1",
         (Freezing::V2, false) => b"0",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_is_brought_in_and_what_is_only_reserved_is_not() {
+        let line = "7f8412267000-7f84123bd000 r-xp 00026000 fe:00 1234 /usr/lib/x86_64-linux-gnu/libc.so.6";
+        assert_eq!(brought_in(line), Some((0x7f84_1226_7000, 0x15_6000)));
+        assert_eq!(brought_in(&line.replace("r-xp", "---p")), None);
+        let stack = "7ffdf7d4c000-7ffdf7dbe000 rw-p 00000000 00:00 0 [stack]";
+        assert_eq!(brought_in(stack).map(|area| area.1), Some(0x7_2000));
+        assert_eq!(brought_in(&stack.replace("stack", "vvar")), None);
+        assert_eq!(brought_in("20000000000-20040000000 rw-p 00000000 00:00 0 "), None);
+        assert_eq!(brought_in("nonsense"), None);
     }
 }
