@@ -29,6 +29,7 @@ pub const SUITE: Suite = Suite {
         an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other,
         a_drained_node_that_is_used_again_gets_sites_and_all_of_it_is_told,
         a_drained_node_can_be_removed_and_one_in_use_cannot,
+        a_drained_node_that_is_removed_while_it_is_down_comes_back_like_one_that_joins,
         a_node_that_is_removed_by_force_serves_nothing_more_and_says_so,
         nobody_notices_that_the_store_has_lost_its_leader,
         without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing,
@@ -234,6 +235,26 @@ fn a_drained_node_can_be_removed_and_one_in_use_cannot() {
     wait::until("others see it", || state_of(other, &name) == Some(json!("up")));
     wait::until("it passes requests on", || node.get("app.test", "/run").status == 200);
     assert_eq!(run_of(node, "app").text(), run);
+    cluster.stop();
+}
+
+fn a_drained_node_that_is_removed_while_it_is_down_comes_back_like_one_that_joins() {
+    let cluster = cluster_with(2, imageless);
+    let [node, other] = [&cluster.nodes[0], &cluster.nodes[1]];
+    let name = cluster::name_of(0);
+    node.cli(&["cluster", "drain", &name]);
+    // What it has on its disk by then is that it is drained: it writes before it asks how far the store is, if it has time.
+    let mut age = f64::INFINITY;
+    let mut has_asked = || {
+        let before = std::mem::replace(&mut age, cluster_status(node)["age_seconds"].as_f64().unwrap_or(0.0));
+        age < before
+    };
+    (0..3).for_each(|_| wait::until("it asks the store", &mut has_asked));
+    machine::signal(node.pid(), "KILL");
+    node.wait_for_end();
+    other.cli(&["cluster", "remove", &name, "--force"]);
+    node.spawn();
+    wait::until("others see it", || state_of(other, &name) == Some(json!("up")));
     cluster.stop();
 }
 

@@ -14,7 +14,7 @@ use super::client::{RANGE, TXN};
 use super::error::ClusterError;
 use super::keys::{self, placement_value};
 use super::wire::{Compare, RangeAnswer, Txn, TxnAnswer};
-use super::{ClusterStore, Inner, lost};
+use super::{ClusterStore, Inner, VISIBLE_WAIT, lost};
 use crate::names::{NodeName, SiteName};
 use crate::record::{NodeRecord, Placement};
 use crate::store::{Kind, PAGE_LEN_MAX, Store};
@@ -245,7 +245,9 @@ impl ClusterStore {
     pub async fn set_draining(&self, node: &NodeName, draining: bool) -> Result<(), ClusterError> {
         let (inner, name) = (self.inner.clone(), node.clone());
         self.on_own(async move {
-            inner.change_node(&name, |record| Ok(NodeRecord { draining, ..record.clone() })).await
+            inner.change_node(&name, |record| Ok(NodeRecord { draining, ..record.clone() })).await?;
+            inner.show_written().await;
+            Ok(())
         })
         .await
     }
@@ -274,7 +276,12 @@ impl ClusterStore {
     /// asks for them.
     pub async fn remove(&self, node: &NodeName, forced: bool) -> Result<(), ClusterError> {
         let (inner, name) = (self.inner.clone(), node.clone());
-        self.on_own(async move { inner.remove(&name, forced).await }).await
+        self.on_own(async move {
+            inner.clone().remove(&name, forced).await?;
+            inner.show_written().await;
+            Ok(())
+        })
+        .await
     }
 }
 
@@ -444,6 +451,11 @@ impl Inner {
         })
         .await
         .map(drop)
+    }
+
+    /// So that a command that returned is visible here; if that takes too long, it is done all the same.
+    async fn show_written(&self) {
+        let _late = self.wait_in_step(VISIBLE_WAIT).await;
     }
 
     /// Returns what was written. None of `change`: nothing.

@@ -65,6 +65,9 @@ pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
 /// Most reasons kept of records that could not be taken over.
 const UNREADABLE_MAX: usize = 20;
 
+/// For what was written to be visible here.
+const VISIBLE_WAIT: Duration = Duration::from_secs(2);
+
 /// A node's view of the cluster's store. Dropping it ends the watch and lets go of the replica's file.
 pub struct ClusterStore {
     inner: Arc<Inner>,

@@ -10,14 +10,11 @@ use super::client::TXN;
 use super::error::ClusterError;
 use super::keys::{self, TICKET_KEYS};
 use super::wire::{Txn, TxnAnswer};
-use super::{Inner, StoreError};
+use super::{Inner, StoreError, VISIBLE_WAIT};
 use crate::record::{Change, TicketKeys};
 use crate::store::{Committed, Kind, Store};
 
 const WAIT: Duration = Duration::from_secs(5);
-
-/// For what was written to be visible here.
-const VISIBLE_WAIT: Duration = Duration::from_secs(2);
 
 pub(super) async fn put(
     inner: Arc<Inner>,

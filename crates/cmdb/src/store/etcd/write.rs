@@ -15,16 +15,13 @@ use super::error::ClusterError;
 use super::keys::{self, Count};
 use super::parts::{self, Part};
 use super::wire::{RangeAnswer, Txn, TxnAnswer};
-use super::{Inner, lost, raise};
+use super::{Inner, VISIBLE_WAIT, lost, raise};
 use crate::record::Change;
 use crate::store::redb::Reached;
 use crate::store::{Committed, Mode, Store, StoreError, TransactionError};
 
 /// For the replica to be known up to date before planning, and for each answer of etcd.
 const WRITE_WAIT: Duration = Duration::from_secs(5);
-
-/// For what was committed to be visible here.
-const VISIBLE_WAIT: Duration = Duration::from_secs(2);
 
 /// Plans of one transaction, each overtaken by another writer.
 const TRIES_MAX: u32 = 16;

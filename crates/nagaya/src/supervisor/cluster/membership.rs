@@ -176,13 +176,10 @@ impl Membership {
     // === What goes on beside ===
 
     /// Has its record say what this node is started with. Before that it asks for no authority: others go by what stands there.
-    async fn be_listed(self: Rc<Self>, mut record: NodeRecord) {
+    async fn be_listed(self: Rc<Self>, record: NodeRecord) {
         let mut said = String::new();
+        // Whether it is drained is not asked of this node's copy of the records: one that was removed meanwhile begins anew.
         let stands = loop {
-            // Whoever drains it meanwhile is not overwritten.
-            if let Ok(Some(known)) = self.records().node(self.node.as_str()) {
-                record.draining = known.draining;
-            }
             match self.store.join(record.clone()).await {
                 Ok(stands) => break stands,
                 Err(error) => {
