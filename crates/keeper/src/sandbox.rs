@@ -467,6 +467,7 @@ impl Sandbox {
             listeners: u32::from(program.listener.is_some()),
             pid: program.pid.map(u32::cast_signed),
             open_files_max: program.open_files_max,
+            small_pages: has_small_pages(),
             has_terminal: program.has_terminal,
             role: Role::Tenant,
         };
@@ -487,6 +488,7 @@ impl Sandbox {
             listeners: 0,
             pid: Some(tool.pid.cast_signed()),
             open_files_max: 0,
+            small_pages: has_small_pages(),
             has_terminal: false,
             role: Role::Tool {
                 program: TOOL_FD,
@@ -619,6 +621,11 @@ impl Sandbox {
     pub fn connect(&self, address: &Address) -> io::Result<OwnedFd> {
         network::connect(self.pidfd.as_fd(), self.root.as_fd(), self.identity.uid, address)
     }
+}
+
+/// Whether this process has no transparent huge pages, and so what it runs has none.
+fn has_small_pages() -> bool {
+    rustix::thread::transparent_huge_pages_are_disabled().unwrap_or(false)
 }
 
 fn bytes(texts: &[OsString]) -> Vec<Vec<u8>> {

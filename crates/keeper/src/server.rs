@@ -86,6 +86,8 @@ pub struct Start {
     pub listener: OwnedFd,
     /// The feed from the supervisor (`cmdb::feed`).
     pub feed: UnixStream,
+    /// This process was started without transparent huge pages, for its launcher. It may have them itself, and what it starts.
+    pub small_pages: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -122,6 +124,9 @@ fn serve(start: Start) -> Result<(), ServeError> {
     let _ = rustix::process::setsid();
     // Before anything starts a thread.
     let launcher = start_launcher();
+    if start.small_pages {
+        rustix::thread::disable_transparent_huge_pages(false).map_err(io::Error::from)?;
+    }
     slice::shorten();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let table = Arc::new(RwLock::new(Table::new()));

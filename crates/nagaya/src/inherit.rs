@@ -37,6 +37,8 @@ pub struct Inherited {
     pub peers: Option<InheritedPeers>,
     /// Whose rights to take, uid and gid. None: stay as started.
     pub identity: Option<(u32, u32)>,
+    /// It begins without transparent huge pages, which this process may have (prctl(2), `PR_SET_THP_DISABLE`).
+    pub small_pages: bool,
     pub log_level: String,
     pub log_json: bool,
 }

@@ -26,6 +26,7 @@ pub const SUITE: Suite = Suite {
         nagaya_tests::tests![
             a_first_request_starts_an_application_and_says_what_that_took,
             the_same_is_in_the_log_the_metrics_and_the_explanation,
+            what_is_forked_for_a_sandbox_is_small_and_a_program_has_the_pages_it_would_have,
             a_socket_a_port_and_a_descriptor_are_ways_to_listen,
             phps_own_server_is_an_application,
             an_idle_application_rests_step_by_step_and_comes_back_with_its_memory,
@@ -154,6 +155,29 @@ fn the_same_is_in_the_log_the_metrics_and_the_explanation(world: &World) {
     }
     assert!(metric("nagaya_instance_wake_stage_seconds_count", "stage=\"boot\"") > before);
     assert!(metric("nagaya_instance_wake_wait_seconds_count", "from=\"cold\"") > 0.0);
+}
+
+fn what_is_forked_for_a_sandbox_is_small_and_a_program_has_the_pages_it_would_have(world: &World) {
+    add(world, "paged", json!({}));
+    run_of(world, "paged");
+    let number = |id: i32, name: &str| -> i32 {
+        let value = machine::status_field(id, name).unwrap_or_else(|| panic!("{id} has no {name}"));
+        value.split_whitespace().next().and_then(|number| number.parse().ok()).expect("a number")
+    };
+    let own = number(world.pid(), "THP_enabled");
+    let program = || *processes("paged").first().expect("it runs");
+    let init = number(program(), "PPid");
+    assert_eq!(number(init, "THP_enabled"), 0, "hundreds of processes share its memory");
+    let anonymous = number(init, "RssAnon");
+    assert!(anonymous < 4096, "{anonymous} KiB of it are to be walked through in each");
+    for id in [program(), world.pid_of("keeper"), world.pid_of("edge")] {
+        assert_eq!(number(id, "THP_enabled"), own, "{}", machine::command_line(id));
+    }
+    let rest = || world.try_cli(&["instance", "rest", "paged", "--to", "image"]).status.success();
+    wait::until("its visitor has gone", rest);
+    wait::until("it is an image", || processes("paged").is_empty());
+    run_of(world, "paged");
+    assert_eq!(number(program(), "THP_enabled"), own, "also one that an image brought back");
 }
 
 fn a_socket_a_port_and_a_descriptor_are_ways_to_listen(world: &World) {

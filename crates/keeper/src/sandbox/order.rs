@@ -107,6 +107,8 @@ pub struct Run {
     pub listeners: u32,
     pub pid: Option<i32>,
     pub open_files_max: u64,
+    /// It has no transparent huge pages, as the keeper has none.
+    pub small_pages: bool,
     /// Its standard input is a terminal, and becomes that of its session.
     pub has_terminal: bool,
     pub role: Role,

@@ -200,6 +200,8 @@ fn execute(run: &Run) -> Result<Infallible, NotRun> {
         env.push(format!("LISTEN_PID={}", rustix::process::getpid()).into_bytes());
     }
     let (args, env) = (texts(&run.argv)?, texts(&env)?);
+    // What the launcher forks has none. A kernel that refuses this has not refused them to the launcher either.
+    let _ = rustix::thread::disable_transparent_huge_pages(run.small_pages);
     if let Role::Tool { program, .. } = &run.role {
         return nix::unistd::execveat(kernel::descriptor(*program), c"", &args, &env, AtFlags::AT_EMPTY_PATH)
             .map_err(|errno| failed(errno.into()));

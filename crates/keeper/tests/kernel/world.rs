@@ -47,7 +47,7 @@ pub fn keeper_main() -> ! {
     tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).init();
     let listener = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let feed = std::io::stdout().as_fd().try_clone_to_owned().unwrap();
-    let code = nagaya_keeper::run(Start { listener, feed: UnixStream::from(feed) });
+    let code = nagaya_keeper::run(Start { listener, feed: UnixStream::from(feed), small_pages: false });
     std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS))
 }
 

@@ -60,6 +60,23 @@ impl Drop for Child {
     }
 }
 
+/// What is started meanwhile begins without transparent huge pages: this process has none either until this is dropped.
+struct SmallPages;
+
+impl SmallPages {
+    fn begin() -> io::Result<Self> {
+        rustix::thread::disable_transparent_huge_pages(true)?;
+        Ok(Self)
+    }
+}
+
+impl Drop for SmallPages {
+    fn drop(&mut self) {
+        // It fails only where the first call has failed.
+        let _ = rustix::thread::disable_transparent_huge_pages(false);
+    }
+}
+
 /// Starts the process with the descriptors that `inherited` describes, and gives the future of its end.
 /// Must be called on the thread that lives as long as the supervisor: the kernel ends the process together with the
 /// thread that started it.
@@ -83,8 +100,9 @@ pub fn spawn(
     if sink.is_file() {
         command.stderr(Stdio::piped());
     }
+    let small_pages = inherited.small_pages.then(SmallPages::begin).transpose()?;
     let mut process = command.spawn()?;
-    drop(passing);
+    drop((passing, small_pages));
     let pid = process.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
     let pid = pid.expect("a process that was not waited for has a pid");
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;

@@ -483,6 +483,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         now_us: parts.reckoning.now_us(),
         peers: None,
         identity: None,
+        small_pages: false,
         log_level: parts.serve.log.clone().unwrap_or_else(|| parts.settings.log.level.clone()),
         log_json: logging::is_json(&parts.settings.log),
     };
@@ -490,6 +491,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
     match role {
         Role::Keeper => {
             inherited.keeper = Some(number(&parts.keeper_socket));
+            inherited.small_pages = rustix::thread::transparent_huge_pages_are_disabled() == Ok(false);
             descriptors.push(parts.keeper_socket.as_fd());
         }
         Role::Edge => {

@@ -144,5 +144,5 @@ fn peer_sockets(
 fn keeper_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_keeper::Start, RightsError> {
     let feed = UnixStream::from(taker.take(inherited.feed)?);
     let listener = taker.take(inherited.keeper.ok_or(RightsError::NoSocket("keeper"))?)?;
-    Ok(nagaya_keeper::Start { listener, feed })
+    Ok(nagaya_keeper::Start { listener, feed, small_pages: inherited.small_pages })
 }
