@@ -141,7 +141,7 @@ fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinH
     rustix::net::listen(&listener, 16).unwrap();
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     let keeper = std::thread::spawn(move || {
-        nagaya_keeper::run(nagaya_keeper::Start { listener, feed: theirs });
+        nagaya_keeper::run(nagaya_keeper::Start { listener, feed: theirs, small_pages: false });
     });
     let options = nagaya_keeper::Options {
         runtime_dir: home.join("run"),
