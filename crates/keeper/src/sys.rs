@@ -496,6 +496,15 @@ pub fn forbid_dumping() -> io::Result<()> {
     Ok(())
 }
 
+/// A line of `/proc/<pid>/maps`, `start-end perms offset device inode path` (proc(5)): start and length of what is mapped, and what
+/// stands behind.
+pub fn mapping(line: &str) -> Option<((usize, usize), &str)> {
+    let (area, rest) = line.split_once(' ')?;
+    let (start, end) = area.split_once('-')?;
+    let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
+    Some(((start, end.checked_sub(start)?), rest))
+}
+
 /// Whether this thread, with the rights it has on files now, may execute this file. The C library's and
 /// other wrappers ask for the real uid's rights where it equals the effective one, which is root's here.
 pub fn check_executable(file: BorrowedFd<'_>) -> io::Result<()> {

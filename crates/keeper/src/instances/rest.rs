@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpriority_process, pidfd_open, setpriority_process};
 
 use crate::cells::{Claim, Freezer, Leaf};
+use crate::sys::mapping;
 use calls::Policy;
 
 /// Least urgent (sched(7)).
@@ -279,12 +280,10 @@ fn has_swap(table: &str) -> bool {
     table.lines().skip(1).any(|line| !line.trim().is_empty())
 }
 
-/// Start and length of a line of `/proc/<pid>/maps`, if the process may write there: `start-end perms ...`, hexadecimal.
+/// Start and length of a line of `/proc/<pid>/maps`, if the process may write there.
 fn writable(line: &str) -> Option<(usize, usize)> {
-    let (area, rest) = line.split_once(' ')?;
-    let (start, end) = area.split_once('-')?;
-    let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
-    (rest.as_bytes().get(1) == Some(&b'w') && end > start).then_some((start, end - start))
+    let (area, rest) = mapping(line)?;
+    (rest.as_bytes().get(1) == Some(&b'w') && area.1 > 0).then_some(area)
 }
 
 fn in_pieces((start, len): (usize, usize)) -> impl Iterator<Item = (usize, usize)> {

@@ -2,9 +2,10 @@
 //! a few ahead when it has nothing else to do.
 //!
 //! It exists because only a process with one thread can be forked into a working whole, and because a fork of it is
-//! cheap: it has touched almost no memory, and that in small pages (`Start::small_pages`). What a launcher and its hundreds of forks
-//! share is looked up in each of them by whatever in the kernel asks who uses a page, and a huge page 512 times in each. It ends with the keeper, and every sandbox with it. Not here: what a sandbox
-//! is made of (`birth`), the keeper's end of the connection (`super::Launcher`).
+//! cheap: it has touched almost no memory, and that in small pages (`Start::small_pages`). What a launcher and its hundreds
+//! of forks share is looked up in each of them by whatever in the kernel asks who uses a page, and a huge page 512 times in
+//! each. It ends with the keeper, and every sandbox with it. Not here: what a sandbox is made of (`birth`), the keeper's end
+//! of the connection (`super::Launcher`).
 
 use std::collections::VecDeque;
 use std::fs::File;

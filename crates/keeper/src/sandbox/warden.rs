@@ -18,6 +18,7 @@ use rustix::time::{
 
 use super::order::{Freezing, Ward, Warded};
 use super::{channel, kernel};
+use crate::sys::mapping;
 
 const NS_PER_S: u64 = 1_000_000_000;
 
@@ -86,17 +87,12 @@ fn stay_in_memory() -> io::Result<()> {
     maps.lines().filter_map(brought_in).try_for_each(kernel::bring_in)
 }
 
-/// Start and length of a line of `/proc/self/maps`, if it is to be in memory before anything of it is touched: `start-end perms
-/// offset device inode path`, addresses in hexadecimal.
+/// Start and length of a line of `/proc/self/maps`, if it is to be in memory before anything of it is touched.
 fn brought_in(line: &str) -> Option<(usize, usize)> {
-    let mut words = line.split_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
-    let is_readable = words.next()?.starts_with('r');
+    let (area, rest) = mapping(line)?;
     // The kernel's own pages, `[vvar]` and the like, are always there.
-    let is_kernels = words.nth(3).is_some_and(|path| path.starts_with("[v"));
-    let len = end.checked_sub(start)?;
-    (is_readable && !is_kernels && len <= BROUGHT_IN_MAX).then_some((start, len))
+    let is_kernels = rest.split_whitespace().nth(4).is_some_and(|path| path.starts_with("[v"));
+    (rest.starts_with('r') && !is_kernels && area.1 <= BROUGHT_IN_MAX).then_some(area)
 }
 
 /// CLOCK_BOOTTIME, which goes on while the machine is suspended.
