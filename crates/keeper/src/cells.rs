@@ -323,6 +323,11 @@ impl Cells {
         self.state.lock().desired.cpu_limit(site)
     }
 
+    /// The sites whose CPU limit is another than their record's.
+    pub fn changed_cpu_limits(&self) -> HashSet<SiteName> {
+        self.state.lock().desired.changed_cpu_limits().cloned().collect()
+    }
+
     /// From now on a site has at least so much, where it has a limit. The empty one: only its own again.
     pub fn boost(&self, site: &SiteName, boost: Boost) {
         let mut state = self.state.lock();
@@ -570,8 +575,8 @@ impl State {
         });
         let (mut tenants, mut sites) = (HashSet::new(), HashSet::new());
         for place in self.branches.keys() {
-            tenants.insert(place.tenant.clone());
-            sites.extend(place.site.clone());
+            tenants.insert(&place.tenant);
+            sites.extend(&place.site);
         }
         self.desired.keep_only(&tenants, &sites);
     }

@@ -171,6 +171,11 @@ impl Desired {
         self.sites.get(site).map_or((None, false), limit)
     }
 
+    /// The sites whose CPU limit is another than their record's.
+    pub fn changed_cpu_limits(&self) -> impl Iterator<Item = &SiteName> {
+        self.sites.iter().filter(|(_, holder)| holder.cpu.is_some()).map(|(name, _)| name)
+    }
+
     /// From now on a site has at least so much, where it has a limit.
     pub fn boost(&mut self, site: &SiteName, boost: Boost) -> Changed {
         let Some(holder) = self.sites.get_mut(site) else { return Changed::new() };
@@ -236,7 +241,7 @@ impl Desired {
     }
 
     /// Forgets tenants and sites that have no place any more.
-    pub fn keep_only(&mut self, tenants: &HashSet<TenantName>, sites: &HashSet<SiteName>) {
+    pub fn keep_only(&mut self, tenants: &HashSet<&TenantName>, sites: &HashSet<&SiteName>) {
         self.tenants.retain(|name, _| tenants.contains(name));
         self.sites.retain(|name, _| sites.contains(name));
     }
