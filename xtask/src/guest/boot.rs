@@ -20,9 +20,6 @@ const KVM_UP_MAX: Duration = Duration::from_secs(5);
 /// An emulated processor takes two seconds, and its emulator may have to wait for a real one.
 const EMULATED_UP_MAX: Duration = Duration::from_secs(120);
 
-/// Memory of the guest, MiB.
-const MEMORY: &str = "1536";
-
 /// How fast the guest is, by kind of acceleration.
 const KVM: &[&str] = &["-accel", "kvm", "-smp", "2"];
 
@@ -48,6 +45,8 @@ const STATUS: &str = "guest: status ";
 pub struct Machine {
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
+    /// MiB.
+    pub memory: u32,
     /// `/dev/vda`. What the guest writes to it is gone with the guest.
     pub root: PathBuf,
     /// `/dev/vdb`, read-only.
@@ -115,7 +114,7 @@ impl Machine {
         // Whatever ends this program ends the guest too.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"])
-            .args(["-machine", MACHINE, "-cpu", "max", "-m", MEMORY])
+            .args(["-machine", MACHINE, "-cpu", "max", "-m", &self.memory.to_string()])
             .args(speed)
             .args(["-no-user-config", "-nodefaults", "-no-reboot"])
             .args(["-display", "none", "-serial", "stdio", "-append", KERNEL_WORDS])

@@ -28,8 +28,8 @@ pub struct Kernel {
     pub modules: Vec<(String, Vec<u8>)>,
 }
 
-/// The kernel that was unpacked before, or the release's newest.
-pub fn obtain() -> Result<Kernel> {
+/// The kernel that was unpacked before, or the release's newest, and these modules besides those that each guest needs.
+pub fn obtain(others: &[&str]) -> Result<Kernel> {
     let tree = workspace::cache_dir().join("packages");
     let image = match newest_image(&tree) {
         Some(image) => image,
@@ -47,7 +47,7 @@ pub fn obtain() -> Result<Kernel> {
     let mut files = HashMap::new();
     list(&modules, &mut files, DEPTH_MAX)?;
     let mut ordered = Vec::new();
-    for name in MODULES {
+    for name in MODULES.iter().chain(others) {
         add(name, &files, &mut ordered)?;
     }
     Ok(Kernel { image, modules: ordered })

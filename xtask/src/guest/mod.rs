@@ -2,9 +2,10 @@
 //! controllers, whatever the machine around it mounts.
 //!
 //! The guest is Debian's cloud kernel with the userland of the packages that are installed here. Not here: the tests,
-//! and what is counted in their output (`test`).
+//! what is counted in their output (`test`), and experiments that run there (`experiment`).
 
 mod boot;
+mod experiment;
 mod initramfs;
 mod kernel;
 mod root;
@@ -18,35 +19,60 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use self::boot::Machine;
 use crate::test::Sum;
-use crate::workspace;
+use crate::{content, workspace};
 
-/// What the test programs call: shells and tools come with Debian's essential packages.
-const PACKAGES: [&str; 9] =
-    ["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"];
+/// What a guest has, by what it is started for.
+struct Fitting {
+    /// Of its root file system's image.
+    name: &'static str,
+    /// What is called there: shells and tools come with Debian's essential packages.
+    packages: &'static [&'static str],
+    /// Free space on its root file system, MiB.
+    room: u64,
+    /// Of its memory, MiB, this machine gives what is touched.
+    memory: u32,
+    /// Of the kernel, beyond those that each guest needs.
+    modules: &'static [&'static str],
+    /// Longest run of one visit. An emulated processor needs about ten times as long as a real one, of which it may get a
+    /// part.
+    limit: Duration,
+}
 
-/// Longest run of the tests of one visit. An emulated processor needs about ten times as long as a real one, of which it may
-/// get a part.
-const RUN_MAX: Duration = Duration::from_secs(1800);
+const FOR_TESTS: Fitting = Fitting {
+    name: "root",
+    packages: &["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"],
+    room: 1024,
+    memory: 1536,
+    modules: &[],
+    limit: Duration::from_secs(1800),
+};
 
-/// What runs in the guest: a test program with its words, and what else it needs beside it.
+/// What runs in the guest: a program with its words, and what else it needs beside it.
 struct Job {
+    fitting: &'static Fitting,
     program: PathBuf,
-    /// Copied beside it, by this name.
+    /// Files and directories, copied beside it by this name.
     beside: Vec<(&'static str, PathBuf)>,
     environment: Vec<String>,
     words: Vec<String>,
 }
 
-/// `./dev guest [--e2e] [-- WORDS]`: the words go to the test program.
+/// `./dev guest [--e2e] [-- WORDS]`: the words go to the test program. Or `./dev guest --experiment NAME [--quick] --out DIR`.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let (own, words) = match arguments.iter().position(|word| word == "--") {
         Some(at) => (&arguments[..at], arguments[at + 1..].to_vec()),
         None => (arguments, Vec::new()),
     };
     let job = match own {
+        [first, rest @ ..] if first == "--experiment" && words.is_empty() => {
+            return experiment::run(rest).map(|()| ExitCode::SUCCESS);
+        }
         [] => kernel_suite(words)?,
         [only] if only == "--e2e" => end_to_end(words)?,
-        _ => bail!("unknown arguments '{}': use --e2e, and -- before words for the tests", own.join(" ")),
+        _ => bail!(
+            "unknown arguments '{}': use --e2e, and -- before words for the tests, or --experiment NAME",
+            own.join(" ")
+        ),
     };
     let mut sum = Sum::default();
     let succeeded = visit(&job, &mut sum)?;
@@ -104,7 +130,7 @@ fn kernel_suite(mut words: Vec<String>) -> Result<Job> {
         words.extend(["--skip".into(), slow.into()]);
     }
     let program = built_test("nagaya-keeper", "kernel")?;
-    Ok(Job { program, beside: Vec::new(), environment: Vec::new(), words })
+    Ok(tests(program, Vec::new(), Vec::new(), words))
 }
 
 /// Those end-to-end tests that concern cells, unless other ones are named.
@@ -114,7 +140,20 @@ fn end_to_end(mut words: Vec<String>) -> Result<Job> {
     }
     let beside = vec![("nagaya", workspace::build_nagaya()?)];
     let program = built_test("nagaya-tests", "e2e")?;
-    Ok(Job { program, beside, environment: vec![format!("NAGAYA_BIN={}/nagaya", root::TESTS)], words })
+    Ok(tests(program, beside, vec![format!("NAGAYA_BIN={}/nagaya", root::TESTS)], words))
+}
+
+/// A test program's job. The console is a terminal, and what is read by a program has no colours. With one thread a test's name
+/// and its result would be parted by what it prints.
+fn tests(
+    program: PathBuf,
+    beside: Vec<(&'static str, PathBuf)>,
+    environment: Vec<String>,
+    words: Vec<String>,
+) -> Job {
+    let own = ["--color=never".into(), "--test-threads=2".into()];
+    let words = own.into_iter().chain(words).collect();
+    Job { fitting: &FOR_TESTS, program, beside, environment, words }
 }
 
 /// Builds a test program and says where it is.
@@ -137,7 +176,7 @@ fn built_test(package: &str, name: &str) -> Result<PathBuf> {
 /// Boots, runs the job, counts. Returns whether the test program said that all is well.
 fn visit(job: &Job, sum: &mut Sum) -> Result<bool> {
     let dir = tempfile::tempdir().context("making a directory")?;
-    let status = machine(job, dir.path())?.run(RUN_MAX, |line| {
+    let status = machine(job, dir.path())?.run(job.fitting.limit, |line| {
         println!("guest: {line}");
         sum.read(line);
     })?;
@@ -146,37 +185,38 @@ fn visit(job: &Job, sum: &mut Sum) -> Result<bool> {
 
 /// The machine for this job, whose files are in `dir`.
 fn machine(job: &Job, dir: &Path) -> Result<Machine> {
-    let kernel = kernel::obtain()?;
+    let kernel = kernel::obtain(job.fitting.modules)?;
     Ok(Machine {
         initramfs: initramfs::write(&kernel, dir)?,
         kernel: kernel.image,
-        root: root::image(&PACKAGES)?,
+        memory: job.fitting.memory,
+        root: root::image(job.fitting)?,
         tests: tests_disk(job, dir)?,
     })
 }
 
-/// A disk with the test program, what it needs beside it, and the words by which the guest starts it.
+/// A disk with the program, what it needs beside it, and the words by which the guest starts it.
 fn tests_disk(job: &Job, dir: &Path) -> Result<PathBuf> {
-    let content = dir.join("tests");
-    fs::create_dir(&content).context("making a directory")?;
+    let beside = dir.join("tests");
+    fs::create_dir(&beside).context("making a directory")?;
     let copy = |from: &Path, name: &str| {
-        fs::copy(from, content.join(name)).with_context(|| format!("copying {}", from.display()))
+        if from.is_dir() {
+            return content::copy_tree(from, &beside.join(name));
+        }
+        fs::copy(from, beside.join(name)).with_context(|| format!("copying {}", from.display())).map(drop)
     };
     copy(&job.program, "program")?;
-    for (name, file) in &job.beside {
-        copy(file, name)?;
+    for (name, from) in &job.beside {
+        copy(from, name)?;
     }
     let mut words = vec!["env".to_string()];
     words.extend(job.environment.iter().cloned());
     words.push(format!("{}/program", root::TESTS));
-    // The console is a terminal, and what is read by a program has no colours. With one thread a test's name and its
-    // result would be parted by what it prints.
-    words.extend(["--color=never".into(), "--test-threads=2".into()]);
     words.extend(job.words.iter().cloned());
-    ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the tests is more than one line");
-    fs::write(content.join("words"), words.join("\n") + "\n").context("writing the words of the tests")?;
-    fs::write(content.join("run"), include_str!("run.sh")).context("writing the guest's script")?;
+    ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the program is more than one line");
+    fs::write(beside.join("words"), words.join("\n") + "\n").context("writing the program's words")?;
+    fs::write(beside.join("run"), include_str!("run.sh")).context("writing the guest's script")?;
     let disk = dir.join("tests.ext4");
-    root::make_disk(&content, &disk, root::ROOM_NONE)?;
+    root::make_disk(&beside, &disk, root::ROOM_NONE)?;
     Ok(disk)
 }

@@ -13,24 +13,25 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
+use super::Fitting;
 use crate::content;
 use crate::workspace;
 
 /// Where the disk with the test programs is mounted.
 pub const TESTS: &str = "/tests";
 
-/// Free space on a disk, MiB.
-const ROOM: u64 = 1024;
+/// Free space on a disk that is only read, MiB.
 pub const ROOM_NONE: u64 = 16;
 
 /// Raised when the image is made differently from the same packages.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Never read in the guest.
 const LEFT_OUT: [&str; 5] =
     ["/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/lintian/"];
 
-/// Made at installation, so that no package lists them. Nothing secret is among them.
+/// Made at installation, so that no package lists them, as what Python has compiled, which it would do anew at each start where
+/// it may not write. Nothing secret is among them.
 const MADE: [&str; 8] = [
     "/etc/alternatives",
     "/etc/group",
@@ -47,12 +48,12 @@ const LINKS: [(&str, &str); 4] =
     [("bin", "usr/bin"), ("lib", "usr/lib"), ("lib64", "usr/lib64"), ("sbin", "usr/sbin")];
 const PLACES: [&str; 7] = ["dev", "proc", "root", "run", "sys", "tests", "tmp"];
 
-/// An image with these packages, made anew only if one of them has changed.
-pub fn image(wanted: &[&str]) -> Result<PathBuf> {
+/// An image with the packages of this fitting, made anew only if one of them has changed.
+pub fn image(fitting: &Fitting) -> Result<PathBuf> {
     let dir = workspace::cache_dir().join("guest");
     fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-    let (image, list) = (dir.join("root.ext4"), dir.join("root.list"));
-    let closure = Installed::read()?.closure(wanted)?;
+    let [image, list] = ["ext4", "list"].map(|ending| dir.join(fitting.name).with_extension(ending));
+    let closure = Installed::read()?.closure(fitting.packages)?;
     let mut content: String = closure.iter().map(|(name, version)| format!("{name} {version}\n")).collect();
     content.push_str(&format!("format {FORMAT}\n"));
     if image.is_file() && fs::read_to_string(&list).is_ok_and(|made| made == content) {
@@ -63,7 +64,7 @@ pub fn image(wanted: &[&str]) -> Result<PathBuf> {
     fill(tree.path(), closure.keys().map(String::as_str))?;
     // A list without its image, never an image without its list: a broken run is repeated.
     let _ = fs::remove_file(&list);
-    make_disk(tree.path(), &image, ROOM)?;
+    make_disk(tree.path(), &image, fitting.room)?;
     fs::write(&list, content).with_context(|| format!("writing {}", list.display()))?;
     Ok(image)
 }
@@ -103,10 +104,11 @@ fn fill<'a>(tree: &Path, packages: impl Iterator<Item = &'a str>) -> Result<()> 
     let tmp = tree.join("tmp");
     fs::set_permissions(&tmp, fs::Permissions::from_mode(0o1777)).context("opening /tmp")?;
     let mut files = listed(packages)?;
+    let compiled: Vec<String> = files.iter().map(|path| format!("{path}/__pycache__")).collect();
     files.extend(alternatives()?);
     copy(&files, tree, false)?;
-    let made: Vec<String> =
-        MADE.iter().filter(|path| Path::new(path).exists()).map(|path| (*path).into()).collect();
+    let made = MADE.into_iter().chain(compiled.iter().map(String::as_str));
+    let made: Vec<String> = made.filter(|path| Path::new(path).exists()).map(Into::into).collect();
     copy(&made, tree, true)?;
     choose_alternatives(tree)
 }

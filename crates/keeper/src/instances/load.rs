@@ -10,8 +10,8 @@ use nagaya_cmdb::cell::CpuQuota;
 use nagaya_cmdb::instance::{Busy, Tier, Used};
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{Instance, Instances};
 use super::show::resident;
+use super::{Instance, Instances};
 use crate::cells::{Cells, Leaf};
 use crate::engine::Engine;
 

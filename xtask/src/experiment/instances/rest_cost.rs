@@ -24,13 +24,18 @@ use crate::swap::Swap;
 
 /// Instances that rest.
 const MANY: usize = 200;
-const MANY_QUICK: usize = 40;
 
 /// Woken at once.
 const AT_ONCE: usize = 4;
 
-/// A visitor's pace: far below what the site could answer, so that a page's time is its own and not a queue's.
-const EVERY: Duration = Duration::from_millis(10);
+/// A visitor's pace is far below what the site could answer, so that a page's time is its own and not a queue's: the median page
+/// this many times, and this at least.
+const PACE_PAGES: f64 = 4.0;
+const PACE_LEAST: Duration = Duration::from_millis(10);
+
+/// Of one window.
+const PAGES: u32 = 2_000;
+const PAGES_QUICK: u32 = 1_000;
 
 /// Visits before anything is measured.
 const WARM_UP: usize = 50;
@@ -39,6 +44,9 @@ const WARM_UP: usize = 50;
 const SETTLE: Duration = Duration::from_secs(1);
 
 const ALONE: &str = "alone";
+
+/// A pair in which the crowd is in neither half: what this machine makes of nothing.
+const CONTROL: &str = "control";
 
 /// What is in compressed memory is held, too, and is no process's.
 const IN_SWAP: &str = "zram_mb_each";
@@ -62,31 +70,38 @@ pub fn run(setting: &Setting) -> Result<()> {
     let mut report = Report::new("rest-cost");
     // It goes after the nodes: what is in it is their instances'.
     let swap = swap(setting, &mut report);
-    let many = if setting.quick { MANY_QUICK } else { MANY };
-    eprintln!("preparing {many} applications");
-    let mut apps = journals(setting.dir(), many + 1)?;
-    let victim = apps.split_off(many);
+    eprintln!("preparing {MANY} applications");
+    let mut apps = journals(setting.dir(), MANY + 1)?;
+    let victim = apps.split_off(MANY);
     let site = Hosting::start(setting, "victim", &victim, "")?;
-    let window = Duration::from_secs(if setting.quick { 10 } else { 20 });
     let question = Question {
         address: site.node.address,
         host: host(&victim[0].name),
         path: victim[0].app.page.path.into(),
     };
-    clients::ask(&question, 1, WARM_UP)?;
+    let median_ms = clients::ask(&question, 1, WARM_UP)?.percentile_ms(0.5);
+    let every = PACE_LEAST.max(Duration::from_secs_f64(median_ms / 1e3 * PACE_PAGES));
     let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps, swap };
     crowd.wake()?;
-    report.note("instances", json!(many));
-    report.note("a page each, ms", json!(EVERY.as_millis()));
+    let pages = if setting.quick { PAGES_QUICK } else { PAGES };
+    report.note("instances", json!(MANY));
+    report.note("a page each, ms", json!(every.as_millis()));
+    report.note("pages of a window", json!(pages));
     report.note("wake-ups are", json!(Woken::here().words()));
-    let visitor = Visitor { question, window, damon: Damon::find() };
+    let visitor = Visitor { question, every, window: every * pages, damon: Damon::find() };
     report.note("the kernel looks at who uses which memory (DAMON)", json!(visitor.damon.is_there()));
     let has_swap = crowd.swap.is_some();
     let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
 
-    let rounds = if setting.quick { 3 } else { 5 };
+    let rounds = if setting.quick { 2 } else { 5 };
     let mut pairs = Pairs::new();
     for round in 0..rounds {
+        crowd.hosting.process.stop();
+        let control = pairs.entry(CONTROL).or_default();
+        for half in [&mut control.beside, &mut control.alone] {
+            half.join(measure(&mut report, round, ALONE, &visitor, None)?);
+        }
+        crowd.hosting.process = crowd.hosting.node.serve()?;
         for (turn, tier) in tiers.iter().enumerate() {
             let pair = pairs.entry(tier.as_str()).or_default();
             let alone_first = (round + turn) % 2 == 1;
@@ -121,6 +136,7 @@ type Pairs = BTreeMap<&'static str, Pair>;
 /// Of the other site.
 struct Visitor {
     question: Question,
+    every: Duration,
     window: Duration,
     damon: Damon,
 }
@@ -171,20 +187,22 @@ fn measure(
     report: &mut Report,
     round: usize,
     variant: &str,
-    Visitor { question, window, damon }: &Visitor,
+    Visitor { question, every, window, damon }: &Visitor,
     crowd: Option<&Crowd>,
 ) -> Result<Steady> {
     let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
     std::thread::sleep(SETTLE);
     let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
-    let seen = clients::ask_steadily_beside(question, EVERY, *window, || damon.ran_ns())?;
+    let seen = clients::ask_steadily_beside(question, *every, *window, || damon.ran_ns())?;
     let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
     let looked = Duration::from_nanos(damon.ran_ns().saturating_sub(damon_before)).as_secs_f64();
     report.sample(round, "kernel", variant, "damon_cpu_pct", looked / seconds * 100.0);
     let pages = &seen.all;
     ensure!(pages.failed == 0, "{} pages failed ({variant}): {:?}", pages.failed, pages.why);
-    report.sample(round, "victim", variant, "p50_ms", pages.percentile_ms(0.5));
-    report.sample(round, "victim", variant, "p99_ms", pages.percentile_ms(0.99));
+    let [p50_ms, p99_ms] = [0.5, 0.99].map(|part| pages.percentile_ms(part));
+    eprintln!("{variant}: half of the pages within {p50_ms:.2} ms, 99 of 100 within {p99_ms:.2} ms");
+    report.sample(round, "victim", variant, "p50_ms", p50_ms);
+    report.sample(round, "victim", variant, "p99_ms", p99_ms);
     report.sample(round, "victim", variant, "p99_without_damon_ms", seen.undisturbed.percentile_ms(0.99));
     if let Some(crowd) = crowd {
         let each = bytes / 1e6 / to_float(crowd.apps.len());
@@ -297,8 +315,8 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
         report.set(format!("{ALONE}_{metric}"), report.median("victim", ALONE, metric)?);
     }
     report.set("alone_damon_cpu_pct", report.median("kernel", ALONE, "damon_cpu_pct")?);
+    ratios(report, CONTROL, &pairs[CONTROL]);
     for tier in tiers {
-        let Pair { beside, alone } = &pairs[tier.as_str()];
         for metric in ["pss_mb_each", "cpu_pct", "switches_per_s", "wakeups_per_s"] {
             report.set(format!("{tier}_{metric}"), report.median("crowd", tier.as_str(), metric)?);
         }
@@ -306,15 +324,20 @@ fn summarise(report: &mut Report, tiers: &[Tier], pairs: &Pairs) -> Result<()> {
             report.set(format!("{tier}_{IN_SWAP}"), each);
         }
         report.set(format!("{tier}_damon_cpu_pct"), report.median("kernel", tier.as_str(), "damon_cpu_pct")?);
-        for (key, part, beside, alone) in [
-            ("victim_p50_ratio", 0.5, &beside.all, &alone.all),
-            ("victim_p99_ratio", 0.99, &beside.all, &alone.all),
-            ("victim_p99_ratio_without_damon", 0.99, &beside.undisturbed, &alone.undisturbed),
-        ] {
-            report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
-        }
+        ratios(report, tier.as_str(), &pairs[tier.as_str()]);
     }
     Ok(())
+}
+
+/// What the other site's visitor noticed.
+fn ratios(report: &mut Report, tier: &str, Pair { beside, alone }: &Pair) {
+    for (key, part, beside, alone) in [
+        ("victim_p50_ratio", 0.5, &beside.all, &alone.all),
+        ("victim_p99_ratio", 0.99, &beside.all, &alone.all),
+        ("victim_p99_ratio_without_damon", 0.99, &beside.undisturbed, &alone.undisturbed),
+    ] {
+        report.set(format!("{tier}_{key}"), beside.percentile_ms(part) / alone.percentile_ms(part));
+    }
 }
 
 fn chart(report: &Report, tiers: &[Tier]) -> Chart {
