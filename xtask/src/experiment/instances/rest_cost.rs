@@ -83,6 +83,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let every = PACE_LEAST.max(Duration::from_secs_f64(median_ms / 1e3 * PACE_PAGES));
     let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps, swap };
     crowd.wake()?;
+    eprintln!("all of them have run");
     let pages = if setting.quick { PAGES_QUICK } else { PAGES };
     report.note("instances", json!(MANY));
     report.note("a page each, ms", json!(every.as_millis()));
