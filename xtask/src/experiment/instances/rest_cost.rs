@@ -192,6 +192,8 @@ fn measure(
     crowd: Option<&Crowd>,
 ) -> Result<Steady> {
     let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
+    // A new image's pages are on their way to the disk otherwise.
+    rustix::fs::sync();
     std::thread::sleep(SETTLE);
     let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
     let seen = clients::ask_steadily_beside(question, *every, *window, || damon.ran_ns())?;
