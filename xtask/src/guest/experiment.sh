@@ -9,6 +9,7 @@ cd "$CHECKOUT" || exit
 "$here/xtask" experiment "$@" --program "$here/nagaya" --out /root/results
 status=$?
 for file in /root/results/*; do
+    [ -e "$file" ] || continue
     # Each line ends, also the last one of a file that does not.
     awk -v name="${file##*/}" '{ print "result " name " " $0 }' "$file"
 done
