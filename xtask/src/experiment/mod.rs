@@ -81,37 +81,61 @@ pub struct Setting {
     program: PathBuf,
 }
 
-/// Runs the experiment with this name.
-pub fn run(arguments: &[String]) -> Result<()> {
-    let mut name = None;
-    let (mut quick, mut out, mut program) = (false, None, None);
-    let mut words = arguments.iter();
-    while let Some(word) = words.next() {
-        match word.as_str() {
-            "--quick" => quick = true,
-            "--out" => out = Some(PathBuf::from(words.next().context("--out needs a directory")?)),
-            "--program" => program = Some(words.next().context("--program needs a file")?),
-            other if name.is_none() && !other.starts_with('-') => name = Some(other),
-            other => bail!("unknown argument '{other}'"),
+/// `NAME [--quick] [--program FILE] --out DIR`.
+pub struct Asked {
+    pub name: String,
+    pub quick: bool,
+    pub out: PathBuf,
+    program: Option<PathBuf>,
+}
+
+impl Asked {
+    pub fn read(arguments: &[String]) -> Result<Self> {
+        let mut name = None;
+        let (mut quick, mut out, mut program) = (false, None, None);
+        let mut words = arguments.iter();
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                "--quick" => quick = true,
+                "--out" => out = Some(PathBuf::from(words.next().context("--out needs a directory")?)),
+                "--program" => {
+                    program = Some(PathBuf::from(words.next().context("--program needs a file")?));
+                }
+                other if name.is_none() && !other.starts_with('-') => name = Some(other.into()),
+                other => bail!("unknown argument '{other}'"),
+            }
+        }
+        let name = name.with_context(|| format!("which experiment? {}", names()))?;
+        Ok(Self { name, quick, out: out.context("--out DIR says where the results go")?, program })
+    }
+
+    /// The nagaya that is measured: this checkout's, unless another one is named.
+    pub fn program(&self) -> Result<PathBuf> {
+        match &self.program {
+            Some(program) => std::path::absolute(program).context("the program"),
+            None => workspace::build_nagaya(),
         }
     }
-    let names = || EXPERIMENTS.map(|(name, _)| name).join(", ");
-    let name = name.with_context(|| format!("which experiment? {}", names()))?;
-    let experiment = EXPERIMENTS.iter().find(|(known, _)| *known == name);
+}
+
+fn names() -> String {
+    EXPERIMENTS.map(|(name, _)| name).join(", ")
+}
+
+/// Runs the experiment with this name.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let asked = Asked::read(arguments)?;
+    let experiment = EXPERIMENTS.iter().find(|(known, _)| *known == asked.name);
     let (_, experiment) =
-        experiment.with_context(|| format!("unknown experiment '{name}': use one of {}", names()))?;
-    let out = out.context("--out DIR says where the results go")?;
+        experiment.with_context(|| format!("unknown experiment '{}': use one of {}", asked.name, names()))?;
     interrupt::install()?;
     let dir =
         tempfile::Builder::new().prefix("nagaya-experiment-").tempdir().context("making a directory")?;
     // Servers pass it under uids of their own.
     chmod(dir.path(), Mode::from_raw_mode(0o755)).context("opening the directory to the servers")?;
-    let program = match program {
-        Some(program) => std::path::absolute(program).context("the program")?,
-        None => workspace::build_nagaya()?,
-    };
+    let program = asked.program()?;
     let _kept = huge_pages::keep();
-    experiment(&Setting { quick, out, dir, program })
+    experiment(&Setting { quick: asked.quick, out: asked.out, dir, program })
 }
 
 impl Setting {

@@ -9,9 +9,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 use super::{Fitting, Job, machine};
+use crate::experiment::Asked;
 use crate::workspace;
 
 /// Those whose servers and applications the guest has.
@@ -47,24 +48,11 @@ const RESULT: &str = "result ";
 
 /// `NAME [--quick] [--program FILE] --out DIR`.
 pub fn run(arguments: &[String]) -> Result<()> {
-    let Some((name, rest)) = arguments.split_first() else { bail!("which experiment? {}", THERE.join(", ")) };
+    let asked = Asked::read(arguments)?;
+    let name = &asked.name;
     ensure!(THERE.contains(&name.as_str()), "in the guest there is no '{name}': use {}", THERE.join(", "));
-    let (mut words, mut out, mut program) = (vec![name.clone()], None, None);
-    let mut rest = rest.iter();
-    while let Some(word) = rest.next() {
-        match word.as_str() {
-            "--quick" => words.push(word.clone()),
-            "--out" => out = Some(PathBuf::from(rest.next().context("--out needs a directory")?)),
-            "--program" => program = Some(PathBuf::from(rest.next().context("--program needs a file")?)),
-            other => bail!("unknown argument '{other}'"),
-        }
-    }
-    let out = out.context("--out DIR says where the results go")?;
-    let program = match program {
-        Some(program) => program,
-        None => workspace::build_nagaya()?,
-    };
-    let job = job(program, words)?;
+    let words = [name.clone()].into_iter().chain(asked.quick.then(|| "--quick".into())).collect();
+    let job = job(asked.program()?, words)?;
     let dir = tempfile::tempdir().context("making a directory")?;
     let mut results = Results::default();
     let status = machine(&job, dir.path())?.run(job.fitting.limit, |line| {
@@ -72,9 +60,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
             println!("guest: {line}");
         }
     })?;
-    results.write(&out)?;
+    results.write(&asked.out)?;
     ensure!(status == 0, "the experiment ended with status {status}");
-    println!("results: {}", out.display());
+    println!("results: {}", asked.out.display());
     Ok(())
 }
 
@@ -141,7 +129,7 @@ mod tests {
 
     #[test]
     fn what_the_guest_has_not_is_refused_before_it_starts() {
-        for arguments in [&["static"][..], &[], &["rest-cost"], &["rest-cost", "--out"]] {
+        for arguments in [&["static", "--out", "x"][..], &[], &["rest-cost"], &["rest-cost", "--out"]] {
             let arguments: Vec<String> = arguments.iter().map(|word| (*word).into()).collect();
             assert!(run(&arguments).is_err(), "{arguments:?}");
         }

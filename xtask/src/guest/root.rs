@@ -30,8 +30,7 @@ const FORMAT: u32 = 4;
 const LEFT_OUT: [&str; 5] =
     ["/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/lintian/"];
 
-/// Made at installation, so that no package lists them, as what Python has compiled, which it would do anew at each start where
-/// it may not write. Nothing secret is among them.
+/// Made at installation, so that no package lists them. Nothing secret is among them.
 const MADE: [&str; 8] = [
     "/etc/alternatives",
     "/etc/group",
@@ -104,6 +103,7 @@ fn fill<'a>(tree: &Path, packages: impl Iterator<Item = &'a str>) -> Result<()> 
     let tmp = tree.join("tmp");
     fs::set_permissions(&tmp, fs::Permissions::from_mode(0o1777)).context("opening /tmp")?;
     let mut files = listed(packages)?;
+    // Made at installation, too; where Python may not write it would compile anew at each start.
     let compiled: Vec<String> = files.iter().map(|path| format!("{path}/__pycache__")).collect();
     files.extend(alternatives()?);
     copy(&files, tree, false)?;
