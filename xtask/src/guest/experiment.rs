@@ -47,12 +47,12 @@ const CRIU: &str = "/usr/local/lib/nagaya/criu";
 const RESULT: &str = "result ";
 
 /// `NAME [--quick] [--program FILE] --out DIR`.
-pub fn run(arguments: &[String]) -> Result<()> {
+pub fn run(arguments: &[String], kernel: Option<PathBuf>) -> Result<()> {
     let asked = Asked::read(arguments)?;
     let name = &asked.name;
     ensure!(THERE.contains(&name.as_str()), "in the guest there is no '{name}': use {}", THERE.join(", "));
     let words = [name.clone()].into_iter().chain(asked.quick.then(|| "--quick".into())).collect();
-    let job = job(asked.program()?, words)?;
+    let job = Job { kernel, ..job(asked.program()?, words)? };
     let dir = tempfile::tempdir().context("making a directory")?;
     let mut results = Results::default();
     let status = machine(&job, dir.path())?.run(job.fitting.limit, |line| {
@@ -72,6 +72,7 @@ fn job(nagaya: PathBuf, words: Vec<String>) -> Result<Job> {
     ensure!(criu.is_dir(), "there is no {CRIU}, which the guest is to get: './dev setup criu' makes it");
     Ok(Job {
         fitting: &FOR_EXPERIMENTS,
+        kernel: None,
         program: checkout.join("xtask/src/guest/experiment.sh"),
         beside: vec![
             ("nagaya", nagaya),
@@ -131,7 +132,7 @@ mod tests {
     fn what_the_guest_has_not_is_refused_before_it_starts() {
         for arguments in [&["static", "--out", "x"][..], &[], &["rest-cost"], &["rest-cost", "--out"]] {
             let arguments: Vec<String> = arguments.iter().map(|word| (*word).into()).collect();
-            assert!(run(&arguments).is_err(), "{arguments:?}");
+            assert!(run(&arguments, None).is_err(), "{arguments:?}");
         }
     }
 }

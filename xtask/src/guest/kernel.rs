@@ -28,16 +28,13 @@ pub struct Kernel {
     pub modules: Vec<(String, Vec<u8>)>,
 }
 
-/// The kernel that was unpacked before, or the release's newest, and these modules besides those that each guest needs.
-pub fn obtain(others: &[&str]) -> Result<Kernel> {
-    let tree = workspace::cache_dir().join("packages");
-    let image = match newest_image(&tree) {
-        Some(image) => image,
-        None => {
-            content::packages(&dependency()?)?;
-            newest_image(&tree).with_context(|| format!("{PACKAGE} brought no boot/vmlinuz"))?
-        }
+/// The kernel of a package that somebody unpacked, else of this release, and these modules besides those that each guest needs.
+pub fn obtain(unpacked: Option<&Path>, others: &[&str]) -> Result<Kernel> {
+    let tree = match unpacked {
+        Some(tree) => tree.to_path_buf(),
+        None => own_release()?,
     };
+    let image = newest_image(&tree).with_context(|| format!("{} has no boot/vmlinuz", tree.display()))?;
     let version = image.file_name().unwrap_or_default().to_string_lossy().replace("vmlinuz-", "");
     let modules = ["lib/modules", "usr/lib/modules"]
         .map(|dir| tree.join(dir).join(&version))
@@ -51,6 +48,15 @@ pub fn obtain(others: &[&str]) -> Result<Kernel> {
         add(name, &files, &mut ordered)?;
     }
     Ok(Kernel { image, modules: ordered })
+}
+
+/// Where this release's newest is unpacked, or one that was its newest once.
+fn own_release() -> Result<PathBuf> {
+    let tree = workspace::cache_dir().join("packages");
+    if newest_image(&tree).is_none() {
+        content::packages(&dependency()?)?;
+    }
+    Ok(tree)
 }
 
 fn newest_image(tree: &Path) -> Option<PathBuf> {

@@ -1,7 +1,7 @@
 //! `./dev guest`: test programs of this workspace in a small virtual machine, whose kernel has cgroup v2 with all
 //! controllers, whatever the machine around it mounts.
 //!
-//! The guest is Debian's cloud kernel with the userland of the packages that are installed here. Not here: the tests,
+//! The guest is Debian's cloud kernel, this release's or another's, with the userland of the packages that are installed here. Not here: the tests,
 //! what is counted in their output (`test`), and experiments that run there (`experiment`).
 
 mod boot;
@@ -40,16 +40,29 @@ struct Fitting {
 
 const FOR_TESTS: Fitting = Fitting {
     name: "root",
-    packages: &["php-cgi", "perl", "python3", "procps", "iproute2", "mount", "util-linux", "curl", "openssl"],
+    packages: &[
+        "php-cgi",
+        "perl",
+        "python3",
+        "procps",
+        "iproute2",
+        "mount",
+        "util-linux",
+        "curl",
+        "openssl",
+        "zstd",
+    ],
     room: 1024,
     memory: 1536,
-    modules: &[],
+    modules: &["veth", "tun"],
     limit: Duration::from_secs(1800),
 };
 
 /// What runs in the guest: a program with its words, and what else it needs beside it.
 struct Job {
     fitting: &'static Fitting,
+    /// Where another package with a kernel is unpacked than this release's.
+    kernel: Option<PathBuf>,
     program: PathBuf,
     /// Files and directories, copied beside it by this name.
     beside: Vec<(&'static str, PathBuf)>,
@@ -57,23 +70,28 @@ struct Job {
     words: Vec<String>,
 }
 
-/// `./dev guest [--e2e] [-- WORDS]`: the words go to the test program. Or `./dev guest --experiment NAME [--quick] --out DIR`.
+/// `[--kernel DIR] [--e2e] [-- WORDS]`: the words go to the test program. Or `[--kernel DIR] --experiment NAME [--quick] --out DIR`.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
+    let (kernel, arguments) = match arguments {
+        [first, dir, rest @ ..] if first == "--kernel" => (Some(PathBuf::from(dir)), rest),
+        _ => (None, arguments),
+    };
     let (own, words) = match arguments.iter().position(|word| word == "--") {
         Some(at) => (&arguments[..at], arguments[at + 1..].to_vec()),
         None => (arguments, Vec::new()),
     };
-    let job = match own {
+    let mut job = match own {
         [first, rest @ ..] if first == "--experiment" && words.is_empty() => {
-            return experiment::run(rest).map(|()| ExitCode::SUCCESS);
+            return experiment::run(rest, kernel).map(|()| ExitCode::SUCCESS);
         }
         [] => kernel_suite(words)?,
         [only] if only == "--e2e" => end_to_end(words)?,
         _ => bail!(
-            "unknown arguments '{}': use --e2e, and -- before words for the tests, or --experiment NAME",
+            "unknown arguments '{}': use --kernel DIR first, --e2e, and -- before words for the tests, or --experiment NAME",
             own.join(" ")
         ),
     };
+    job.kernel = kernel;
     let mut sum = Sum::default();
     let succeeded = visit(&job, &mut sum)?;
     Ok(sum.tell(succeeded))
@@ -153,7 +171,7 @@ fn tests(
 ) -> Job {
     let own = ["--color=never".into(), "--test-threads=2".into()];
     let words = own.into_iter().chain(words).collect();
-    Job { fitting: &FOR_TESTS, program, beside, environment, words }
+    Job { fitting: &FOR_TESTS, kernel: None, program, beside, environment, words }
 }
 
 /// Builds a test program and says where it is.
@@ -185,7 +203,7 @@ fn visit(job: &Job, sum: &mut Sum) -> Result<bool> {
 
 /// The machine for this job, whose files are in `dir`.
 fn machine(job: &Job, dir: &Path) -> Result<Machine> {
-    let kernel = kernel::obtain(job.fitting.modules)?;
+    let kernel = kernel::obtain(job.kernel.as_deref(), job.fitting.modules)?;
     Ok(Machine {
         initramfs: initramfs::write(&kernel, dir)?,
         kernel: kernel.image,
