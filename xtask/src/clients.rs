@@ -121,7 +121,7 @@ impl Background {
 
 /// One client that asks at a steady pace, whatever the answers take: what a visitor would see who comes then.
 pub fn ask_steadily(question: &Question, every: Duration, for_time: Duration) -> Result<Answers> {
-    Ok(ask_steadily_beside(question, every, for_time, || 0)?.all)
+    Ok(ask_steadily_beside(question, every, for_time, || None::<()>)?.all)
 }
 
 /// What one client saw.
@@ -139,21 +139,22 @@ impl Steady {
     }
 }
 
-/// The same beside something that counts on while it runs.
-pub fn ask_steadily_beside(
+/// The same beside something that now and then does its work: `at_rest` is another value after each time, and none during it.
+pub fn ask_steadily_beside<T: PartialEq>(
     question: &Question,
     every: Duration,
     for_time: Duration,
-    counter: impl Fn() -> u64,
+    at_rest: impl Fn() -> Option<T>,
 ) -> Result<Steady> {
     let begun = Instant::now();
     let mut seen = Steady::default();
     let mut due = begun;
     while begun.elapsed() < for_time {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
-        let before = counter();
+        let before = at_rest();
         let answer = question.ask();
-        if let (Ok(time), true) = (&answer, counter() == before) {
+        let is_undisturbed = before.is_some() && at_rest() == before;
+        if let (Ok(time), true) = (&answer, is_undisturbed) {
             seen.undisturbed.add(Ok(*time));
         }
         seen.all.add(answer);

@@ -37,7 +37,7 @@ const PACE_LEAST: Duration = Duration::from_millis(10);
 const PAGES: u32 = 2_000;
 const PAGES_QUICK: u32 = 1_000;
 
-/// Visits before anything is measured.
+/// Visits before a window: while the others woke this site may have rested, too.
 const WARM_UP: usize = 50;
 
 /// What has just been done to the instances is over by then.
@@ -94,7 +94,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     let has_swap = crowd.swap.is_some();
     let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
 
-    let rounds = if setting.quick { 2 } else { 5 };
+    let rounds = if setting.quick { 1 } else { 5 };
     let mut pairs = Pairs::new();
     for round in 0..rounds {
         crowd.hosting.process.stop();
@@ -195,8 +195,9 @@ fn measure(
     // A new image's pages are on their way to the disk otherwise.
     rustix::fs::sync();
     std::thread::sleep(SETTLE);
+    clients::ask(question, 1, WARM_UP)?;
     let (before, begun, damon_before) = (Turns::of(&pids), Instant::now(), damon.ran_ns());
-    let seen = clients::ask_steadily_beside(question, *every, *window, || damon.ran_ns())?;
+    let seen = clients::ask_steadily_beside(question, *every, *window, || damon.ran_ns_at_rest())?;
     let (turns, seconds) = (Turns::of(&pids).since(&before), begun.elapsed().as_secs_f64());
     let looked = Duration::from_nanos(damon.ran_ns().saturating_sub(damon_before)).as_secs_f64();
     report.sample(round, "kernel", variant, "damon_cpu_pct", looked / seconds * 100.0);
