@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
+use super::boot::Instruction;
 use super::{Fitting, Job, machine};
 use crate::experiment::Asked;
 use crate::workspace;
@@ -36,6 +37,7 @@ const FOR_EXPERIMENTS: Fitting = Fitting {
     ],
     room: 16_384,
     memory: 16_384,
+    instruction: Instruction::Nanosecond,
     modules: &["lzo_rle", "zram"],
     limit: Duration::from_secs(4 * 3600),
 };

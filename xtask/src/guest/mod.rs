@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use self::boot::Machine;
+use self::boot::{Instruction, Machine};
 use crate::test::Sum;
 use crate::{content, workspace};
 
@@ -31,6 +31,8 @@ struct Fitting {
     room: u64,
     /// Of its memory, MiB, this machine gives what is touched.
     memory: u32,
+    /// Of its processor, if that is emulated.
+    instruction: Instruction,
     /// Of the kernel, beyond those that each guest needs.
     modules: &'static [&'static str],
     /// Longest run of one visit. An emulated processor needs about ten times as long as a real one, of which it may get a
@@ -54,6 +56,7 @@ const FOR_TESTS: Fitting = Fitting {
     ],
     room: 1024,
     memory: 1536,
+    instruction: Instruction::TwoNanoseconds,
     modules: &["veth", "tun"],
     limit: Duration::from_secs(1800),
 };
@@ -208,6 +211,7 @@ fn machine(job: &Job, dir: &Path) -> Result<Machine> {
         initramfs: initramfs::write(&kernel, dir)?,
         kernel: kernel.image,
         memory: job.fitting.memory,
+        instruction: job.fitting.instruction,
         root: root::image(job.fitting)?,
         tests: tests_disk(job, dir)?,
     })
