@@ -16,8 +16,8 @@ use crate::interrupt;
 /// request.
 const REST_MAX: Duration = Duration::from_secs(20);
 
-/// The same for hundreds.
-const REST_ALL_MAX: Duration = Duration::from_secs(120);
+/// The same for hundreds, of which an emulated processor takes the images of one in two seconds.
+const REST_ALL_MAX: Duration = Duration::from_secs(900);
 
 /// How often it is told.
 const REST_EVERY: Duration = Duration::from_millis(20);

@@ -1,8 +1,9 @@
 //! `rest-cost`: what many instances cost at each tier, and what a visitor of another site notices of them.
 //!
-//! The other site is of a node of its own, so that it can be visited with no instance at all beside it: the first node is
-//! ended for that, and keeps its images. Where the kernel looks at who uses which memory (`damon`), pages during which it did not
-//! are told beside all: that costs the more the more is mapped, by whomever. Not here: what coming back costs (`wake`).
+//! The other site is one more of their node, as its users have it. What its page takes alone is that of the same application
+//! on a node of its own, while theirs is ended; a node keeps its images. Where the kernel looks at who uses which memory
+//! (`damon`), pages during which it did not are told beside all: that costs the more the more is mapped, by whomever. Not
+//! here: what coming back costs (`wake`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -71,17 +72,16 @@ pub fn run(setting: &Setting) -> Result<()> {
     // It goes after the nodes: what is in it is their instances'.
     let swap = swap(setting, &mut report);
     eprintln!("preparing {MANY} applications");
-    let mut apps = journals(setting.dir(), MANY + 1)?;
-    let victim = apps.split_off(MANY);
-    let site = Hosting::start(setting, "victim", &victim, "")?;
-    let question = Question {
-        address: site.node.address,
-        host: host(&victim[0].name),
-        path: victim[0].app.page.path.into(),
-    };
-    let median_ms = clients::ask(&question, 1, WARM_UP)?.percentile_ms(0.5);
+    let mut apps = journals(setting.dir(), MANY + 2)?;
+    let lonely = apps.split_off(MANY + 1);
+    let lonely_node = Hosting::start(setting, "alone", &lonely, "")?;
+    let node = Hosting::start(setting, "beside", &apps, "")?;
+    let [alone, beside] =
+        [(&lonely_node, &lonely[0]), (&node, &apps[MANY])].map(|(node, hosted)| question(node, hosted));
+    apps.truncate(MANY);
+    let median_ms = clients::ask(&alone, 1, WARM_UP)?.percentile_ms(0.5);
     let every = PACE_LEAST.max(Duration::from_secs_f64(median_ms / 1e3 * PACE_PAGES));
-    let mut crowd = Crowd { hosting: Hosting::start(setting, "crowd", &apps, "")?, apps, swap };
+    let mut crowd = Crowd { hosting: node, apps, swap };
     crowd.wake()?;
     eprintln!("all of them have run");
     let pages = if setting.quick { PAGES_QUICK } else { PAGES };
@@ -89,7 +89,7 @@ pub fn run(setting: &Setting) -> Result<()> {
     report.note("a page each, ms", json!(every.as_millis()));
     report.note("pages of a window", json!(pages));
     report.note("wake-ups are", json!(Woken::here().words()));
-    let visitor = Visitor { question, every, window: every * pages, damon: Damon::find() };
+    let visitor = Visitor { alone, beside, every, window: every * pages, damon: Damon::find() };
     report.note("the kernel looks at who uses which memory (DAMON)", json!(visitor.damon.is_there()));
     let has_swap = crowd.swap.is_some();
     let tiers: Vec<Tier> = TIERS.into_iter().filter(|tier| *tier != Tier::Reclaimed || has_swap).collect();
@@ -136,10 +136,15 @@ type Pairs = BTreeMap<&'static str, Pair>;
 
 /// Of the other site.
 struct Visitor {
-    question: Question,
+    alone: Question,
+    beside: Question,
     every: Duration,
     window: Duration,
     damon: Damon,
+}
+
+fn question(node: &Hosting, hosted: &Hosted) -> Question {
+    Question { address: node.node.address, host: host(&hosted.name), path: hosted.app.page.path.into() }
 }
 
 /// The instances that rest.
@@ -188,9 +193,10 @@ fn measure(
     report: &mut Report,
     round: usize,
     variant: &str,
-    Visitor { question, every, window, damon }: &Visitor,
+    Visitor { alone, beside, every, window, damon }: &Visitor,
     crowd: Option<&Crowd>,
 ) -> Result<Steady> {
+    let question = if crowd.is_some() { beside } else { alone };
     let (pids, bytes) = crowd.map_or_else(|| Ok((Vec::new(), 0.0)), Crowd::processes)?;
     // A new image's pages are on their way to the disk otherwise.
     rustix::fs::sync();
