@@ -6,6 +6,7 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -145,6 +146,22 @@ fn authority_that_holds(world: &World, for_ms: u64) {
     }
 }
 
+/// Of an authority that is over soon.
+const SHORT_MS: u64 = 3000;
+
+/// Renews the authority until this is done, as a supervisor does: an emulated machine that has other tests to run, too, may
+/// need longer for a start than any authority that a test could wait the end of.
+async fn renewed<T>(world: &World, start: impl Future<Output = T>) -> T {
+    authority_that_holds(world, SHORT_MS);
+    let mut start = pin!(start);
+    loop {
+        if let Ok(done) = tokio::time::timeout(Duration::from_millis(100), start.as_mut()).await {
+            return done;
+        }
+        authority(world, SHORT_MS);
+    }
+}
+
 fn status(world: &World) -> Value {
     let status: Value = serde_json::from_str(&world.ask(Question::Status)).unwrap();
     status["cluster"].clone()
@@ -259,10 +276,9 @@ async fn stopped_after(world: &World, site: &str, until_ns: u64) -> Duration {
 
 fn stops_in_time() {
     let world = world(&["app"]);
-    authority_for_a_start(&world);
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
-        let run = use_once(&keeper, "app").await;
+        let run = renewed(&world, use_once(&keeper, "app")).await;
         for _ in 0..3 {
             let until_ns = fence_soon(&world).await;
             let late = stopped_after(&world, "app", until_ns).await;
@@ -271,17 +287,12 @@ fn stops_in_time() {
             until_fenced(&world, true).await;
             assert_eq!(refusal(keeper.use_instance(&site_name("app"), None).await), (Failure::Fenced, 361));
             let now = boottime_ns();
-            authority(&world, 3000);
+            authority_that_holds(&world, SHORT_MS);
             until_ticks_after(&world, "app", now).await;
             assert_eq!(use_once(&keeper, "app").await, run, "the same run goes on");
         }
         assert!(status(&world)["fences"].as_u64().unwrap() >= 3);
     });
-}
-
-/// Long enough to start in, and over soon.
-fn authority_for_a_start(world: &World) {
-    authority_that_holds(world, 3000);
 }
 
 /// Waits for the end of the authority there is, and says when that was.
@@ -294,10 +305,9 @@ async fn fence_soon(world: &World) -> u64 {
 
 fn stops_without_the_keeper() {
     let world = world(&["app"]);
-    authority_for_a_start(&world);
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
-        let run = use_once(&keeper, "app").await;
+        let run = renewed(&world, use_once(&keeper, "app")).await;
         until_fenced(&world, true).await;
         let until_ns = fence_soon(&world).await;
         let pid = Pid::from_raw(i32::try_from(world.keeper_pid()).unwrap()).unwrap();
@@ -374,10 +384,9 @@ fn rests_stay() {
         assert_eq!(use_once(&keeper, "app").await, run);
     });
     let world = self::world(&["app"]);
-    authority_for_a_start(&world);
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
-        let run = use_once(&keeper, "app").await;
+        let run = renewed(&world, use_once(&keeper, "app")).await;
         until_idle(&world, "app").await;
         assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
         until_fenced(&world, true).await;
@@ -392,11 +401,10 @@ fn rests_stay() {
 
 fn moves_away() {
     let world = world(&["app", "other"]);
-    authority_for_a_start(&world);
     world.apply(vec![placement("app", "a", 1), placement("other", "a", 1)]);
     world.run(async |keeper| {
         // In use.
-        let used = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
+        let used = renewed(&world, keeper.use_instance(&site_name("app"), Some(1))).await.unwrap();
         let all = pids(&world, "app");
         place(&world, "app", "b", 2);
         all.iter().copied().for_each(wait_dead);
@@ -405,8 +413,7 @@ fn moves_away() {
         assert_eq!(refused_elsewhere(&keeper, "app", None).await, (Some("b".into()), Some(2)));
         // Back again, and frozen.
         place(&world, "app", "a", 3);
-        authority_for_a_start(&world);
-        use_once(&keeper, "app").await;
+        renewed(&world, use_once(&keeper, "app")).await;
         drop(used);
         until_idle(&world, "app").await;
         assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
@@ -414,8 +421,7 @@ fn moves_away() {
         place(&world, "app", "b", 4);
         all.into_iter().for_each(wait_dead);
         // Fenced.
-        authority_for_a_start(&world);
-        use_once(&keeper, "other").await;
+        renewed(&world, use_once(&keeper, "other")).await;
         until_fenced(&world, true).await;
         let all = pids(&world, "other");
         assert!(all.iter().any(|pid| is_alive(*pid)));
@@ -428,10 +434,9 @@ fn moves_away() {
 
 fn authority_behind_a_move() {
     let world = world(&["app"]);
-    authority_for_a_start(&world);
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
-        use_once(&keeper, "app").await;
+        renewed(&world, use_once(&keeper, "app")).await;
         until_fenced(&world, true).await;
         let last = last_tick(&world, "app").unwrap();
         let all = pids(&world, "app");
@@ -463,7 +468,7 @@ fn fenced_start() {
         authority(&world, 1);
         let state = show(&world, "app")["state"].clone();
         assert!(["queued", "starting"].contains(&state.as_str().unwrap_or_default()), "{state}");
-        authority(&world, 20_000);
+        authority_for_long(&world);
         use_once(&keeper, "app").await;
         assert_eq!(show(&world, "app")["failures"], 0);
     });
@@ -626,10 +631,9 @@ fn killed_warden() {
 
 fn killed_keeper() {
     let world = world(&["app"]);
-    authority_for_a_start(&world);
     place(&world, "app", "a", 1);
     world.run(async |keeper| {
-        use_once(&keeper, "app").await;
+        renewed(&world, use_once(&keeper, "app")).await;
         until_fenced(&world, true).await;
         let last = last_tick(&world, "app");
         let all = pids(&world, "app");

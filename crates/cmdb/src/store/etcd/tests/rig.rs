@@ -16,7 +16,7 @@ use super::super::client::{Client, RANGE, TXN};
 use super::super::wire::{Done, Operation, RangeAnswer, Txn, TxnAnswer};
 use super::super::{ClusterStore, EtcdOptions, keys, seed};
 use crate::record::Change;
-use crate::store::{RedbStore, Store};
+use crate::store::{RedbStore, Store, StoreError};
 use crate::table::Table;
 
 /// For anything that a test waits for. Machines that build meanwhile are slow.
@@ -284,7 +284,17 @@ impl Node {
     pub fn close(self) -> (RedbStore, TempDir) {
         let Self { store, directory, .. } = self;
         drop(Arc::try_unwrap(store).ok().expect("nobody else has the store"));
-        (RedbStore::open(&directory.path().join("store.redb")).unwrap(), directory)
+        // A process that another test starts just now has all files of this one until it runs its own program, and their
+        // locks with them.
+        let mut store = None;
+        until("the store's file is free", || match RedbStore::open(&directory.path().join("store.redb")) {
+            Err(StoreError::Locked { .. }) => false,
+            opened => {
+                store = Some(opened.unwrap());
+                true
+            }
+        });
+        (store.unwrap(), directory)
     }
 
     pub fn in_step(&self, etcd: &Etcd) {
