@@ -45,9 +45,9 @@ const STATUS: &str = "guest: status ";
 /// read of time and limits is not blurred by how busy that is.
 #[derive(Debug, Clone, Copy)]
 pub enum Instruction {
-    /// As near to a real processor as QEMU comes; that has two or three in a nanosecond.
+    /// QEMU's shortest, and still slower than a real processor.
     Nanosecond,
-    /// More time is left to what must be done within one.
+    /// What keeps the processor busy for a given time is over twice as soon on the real one.
     TwoNanoseconds,
 }
 

@@ -16,7 +16,7 @@ use crate::interrupt;
 /// request.
 const REST_MAX: Duration = Duration::from_secs(20);
 
-/// The same for hundreds, of which an emulated processor takes the images of one in two seconds.
+/// The same for hundreds: an emulated processor needs more than two minutes for the images of two hundred.
 const REST_ALL_MAX: Duration = Duration::from_secs(900);
 
 /// How often it is told.

@@ -56,6 +56,9 @@ const LATE_MAX: Duration = Duration::from_millis(100);
 
 const MS: u64 = 1_000_000;
 
+/// Of an authority that is over soon.
+const SHORT_MS: u64 = 3000;
+
 /// More than a test takes.
 const LONG_NS: u64 = 3600 * 1000 * MS;
 
@@ -146,19 +149,21 @@ fn authority_that_holds(world: &World, for_ms: u64) {
     }
 }
 
-/// Of an authority that is over soon.
-const SHORT_MS: u64 = 3000;
-
-/// Renews the authority until this is done, as a supervisor does: an emulated machine that has other tests to run, too, may
-/// need longer for a start than any authority that a test could wait the end of.
+/// Gives authority until this is done, however long that takes: an emulated machine that has other tests to run, too, may need
+/// longer for a start than any authority that a test could wait the end of.
 async fn renewed<T>(world: &World, start: impl Future<Output = T>) -> T {
     authority_that_holds(world, SHORT_MS);
+    renewing(world, SHORT_MS, start).await.0
+}
+
+/// Renews the authority until this is done, as a supervisor does. Returns until when the last one is, too.
+async fn renewing<T>(world: &World, for_ms: u64, start: impl Future<Output = T>) -> (T, u64) {
     let mut start = pin!(start);
     loop {
+        let until_ns = authority(world, for_ms);
         if let Ok(done) = tokio::time::timeout(Duration::from_millis(100), start.as_mut()).await {
-            return done;
+            return (done, until_ns);
         }
-        authority(world, SHORT_MS);
     }
 }
 
@@ -328,7 +333,6 @@ fn fifty_stop() {
     let world = world(&sites);
     authority(&world, 1);
     world.apply(sites.iter().map(|site| placement(site, "a", 1)).collect());
-    // Renewed while they start, as a supervisor does.
     world.run(async |keeper| {
         let started: Vec<_> = names
             .iter()
@@ -344,16 +348,12 @@ fn fifty_stop() {
                 })
             })
             .collect();
-        let mut until_ns = 0;
-        for mut one in started {
-            let started = loop {
-                until_ns = authority(&world, 1000);
-                if let Ok(started) = tokio::time::timeout(Duration::from_millis(100), &mut one).await {
-                    break started;
-                }
-            };
-            started.unwrap();
-        }
+        let all = async {
+            for one in started {
+                one.await.unwrap();
+            }
+        };
+        let ((), until_ns) = renewing(&world, 1000, all).await;
         until_time(until_ns + 500 * MS).await;
         let ticks: Vec<u64> = sites.iter().map(|site| last_tick(&world, site).unwrap()).collect();
         until_time(until_ns + 700 * MS).await;
