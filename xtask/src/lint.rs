@@ -40,7 +40,8 @@ fn has_tool(verb: &str) -> bool {
     Command::new("cargo").args([verb, "--version"]).output().is_ok_and(|output| output.status.success())
 }
 
-/// The pages that are made from tables in the program: `docs/configuration.md`, `docs/rules-compatibility.md`.
+/// The pages that are made from tables in the program: `docs/configuration.md`, `docs/rules-compatibility.md`,
+/// `docs/header-fields.md`.
 pub fn write_generated_pages() -> Result<()> {
     let output = workspace::cargo()
         .args(["run", "--quiet", "--package", "nagaya", "--", "config", "reference"])
@@ -52,11 +53,16 @@ pub fn write_generated_pages() -> Result<()> {
     fs::write(&path, &output.stdout).with_context(|| format!("writing {}", path.display()))?;
     tell(&path, &old)?;
 
-    // The test that compares this page with the table is what writes it, too: the program itself has no use for it.
-    let path = workspace::root().join("docs/rules-compatibility.md");
+    write_by_test("docs/rules-compatibility.md", "nagaya-rules")?;
+    write_by_test("docs/header-fields.md", "nagaya-edge")
+}
+
+/// The test that compares a page with its table is what writes it, too: the program itself has no use for it.
+fn write_by_test(page: &str, package: &str) -> Result<()> {
+    let path = workspace::root().join(page);
     let old = fs::read(&path).unwrap_or_default();
     let output = workspace::cargo()
-        .args(["test", "--quiet", "--package", "nagaya-rules", "--lib", "the_page_is_what_the_table_says"])
+        .args(["test", "--quiet", "--package", package, "--lib", "the_page_is_what_the_table_says"])
         .env("NAGAYA_WRITE_DOCS", "1")
         .output()
         .context("running cargo test")?;

@@ -348,6 +348,21 @@ fn http(http: &Http, to: &mut Findings) {
         to.add("host_header", value, "is not a Host value: use host or host:port");
     }
     to.at_least_one("timeout_seconds", http.timeout_seconds);
+    trailers(&http.request_trailers, to);
+}
+
+fn trailers(names: &[String], to: &mut Findings) {
+    to.list_len("request_trailers", names.len());
+    for name in names {
+        let is_name = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        if name.is_empty() || !is_name {
+            to.add(
+                "request_trailers",
+                name,
+                "is not the name of a header field: use letters, digits and '-'",
+            );
+        }
+    }
 }
 
 fn is_backend_address(text: &str) -> bool {

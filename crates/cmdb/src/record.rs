@@ -197,6 +197,9 @@ pub struct Http {
     /// Send this as Host instead of the client's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_header: Option<String>,
+    /// Fields behind a request's body that it gets. All others end at the node (RFC 9110 section 6.5.1).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub request_trailers: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
 }

@@ -18,7 +18,7 @@ use crate::instances::Hold;
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::pace::{self, Debt};
-use crate::path::SitePath;
+use crate::path::{self, SitePath};
 use crate::peers::fields;
 use crate::place::{self, Retries};
 use crate::programs::{self, Outcome, Script, Unanswered};
@@ -107,6 +107,7 @@ async fn from_files(
             file: program.script,
             path_info: program.path_info,
             variables: rules::variables(account),
+            client: node.forwarding.view_client(head),
         };
         let mut again = request.head.clone();
         let outcome = match programs {
@@ -120,6 +121,7 @@ async fn from_files(
             Outcome::Response(response) => return Ok(response),
             Outcome::LocalRedirect { path, query } => {
                 again.path = path.into();
+                path::canonicalize(&mut again.path, &route.site.path)?;
                 again.query = query.map(Into::into);
                 if again.method != Method::HEAD {
                     again.method = Method::GET;
@@ -142,7 +144,8 @@ async fn from_server(
 ) -> Result<Response, Refusal> {
     let address = Address::parse(&http.address);
     let Request { head, body } = request;
-    let proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;
+    let mut proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;
+    proxy.trailers = &http.request_trailers;
     Ok(proxy.exchange(&address, node, body, retries).await?)
 }
 
@@ -247,7 +250,8 @@ async fn from_app(
     account: &mut Account,
 ) -> Result<Response, Refusal> {
     let Request { head, mut body } = request;
-    let proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
+    let mut proxy = Proxy::new(node, &head, None, app.timeout_seconds)?;
+    proxy.trailers = &app.request_trailers;
     let (hold, mut instance) = ready_instance(node, route, account).await?;
     let seating = seating(node, &hold, account);
     let debt = seating.stay().and_then(Debt::own);
@@ -301,6 +305,8 @@ struct Proxy<'a> {
     node: &'a Node,
     head: &'a Head,
     fields: Vec<u8>,
+    /// Fields behind the body that go on. None, unless the site's record names some.
+    trailers: &'a [String],
     bounds: Bounds,
 }
 
@@ -320,7 +326,7 @@ impl<'a> Proxy<'a> {
         };
         let mut fields = Vec::with_capacity(FIELDS_LEN);
         node.forwarding.request(head, host, &mut fields)?;
-        Ok(Self { node, head, fields, bounds })
+        Ok(Self { node, head, fields, trailers: &[], bounds })
     }
 
     async fn exchange(
@@ -330,7 +336,7 @@ impl<'a> Proxy<'a> {
         body: RequestBody,
         retries: &Retries,
     ) -> Result<Response, Failed> {
-        let outgoing = Outgoing { head: self.head, fields: &self.fields };
+        let outgoing = Outgoing { head: self.head, fields: &self.fields, trailers: self.trailers };
         let pool = &self.node.upstream;
         let mut response =
             upstream::exchange(pool, address, connector, outgoing, body, self.bounds, retries).await?;

@@ -2,12 +2,15 @@
 //! proxy adds. They are written as they go out; no second map of them is made.
 //!
 //! What a client says about who it is (`Forwarded`, `X-Forwarded-*`) is believed and continued only if it
-//! comes from a trusted proxy; from anybody else it is thrown away. Hop-by-hop fields never get here: `http1::head`
-//! takes them out of both directions, and HTTP/2 refuses them. Not here: CGI variables (`programs`), the connection to the
-//! application (`upstream`).
+//! comes from a trusted proxy; from anybody else it is thrown away before rules and applications see it. `fields` has the
+//! one table of what becomes of which field; `client` is the client as it is then known. Hop-by-hop fields never get here:
+//! `http1::head` takes them out of both directions, and HTTP/2 refuses them. Not here: CGI variables (`programs`), the
+//! connection to the application (`upstream`).
 
 mod addresses;
-mod trace;
+mod client;
+pub mod fields;
+pub mod trace;
 
 use std::cell::RefCell;
 use std::net::IpAddr;
@@ -17,6 +20,8 @@ use http::{HeaderValue, Version};
 use ipnet::IpNet;
 use nagaya_base::Code;
 
+pub use self::client::ClientView;
+use self::fields::{Fate, fate};
 use crate::message::{Head, Response};
 use crate::options::Options;
 use crate::receipt::RECEIPT;
@@ -61,10 +66,31 @@ impl Forwarding {
         if !settings.trusts(peer) {
             return peer;
         }
-        addresses::client(&head.headers, peer, |address| settings.trusts(address))
+        addresses::find_client(&head.headers, peer, |address| settings.trusts(address)).address
     }
 
-    /// Writes the header section for the application, Host first, each field as `name: value` between line ends;
+    /// The client's side of the request: the peer's, or what the trusted proxies between say of it.
+    pub fn view_client(&self, head: &Head) -> ClientView {
+        let settings = self.0.borrow();
+        if settings.trusts(head.conn.peer.ip().to_canonical()) {
+            ClientView::relayed(head, |address| settings.trusts(address))
+        } else {
+            ClientView::direct(head)
+        }
+    }
+
+    /// Takes out of the request what is not for the client to say. What is added later is not the client's.
+    pub fn strip_claims(&self, head: &mut Head) {
+        let trusted = self.0.borrow().trusts(head.conn.peer.ip().to_canonical());
+        // Mostly there is none, and nothing is allocated.
+        while let Some(name) =
+            head.headers.keys().find(|name| fields::is_claim(name.as_str(), trusted)).cloned()
+        {
+            head.headers.remove(name);
+        }
+    }
+
+    /// Writes the header section for a server, from a request without claims (`strip_claims`): Host first, each field as `name: value` between line ends;
     /// the first line end is written, the last is not. `host` is sent in place of what the client asked for.
     ///
     /// # Errors
@@ -72,32 +98,39 @@ impl Forwarding {
     pub fn request(&self, head: &Head, host: Option<&str>, out: &mut Vec<u8>) -> Result<(), Refusal> {
         let settings = self.0.borrow();
         let trusted = settings.trusts(head.conn.peer.ip().to_canonical());
-        let mut seen = Seen::default();
+        let mut has_via = false;
         field(out, b"host");
         match host {
             Some(host) => out.extend_from_slice(host.as_bytes()),
             None => write_host(out, head),
         }
         for (name, value) in &head.headers {
-            match fate(name.as_str(), trusted) {
-                Fate::Pass => {
+            match fate(name.as_str()) {
+                Fate::Kept | Fate::Trusted => {
                     field(out, name.as_str().as_bytes());
                     out.extend_from_slice(value.as_bytes());
                 }
-                Fate::Rewrite => seen.note(name.as_str()),
-                Fate::Drop => {}
+                Fate::Continued => has_via |= *name == VIA,
+                Fate::Replaced | Fate::Restated | Fate::Dropped => {}
             }
         }
-        if seen.via && settings.passes(&head.headers) >= HOPS_MAX {
+        if has_via && settings.passes(&head.headers) >= HOPS_MAX {
             return Err(Refusal::LoopDetected);
         }
-        let before = if trusted { &head.headers } else { &HeaderMap::new() };
-        write_forwarding(out, head, before);
-        trace::write(out, &head.headers, seen.trace, head.id);
+        if trusted {
+            let view = ClientView::relayed(head, |address| settings.trusts(address));
+            write_forwarding(out, head, &head.headers, view.server_port);
+        } else {
+            write_forwarding(out, head, &HeaderMap::new(), head.conn.local.port());
+        }
+        trace::each_field(&head.headers, head.id, |name, value| {
+            field(out, name.as_str().as_bytes());
+            out.extend_from_slice(value);
+        });
         field(out, b"x-request-id");
         push_hex(out, head.id.0, 32);
         field(out, b"via");
-        if seen.via {
+        if has_via {
             write_list(out, &head.headers, &VIA);
         }
         out.extend_from_slice(version(head.version).as_bytes());
@@ -119,48 +152,6 @@ impl Forwarding {
         } else {
             response.headers.insert(VIA, settings.via.clone());
         }
-    }
-}
-
-/// What becomes of a field of the request.
-enum Fate {
-    Pass,
-    Drop,
-    /// It is written anew, from what the client said or without it.
-    Rewrite,
-}
-
-fn fate(name: &str, trusted: bool) -> Fate {
-    match name {
-        "via" | "traceparent" | "tracestate" | "forwarded" | "x-request-id" => Fate::Rewrite,
-        "x-forwarded-for" | "x-forwarded-proto" | "x-forwarded-host" | "x-forwarded-port" => Fate::Rewrite,
-        // The framing is ours, and `100 Continue` was settled with the client.
-        "content-length" | "transfer-encoding" | "expect" => Fate::Drop,
-        // `te: trailers` may come by HTTP/2; the others are a second lock on a door that is closed already.
-        "te" | "connection" | "keep-alive" | "upgrade" | "http2-settings" => Fate::Drop,
-        "proxy-connection" | "proxy-authorization" => Fate::Drop,
-        // No field of HTTP, but it becomes the variable `HTTP_PROXY` in programs that talk CGI (CVE-2016-5385).
-        "proxy" => Fate::Drop,
-        "x-real-ip" | "x-client-ip" | "true-client-ip" if !trusted => Fate::Drop,
-        _ if !trusted && name.starts_with("x-forwarded-") => Fate::Drop,
-        // `X_Forwarded_For` and `X-Forwarded-For` are one variable to a program that talks CGI or WSGI: a client
-        // could say what a proxy says. Nobody else uses such names.
-        _ if name.contains('_') => Fate::Drop,
-        _ => Fate::Pass,
-    }
-}
-
-/// Fields that are rare and cost a look-up only where they came.
-#[derive(Default)]
-struct Seen {
-    via: bool,
-    trace: bool,
-}
-
-impl Seen {
-    fn note(&mut self, name: &str) {
-        self.via |= name == "via";
-        self.trace |= name == "traceparent";
     }
 }
 
@@ -225,8 +216,8 @@ fn write_host(out: &mut Vec<u8>, head: &Head) {
 }
 
 /// Says who the client is, in the standard's way (RFC 7239) and in the usual one. `before` is what trusted
-/// proxies said.
-fn write_forwarding(out: &mut Vec<u8>, head: &Head, before: &HeaderMap) {
+/// proxies said, `port` the one the client came to.
+fn write_forwarding(out: &mut Vec<u8>, head: &Head, before: &HeaderMap, port: u16) {
     let peer = head.conn.peer.ip().to_canonical();
     let scheme = head.conn.scheme();
     field(out, b"forwarded");
@@ -243,9 +234,7 @@ fn write_forwarding(out: &mut Vec<u8>, head: &Head, before: &HeaderMap) {
     // A trusted proxy in front has seen the client's own connection; its word stays.
     or_else(out, before, &X_FORWARDED_PROTO, |out| out.extend_from_slice(scheme.as_bytes()));
     or_else(out, before, &X_FORWARDED_HOST, |out| write_host(out, head));
-    or_else(out, before, &X_FORWARDED_PORT, |out| {
-        push_number(out, head.port.unwrap_or(if scheme == "https" { 443 } else { 80 }));
-    });
+    or_else(out, before, &X_FORWARDED_PORT, |out| push_number(out, port));
 }
 
 fn or_else(out: &mut Vec<u8>, before: &HeaderMap, name: &HeaderName, write: impl FnOnce(&mut Vec<u8>)) {

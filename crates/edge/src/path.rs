@@ -1,6 +1,6 @@
-//! From the path of a request, as sent, to a path that is safe to look up beneath a document root.
+//! From the path of a request, as sent, to the one path that is routed, looked up and passed on.
 //!
-//! Decisions, in one place because routing, `deny` and the file system must agree on them:
+//! Decisions, in one place because routing, `deny`, the file system and applications must agree on them:
 //! - Percent escapes are decoded exactly once. A malformed escape or a NUL is a bad request for every backend.
 //! - `.` and `..` are resolved here, by text, and never above `/`: going above it is a bad request. What a
 //!   symbolic link means is the kernel's business (`files::beneath`).
@@ -8,6 +8,11 @@
 //! - An encoded slash (`%2F`) is no separator, and a backslash is one only elsewhere. Routing accepts both as
 //!   plain text, because an application may use them; no *file* is served under such a name (404), nor under one
 //!   that is not UTF-8.
+//! - `.` or `..` beside an encoded slash, a backslash or a path parameter (`..%2f`, `..\`, `..;x`) is a bad request:
+//!   some servers resolve it and others do not, so it could be routed as one path and answered as another.
+//! - An application gets the canonical form (`canonicalize`): dot segments resolved, escapes of unreserved
+//!   characters decoded (RFC 3986 section 6.2.2), no run of `/` before or in the site's own path. Further in, an
+//!   empty segment stays, because an application may mean it (`/fetch/http://example.org/`).
 //!
 //! Not here: opening anything (`files`), choosing the site (`route`).
 
@@ -145,6 +150,142 @@ fn is_normal(raw: &[u8]) -> bool {
     true
 }
 
+/// Puts the path of a request into its canonical form, as `route` matched it with the path of the site, `mount`.
+///
+/// # Errors
+/// If it has no form on which all readers agree.
+pub fn canonicalize(path: &mut Box<str>, mount: &str) -> Result<(), Refusal> {
+    if !path.starts_with('/') {
+        return Err(Refusal::BadRequest("the path does not begin with a slash"));
+    }
+    if !is_normal(path.as_bytes()) {
+        let mounted = mount.split('/').filter(|segment| !segment.is_empty()).count();
+        *path = merge_slashes(resolve(path)?, mounted).into();
+    }
+    Ok(())
+}
+
+/// Without dot segments and without escapes that need not be. Empty segments stay, but not in front.
+fn resolve(raw: &str) -> Result<String, Refusal> {
+    let mut out = String::with_capacity(raw.len());
+    let mut decoded = Vec::new();
+    let mut directory = false;
+    for segment in raw.split('/').skip(1) {
+        decode(segment.as_bytes(), &mut decoded)?;
+        directory = true;
+        match SegmentKind::of(&decoded)? {
+            SegmentKind::Empty if out.is_empty() => {}
+            SegmentKind::Empty => out.push('/'),
+            SegmentKind::Here => {}
+            SegmentKind::Up => {
+                out.truncate(out.trim_end_matches('/').len());
+                out.truncate(out.rfind('/').ok_or(ABOVE_ROOT)?);
+            }
+            SegmentKind::Name => {
+                out.push('/');
+                push_unescaped(&mut out, segment);
+                directory = false;
+            }
+        }
+    }
+    if out.is_empty() || directory && !out.ends_with('/') {
+        out.push('/');
+    }
+    Ok(out)
+}
+
+/// Takes the runs of `/` out of the front of `path`, as far as the first `names` segments that are not empty.
+fn merge_slashes(path: String, names: usize) -> String {
+    if !path.contains("//") {
+        return path;
+    }
+    let mut out = String::with_capacity(path.len());
+    let mut rest = path.as_str();
+    for _ in 0..names {
+        if rest.is_empty() {
+            break;
+        }
+        rest = rest.trim_start_matches('/');
+        let end = rest.find('/').unwrap_or(rest.len());
+        out.push('/');
+        out.push_str(&rest[..end]);
+        rest = &rest[end..];
+    }
+    out.push_str(rest);
+    out
+}
+
+/// The segment with escapes only where they mean something else than the character itself. All of them are sound.
+fn push_unescaped(out: &mut String, segment: &str) {
+    let mut rest = segment;
+    while let Some(at) = rest.find('%') {
+        let (escape, after) = rest[at..].split_at(3);
+        out.push_str(&rest[..at]);
+        match u8::from_str_radix(&escape[1..], 16) {
+            Ok(byte) if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) => out.push(char::from(byte)),
+            _ => out.push_str(escape),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+}
+
+const ABOVE_ROOT: Refusal = Refusal::BadRequest("the path leads above the root");
+
+/// One decoded segment of a path.
+enum SegmentKind {
+    Empty,
+    /// `.`
+    Here,
+    /// `..`
+    Up,
+    Name,
+}
+
+impl SegmentKind {
+    fn of(decoded: &[u8]) -> Result<Self, Refusal> {
+        let is_dots = |part: &[u8]| {
+            let name = part.split(|&byte| byte == b';').next().unwrap_or_default();
+            matches!(name, b"." | b"..")
+        };
+        match decoded {
+            b"" => Ok(Self::Empty),
+            b"." => Ok(Self::Here),
+            b".." => Ok(Self::Up),
+            name if name.split(|byte| matches!(byte, b'/' | b'\\')).any(is_dots) => {
+                Err(Refusal::BadRequest("the path has '.' or '..' beside an encoded slash, '\\' or ';'"))
+            }
+            _ => Ok(Self::Name),
+        }
+    }
+}
+
+/// Decodes the escapes of one segment into `decoded`.
+fn decode(segment: &[u8], decoded: &mut Vec<u8>) -> Result<(), Refusal> {
+    const MALFORMED: Refusal = Refusal::BadRequest("a percent escape in the path is malformed");
+    decoded.clear();
+    let mut rest = segment;
+    while let [byte, tail @ ..] = rest {
+        if *byte == b'%' {
+            let [high, low, after @ ..] = tail else { return Err(MALFORMED) };
+            let value = hex(*high).zip(hex(*low)).map(|(high, low)| high << 4 | low);
+            decoded.push(value.ok_or(MALFORMED)?);
+            rest = after;
+        } else {
+            decoded.push(*byte);
+            rest = tail;
+        }
+    }
+    if decoded.contains(&0) {
+        return Err(Refusal::BadRequest("the path has a NUL in it"));
+    }
+    Ok(())
+}
+
+fn hex(digit: u8) -> Option<u8> {
+    char::from(digit).to_digit(16).map(|value| value as u8)
+}
+
 /// The slow way: segment by segment.
 #[derive(Default)]
 struct Decoder {
@@ -156,22 +297,19 @@ struct Decoder {
 
 impl Decoder {
     fn run<'a>(mut self, raw: &str) -> Result<SitePath<'a>, Refusal> {
+        let mut decoded = Vec::new();
         let mut directory = false;
         for segment in raw.split('/').skip(1) {
-            let start = self.text.len();
-            self.text.push(b'/');
-            self.push_decoded(segment.as_bytes())?;
+            decode(segment.as_bytes(), &mut decoded)?;
             directory = true;
-            match &self.text[start + 1..] {
-                b"" | b"." => self.text.truncate(start),
-                b".." => {
-                    self.text.truncate(start);
-                    let parent = memchr::memrchr(b'/', &self.text)
-                        .ok_or(Refusal::BadRequest("the path leads above the root"))?;
+            match SegmentKind::of(&decoded)? {
+                SegmentKind::Empty | SegmentKind::Here => {}
+                SegmentKind::Up => {
+                    let parent = memchr::memrchr(b'/', &self.text).ok_or(ABOVE_ROOT)?;
                     self.text.truncate(parent);
                 }
-                name => {
-                    self.dotted |= name[0] == b'.';
+                SegmentKind::Name => {
+                    self.push(&decoded);
                     directory = false;
                 }
             }
@@ -187,33 +325,18 @@ impl Decoder {
         Ok(SitePath { text: Cow::Owned(text), names_file: plain && utf8, dotted: self.dotted })
     }
 
-    fn push_decoded(&mut self, segment: &[u8]) -> Result<(), Refusal> {
-        const MALFORMED: Refusal = Refusal::BadRequest("a percent escape in the path is malformed");
-        let mut rest = segment;
-        while let [byte, tail @ ..] = rest {
-            let decoded = if *byte == b'%' {
-                let [high, low, after @ ..] = tail else { return Err(MALFORMED) };
-                let value = hex(*high).zip(hex(*low)).map(|(high, low)| high << 4 | low);
-                rest = after;
-                value.ok_or(MALFORMED)?
-            } else {
-                rest = tail;
-                *byte
-            };
-            match decoded {
-                0 => return Err(Refusal::BadRequest("the path has a NUL in it")),
+    fn push(&mut self, name: &[u8]) {
+        self.dotted |= name[0] == b'.';
+        self.text.push(b'/');
+        for &byte in name {
+            match byte {
                 // A slash here was `%2F`. It stays encoded, so that no later reader takes it for a separator.
                 b'/' => {
                     self.encoded_slash = true;
                     self.text.extend_from_slice(b"%2F");
                 }
-                _ => self.text.push(decoded),
+                _ => self.text.push(byte),
             }
         }
-        Ok(())
     }
-}
-
-fn hex(digit: u8) -> Option<u8> {
-    char::from(digit).to_digit(16).map(|value| value as u8)
 }

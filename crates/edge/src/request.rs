@@ -21,6 +21,7 @@ use crate::exchange;
 use crate::files::ErrorDocument;
 use crate::message::{Request, Response};
 use crate::node::Node;
+use crate::path;
 use crate::place::{self, Arrival};
 use crate::refusal::Refusal;
 use crate::route::Route;
@@ -58,6 +59,9 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
         return Err(Refusal::Misdirected);
     }
     account.belongs_to(&route);
+    // From here on the request says what it was routed for, and nothing that is not for its client to say.
+    path::canonicalize(&mut request.head.path, &route.site.path)?;
+    node.forwarding.strip_claims(&mut request.head);
     // A body announced as too long is refused before the client sends it; others when they have become so.
     if request.body.len().is_some_and(|len| len > node.limits().body_bytes) {
         return Err(Refusal::BodyTooLarge);

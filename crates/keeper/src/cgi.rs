@@ -1,7 +1,7 @@
 //! What a CGI program may be called and which variables it gets (RFC 3875).
 //!
 //! The edge sends both, and is not trusted: a name that could leave the root or a variable that changes
-//! how a program is loaded ends here. Not here: opening and starting it (`roots`, `spawn`).
+//! how a program is loaded (`variables`) ends here. Not here: opening and starting it (`roots`, `spawn`).
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -13,6 +13,7 @@ use nagaya_cmdb::record::Files;
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
+use crate::variables::VariableOwner;
 
 /// Where started programs look for others.
 pub const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
@@ -103,7 +104,7 @@ pub fn environment(
     }
     for (name, value) in from_edge {
         if !is_variable(&name) {
-            return refuse(&format!("'{}' is not a variable of CGI", quoted(&name)));
+            return refuse(&format!("'{}' is not for the edge to set", quoted(&name)));
         }
         if value.bytes().any(|b| b == 0) {
             return refuse(&format!("the value of {name} has a NUL byte"));
@@ -147,11 +148,13 @@ pub fn variable(name: &str, value: &[u8]) -> Result<CString, Fault> {
     }
 }
 
+/// Whether the edge may send it: of the server's names only those it has a use for, and all that rules may set.
 fn is_variable(name: &str) -> bool {
     let header = name.strip_prefix("HTTP_").is_some_and(|rest| {
         !rest.is_empty() && rest.bytes().all(|b| matches!(b, b'A'..=b'Z' | b'0'..=b'9' | b'_'))
     });
-    header || VARIABLES.contains(&name) || IGNORED.contains(&name)
+    let is_known = header || VARIABLES.contains(&name) || IGNORED.contains(&name);
+    is_known || VariableOwner::of(name) == VariableOwner::Rules
 }
 
 fn refuse<T>(why: &str) -> Result<T, Fault> {

@@ -14,6 +14,7 @@ pub mod protocol;
 pub mod roll;
 pub mod sandbox;
 pub mod tally;
+pub mod variables;
 pub mod version;
 
 mod authority;

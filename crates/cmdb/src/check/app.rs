@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use super::{Findings, directory, env, files_of_any_kind, is_variable};
+use super::{Findings, directory, env, files_of_any_kind, is_variable, trailers};
 use crate::record::{
     APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Database, Endpoint, Files, IDLE_SECONDS_MAX, INSTANCES_MAX,
     Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
@@ -27,6 +27,7 @@ pub(super) fn app(app: &App, to: &mut Findings) {
         to.add("start_seconds", seconds, format!("is too long: at most {START_SECONDS_MAX}"));
     }
     to.at_least_one("timeout_seconds", app.timeout_seconds);
+    trailers(&app.request_trailers, to);
     if let Some(base) = &app.base {
         absolute("base", base.path(), to);
         if let Base::Layout { tag: Some(tag), .. } = base

@@ -52,6 +52,9 @@ pub struct App {
     pub start_seconds: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
+    /// HTTP: fields behind a request's body that it gets. All others end at the node (RFC 9110 section 6.5.1).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub request_trailers: Vec<String>,
     /// What it sees as `/`, read-only. None: the node's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,

@@ -4,17 +4,31 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use http::header::{FORWARDED, HeaderMap};
+use http::header::{FORWARDED, HeaderMap, HeaderName};
 
 use super::X_FORWARDED_FOR;
 
+/// The farthest hop that is vouched for.
+pub(super) struct Hop<'a> {
+    pub address: IpAddr,
+    /// The port beside the address.
+    pub port: Option<u16>,
+    /// The element of Forwarded that told of it; of X-Forwarded-For, an address alone. `None` for the peer itself.
+    pub element: Option<&'a str>,
+}
+
 /// Walks the chain of addresses from the nearest to the farthest, as far as each hop is trusted to have
 /// reported the one before it. `peer` is trusted. A word that is no address ends the walk.
-pub(super) fn client(headers: &HeaderMap, peer: IpAddr, is_trusted: impl Fn(IpAddr) -> bool) -> IpAddr {
-    let mut client = peer;
-    for word in chain(headers).iter().rev() {
-        let Some(address) = address(word) else { break };
-        client = address;
+pub(super) fn find_client(headers: &HeaderMap, peer: IpAddr, is_trusted: impl Fn(IpAddr) -> bool) -> Hop<'_> {
+    let mut client = Hop { address: peer, port: None, element: None };
+    let usual = elements(headers, &X_FORWARDED_FOR);
+    // The usual field first: most proxies continue only that one.
+    let is_usual = !usual.is_empty();
+    let chain = if is_usual { usual } else { elements(headers, &FORWARDED) };
+    for element in chain.into_iter().rev() {
+        let word = if is_usual { element } else { parameter(element, "for").unwrap_or_default() };
+        let Some((address, port)) = address(word) else { break };
+        client = Hop { address, port, element: Some(element) };
         if !is_trusted(address) {
             break;
         }
@@ -22,32 +36,27 @@ pub(super) fn client(headers: &HeaderMap, peer: IpAddr, is_trusted: impl Fn(IpAd
     client
 }
 
-/// The addresses in the order they were added. The usual field first: most proxies continue only that one.
-fn chain(headers: &HeaderMap) -> Vec<&str> {
-    let words = |name: &http::HeaderName| -> Vec<&str> {
-        let fields = headers.get_all(name).iter().map(|field| field.to_str().unwrap_or("unknown"));
-        fields.flat_map(|field| field.split(',')).map(str::trim).collect()
-    };
-    let usual = words(&X_FORWARDED_FOR);
-    if !usual.is_empty() {
-        return usual;
-    }
-    words(&FORWARDED).into_iter().map(forwarded_for).collect()
+/// The elements of a list in the order they were added.
+fn elements<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Vec<&'a str> {
+    let fields = headers.get_all(name).iter().map(|field| field.to_str().unwrap_or("unknown"));
+    fields.flat_map(|field| field.split(',')).map(str::trim).collect()
 }
 
-/// The `for` of one element of Forwarded; "unknown" if it has none (RFC 7239 section 6.2).
-fn forwarded_for(element: &str) -> &str {
+/// A parameter of one element of Forwarded (RFC 7239 section 4), without quotes.
+pub(super) fn parameter<'a>(element: &'a str, wanted: &str) -> Option<&'a str> {
     let pairs = element.split(';').filter_map(|pair| pair.split_once('='));
     pairs
-        .filter(|(name, _)| name.trim().eq_ignore_ascii_case("for"))
-        .map(|(_, node)| node.trim().trim_matches('"'))
+        .filter(|(name, _)| name.trim().eq_ignore_ascii_case(wanted))
+        .map(|(_, value)| value.trim().trim_matches('"'))
         .next()
-        .unwrap_or("unknown")
 }
 
 /// An address with or without brackets and port.
-fn address(word: &str) -> Option<IpAddr> {
+fn address(word: &str) -> Option<(IpAddr, Option<u16>)> {
     let bare = word.strip_prefix('[').and_then(|w| w.strip_suffix(']')).unwrap_or(word);
-    let address = bare.parse::<IpAddr>().ok().or_else(|| word.parse::<SocketAddr>().ok().map(|s| s.ip()))?;
-    Some(address.to_canonical())
+    if let Ok(address) = bare.parse::<IpAddr>() {
+        return Some((address.to_canonical(), None));
+    }
+    let socket: SocketAddr = word.parse().ok()?;
+    Some((socket.ip().to_canonical(), Some(socket.port())))
 }

@@ -37,7 +37,7 @@ fn head(peer: &str, is_tls: bool, fields: &[(&'static str, &str)]) -> Head {
         upgrade: None,
         conn: Rc::new(ConnInfo {
             peer: std::net::SocketAddr::new(peer.parse().unwrap(), 5000),
-            local: "192.0.2.1:80".parse().unwrap(),
+            local: "192.0.2.1:41780".parse().unwrap(),
             tls,
             carried: None,
         }),
@@ -46,8 +46,10 @@ fn head(peer: &str, is_tls: bool, fields: &[(&'static str, &str)]) -> Head {
 
 /// The fields of the request as the application gets them.
 fn written(forwarding: &Forwarding, head: &Head) -> Result<HeaderMap, Refusal> {
+    let mut head = head.clone();
+    forwarding.strip_claims(&mut head);
     let mut out = Vec::new();
-    forwarding.request(head, None, &mut out)?;
+    forwarding.request(&head, None, &mut out)?;
     out.extend_from_slice(b"\r\n\r\n");
     let mut parsed = [httparse::EMPTY_HEADER; 64];
     let (_, fields) = httparse::parse_headers(&out[2..], &mut parsed).unwrap().unwrap();
@@ -88,7 +90,7 @@ fn an_application_learns_who_asks_and_by_what_way() {
         ("x", "y"),
         ("x-forwarded-for", "2001:db8::7"),
         ("x-forwarded-host", "www.example.org"),
-        ("x-forwarded-port", "443"),
+        ("x-forwarded-port", "41780"),
         ("x-forwarded-proto", "https"),
         ("x-request-id", "0102030405060708090a0b0c0d0e0f10"),
     ];
@@ -98,7 +100,7 @@ fn an_application_learns_who_asks_and_by_what_way() {
     (with_port.port, with_port.version) = (Some(8080), Version::HTTP_2);
     let headers = written(&forwarding(&[]), &with_port).unwrap();
     assert_eq!(headers["host"], "www.example.org:8080");
-    assert_eq!(headers["x-forwarded-port"], "8080");
+    assert_eq!(headers["x-forwarded-port"], "41780");
     assert_eq!(headers["forwarded"], r#"for=192.0.2.7;host="www.example.org:8080";proto=http"#);
     assert_eq!(headers["via"], "2.0 node-1");
 }
@@ -150,6 +152,59 @@ fn the_client_is_the_nearest_address_nobody_vouches_for() {
         let head = head("10.0.0.1", false, &[(field, chain)]);
         assert_eq!(trusting.client(&head).to_string(), client, "{field}: {chain}");
     }
+}
+
+#[test]
+fn the_client_is_seen_past_trusted_proxies() {
+    let trusting = forwarding(&["10.0.0.0/8"]);
+    let direct = ("10.0.0.1", Some(5000), "http", None, 41780);
+    let table: &[(&[(&'static str, &str)], (&str, Option<u16>, &str, Option<&str>, u16))] = &[
+        (&[], direct),
+        (&[("x-forwarded-for", "203.0.113.9")], ("203.0.113.9", None, "http", None, 41780)),
+        (&[("x-forwarded-for", "203.0.113.9:4711")], ("203.0.113.9", Some(4711), "http", None, 41780)),
+        (&[("x-forwarded-proto", "https")], ("10.0.0.1", Some(5000), "https", None, 443)),
+        (&[("x-forwarded-proto", "http, HTTPS")], ("10.0.0.1", Some(5000), "https", None, 443)),
+        (
+            &[
+                ("x-forwarded-proto", "https"),
+                ("x-forwarded-port", "8443"),
+                ("x-forwarded-host", "A.example:81"),
+            ],
+            ("10.0.0.1", Some(5000), "https", Some("a.example"), 8443),
+        ),
+        (&[("x-forwarded-host", "a.example:81")], ("10.0.0.1", Some(5000), "http", Some("a.example"), 81)),
+        (
+            &[("forwarded", "for=1.1.1.1;proto=http, for=\"[2001:db8::9]:80\";proto=https;host=b.example")],
+            ("2001:db8::9", Some(80), "https", Some("b.example"), 443),
+        ),
+        // Words that make no sense count as not said.
+        (&[("x-forwarded-proto", "gopher")], direct),
+        (&[("x-forwarded-port", "0")], direct),
+        (&[("x-forwarded-port", "99999")], direct),
+        (&[("x-forwarded-host", "u@a")], direct),
+        (&[("x-forwarded-proto", "")], direct),
+    ];
+    for (fields, expected) in table {
+        let view = trusting.view_client(&head("10.0.0.1", false, fields));
+        let address = view.address.to_string();
+        let seen = (address.as_str(), view.port, view.scheme, view.host.as_deref(), view.server_port);
+        assert_eq!(seen, *expected, "{fields:?}");
+        assert!(view.is_relayed);
+        let stranger = trusting.view_client(&head("192.0.2.7", false, fields));
+        assert_eq!(stranger, ClientView::direct(&head("192.0.2.7", false, &[])), "{fields:?}");
+    }
+}
+
+#[test]
+fn a_field_that_a_rule_sets_is_not_a_claim() {
+    let forwarding = forwarding(&[]);
+    let mut head = head("192.0.2.7", false, &[("x-remote-user", "forged"), ("x-real-ip", "1.1.1.1")]);
+    forwarding.strip_claims(&mut head);
+    assert!(head.headers.is_empty());
+    head.headers.insert("x-remote-user", HeaderValue::from_static("ann"));
+    let mut out = Vec::new();
+    forwarding.request(&head, None, &mut out).unwrap();
+    assert!(String::from_utf8(out).unwrap().contains("\r\nx-remote-user: ann"));
 }
 
 #[test]
@@ -234,7 +289,8 @@ proptest! {
     #[test]
     fn no_stranger_can_choose_what_an_application_believes(
         fields in prop::collection::vec(
-            ("(x[-_])?forwarded([-_](for|proto|host|port))?|x-real-ip|connection|via|traceparent", "[ -~]{0,40}"), 0..8),
+            ("(x[-_.])?forwarded([-_](for|proto|host|port|prefix))?|x-real-ip|client-ip|cf-connecting-ip|ssl-client-verify\
+              |x-original-url|nagaya-peer-request|connection|via|traceparent", "[ -~]{0,40}"), 0..8),
     ) {
         let mut head = head("192.0.2.7", false, &[]);
         for (name, value) in &fields {
@@ -247,13 +303,17 @@ proptest! {
                 ("x-forwarded-for", "192.0.2.7"),
                 ("x-forwarded-proto", "http"),
                 ("x-forwarded-host", "www.example.org"),
-                ("x-forwarded-port", "80"),
+                ("x-forwarded-port", "41780"),
                 ("forwarded", "for=192.0.2.7;host=\"www.example.org\";proto=http"),
             ] {
                 let all: Vec<_> = headers.get_all(name).iter().collect();
                 prop_assert_eq!(all, [value]);
             }
-            prop_assert!(headers.keys().all(|name| !name.as_str().contains('_')));
+            prop_assert!(headers.keys().all(|name| !name.as_str().contains(['_', '.'])));
+            for name in ["x-real-ip", "client-ip", "cf-connecting-ip", "ssl-client-verify", "x-original-url",
+                         "nagaya-peer-request", "x-forwarded-prefix"] {
+                prop_assert!(!headers.contains_key(name), "{}", name);
+            }
             prop_assert_eq!(headers.get_all("traceparent").iter().count(), 1);
         }
     }

@@ -4,6 +4,7 @@
 
 use http::header::{HeaderMap, HeaderName};
 use nagaya_base::RequestId;
+use smallvec::SmallVec;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
@@ -11,31 +12,29 @@ const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 /// `00-` trace id `-` parent id `-` flags.
 const LENGTH: usize = 55;
 
-/// Writes the fields. Our span becomes the parent of the application's; its id is the lower half of the request's.
-/// `given` says that the client sent a `traceparent`.
-pub(super) fn write(out: &mut Vec<u8>, headers: &HeaderMap, given: bool, id: RequestId) {
+/// Calls `put` with each field. Our span becomes the parent of the application's; its id is the lower half of the request's.
+pub fn each_field(headers: &HeaderMap, id: RequestId, mut put: impl FnMut(&HeaderName, &[u8])) {
     // All zeroes would be invalid in both places.
     let trace = id.0.max(1);
     let mut fields = headers.get_all(TRACEPARENT).iter();
-    let only = match (given, fields.next(), fields.next()) {
-        (true, Some(field), None) => field.to_str().ok().and_then(sound),
+    let only = match (fields.next(), fields.next()) {
+        (Some(field), None) => field.to_str().ok().and_then(sound),
         _ => None,
     };
-    super::field(out, b"traceparent");
-    out.extend_from_slice(b"00-");
+    let mut parent: SmallVec<[u8; LENGTH]> = SmallVec::from_slice(b"00-");
     match only {
-        Some((trace, _)) => out.extend_from_slice(trace.as_bytes()),
-        None => super::push_hex(out, trace, 32),
+        Some((trace, _)) => parent.extend_from_slice(trace.as_bytes()),
+        None => super::push_hex(&mut parent, trace, 32),
     }
-    out.push(b'-');
-    super::push_hex(out, if trace << 64 == 0 { 1 } else { trace }, 16);
-    out.push(b'-');
+    parent.push(b'-');
+    super::push_hex(&mut parent, if trace << 64 == 0 { 1 } else { trace }, 16);
+    parent.push(b'-');
     // A new trace is flagged: the caller may have recorded the request, which the access log does.
-    out.extend_from_slice(only.map_or("01", |(_, flags)| flags).as_bytes());
+    parent.extend_from_slice(only.map_or("01", |(_, flags)| flags).as_bytes());
+    put(&TRACEPARENT, &parent);
     // The state belongs to the trace: it goes on only with it.
     for value in headers.get_all(TRACESTATE).iter().filter(|_| only.is_some()) {
-        super::field(out, b"tracestate");
-        out.extend_from_slice(value.as_bytes());
+        put(&TRACESTATE, value.as_bytes());
     }
 }
 

@@ -308,10 +308,24 @@ impl Fields {
                 self.headers.remove(name);
             }
         }
-        if !self.wants_upgrade {
-            self.upgrade = None;
-        }
+        self.upgrade = self.upgrade.take().filter(|_| self.wants_upgrade).and_then(other_protocols);
     }
+}
+
+/// What of `Upgrade` may be offered to a backend: all but versions of HTTP and TLS, which are this connection's. Over `h2c` requests
+/// would pass that nobody here has read (RFC 9110 section 7.8).
+fn other_protocols(upgrade: HeaderValue) -> Option<HeaderValue> {
+    let is_other = |protocol: &&str| {
+        let name = protocol.split('/').next().unwrap_or_default();
+        !name.is_empty()
+            && !["h2c", "h2", "h3", "http", "tls"].iter().any(|own| own.eq_ignore_ascii_case(name))
+    };
+    let words = || upgrade.to_str().unwrap_or_default().split(',').map(str::trim);
+    let others: Vec<_> = words().filter(is_other).collect();
+    if others.len() == words().count() {
+        return Some(upgrade);
+    }
+    HeaderValue::try_from(others.join(", ")).ok().filter(|value| !value.is_empty())
 }
 
 fn is_end_to_end(name: &HeaderName) -> bool {
@@ -361,7 +375,8 @@ impl<'a> Target<'a> {
         if !text.bytes().all(|b| matches!(b, 0x21..=0x7e) && b != b'#') {
             return Err(Refusal::BadRequest("the target has a character that must be percent-encoded"));
         }
-        if *method == Method::CONNECT {
+        // An answer to TRACE shows what the request had of credentials (RFC 9110 section 9.3.8).
+        if *method == Method::CONNECT || *method == Method::TRACE {
             return Err(Refusal::MethodNotAllowed("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
         }
         if text == "*" {

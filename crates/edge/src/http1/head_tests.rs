@@ -45,6 +45,27 @@ fn ordinary_heads_are_read() {
 }
 
 #[test]
+fn no_other_version_of_http_is_offered_on() {
+    for (asked, offered) in [
+        ("websocket", Some("websocket")),
+        ("WebSocket, x/2", Some("WebSocket, x/2")),
+        ("h2c", None),
+        ("H2C", None),
+        ("h2c, h2, HTTP/2.0, TLS/1.2", None),
+        ("h2c, websocket", Some("websocket")),
+    ] {
+        let wire = format!(
+            "GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade, HTTP2-Settings\r\nUpgrade: {asked}\r\nHTTP2-Settings: AAM\r\n\r\n"
+        );
+        let head = parse(wire.as_bytes()).unwrap();
+        assert_eq!(head.upgrade.as_ref().map(|value| value.to_str().unwrap()), offered, "{asked}");
+        assert!(head.headers.is_empty());
+    }
+    let trace = parse(b"TRACE / HTTP/1.1\r\nHost: a\r\nCookie: a=b\r\n\r\n").unwrap_err();
+    assert_eq!(trace.row().status, 405);
+}
+
+#[test]
 fn ambiguous_heads_are_refused() {
     let bad: &[&str] = &[
         "GET / HTTP/1.1\r\n\r\n",

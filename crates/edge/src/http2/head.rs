@@ -16,7 +16,7 @@ use crate::message::{ConnInfo, Head};
 use crate::options::Limits;
 use crate::refusal::Refusal;
 
-/// All methods but CONNECT.
+/// All methods but CONNECT and TRACE.
 const ALLOWED: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
 
 pub(super) fn read(
@@ -26,7 +26,7 @@ pub(super) fn read(
     id: RequestId,
 ) -> Result<Head, Refusal> {
     let request::Parts { method, uri, mut headers, .. } = parts;
-    if method == Method::CONNECT {
+    if method == Method::CONNECT || method == Method::TRACE {
         return Err(Refusal::MethodNotAllowed(ALLOWED));
     }
     if headers.len() > limits.header_fields {
@@ -37,6 +37,11 @@ pub(super) fn read(
     }
     let Authority { host, port } =
         target_authority(uri.authority().map(http::uri::Authority::as_str), &headers)?;
+    // The same characters as over HTTP/1. A fragment is gone already: `http` cuts it off as it parses the field.
+    let target = uri.path_and_query().map_or("", |target| target.as_str());
+    if !target.bytes().all(|byte| matches!(byte, 0x21..=0x7e)) {
+        return Err(Refusal::BadRequest("the target has a character that must be percent-encoded"));
+    }
     let path = uri.path();
     if !(path.starts_with('/') || path == "*" && method == Method::OPTIONS) {
         return Err(Refusal::BadRequest("the path does not begin with '/'"));
@@ -164,6 +169,9 @@ mod tests {
             ("GET", "ftp://a/", &[], "bad_request"),
             ("POST", "https://a/", &[("content-length", "1"), ("content-length", "1")], "bad_request"),
             ("CONNECT", "a:443", &[], "method"),
+            ("TRACE", "https://a/", &[], "method"),
+            ("GET", "https://a/\u{e4}", &[], "bad_request"),
+            ("GET", "https://a/?\u{e4}", &[], "bad_request"),
             ("GET", "https://a/", &[("expect", "a miracle")], "expectation"),
         ] {
             let refusal = check(method, uri, fields).unwrap_err();

@@ -25,7 +25,7 @@ fn paths_are_decoded_once_and_resolved() {
         ("//a///b//", "/a/b/"),
         ("/..a/b..", "/..a/b.."),
         ("/a%2Fb", "/a%2Fb"),
-        ("/a%2f..%2Fb", "/a%2F..%2Fb"),
+        ("/a%2f...%2Fb", "/a%2F...%2Fb"),
         ("/x/..", "/"),
         ("/+~;=@:", "/+~;=@:"),
     ] {
@@ -50,16 +50,62 @@ fn what_nobody_can_mean_is_a_bad_request() {
         "/a/../../b",
         "/./..",
         "//..",
+        "/a%2f..%2Fb",
+        "/pub/..%2fadmin",
+        "/pub/%2e%2e%2Fadmin",
+        "/pub/..%5cadmin",
+        "/pub/..\\admin",
+        "/pub/.%2fadmin",
+        "/pub/x%2f..",
+        "/pub/..;/admin",
+        "/pub/..;a=b/admin",
+        "/pub/%2e.%3b/admin",
+        "/pub/.;/admin",
+        "/pub/x%2f..;y",
+        "/..%2f..%2fetc",
     ] {
+        assert!(matches!(canonical(raw, "/pub"), Err(Refusal::BadRequest(_))), "{raw}");
         assert!(matches!(normal(raw), Err(Refusal::BadRequest(_))), "{raw}");
     }
 }
 
 #[test]
 fn ambiguous_names_route_but_name_no_file() {
-    for raw in ["/a%2Fb", "/a%5cb", "/a\\b", "/%FF", "/..%2f..%2fetc"] {
+    for raw in ["/a%2Fb", "/a%5cb", "/a\\b", "/%FF", "/x%2f...%2fetc"] {
         let path = SitePath::parse(raw).expect("routes");
         assert_eq!(path.below("/"), Err(Refusal::NotFound), "{raw}");
+    }
+}
+
+fn canonical(raw: &str, mount: &str) -> Result<String, Refusal> {
+    let mut path = raw.into();
+    canonicalize(&mut path, mount).map(|()| path.into())
+}
+
+#[test]
+fn the_canonical_path_is_what_was_routed() {
+    for (raw, mount, expected) in [
+        ("/", "/", "/"),
+        ("//", "/", "/"),
+        ("/a/b.html", "/", "/a/b.html"),
+        ("/pub/../admin", "/admin", "/admin"),
+        ("/pub/%2e%2E/admin/", "/admin", "/admin/"),
+        ("/pub/./x/.", "/pub", "/pub/x/"),
+        ("/pub/x/..", "/pub", "/pub/"),
+        ("/%70ub/%7Ex%2Dy%20z", "/pub", "/pub/~x-y%20z"),
+        ("//pub//x", "/pub", "/pub//x"),
+        ("/a//b//c//", "/a/b", "/a/b//c//"),
+        ("/a//b/../c", "/a/c", "/a/c"),
+        ("/fetch/http://example.org/", "/", "/fetch/http://example.org/"),
+        ("/fetch//../x", "/", "/x"),
+        ("/a%2Fb%2fc", "/", "/a%2Fb%2fc"),
+        ("/a;v=1/b;jsessionid=2", "/", "/a;v=1/b;jsessionid=2"),
+        ("/%252e%252e/x", "/", "/%252e%252e/x"),
+        ("/.well-known/x", "/", "/.well-known/x"),
+        ("/a\\b", "/", "/a\\b"),
+        ("/%E9%95%b7", "/", "/%E9%95%b7"),
+    ] {
+        assert_eq!(canonical(raw, mount).as_deref(), Ok(expected), "{raw}");
     }
 }
 
@@ -143,6 +189,8 @@ fn hostile() -> impl Strategy<Value = String> {
         Just("%"),
         Just("a"),
         Just("%c3%a9"),
+        Just(";"),
+        Just("%61"),
         Just("%ff"),
         Just("é"),
         Just("//"),
@@ -163,6 +211,21 @@ proptest! {
                 prop_assert!(!rel.as_str().contains('\0') && !rel.as_str().contains('\\'));
                 prop_assert!(rel.as_str().split('/').all(|segment| segment != ".." && segment != "."));
             }
+        }
+    }
+
+    #[test]
+    fn routing_and_forwarding_agree(raw in hostile(), mount in "(/[a-c]{1,2}){0,2}") {
+        let routed = SitePath::parse(&raw);
+        let forwarded = canonical(&raw, &mount);
+        prop_assert_eq!(routed.is_ok(), forwarded.is_ok());
+        if let (Ok(routed), Ok(forwarded)) = (routed, forwarded) {
+            let again = SitePath::parse(&forwarded).unwrap();
+            prop_assert_eq!(again.as_str(), routed.as_str());
+            prop_assert_eq!(canonical(&forwarded, &mount).unwrap(), forwarded.as_str());
+            prop_assert!(!forwarded.starts_with("//"));
+            let plain = forwarded.replace("%2F", "/").replace("%5C", "/").replace('\\', "/");
+            prop_assert!(plain.split('/').all(|segment| segment != ".." && segment != "."), "{}", forwarded);
         }
     }
 

@@ -5,17 +5,20 @@
 //!
 //! `Authorization` is passed on as `HTTP_AUTHORIZATION`: applications do their own authentication, and a program
 //! runs under its tenant's uid, where no other tenant reads its environment. `AUTH_TYPE` and `REMOTE_USER` are not
-//! set, because nagaya itself authenticates nobody.
+//! set, because nagaya itself authenticates nobody. Which fields become variables at all is the same for every kind of
+//! backend (`forward::fields`); who the client is, trusted proxies in front may say (`forward::client`).
 
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE, VIA};
 use http::{HeaderMap, HeaderName, Version};
 use nagaya_cmdb::record::{Files, Site, Tenant};
 
 use super::Script;
+use crate::forward::fields::{Fate, fate};
+use crate::forward::{ClientView, trace};
 use crate::message::Head;
 use crate::refusal::Refusal;
 
@@ -90,7 +93,7 @@ fn common(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Re
             return Err(Refusal::BadRequest("a NUL in the path"));
         }
     }
-    server(head, set);
+    server(head, &script.client, set);
     request(head, facts.body_len, set);
     set("SCRIPT_NAME", script.name.as_bytes());
     if !script.path_info.is_empty() {
@@ -99,6 +102,12 @@ fn common(facts: &Facts<'_>, set: &mut impl FnMut(&str, &[u8])) -> Result<(), Re
     // php-cgi's mark that a web server, not a visitor, chose the script; applications look for it too.
     set("REDIRECT_STATUS", b"200");
     headers(&head.headers, set);
+    restated(head, &script.client, set);
+    trace::each_field(&head.headers, head.id, |name, value| {
+        let mut variable = String::with_capacity(32);
+        push_variable(name, &mut variable);
+        set(&variable, value);
+    });
     Ok(())
 }
 
@@ -122,7 +131,7 @@ pub fn document_root(site: &Site, tenant: &Tenant, files: &Files) -> Result<Path
     Ok(root.components().collect())
 }
 
-fn server(head: &Head, set: &mut impl FnMut(&str, &[u8])) {
+fn server(head: &Head, client: &ClientView, set: &mut impl FnMut(&str, &[u8])) {
     let conn = &head.conn;
     let mut text = String::new();
     set("GATEWAY_INTERFACE", b"CGI/1.1");
@@ -131,22 +140,25 @@ fn server(head: &Head, set: &mut impl FnMut(&str, &[u8])) {
     write!(text, "{local}").expect("a string takes everything");
     set("SERVER_ADDR", text.as_bytes());
     // An HTTP/1.0 client may name no host; the address it came to is then the only name there is.
-    set("SERVER_NAME", if head.host.is_empty() { text.as_bytes() } else { head.host.as_bytes() });
-    set("SERVER_PORT", itoa::Buffer::new().format(conn.local.port()).as_bytes());
+    let host = client.host.as_deref().unwrap_or(&head.host);
+    set("SERVER_NAME", if host.is_empty() { text.as_bytes() } else { host.as_bytes() });
+    set("SERVER_PORT", itoa::Buffer::new().format(client.server_port).as_bytes());
     let protocol: &[u8] = match head.version {
         Version::HTTP_10 => b"HTTP/1.0",
         Version::HTTP_2 => b"HTTP/2.0",
         _ => b"HTTP/1.1",
     };
     set("SERVER_PROTOCOL", protocol);
-    set("REQUEST_SCHEME", conn.scheme().as_bytes());
-    if conn.tls.is_some() {
+    set("REQUEST_SCHEME", client.scheme.as_bytes());
+    if client.scheme == "https" {
         set("HTTPS", b"on");
     }
     text.clear();
-    write!(text, "{}", conn.peer.ip().to_canonical()).expect("a string takes everything");
+    write!(text, "{}", client.address).expect("a string takes everything");
     set("REMOTE_ADDR", text.as_bytes());
-    set("REMOTE_PORT", itoa::Buffer::new().format(conn.peer.port()).as_bytes());
+    if let Some(port) = client.port {
+        set("REMOTE_PORT", itoa::Buffer::new().format(port).as_bytes());
+    }
     // `Host` is not among the headers: the head keeps it apart, checked.
     if !head.host.is_empty() {
         text.clear();
@@ -205,13 +217,23 @@ fn bytes(path: &Path) -> &[u8] {
     path.as_os_str().as_bytes()
 }
 
+/// What is in both the variables of the client and the fields of a trusted proxy: one value each, and the same one.
+fn restated(head: &Head, client: &ClientView, set: &mut impl FnMut(&str, &[u8])) {
+    set("HTTP_X_REQUEST_ID", head.id.to_string().as_bytes());
+    if !client.is_relayed {
+        return;
+    }
+    set("HTTP_X_FORWARDED_FOR", client.address.to_string().as_bytes());
+    set("HTTP_X_FORWARDED_PROTO", client.scheme.as_bytes());
+    set("HTTP_X_FORWARDED_HOST", client.host.as_deref().unwrap_or(&head.host).as_bytes());
+    set("HTTP_X_FORWARDED_PORT", itoa::Buffer::new().format(client.server_port).as_bytes());
+}
+
 fn headers(headers: &HeaderMap, set: &mut impl FnMut(&str, &[u8])) {
     let mut variable = String::with_capacity(64);
     let mut joined = Vec::new();
-    for name in headers.keys() {
-        if !variable_name(name, &mut variable) {
-            continue;
-        }
+    for name in headers.keys().filter(|name| is_variable(name)) {
+        push_variable(name, &mut variable);
         let mut values = headers.get_all(name).iter();
         let first = values.next().expect("a name in the map has a value");
         match values.next() {
@@ -230,25 +252,21 @@ fn headers(headers: &HeaderMap, set: &mut impl FnMut(&str, &[u8])) {
     }
 }
 
-/// Writes the variable of a header field into `variable`; false for the fields that get none.
-fn variable_name(name: &HeaderName, variable: &mut String) -> bool {
-    // Their variables have no prefix. `Proxy` would become HTTP_PROXY, from which HTTP clients inside the
-    // program take their proxy (httpoxy, CVE-2016-5385). `Host` has been set from the checked head.
-    if matches!(name.as_str(), "content-length" | "content-type" | "proxy" | "host") {
-        return false;
+/// Whether the field goes on as a variable of its own value.
+fn is_variable(name: &HeaderName) -> bool {
+    match fate(name.as_str()) {
+        // The type of the body has a variable without a prefix.
+        Fate::Kept | Fate::Trusted => name != CONTENT_TYPE,
+        Fate::Continued => name == VIA,
+        Fate::Replaced | Fate::Restated | Fate::Dropped => false,
     }
+}
+
+/// The variable of a header field, in the place of what is in `variable`.
+fn push_variable(name: &HeaderName, variable: &mut String) {
     variable.clear();
     variable.push_str("HTTP_");
-    for byte in name.as_str().bytes() {
-        match byte {
-            b'-' => variable.push('_'),
-            b'a'..=b'z' | b'0'..=b'9' => variable.push(char::from(byte.to_ascii_uppercase())),
-            // `Foo_Bar` would become the same variable as `Foo-Bar`, and a proxy in front that strips or sets
-            // the one would not see the other.
-            _ => return false,
-        }
-    }
-    true
+    variable.extend(name.as_str().chars().map(|c| if c == '-' { '_' } else { c.to_ascii_uppercase() }));
 }
 
 #[cfg(test)]

@@ -46,6 +46,7 @@ use self::pool::{Lease, Place, Worker};
 use self::responder::{ErrorLines, Exchange, Retry};
 use self::spool::Spool;
 use crate::admission::without_ticket;
+use crate::forward::ClientView;
 use crate::message::{Request, Response, ResponseBody};
 use crate::metrics::Metrics;
 use crate::options::{Limits, Options};
@@ -70,6 +71,8 @@ pub struct Script {
     pub path_info: String,
     /// What rules set, or with `None` take away, each name once. It comes before everything else of the same name.
     pub variables: Vec<Variable>,
+    /// Whom the program is told to answer.
+    pub client: ClientView,
 }
 
 pub type Variable = (Box<str>, Option<Box<str>>);

@@ -28,6 +28,7 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 
 use super::{Outcome, PhpPools, Programs, Script};
+use crate::forward::ClientView;
 use crate::message::{BodyError, ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::metrics::Metrics;
 use crate::options::Options;
@@ -187,8 +188,13 @@ impl Thread {
             Some((file, rest)) => (file, format!("/{rest}")),
             None => (file, String::new()),
         };
-        let script =
-            Script { file: file.to_owned(), name: format!("/{file}"), path_info, variables: Vec::new() };
+        let script = Script {
+            file: file.to_owned(),
+            name: format!("/{file}"),
+            path_info,
+            variables: Vec::new(),
+            client: ClientView::direct(&request.head),
+        };
         match self.site.backend.kind() {
             "cgi" => self.programs.cgi(&self.site, &self.tenant, script, request, &self.stay()).await,
             _ => self.programs.php(&self.site, &self.tenant, script, request, &self.stay()).await,

@@ -8,12 +8,13 @@ use std::fmt::Write as _;
 
 use http::header::{CONTENT_TYPE, LOCATION};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use nagaya_keeper::variables::VariableOwner;
 use nagaya_rules::{Answer, HeaderAction, HeaderEdit, Rewrites};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::message::{Head, Response, ResponseBody};
-use crate::path::{SitePath, matches_prefix};
-use crate::programs::document_root;
+use crate::path::{SitePath, canonicalize, matches_prefix};
+use crate::programs::{Variable, document_root};
 use crate::refusal::Refusal;
 use crate::route::Route;
 
@@ -109,10 +110,31 @@ fn edit(edits: &[HeaderEdit], headers: &mut HeaderMap, fixed: &[&str], of: &str,
     }
 }
 
+/// The variables that a program may be given by rules.
+pub fn variables(wanted: &[Variable], left_out: &mut LeftOut) -> Vec<Variable> {
+    let mut variables = Vec::with_capacity(wanted.len());
+    for (name, value) in wanted {
+        let why = match VariableOwner::of(name) {
+            VariableOwner::Rules if value.as_deref().is_some_and(|value| value.contains('\0')) => {
+                "cannot have a NUL in its value"
+            }
+            VariableOwner::Rules => {
+                variables.push((name.clone(), value.clone()));
+                continue;
+            }
+            VariableOwner::Server => "is the server's, which tells the program of its request by it",
+            VariableOwner::Loader => "decides what a program loads: set it in the site's record (--env)",
+            VariableOwner::Nobody => "is no name of a variable",
+        };
+        left_out.add(format!("the variable '{}' {why}", name.escape_debug()));
+    }
+    variables
+}
+
 /// Makes the request one for what the rules say it is for. The part that concerns the response stays in `rewrites`.
 pub fn rewrite(rewrites: &mut Rewrites, head: &mut Head, route: &Route, left_out: &mut LeftOut) {
     if let Some(path) = rewrites.path.take() {
-        match encoded(&path) {
+        match encode_path(&path, &route.site.path) {
             Some(path) => head.path = path,
             None => left_out.add("a path that does not begin with '/', or leads above the root"),
         }
@@ -137,10 +159,11 @@ pub fn rewrite(rewrites: &mut Rewrites, head: &mut Head, route: &Route, left_out
     }
 }
 
-/// A decoded path as clients send it.
-fn encoded(path: &str) -> Option<Box<str>> {
+/// A decoded path as clients send it, for the site at `mount`.
+fn encode_path(path: &str, mount: &str) -> Option<Box<str>> {
     let encoded = utf8_percent_encode(path, PATH_ESCAPED).to_string();
-    SitePath::parse(&encoded).is_ok().then(|| encoded.into())
+    let mut path = encoded.into();
+    canonicalize(&mut path, mount).ok().map(|()| path)
 }
 
 /// What of an absolute `path` follows the site's document root, without slashes at its ends.

@@ -373,10 +373,15 @@ fn overlaid(site: &Confinement, rule: &Confinement) -> Confinement {
     }
 }
 
-/// What the rules set for the request's programs.
+/// What the rules set for the request's programs. A variable that is not a rule's to set is left out.
 pub fn variables(account: &Account) -> Vec<Variable> {
-    let Some(verdict) = account.ruling().map(|ruling| &ruling.verdict) else { return Vec::new() };
-    let mut variables = verdict.env.clone();
+    let Some(ruling) = account.ruling() else { return Vec::new() };
+    let verdict = &ruling.verdict;
+    let mut left_out = LeftOut::default();
+    let mut variables = apply::variables(&verdict.env, &mut left_out);
+    if let Some(route) = account.route() {
+        ruling.rules.tell(left_out, account.id(), route);
+    }
     if let Some(user) = &verdict.rewrites.user
         && verdict.env("REMOTE_USER").is_none()
     {

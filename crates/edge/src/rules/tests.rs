@@ -227,6 +227,8 @@ async fn a_status_that_does_not_fit_the_body_is_left_out() {
 async fn paths_are_rewritten_beneath_the_document_root_only() {
     for (rule, path) in [
         ("r.uri = \"/w/c d.html\"", "/w/c%20d.html"),
+        ("r.uri = \"/w//x/./c.html\"", "/w//x/c.html"),
+        ("r.uri = \"/../c.html\"", "/w/a%20b/x.cgi/rest"),
         ("r.filename = \"/srv/demo/web/e/f.cgi\"", "/w/e/f.cgi"),
         ("r.filename = r.document_root + \"/g?h.html\"", "/w/g%3Fh.html"),
         ("r.filename = \"/srv/demo/webshop/f.cgi\"", "/w/a%20b/x.cgi/rest"),
@@ -359,6 +361,43 @@ async fn variables_go_to_the_programs() {
     let variables = variables(&came.account);
     let plain: Vec<_> = variables.iter().map(|(name, value)| (&**name, value.as_deref())).collect();
     assert_eq!(plain, [("A", Some("1")), ("B", None), ("REMOTE_USER", Some("ann"))]);
+}
+
+#[tokio::test]
+async fn variables_that_are_not_a_rules_are_left_out() {
+    let names = [
+        "SCRIPT_FILENAME",
+        "DOCUMENT_ROOT",
+        "PATH_TRANSLATED",
+        "REMOTE_ADDR",
+        "SERVER_NAME",
+        "HTTPS",
+        "CONTENT_LENGTH",
+        "QUERY_STRING",
+        "HTTP_ACCEPT",
+        "PHP_VALUE",
+        "PHP_ADMIN_VALUE",
+        "LD_PRELOAD",
+        "PATH",
+        "BASH_ENV",
+        "A-B",
+    ];
+    let set: String = names.iter().map(|name| format!("e[\"{name}\"] = \"x\"\n")).collect();
+    let came =
+        came_of(&format!("e = Apache::Env.new\n{set}e[\"SERVER_NAME\"] = nil\ne[\"FOO\"] = \"bar\"\n")).await;
+    let variables = variables(&came.account);
+    let plain: Vec<_> = variables.iter().map(|(name, value)| (&**name, value.as_deref())).collect();
+    assert_eq!(plain, [("FOO", Some("bar"))]);
+}
+
+#[test]
+fn what_is_left_out_of_the_variables_is_said() {
+    let wanted = [("LD_PRELOAD", "x"), ("SCRIPT_NAME", "x"), ("FOO", "a\0b"), ("A=B", "x"), ("BAR", "x")];
+    let wanted = wanted.map(|(name, value)| (name.into(), Some(value.into())));
+    let mut left_out = LeftOut::default();
+    assert_eq!(apply::variables(&wanted, &mut left_out), [("BAR".into(), Some("x".into()))]);
+    let names: Vec<_> = left_out.0.iter().map(|what| what.split('\'').nth(1).unwrap()).collect();
+    assert_eq!(names, ["LD_PRELOAD", "SCRIPT_NAME", "FOO", "A=B"]);
 }
 
 #[tokio::test]

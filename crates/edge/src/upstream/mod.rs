@@ -49,6 +49,8 @@ pub struct Outgoing<'a> {
     pub head: &'a Head,
     /// The header section, as `Forwarding::request` writes it.
     pub fields: &'a [u8],
+    /// Names of fields behind the body that go on.
+    pub trailers: &'a [String],
 }
 
 /// An exchange that came to no answer.
@@ -91,6 +93,9 @@ pub async fn exchange(
         let encode = |out: &mut BytesMut| encode(&outgoing, framing, out);
         let seat = connector.seat(address, &connection.socket).await;
         let mut transfer = Transfer::new(connection, encode, body, framing, seat);
+        if !outgoing.trailers.is_empty() {
+            transfer.allow_trailers(outgoing.trailers);
+        }
         match answer(&mut transfer, head, bounds).await {
             Ok(answer) => return Ok(respond(pool, address, transfer, answer, bounds)),
             Err(broken) => {
@@ -117,7 +122,7 @@ async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<
     for _ in 0..=INTERIM_MAX {
         let answer = transfer.head(head.method == Method::HEAD, bounds.head_bytes, bounds.head).await?;
         match answer.status {
-            StatusCode::SWITCHING_PROTOCOLS if head.upgrade.is_some() && answer.upgrade.is_some() => {
+            StatusCode::SWITCHING_PROTOCOLS if is_offered(head.upgrade.as_ref(), answer.upgrade.as_ref()) => {
                 return Ok(answer);
             }
             StatusCode::SWITCHING_PROTOCOLS => {
@@ -128,6 +133,16 @@ async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<
         }
     }
     Err(Broken::Invalid("it sends interim responses without end"))
+}
+
+/// Whether all protocols of `taken` are among those of `offered`.
+fn is_offered(offered: Option<&HeaderValue>, taken: Option<&HeaderValue>) -> bool {
+    let words = |value: &HeaderValue| -> Vec<String> {
+        let words = value.to_str().unwrap_or_default().split(',');
+        words.map(|word| word.trim().to_ascii_lowercase()).collect()
+    };
+    let Some((offered, taken)) = offered.map(words).zip(taken.map(words)) else { return false };
+    taken.iter().all(|protocol| offered.contains(protocol))
 }
 
 fn respond(
@@ -170,7 +185,7 @@ fn framing_of(body: &RequestBody) -> Framing {
 }
 
 fn encode(outgoing: &Outgoing<'_>, framing: Framing, out: &mut BytesMut) {
-    let Outgoing { head, fields } = *outgoing;
+    let Outgoing { head, fields, .. } = *outgoing;
     out.reserve(ENCODED_LEN + head.path.len() + fields.len());
     let mut put = |parts: &[&[u8]]| parts.iter().for_each(|part| out.extend_from_slice(part));
     put(&[head.method.as_str().as_bytes(), b" ", head.path.as_bytes()]);

@@ -77,7 +77,7 @@ fn last(method: &Method, servers: &[Server], requests: u32, retries: u32) -> Res
         let address = Address::parse("unix:/nowhere");
         let servers = Servers(RefCell::new(servers.to_vec()));
         let head = request(method.clone(), RequestBody::empty()).head;
-        let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo" };
+        let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo", trailers: &[] };
         let retries = Retries::new(Some(retries));
         let mut said = Err(false);
         for _ in 0..requests {

@@ -11,11 +11,12 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName};
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
 use super::pool::{Address, Connection, Pool};
+use crate::forward::fields::{Fate, fate};
 use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
 use crate::http1::head::{self, FIELDS_MAX, HeadLimits, ResponseHead};
 use crate::message::{BodyError, RequestBody};
@@ -45,6 +46,8 @@ pub struct Transfer {
     framing: Framing,
     body_left: bool,
     body_touched: bool,
+    /// Trailers that go on.
+    trailers: Box<[HeaderName]>,
     /// Some of it was taken by the application's side.
     written: bool,
     /// Writing failed; the answer may have come all the same.
@@ -73,6 +76,7 @@ impl Transfer {
             framing,
             body_left: framing != Framing::None,
             body_touched: false,
+            trailers: Box::default(),
             written: false,
             write_failed: false,
             answer_seen: false,
@@ -81,6 +85,15 @@ impl Transfer {
             decoder: Decoder::new(Framing::None),
             keep_alive: false,
         }
+    }
+
+    /// These fields behind the body go on (RFC 9110 section 6.5.1); without this call none do. A receiver may merge them into
+    /// the header, so a client could say there what it may not say in front.
+    pub fn allow_trailers(&mut self, names: &[String]) {
+        let names = names.iter().filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
+        let is_harmless =
+            |name: &HeaderName| !is_forbidden_trailer(name) && fate(name.as_str()) == Fate::Kept;
+        self.trailers = names.filter(is_harmless).collect();
     }
 
     /// No byte of the body was taken and no byte of an answer came.
@@ -158,7 +171,7 @@ impl Transfer {
 
     fn encode_trailers(&mut self, trailers: &HeaderMap) {
         self.connection.output.extend_from_slice(b"0\r\n");
-        for (name, value) in trailers.iter().filter(|(name, _)| !is_forbidden_trailer(name)) {
+        for (name, value) in trailers.iter().filter(|(name, _)| self.trailers.contains(name)) {
             self.connection.output.extend_from_slice(name.as_str().as_bytes());
             self.connection.output.extend_from_slice(b": ");
             self.connection.output.extend_from_slice(value.as_bytes());

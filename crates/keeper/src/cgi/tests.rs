@@ -64,6 +64,7 @@ fn paths_come_from_the_record_and_the_site_has_the_last_word() {
         ("SCRIPT_FILENAME", "/etc/passwd"),
         ("DOCUMENT_ROOT", "/etc"),
         ("REMOTE_USER", "forged"),
+        ("APP_STAGE", "of a rule"),
     ])
     .unwrap();
     for want in [
@@ -75,6 +76,7 @@ fn paths_come_from_the_record_and_the_site_has_the_last_word() {
         "PATH_TRANSLATED=/home/a/www/p/../q",
         "MODE=prod",
         "REMOTE_USER=fixed",
+        "APP_STAGE=of a rule",
     ] {
         assert!(env.iter().any(|have| have == want), "{want} in {env:?}");
     }
@@ -96,6 +98,14 @@ fn variables_that_steer_loaders_and_shells_are_refused() {
         "BASH_ENV",
         "PERL5LIB",
         "PYTHONPATH",
+        "RUBYOPT",
+        "NODE_OPTIONS",
+        "PHPRC",
+        "ENV",
+        "https_proxy",
+        "SERVER_ADMIN",
+        "REMOTE_GROUP",
+        "ORIG_SCRIPT_NAME",
         "http_host",
         "HTTP_",
         "HTTP_A-B",

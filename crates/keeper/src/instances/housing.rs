@@ -416,6 +416,7 @@ pub fn of_sandbox(error: &SandboxError) -> Fault {
 /// What of a record a running instance was made from.
 pub fn what_runs(app: &App) -> App {
     let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
+    let when = App { request_trailers: Vec::new(), ..when };
     // Of its files, which scripts are where. What the edge makes of the others is not its concern.
     let files = app.files.as_ref().map(|files| {
         let Files { root, index, front_controller, extensions, .. } = (**files).clone();

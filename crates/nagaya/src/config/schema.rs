@@ -353,7 +353,7 @@ const EDGE: &[Key<Settings>] = &[
         "0.1",
         Kind::Networks,
         edge.trusted_proxies,
-        "Peers whose `Forwarded` and `X-Forwarded-*` fields are believed. From everybody else they are replaced."
+        "Peers that are believed who the client is: `Forwarded`, `X-Forwarded-*` and others (docs/header-fields.md). From everybody else such fields are dropped."
     ),
 ];
 

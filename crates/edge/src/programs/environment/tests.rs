@@ -46,11 +46,16 @@ fn site(backend: &str) -> Site {
 }
 
 fn script() -> Script {
+    script_for(ClientView::direct(&head(&[])))
+}
+
+fn script_for(client: ClientView) -> Script {
     Script {
         file: "doku.php".into(),
         name: "/wiki/doku.php".into(),
         path_info: "/a b".into(),
         variables: Vec::new(),
+        client,
     }
 }
 
@@ -79,9 +84,14 @@ fn php(
 }
 
 fn cgi(head: &Head, site: &Site) -> BTreeMap<String, String> {
+    cgi_for(head, site, ClientView::direct(head))
+}
+
+fn cgi_for(head: &Head, site: &Site, client: ClientView) -> BTreeMap<String, String> {
     let tenant = tenant();
     let files = site.backend.files().unwrap();
-    let facts = Facts { head, body_len: None, site, tenant: &tenant, files, script: &script() };
+    let script = script_for(client);
+    let facts = Facts { head, body_len: None, site, tenant: &tenant, files, script: &script };
     collected(|put| for_cgi(&facts, put)).unwrap()
 }
 
@@ -113,6 +123,8 @@ fn a_php_script_gets_every_variable() {
         ("HTTP_AUTHORIZATION", "Basic abc"),
         ("HTTP_COOKIE", "x=1; y=2"),
         ("HTTP_HOST", "wiki.localhost:8080"),
+        ("HTTP_TRACEPARENT", "00-00000000000000000000000000000abc-0000000000000abc-01"),
+        ("HTTP_X_REQUEST_ID", "00000000000000000000000000000abc"),
         ("PATH_INFO", "/a b"),
         ("PATH_TRANSLATED", "/srv/demo/web/wiki/a b"),
         ("QUERY_STRING", "id=start&x=%2F"),
@@ -162,6 +174,66 @@ fn tls_and_http2_are_told() {
     assert_eq!(all["HTTPS"], "on");
     assert_eq!(all["REQUEST_SCHEME"], "https");
     assert_eq!(all["SERVER_PROTOCOL"], "HTTP/2.0");
+}
+
+#[test]
+fn behind_a_trusted_proxy_all_variables_are_the_clients() {
+    let client = ClientView {
+        address: "203.0.113.9".parse().unwrap(),
+        port: None,
+        scheme: "https",
+        host: Some("www.example.org".into()),
+        server_port: 443,
+        is_relayed: true,
+    };
+    let claims = head(&[
+        ("x-forwarded-for", b"1.1.1.1, 203.0.113.9"),
+        ("x-forwarded-proto", b"https"),
+        ("forwarded", b"for=203.0.113.9"),
+        ("x-forwarded-prefix", b"/app"),
+    ]);
+    let all = cgi_for(&claims, &site(r#"{"kind":"cgi","root":"web"}"#), client);
+    for (name, value) in [
+        ("REMOTE_ADDR", "203.0.113.9"),
+        ("REQUEST_SCHEME", "https"),
+        ("HTTPS", "on"),
+        ("SERVER_NAME", "www.example.org"),
+        ("SERVER_PORT", "443"),
+        ("HTTP_X_FORWARDED_FOR", "203.0.113.9"),
+        ("HTTP_X_FORWARDED_PROTO", "https"),
+        ("HTTP_X_FORWARDED_HOST", "www.example.org"),
+        ("HTTP_X_FORWARDED_PORT", "443"),
+        ("HTTP_X_FORWARDED_PREFIX", "/app"),
+        ("HTTP_HOST", "wiki.localhost:8080"),
+    ] {
+        assert_eq!(all.get(name).map(String::as_str), Some(value), "{name}");
+    }
+    assert!(!all.contains_key("REMOTE_PORT") && !all.contains_key("HTTP_FORWARDED"));
+}
+
+#[test]
+fn no_variable_is_made_of_a_field_that_others_write() {
+    let names = [
+        "x-forwarded-for",
+        "x-forwarded-proto",
+        "x-forwarded-host",
+        "x-forwarded-port",
+        "forwarded",
+        "proxy",
+        "nagaya-peer-x",
+        "redirect-status",
+        "te",
+        "x_real_ip",
+        "x.real.ip",
+        "x-request-id",
+        "traceparent",
+    ];
+    for name in names {
+        let all = cgi(&head(&[(name, b"forged")]), &site(r#"{"kind":"cgi","root":"web"}"#));
+        assert!(all.values().all(|value| value != "forged"), "{name}");
+    }
+    let all = cgi(&head(&[("via", b"1.1 cache")]), &site(r#"{"kind":"cgi","root":"web"}"#));
+    assert_eq!(all["HTTP_VIA"], "1.1 cache");
 }
 
 #[test]

@@ -169,7 +169,13 @@ pub const CLASSES: &[Class] = &[
                 "[] all",
                 Differs("what rules have set; the rest of a program's environment is made after the rules"),
             ),
-            Row("[]=", Differs("passed to CGI and PHP programs")),
+            Row(
+                "[]=",
+                Differs(
+                    "passed to CGI and PHP programs and to scripts of applications, but for names that are the server's or decide \
+                     what is loaded (NGY0429)",
+                ),
+            ),
         ],
     },
     Class {
