@@ -3,6 +3,7 @@
 //! Not here: what a site must be (`nagaya_cmdb::check`), where commands work (`output`).
 
 mod admission;
+mod file_warnings;
 
 use std::process::ExitCode;
 
@@ -187,6 +188,9 @@ pub struct ServerFields {
     /// Host it is sent instead of the client's (http)
     #[arg(long, value_name = "HOST")]
     pub host_header: Option<String>,
+    /// Trailer field of requests to pass on: none without this; repeat for more
+    #[arg(long = "request-trailer", value_name = "NAME")]
+    pub request_trailers: Vec<String>,
     /// Program or argument (app); repeat for each word
     #[arg(long = "command", value_name = "WORD", allow_hyphen_values = true)]
     pub command: Vec<String>,
@@ -298,7 +302,9 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
             return Err(CliError::Usage(format!("a site needs {option}: see `nagaya site add --help`")));
         }
     }
-    let reply = Access::open(place, Intent::Change)?.add(&path(&command.name), &Value::Object(record))?;
+    let access = Access::open(place, Intent::Change)?;
+    let reply = access.add(&path(&command.name), &Value::Object(record))?;
+    warn_of_files(&access, &reply.0["site"]);
     match command.format.json {
         true => output::print_json(&reply.0["site"]),
         false => output::print(&format!("site '{}' was added", command.name)),
@@ -315,11 +321,24 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
         command.fields.apply(&mut record)?;
         Ok(Value::Object(record))
     })?;
+    if command.fields.backend.is_some() || command.fields.files.root.is_some() {
+        warn_of_files(&access, &reply.0["site"]);
+    }
     if command.format.json {
         return output::print_json(&reply.0["site"]);
     }
     let what = if reply.0["changed"] == json!(true) { "was changed" } else { "is as it was" };
     output::print(&format!("site '{}' {what}", command.name))
+}
+
+/// Says what of the site's files would surprise who comes from another server. It is a help, so nothing of it can fail.
+fn warn_of_files(access: &Access, site: &Value) {
+    let tenant =
+        site["tenant"].as_str().and_then(|name| access.get(&format!("/v1/tenants/{}", escape(name))).ok());
+    let home = tenant.as_ref().and_then(|reply| reply.0["tenant"]["home"].as_str());
+    for warning in file_warnings::warn_of_files(site, home) {
+        eprintln!("nagaya: warning: {warning}");
+    }
 }
 
 /// Takes an option's field out of the record, or out of its backend.
@@ -330,6 +349,7 @@ fn unset(option: &str, record: &mut Map<String, Value>) -> Result<(), CliError> 
     let field = match option {
         "error-document" => "error_documents".into(),
         "extension" => "extensions".into(),
+        "request-trailer" => "request_trailers".into(),
         "secret" => "secrets".into(),
         "database" => "databases".into(),
         "tenant" | "host" | "backend" => {
@@ -398,6 +418,7 @@ impl ServerFields {
     fn apply(&self, backend: &mut Map<String, Value>) {
         put(backend, "address", self.address.as_ref());
         put(backend, "host_header", self.host_header.as_ref());
+        put_list(backend, "request_trailers", &self.request_trailers);
         put_list(backend, "command", &self.command);
         put(backend, "directory", self.directory.as_ref());
         put(backend, "listen", self.listen.map(|listen| word(&listen)));

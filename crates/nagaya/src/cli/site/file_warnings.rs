@@ -1,0 +1,253 @@
+//! A look at the files of a site that was just added: which of them look like programs and would be sent as text, and which
+//! were written for Apache and are not read here.
+//!
+//! Only names and modes are looked at, no link is followed, and the look is bounded. A root that is not there, or that this user
+//! may not read, is no error: the site may come before its files. Not here: what is really served (the edge's `files`).
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, openat, statat};
+use serde_json::Value;
+
+/// Entries looked at, and directories below each other.
+const ENTRIES_MAX: usize = 20_000;
+const DEPTH_MAX: usize = 16;
+
+/// Files named in one warning.
+const NAMED_MAX: usize = 5;
+
+/// Endings of what other servers run, or include.
+const ENDINGS: &[&str] = &[
+    "php", "php3", "php4", "php5", "php7", "php8", "phtml", "pht", "phar", "inc", "cgi", "fcgi", "pl", "py",
+    "rb", "lua", "sh", "jsp", "asp", "aspx",
+];
+
+/// Endings that mark a copy, which begins with the program's own name.
+const COPIES: &[&str] = &["bak", "old", "orig", "save", "swp", "dist", "tmp", "txt", "disabled", "1", "2"];
+
+/// Warnings about the files of a site with this record, whose tenant has this home.
+pub fn warn_of_files(site: &Value, home: Option<&str>) -> Vec<String> {
+    let Some(look) = Look::of(site, home) else { return Vec::new() };
+    let mut found = Found::default();
+    if let Ok(root) = open_directory(CWD, look.root.as_os_str().as_bytes()) {
+        look.walk(&root, "", 0, &mut found);
+    }
+    let root = look.root.display().to_string();
+    let mut warnings = Vec::new();
+    if let Some(names) = found.programs.list() {
+        warnings.push(format!(
+            "{names} beneath {root} look like programs and are sent as text to whoever asks: name their ending (--extension, \
+             for cgi), keep them from being sent (--deny), or move them out of the document root"
+        ));
+    }
+    if let Some(names) = found.apache.list() {
+        warnings.push(format!(
+            "{names} beneath {root} are not read: what they deny, rewrite or protect is not denied, rewritten or protected \
+             here. Say it by --deny, --front-controller and --error-document, or by a rule"
+        ));
+    }
+    if !warnings.is_empty() && found.entries >= ENTRIES_MAX {
+        warnings.push(format!("only the first {ENTRIES_MAX} entries beneath {root} were looked at"));
+    }
+    warnings
+}
+
+/// What is looked for, and where.
+struct Look {
+    root: PathBuf,
+    /// Endings of the site's own programs, with their dot, in lower case.
+    own: Vec<String>,
+    front: Option<String>,
+    deny: Vec<String>,
+}
+
+#[derive(Default)]
+struct Found {
+    entries: usize,
+    programs: Names,
+    apache: Names,
+}
+
+#[derive(Default)]
+struct Names {
+    count: usize,
+    first: Vec<String>,
+}
+
+impl Names {
+    fn add(&mut self, path: &str) {
+        self.count += 1;
+        if self.first.len() < NAMED_MAX {
+            self.first.push(path.escape_debug().to_string());
+        }
+    }
+
+    fn list(&self) -> Option<String> {
+        let named = self.first.join(", ");
+        match self.count.checked_sub(self.first.len())? {
+            0 if self.count == 0 => None,
+            0 => Some(named),
+            more => Some(format!("{named} and {more} more")),
+        }
+    }
+}
+
+impl Look {
+    /// `None` for a site without files.
+    fn of(site: &Value, home: Option<&str>) -> Option<Self> {
+        let backend = &site["backend"];
+        let kind = backend["kind"].as_str()?;
+        let files = if kind == "app" { &backend["files"] } else { backend };
+        let root = Path::new(files["root"].as_str()?);
+        let root = if root.is_absolute() { root.to_owned() } else { Path::new(home?).join(root) };
+        let texts = |value: &Value| -> Vec<String> {
+            let list = value.as_array().into_iter().flatten();
+            list.filter_map(|text| text.as_str().map(str::to_owned)).collect()
+        };
+        let named = texts(&files["extensions"]).iter().map(|ending| ending.to_ascii_lowercase()).collect();
+        let own = match (kind, &files["extensions"]) {
+            ("static", _) => Vec::new(),
+            ("php", _) => vec![".php".into()],
+            ("app", Value::Null) => vec![".php".into()],
+            ("cgi", Value::Null) => vec![".cgi".into()],
+            _ => named,
+        };
+        let front = files["front_controller"].as_str().map(|front| front.trim_start_matches('/').to_owned());
+        Some(Self { root, own, front, deny: texts(&files["deny"]) })
+    }
+
+    fn walk(&self, directory: &OwnedFd, path: &str, depth: usize, found: &mut Found) {
+        let Ok(entries) = Dir::read_from(directory) else { return };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_bytes();
+            if matches!(name, b"." | b"..") {
+                continue;
+            }
+            found.entries += 1;
+            if found.entries >= ENTRIES_MAX {
+                return;
+            }
+            let text = String::from_utf8_lossy(name);
+            let below = if path.is_empty() { text.to_string() } else { format!("{path}/{text}") };
+            let Ok(stat) = statat(directory, entry.file_name(), AtFlags::SYMLINK_NOFOLLOW) else { continue };
+            match FileType::from_raw_mode(stat.st_mode) {
+                FileType::RegularFile if name == b".htaccess" => found.apache.add(&below),
+                // Hidden names are not served.
+                _ if name.starts_with(b".") || self.is_denied(&below) => {}
+                FileType::RegularFile if self.is_sent_program(&below, &text, stat.st_mode) => {
+                    found.programs.add(&below);
+                }
+                FileType::Directory if depth < DEPTH_MAX => {
+                    if let Ok(inner) = open_directory(directory, name) {
+                        self.walk(&inner, &below, depth + 1, found);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn is_denied(&self, path: &str) -> bool {
+        self.deny.iter().map(|prefix| prefix.trim_matches('/')).any(|prefix| {
+            prefix.is_empty()
+                || path.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        })
+    }
+
+    /// Whether the file looks like a program and is not one of the site's.
+    fn is_sent_program(&self, path: &str, name: &str, mode: u32) -> bool {
+        let name = name.to_ascii_lowercase();
+        if self.own.iter().any(|ending| name.ends_with(ending.as_str()))
+            || self.front.as_deref() == Some(path)
+        {
+            return false;
+        }
+        let name = name.trim_end_matches('~');
+        let is_program =
+            |name: &str| name.rsplit_once('.').is_some_and(|(_, ending)| ENDINGS.contains(&ending));
+        let is_copy = |name: &str| {
+            name.rsplit_once('.').is_some_and(|(first, ending)| COPIES.contains(&ending) && is_program(first))
+        };
+        is_program(name) || is_copy(name) || mode & 0o111 != 0
+    }
+}
+
+/// Opens a directory and nothing else, not through a link.
+fn open_directory(at: impl std::os::fd::AsFd, name: &[u8]) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    openat(at, OsStr::from_bytes(name), flags, Mode::empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn tree() -> tempfile::TempDir {
+        let home = tempfile::tempdir().unwrap();
+        let write = |name: &str| {
+            let path = home.path().join("www").join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "x").unwrap();
+        };
+        let names = [
+            "index.php",
+            "INDEX2.PHP",
+            "a.phtml",
+            "b.php7",
+            "lib/db.inc",
+            "config.php.bak",
+            "edit.php~",
+            "page.html",
+            "style.css",
+            ".htaccess",
+            "admin/.htaccess",
+            ".git/hook.sh",
+            "data/x.php5",
+            "run",
+        ];
+        names.into_iter().for_each(write);
+        fs::set_permissions(home.path().join("www/run"), fs::Permissions::from_mode(0o755)).unwrap();
+        symlink("/usr/bin", home.path().join("www/bin")).unwrap();
+        home
+    }
+
+    fn warnings(backend: Value) -> Vec<String> {
+        let home = tree();
+        warn_of_files(&json!({ "backend": backend }), home.path().to_str())
+    }
+
+    #[test]
+    fn files_that_would_be_sent_as_text_are_named() {
+        let all = warnings(json!({ "kind": "php", "root": "www", "deny": ["/data"] }));
+        assert_eq!(all.len(), 2, "{all:?}");
+        for name in ["a.phtml", "b.php7", "lib/db.inc", "config.php.bak", "edit.php~"] {
+            assert!(all[0].contains(name) || all[0].contains("and 1 more"), "{name}: {all:?}");
+        }
+        for name in ["index.php", "INDEX2.PHP", "page.html", "style.css", "hook.sh", "data/", "bin/"] {
+            assert!(!all[0].contains(name), "{name}: {all:?}");
+        }
+        assert!(all[1].contains(".htaccess") && all[1].contains("admin/.htaccess"), "{all:?}");
+    }
+
+    #[test]
+    fn programs_of_the_site_are_none_of_them() {
+        let own = json!({ "kind": "cgi", "root": "www", "front_controller": "/run",
+            "extensions": [".php", ".phtml", ".php7", ".inc", ".bak", "~", ".php5"] });
+        let all = warnings(own);
+        assert_eq!(all.len(), 1, "{all:?}");
+        assert!(
+            warnings(json!({ "kind": "static", "root": "www" }))[0].contains("more"),
+            "all of them are sent"
+        );
+        assert_eq!(warnings(json!({ "kind": "http", "address": "a:1" })), Vec::<String>::new());
+        assert_eq!(warnings(json!({ "kind": "php", "root": "missing" })), Vec::<String>::new());
+    }
+}
