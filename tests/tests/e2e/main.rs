@@ -37,6 +37,7 @@ mod smuggling;
 mod static_files;
 mod tenants;
 mod tls;
+mod told;
 
 use std::process::ExitCode;
 
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         http2::SUITE,
         tls::SUITE,
         proxy::SUITE,
+        told::SUITE,
         slow_clients::SUITE,
         smuggling::SUITE,
         cgi::SUITE,
