@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use self::admission::AdmissionFields;
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
-use super::{limits, transfer};
+use super::{limits, tenant, transfer};
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -298,7 +298,13 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
             return Err(CliError::Usage(format!("a site needs {option}: see `nagaya site add --help`")));
         }
     }
-    let reply = Access::open(place, Intent::Change)?.add(&path(&command.name), &Value::Object(record))?;
+    let access = Access::open(place, Intent::Change)?;
+    let reply = access.add(&path(&command.name), &Value::Object(record))?;
+    // The site is there; without its tenant there is only less to say.
+    let tenant = format!("/v1/tenants/{}", escape(&plain(&reply.0["site"]["tenant"])));
+    if let Ok(found) = access.get(&tenant) {
+        tenant::warn_of_home(&found.0["tenant"]);
+    }
     match command.format.json {
         true => output::print_json(&reply.0["site"]),
         false => output::print(&format!("site '{}' was added", command.name)),
