@@ -103,7 +103,8 @@ impl IdPolicy {
                     .into(),
             );
         }
-        let known = self.groups.get(&gid);
+        // Root's is `check::tenant`'s.
+        let known = self.groups.get(&gid).filter(|_| gid != 0);
         let is_privileged = known.is_some_and(|name| PRIVILEGED_GROUPS.contains(&name.as_str()));
         let is_refused = (1..TENANT_ID_MIN).contains(&gid) || gid == OVERFLOW_ID || is_privileged;
         (is_refused && !self.allowed_gids.contains(&gid)).then(|| {
@@ -124,7 +125,7 @@ mod tests {
         IdPolicy {
             edge_uid: 65_411,
             own_gids: [65_411, 2_000].into(),
-            groups: [(6, "disk"), (33, "www-data"), (1_500, "docker")]
+            groups: [(0, "root"), (6, "disk"), (33, "www-data"), (1_500, "docker")]
                 .map(|(gid, name)| (gid, name.to_owned()))
                 .into(),
             ..IdPolicy::default()
@@ -144,6 +145,8 @@ mod tests {
         for (uid, gid, wrong) in [
             (200_000, 200_000, &[][..]),
             (1_000, 1_000, &[]),
+            // Root's are refused elsewhere, once.
+            (0, 0, &[]),
             (999, 1_000, &["uid"]),
             (33, 33, &["uid", "gid"]),
             (200_000, 42, &["gid"]),
