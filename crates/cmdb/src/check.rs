@@ -5,6 +5,7 @@
 //! shape of the JSON (`record`); names (`names`).
 
 mod app;
+mod ids;
 mod limits;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +17,7 @@ use std::path::{Component, Path};
 use nagaya_base::limits::HOSTS_PER_SITE_MAX;
 use serde::{Deserialize, Serialize};
 
+pub use self::ids::{IdPolicy, OVERFLOW_ID, PRIVILEGED_GROUPS, TENANT_ID_MIN};
 use self::limits::Level;
 use crate::names::{HostPattern, RuleName, is_host_name};
 use crate::record::{

@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use nagaya_base::limits::KEEPER_MESSAGE_MAX;
 use nagaya_cmdb::cell::{CellChange, Confinement, Usage};
+use nagaya_cmdb::check::IdPolicy;
 use nagaya_cmdb::{Backend, Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::RwLock;
 use serde_json::{Value, json};
@@ -58,6 +59,8 @@ pub struct Engine {
     /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
+    /// Whether a sandbox can be made, or why not. Empty: that is not known yet.
+    trial: OnceCell<Result<(), String>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -110,6 +113,7 @@ impl Engine {
             relay: OnceCell::new(),
             way: Notify::new(),
             is_root,
+            trial: OnceCell::new(),
         }))
     }
 
@@ -122,7 +126,7 @@ impl Engine {
         if old.node.is_some() {
             options.node.clone_from(&old.node);
         }
-        (options.edge_uid, options.back_end) = (old.edge_uid, old.back_end);
+        (options.ids.edge_uid, options.back_end) = (old.ids.edge_uid, old.back_end);
         self.processes.set_total_max(options.processes_max);
         if options.processes_per_tenant != old.processes_per_tenant {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
@@ -154,6 +158,32 @@ impl Engine {
 
     pub fn is_root(&self) -> bool {
         self.is_root
+    }
+
+    /// Finds out whether an application could run here, before one is asked for.
+    pub async fn try_sandbox(&self) {
+        let Some(launcher) = self.launcher.clone() else { return };
+        let tried = self.on_worker(move || {
+            Ok(sandbox::try_sandbox(&launcher).map_err(|error| (error.code(), sandbox::explain(&error))))
+        });
+        let Ok(tried) = tried.await else { return };
+        if let Err((code, why)) = &tried {
+            tracing::error!("{code}: no application can run on this node: {why}");
+        }
+        // It is asked once.
+        let _ = self.trial.set(tried.map_err(|(code, why)| format!("{code}: {why}")));
+    }
+
+    fn trial_status(&self) -> Value {
+        match (self.trial.get(), &self.launcher) {
+            (Some(Ok(())), _) => json!("ok"),
+            (Some(Err(why)), _) => json!(why),
+            (None, Some(_)) => Value::Null,
+            (None, None) if self.is_root => {
+                json!(format!("{}: the launcher could not be started", sandbox::LAUNCHER))
+            }
+            (None, None) => json!("none without root"),
+        }
     }
 
     /// What makes sandboxes.
@@ -231,11 +261,9 @@ impl Engine {
     pub fn runner(&self, tenant: &Tenant) -> Result<Runner, Fault> {
         let options = self.options();
         let identity = Identity { uid: tenant.uid, gid: tenant.gid };
-        if self.is_root && (tenant.uid == 0 || tenant.gid == 0 || tenant.uid == options.edge_uid) {
-            let message = format!(
-                "tenant '{}' has uid {} and gid {}: neither may be root's, nor the uid the edge's",
-                tenant.name, tenant.uid, tenant.gid
-            );
+        if self.is_root
+            && let Some(message) = refuse_ids(tenant, &options.ids)
+        {
             return Err(Fault::new(Failure::Forbidden, fault::TENANT_UID, message));
         }
         // Raising a hard limit is a right of its own, which a container's root may lack.
@@ -414,6 +442,7 @@ impl Engine {
             "cluster": self.authority.status(),
             "cells": self.cells_status(),
             "instances": self.instances.status(),
+            "sandbox": self.trial_status(),
         })
         .to_string()
     }
@@ -446,6 +475,15 @@ impl Engine {
             Err(Fault::new(Failure::Broken, fault::PROTOCOL, "the keeper failed inside; see its log"))
         })
     }
+}
+
+/// Why this tenant's programs are not run, if they are not.
+fn refuse_ids(tenant: &Tenant, ids: &IdPolicy) -> Option<String> {
+    if tenant.uid == 0 || tenant.gid == 0 {
+        let Tenant { name, uid, gid, .. } = tenant;
+        return Some(format!("tenant '{name}' has uid {uid} and gid {gid}: neither may be root's"));
+    }
+    ids.refusal(tenant)
 }
 
 /// Whether processes of one may go on as the other's.

@@ -4,9 +4,10 @@
 
 use std::path::PathBuf;
 
+use nagaya_cmdb::check::IdPolicy;
 use serde::{Deserialize, Serialize};
 
-/// Node-wide settings. Times are milliseconds. `runtime_dir`, `edge_uid`, `back_end` and `node` hold for the life of
+/// Node-wide settings. Times are milliseconds. `runtime_dir`, the edge's uid, `back_end` and `node` hold for the life of
 /// the process; the others follow a changed configuration at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -15,8 +16,8 @@ pub struct Options {
     pub runtime_dir: PathBuf,
     /// Directory of `<name>.pem` files, each a chain and its key. None: no name has a certificate.
     pub certificates: Option<PathBuf>,
-    /// Only this uid and root may connect.
-    pub edge_uid: u32,
+    /// Which tenants may be served. Only the edge's uid and root may connect.
+    pub ids: IdPolicy,
     pub php_cgi: PathBuf,
     /// PHP workers one tenant may have at once, where its record gives no number.
     pub php_workers_per_tenant: u32,
@@ -104,7 +105,7 @@ impl Default for Options {
         Self {
             runtime_dir: "/run/nagaya".into(),
             certificates: None,
-            edge_uid: 0,
+            ids: IdPolicy::default(),
             php_cgi: "/usr/bin/php-cgi".into(),
             php_workers_per_tenant: 4,
             cgi_per_tenant_max: 256,

@@ -33,6 +33,7 @@ mod shm;
 mod shown;
 mod terminal;
 mod tree;
+mod trial;
 mod warden;
 
 use std::collections::VecDeque;
@@ -65,6 +66,7 @@ pub use order::Step;
 pub(crate) use order::{Fill, Freezing, Ward, Warded};
 pub(crate) use shm::{DEPTH_MAX as SHM_DEPTH_MAX, ENTRIES_MAX as SHM_ENTRIES_MAX, FILE as SHM_FILE};
 pub(crate) use tree::{detached, lock, memory};
+pub use trial::{CAPABILITIES, explain, missing_capabilities, try_sandbox};
 
 /// No sandbox can be made at all.
 pub const LAUNCHER: Code = Code(330);
@@ -309,6 +311,13 @@ impl Launcher {
 
     /// Makes an empty sandbox: its init runs, and nothing else.
     pub fn create(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
+        let made = self.create_one(spec);
+        self.think_ahead();
+        made
+    }
+
+    /// Makes one and begins no others.
+    fn create_one(&self, spec: &Spec) -> Result<Sandbox, SandboxError> {
         check(spec)?;
         // A keeper moves to another cgroup at its start, if at all; what is born must be born from there (`cells::birth`).
         self.settled.get_or_init(|| {
@@ -317,9 +326,7 @@ impl Launcher {
             }
         });
         let init = self.order(spec)?;
-        let made = self.made(init, spec);
-        self.think_ahead();
-        made
+        self.made(init, spec)
     }
 
     fn made(&self, init: OwnedFd, spec: &Spec) -> Result<Sandbox, SandboxError> {

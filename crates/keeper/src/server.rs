@@ -143,6 +143,8 @@ fn serve(start: Start) -> Result<(), ServeError> {
             return Err(ServeError::NoStart);
         };
         let listener = sys::watch(start.listener, Interest::READABLE)?;
+        let trying = Rc::clone(&engine);
+        spawn_local(async move { trying.try_sandbox().await });
         let result = tokio::select! {
             result = follow(&engine, &mut incoming) => result,
             () = accept(&engine, &listener) => Ok(()),
@@ -352,7 +354,7 @@ fn admit(engine: &Rc<Engine>, socket: OwnedFd) {
     };
     let uid = peer.uid.as_raw();
     let own = rustix::process::geteuid().as_raw();
-    if ![engine.options().edge_uid, 0, own].contains(&uid) {
+    if ![engine.options().ids.edge_uid, 0, own].contains(&uid) {
         tracing::warn!(
             uid,
             pid = peer.pid.as_raw_nonzero(),

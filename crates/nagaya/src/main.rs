@@ -10,6 +10,7 @@ mod doctor;
 mod inherit;
 mod logging;
 mod supervisor;
+mod tenant_ids;
 
 use std::process::ExitCode;
 

@@ -14,6 +14,8 @@ use nagaya_tests::world::{Builder, World};
 use nagaya_tests::{machine, wait};
 use serde_json::json;
 
+use crate::resting::{check, has};
+
 pub const SUITE: Suite = Suite {
     name: "failures",
     needs_root: true,
@@ -30,6 +32,7 @@ pub const SUITE: Suite = Suite {
         logs_are_opened_anew_on_a_signal,
         a_log_that_could_not_be_opened_is_opened_on_a_signal,
         without_root_it_serves_and_says_what_is_off,
+        a_node_that_can_make_no_sandbox_says_why,
     ]),
 };
 
@@ -40,6 +43,22 @@ fn builder() -> Builder {
             "backend": { "kind": "static", "root": "www" } }))
         .site(json!({ "name": "cgi", "tenant": "alice", "hosts": ["cgi.test"],
             "backend": { "kind": "cgi", "root": "cgi" } }))
+}
+
+fn a_node_that_can_make_no_sandbox_says_why() {
+    let world = builder().before(&["setpriv", "--bounding-set=-mknod", "--"]).start();
+    let said = wait::until_some("the node has tried a sandbox", || {
+        world.status()["keeper"]["sandbox"].as_str().map(str::to_owned)
+    });
+    assert!(said.starts_with("NGY0331: a sandbox cannot make its root file system"), "{said}");
+    // A container may lack others besides.
+    assert!(said.contains("give nagaya ") && said.contains("CAP_MKNOD ("), "{said}");
+    assert!(world.log().contains("no application can run on this node"), "{}", world.log());
+    // Doctor has rights that the node has not, and says both.
+    assert!(has(&world, "sandbox"));
+    let row = check(&world, "node-sandbox");
+    assert!(row["state"] == "off" && row["value"] == said.as_str(), "{row}");
+    world.stop();
 }
 
 fn fill(world: &World) {

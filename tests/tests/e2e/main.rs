@@ -31,6 +31,7 @@ mod recipes;
 mod request_cells;
 mod resting;
 mod rules;
+mod service;
 mod sites;
 mod slow_clients;
 mod smuggling;
@@ -53,7 +54,7 @@ const SATURATING: &[&str] = &[
 ];
 
 fn main() -> ExitCode {
-    let suites = vec![
+    let mut suites = vec![
         static_files::SUITE,
         http1::SUITE,
         http2::SUITE,
@@ -89,5 +90,8 @@ fn main() -> ExitCode {
         icmp::SUITE,
         partitions::SUITE,
     ];
+    if service::is_asked_for() {
+        suites.push(service::SUITE);
+    }
     nagaya_tests::suite::run(suites, SATURATING)
 }

@@ -28,6 +28,8 @@ pub const SUITE: Suite = Suite {
             the_edge_has_no_rights_to_give_away,
             each_thread_of_the_edge_has_a_filter_of_system_calls,
             the_edge_holds_nothing_of_the_store,
+            no_tenant_gets_ids_of_the_system_or_of_the_node,
+            a_home_that_others_reach_is_told,
         ],
     ),
 };
@@ -54,6 +56,50 @@ fn world() -> World {
         world.write("bob", &format!("{root}/index.html"), "bob");
     }
     world
+}
+
+fn no_tenant_gets_ids_of_the_system_or_of_the_node(world: &World) {
+    let ids = |field: &str| {
+        let ids = machine::status_field(world.pid_of("edge"), field).expect("the edge runs");
+        ids.split_whitespace().next().expect("four ids").to_owned()
+    };
+    for (option, id, why) in [
+        ("--uid", ids("Uid"), "edge process"),
+        ("--gid", ids("Gid"), "edge process"),
+        ("--uid", "33".into(), "a user of the system"),
+        ("--gid", "6".into(), "a group of the system ('disk')"),
+        ("--gid", "42".into(), "a group of the system ('shadow')"),
+    ] {
+        let refused = world.try_cli(&["tenant", "add", "mallory", option, &id]);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(
+            !refused.status.success() && said.contains(why) && said.contains("NGY0210"),
+            "{option} {id}: {said}"
+        );
+    }
+    let line = format!("{}\n", json!({ "tenant": { "name": "mallory", "uid": 210_900, "gid": 42 } }));
+    assert!(!world.try_import(&line).status.success(), "an import is held to the same");
+    assert!(!world.cli(&["tenant", "list"]).contains("mallory"));
+}
+
+fn a_home_that_others_reach_is_told(world: &World) {
+    let home = world.path("open");
+    std::fs::create_dir(&home).expect("our own directory");
+    std::fs::set_permissions(&home, std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("ours");
+    let home = home.to_string_lossy().into_owned();
+    let added = world.try_cli(&["tenant", "add", "carol", "--home", &home]);
+    let said = String::from_utf8_lossy(&added.stderr).into_owned();
+    assert!(added.status.success(), "{said}");
+    assert!(said.contains("belongs to uid 0") && said.contains("open to others (mode 0777)"), "{said}");
+    let status = world.cli(&["status"]);
+    assert!(status.contains("tenant 'carol': its home"), "{status}");
+    let row = crate::resting::check(world, "tenants");
+    assert!(
+        row["state"] == "warn" && row["value"].as_str().is_some_and(|text| text.contains("carol")),
+        "{row}"
+    );
+    world.cli(&["tenant", "remove", "carol"]);
+    assert!(!world.cli(&["status"]).contains("carol"));
 }
 
 /// Runs a shell line as Bob's CGI program.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 
 use super::boot::Instruction;
-use super::{Fitting, Job, machine};
+use super::{CRIU, Fitting, Job, RUN, machine};
 use crate::experiment::Asked;
 use crate::workspace;
 
@@ -39,11 +39,9 @@ const FOR_EXPERIMENTS: Fitting = Fitting {
     memory: 16_384,
     instruction: Instruction::Nanosecond,
     modules: &["lzo_rle", "zram"],
+    script: RUN,
     limit: Duration::from_secs(4 * 3600),
 };
-
-/// Where `./dev setup` puts a CRIU that is new enough.
-const CRIU: &str = "/usr/local/lib/nagaya/criu";
 
 /// Before each line of a result on the console, then the file's name.
 const RESULT: &str = "result ";

@@ -9,6 +9,7 @@ mod experiment;
 mod initramfs;
 mod kernel;
 mod root;
+mod service;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -35,6 +36,8 @@ struct Fitting {
     instruction: Instruction,
     /// Of the kernel, beyond those that each guest needs.
     modules: &'static [&'static str],
+    /// The script that the guest's process 1 runs, once its root file system is there.
+    script: &'static str,
     /// Longest run of one visit. An emulated processor needs about ten times as long as a real one, of which it may get a
     /// part.
     limit: Duration,
@@ -58,8 +61,15 @@ const FOR_TESTS: Fitting = Fitting {
     memory: 1536,
     instruction: Instruction::TwoNanoseconds,
     modules: &["veth", "tun"],
+    script: RUN,
     limit: Duration::from_secs(1800),
 };
+
+/// Runs the program as the guest's only one.
+const RUN: &str = include_str!("run.sh");
+
+/// Where `./dev setup` puts a CRIU that is new enough.
+const CRIU: &str = "/usr/local/lib/nagaya/criu";
 
 /// What runs in the guest: a program with its words, and what else it needs beside it.
 struct Job {
@@ -73,7 +83,8 @@ struct Job {
     words: Vec<String>,
 }
 
-/// `[--kernel DIR] [--e2e] [-- WORDS]`: the words go to the test program. Or `[--kernel DIR] --experiment NAME [--quick] --out DIR`.
+/// `[--kernel DIR] [--e2e | --service [--program FILE]] [-- WORDS]`: the words go to the test program. Or
+/// `[--kernel DIR] --experiment NAME [--quick] --out DIR`.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let (kernel, arguments) = match arguments {
         [first, dir, rest @ ..] if first == "--kernel" => (Some(PathBuf::from(dir)), rest),
@@ -89,8 +100,12 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         }
         [] => kernel_suite(words)?,
         [only] if only == "--e2e" => end_to_end(words)?,
+        [only] if only == "--service" => service::job(workspace::build_nagaya()?, words)?,
+        [first, program, file] if first == "--service" && program == "--program" => {
+            service::job(file.into(), words)?
+        }
         _ => bail!(
-            "unknown arguments '{}': use --kernel DIR first, --e2e, and -- before words for the tests, or --experiment NAME",
+            "unknown arguments '{}': use --kernel DIR first, --e2e or --service, and -- before words for the tests, or --experiment NAME",
             own.join(" ")
         ),
     };
@@ -112,6 +127,7 @@ impl Suite {
         for topic in ["cells::", "rules::"] {
             jobs.push(end_to_end(vec![topic.into()])?);
         }
+        jobs.push(service::job(workspace::build_nagaya()?, Vec::new())?);
         Ok(Self(jobs))
     }
 
@@ -237,7 +253,7 @@ fn tests_disk(job: &Job, dir: &Path) -> Result<PathBuf> {
     words.extend(job.words.iter().cloned());
     ensure!(words.iter().all(|word| !word.contains('\n')), "a word for the program is more than one line");
     fs::write(beside.join("words"), words.join("\n") + "\n").context("writing the program's words")?;
-    fs::write(beside.join("run"), include_str!("run.sh")).context("writing the guest's script")?;
+    fs::write(beside.join("run"), job.fitting.script).context("writing the guest's script")?;
     let disk = dir.join("tests.ext4");
     root::make_disk(&beside, &disk, root::ROOM_NONE)?;
     Ok(disk)

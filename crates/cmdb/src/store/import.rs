@@ -1,5 +1,6 @@
 //! Records as JSON lines, each `{"tenant":{...}}`, `{"site":{...}}`, `{"setting":{...}}` or `{"rule":{...}}`: written in order of
-//! name, tenants first and rules last, and read back as one transaction, of which either all lines count or none.
+//! name, tenants first and rules last, and read back as one transaction, of which either all lines count or none. After them a line
+//! `{"uids":{"next":N}}` says which uids were given out, so that a store that takes this one's place gives none of them out again.
 //!
 //! Not here: files and standard input (`nagaya`), rules of records (`check`, `store::plan`).
 
@@ -9,7 +10,9 @@ use std::io::{self, BufRead, Read, Write};
 use nagaya_base::Code;
 use serde::{Deserialize, Serialize};
 
-use super::{Committed, Kind, Mode, RECORD_LEN_MAX, Store, StoreError, TransactionError, WRAPPING_LEN};
+use super::{
+    Committed, Kind, Mode, RECORD_LEN_MAX, Store, StoreError, TransactionError, UID_KEPT_MAX, WRAPPING_LEN,
+};
 use crate::check::{self, Findings};
 use crate::record::{Change, Rule, SETTINGS_MAX, Setting, Site, Tenant};
 
@@ -83,20 +86,38 @@ enum Line {
     Site(Box<Site>),
     Setting(Setting),
     Rule(Rule),
+    Uids(Uids),
 }
 
-/// What is wrong with the text of a rule, if anything is. Whoever compiles rules knows.
-pub type CheckRule<'a> = &'a dyn Fn(&Rule) -> Option<String>;
+/// Which uids were given out already.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Uids {
+    /// The first that was not. At most one more than `UID_KEPT_MAX`.
+    next: u32,
+}
 
-/// Stores all lines, or none and says what is wrong with which. Blank lines are passed over. Texts of rules are taken as they are.
+/// Checks of records by what only the caller knows.
+pub struct Checks<'a> {
+    /// Adds what is wrong with a tenant's ids on this machine.
+    pub tenant: &'a dyn Fn(&Tenant, &mut Findings),
+    /// Returns what is wrong with the text of a rule, if anything is.
+    pub rule: &'a dyn Fn(&Rule) -> Option<String>,
+}
+
+/// Nothing that depends on the machine is checked.
+const NO_CHECKS: Checks<'static> = Checks { tenant: &|_, _| {}, rule: &|_| None };
+
+/// Stores all lines, or none and says what is wrong with which. Blank lines are passed over. Texts of rules, and ids that only this machine refuses,
+/// are taken as they are.
 pub fn import(store: &dyn Store, lines: impl BufRead, mode: Mode) -> Result<Committed, ImportError> {
-    read(lines, &|_| None)?.store(store, mode)
+    read(lines, &NO_CHECKS)?.store(store, mode)
 }
 
 /// Reads all lines and checks each for itself; what depends on other records is checked by `Batch::store`.
 /// Apart, so that whoever serializes changes need not wait for a slow source.
-pub fn read(lines: impl BufRead, check_rule: CheckRule<'_>) -> Result<Batch, ImportError> {
-    let (batch, bad) = read_lines(lines, check_rule)?;
+pub fn read(lines: impl BufRead, checks: &Checks<'_>) -> Result<Batch, ImportError> {
+    let (batch, bad) = read_lines(lines, checks)?;
     if bad.count > 0 { Err(bad.into_error()) } else { Ok(batch) }
 }
 
@@ -106,10 +127,16 @@ pub struct Batch {
     changes: Vec<Change>,
     /// The line of each change.
     lines: Vec<u64>,
+    /// Uids below it were given out where the lines come from.
+    next_uid: Option<u32>,
 }
 
 impl Batch {
     pub fn store(self, store: &dyn Store, mode: Mode) -> Result<Committed, ImportError> {
+        // First: if the lines are refused, some uids stay unused, which nobody misses.
+        if let Some(next) = self.next_uid {
+            store.raise_next_uid(next)?;
+        }
         match store.transaction(self.changes, mode) {
             Ok(committed) => Ok(committed),
             Err(TransactionError::Store(error)) => Err(error.into()),
@@ -124,10 +151,11 @@ impl Batch {
     }
 }
 
-/// Writes all that people decided: nodes, placements and keys are the cluster's own, and another cluster has others. Returns the
+/// Writes all that people decided, and which uids were given out: nodes, placements and keys are the cluster's own, and another cluster has others. Returns the
 /// revision it shows.
 pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> {
-    store.walk(&mut |kind, json| {
+    let next = store.next_uid()?;
+    let revision = store.walk(&mut |kind, json| {
         let key = match kind {
             Kind::Tenant => "tenant",
             Kind::Site => "site",
@@ -136,7 +164,12 @@ pub fn export(store: &dyn Store, to: &mut dyn Write) -> Result<u64, StoreError> 
             Kind::Node | Kind::Placement | Kind::TicketKeys => return Ok(()),
         };
         writeln!(to, "{{\"{key}\":{json}}}")
-    })
+    })?;
+    if next > 0 {
+        let next = next.min(UID_KEPT_MAX + 1);
+        writeln!(to, "{}", serde_json::json!({ "uids": Uids { next } })).map_err(StoreError::Visitor)?;
+    }
+    Ok(revision)
 }
 
 #[derive(Debug, Default)]
@@ -158,7 +191,7 @@ impl BadLines {
     }
 }
 
-fn read_lines(mut from: impl BufRead, check_rule: CheckRule<'_>) -> Result<(Batch, BadLines), ImportError> {
+fn read_lines(mut from: impl BufRead, checks: &Checks<'_>) -> Result<(Batch, BadLines), ImportError> {
     let (mut batch, mut bad) = (Batch::default(), BadLines::default());
     // Where each name was first seen, so that a second record of one name is not silently the winner.
     let mut seen: HashMap<(&'static str, String), u64> = HashMap::new();
@@ -186,10 +219,16 @@ fn read_lines(mut from: impl BufRead, check_rule: CheckRule<'_>) -> Result<(Batc
         }
         match serde_json::from_slice(&text) {
             Ok(record) => {
-                if let Line::Rule(rule) = &record
-                    && let Some(wrong) = check_rule(rule)
-                {
-                    bad.add(Some(line), wrong);
+                match &record {
+                    Line::Rule(rule) => {
+                        (checks.rule)(rule).into_iter().for_each(|wrong| bad.add(Some(line), wrong));
+                    }
+                    Line::Tenant(tenant) => {
+                        let mut to = Findings::of_tenant(&tenant.name, None);
+                        (checks.tenant)(tenant, &mut to);
+                        to.mistakes.iter().for_each(|wrong| bad.add(Some(line), wrong.to_string()));
+                    }
+                    Line::Site(_) | Line::Setting(_) | Line::Uids(_) => {}
                 }
                 take(record, line, &mut batch, &mut bad, &mut seen);
             }
@@ -221,6 +260,16 @@ fn take(
             let mut to = Findings::of_setting(&setting.key, None);
             check::setting(&setting, &mut to);
             (("setting", setting.key.to_string()), to, Change::PutSetting(setting))
+        }
+        Line::Uids(Uids { next }) => {
+            if next > UID_KEPT_MAX + 1 {
+                bad.add(
+                    Some(line),
+                    format!("uids: next: '{next}' is too large: at most {}", UID_KEPT_MAX + 1),
+                );
+            }
+            batch.next_uid = batch.next_uid.max(Some(next));
+            return;
         }
         Line::Rule(rule) => {
             let mut to = Findings::of_rule(&rule.name, None);

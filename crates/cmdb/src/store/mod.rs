@@ -26,6 +26,9 @@ pub use self::redb::RedbStore;
 /// Longest record as JSON, in bytes: the 64 KiB that `feed::FRAME_LEN_MAX` counts on, less its wrapping.
 pub const RECORD_LEN_MAX: usize = (64 << 10) - WRAPPING_LEN;
 
+/// Largest uid of which it is remembered that a tenant had it: sandboxes have the tenants of smaller ones only.
+pub const UID_KEPT_MAX: u32 = (1 << 31) - 1;
+
 /// Room for `{"put_setting":`, `}` and a comma around a record.
 const WRAPPING_LEN: usize = 64;
 
@@ -186,8 +189,11 @@ pub trait Store: Send + Sync {
     /// A uid from `base` upwards that no tenant has and that was never allocated before: files that a
     /// removed tenant left behind must not become another's.
     fn allocate_uid(&self, base: u32) -> Result<u32, StoreError>;
-    /// Below this, no uid is allocated any more. What a store that takes this one's place must go on from.
+    /// Below this, no uid is allocated any more: each uid that was allocated, and each that a tenant had and gave up, is below it.
+    /// A store that takes this one's place must go on from there.
     fn next_uid(&self) -> Result<u32, StoreError>;
+    /// Sees to it that no uid below `next` is allocated any more. Never lets one be allocated that could not be before.
+    fn raise_next_uid(&self, next: u32) -> Result<(), StoreError>;
     /// Whether this store tells what changed itself, to what it was opened with: then whoever made a transaction must not hand
     /// its changes on too.
     fn tells_changes(&self) -> bool {

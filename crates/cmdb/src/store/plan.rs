@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::Serialize;
 
-use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError};
+use super::{Mode, RECORD_LEN_MAX, StoreError, TransactionError, UID_KEPT_MAX};
 use crate::check::{self, Findings, Mistake};
 use crate::names::{NodeName, RuleName, SiteName, TenantName};
 use crate::record::{
@@ -196,6 +196,16 @@ impl Plan {
             && self.nodes.is_empty()
             && self.placements.is_empty()
             && self.ticket_keys.is_none()
+    }
+
+    /// The largest uid that its tenant does not keep: one that must not be allocated again. Those beyond `UID_KEPT_MAX` are left
+    /// out, because nothing would be left to allocate after them.
+    pub fn left_uid(&self) -> Option<u32> {
+        let kept = |step: &Step<Tenant>| step.after.as_ref().map(|tenant| tenant.uid);
+        let left = |step: &Step<Tenant>| {
+            step.before.as_ref().map(|tenant| tenant.uid).filter(|uid| kept(step) != Some(*uid))
+        };
+        self.tenants.values().filter_map(left).filter(|uid| *uid <= UID_KEPT_MAX).max()
     }
 
     /// In an order in which every intermediate state has each site's tenant, and each placement its node.

@@ -435,6 +435,18 @@ impl Store for RedbStore {
         free.ok_or(StoreError::NoUid { base })
     }
 
+    fn raise_next_uid(&self, next: u32) -> Result<(), StoreError> {
+        let raise = || {
+            let write = self.begin_write()?;
+            let mut tables = Tables::open(&write)?;
+            tables.raise_next_uid(next)?;
+            drop(tables);
+            write.commit()?;
+            Ok(())
+        };
+        raise().map_err(|error: redb::Error| self.failed(error))
+    }
+
     fn next_uid(&self) -> Result<u32, StoreError> {
         let next = number(&self.database, "next_uid").map_err(|error| self.failed(error))?;
         Ok(u32::try_from(next).unwrap_or(u32::MAX))
@@ -600,12 +612,23 @@ impl<'txn> Tables<'txn> {
             }
         }
         self.write_ticket_keys(plan)?;
+        if let Some(uid) = plan.left_uid() {
+            self.raise_next_uid(uid + 1)?;
+        }
         let revision = self.meta.get("revision")?.map_or(0, |value| value.value());
         if plan.is_empty() {
             return Ok(revision);
         }
         self.meta.insert("revision", revision + 1)?;
         Ok(revision + 1)
+    }
+
+    fn raise_next_uid(&mut self, next: u32) -> Fallible<()> {
+        let held = self.meta.get("next_uid")?.map_or(0, |value| value.value());
+        if held < u64::from(next) {
+            self.meta.insert("next_uid", u64::from(next))?;
+        }
+        Ok(())
     }
 
     fn write_ticket_keys(&mut self, plan: &Plan) -> Fallible<()> {

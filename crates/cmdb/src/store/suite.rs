@@ -22,6 +22,8 @@ pub fn run<T>(fresh: &dyn Fn() -> T, store: &dyn Fn(&T) -> &dyn Store) {
         a_home_in_use_stays,
         pages_show_each_record_once,
         a_uid_is_allocated_once,
+        a_uid_that_a_tenant_gave_up_is_allocated_to_nobody,
+        an_export_carries_which_uids_were_given_out,
         an_export_imports_as_it_was,
         a_replacing_import_is_the_whole_truth,
         a_bad_line_leaves_everything_as_it_was,
@@ -118,10 +120,16 @@ fn refused(store: &dyn Store, changes: Vec<Change>) -> Vec<String> {
     mistakes.iter().map(|mistake| format!("{} {}", mistake.record, mistake.field)).collect()
 }
 
-fn text(store: &dyn Store) -> String {
+fn exported(store: &dyn Store) -> String {
     let mut bytes = Vec::new();
     export(store, &mut bytes).unwrap();
     String::from_utf8(bytes).unwrap()
+}
+
+/// The exported records, without the line that says which uids were given out.
+pub fn text(store: &dyn Store) -> String {
+    let is_record = |line: &&str| !line.starts_with("{\"uids\"");
+    exported(store).lines().filter(is_record).map(|line| format!("{line}\n")).collect()
 }
 
 fn two_tenants(store: &dyn Store) {
@@ -272,6 +280,37 @@ fn a_uid_is_allocated_once(store: &dyn Store) {
     assert_eq!(store.allocate_uid(100).unwrap(), 5003);
     assert!(store.allocate_uid(0).unwrap() > 0);
     assert!(matches!(store.allocate_uid(u32::MAX), Err(StoreError::NoUid { .. })));
+}
+
+fn a_uid_that_a_tenant_gave_up_is_allocated_to_nobody(store: &dyn Store) {
+    // Chosen by the operator, above all that were allocated.
+    commit(store, vec![put_tenant("a", 5010), put_tenant("b", 5020)]);
+    assert_eq!(store.allocate_uid(5000).unwrap(), 5000);
+    commit(store, vec![drop_tenant("a")]);
+    assert_eq!(store.allocate_uid(5000).unwrap(), 5011);
+    // One that changes its uid leaves files behind, too.
+    commit(store, vec![put_tenant("b", 4000)]);
+    assert_eq!(store.allocate_uid(5000).unwrap(), 5021);
+    store.raise_next_uid(5010).unwrap();
+    assert_eq!(store.next_uid().unwrap(), 5022, "it never falls");
+    // There must be some left after it.
+    commit(store, vec![put_tenant("c", UID_KEPT_MAX + 1)]);
+    commit(store, vec![drop_tenant("c")]);
+    assert_eq!(store.next_uid().unwrap(), 5022);
+}
+
+fn an_export_carries_which_uids_were_given_out(store: &dyn Store) {
+    commit(store, vec![put_tenant("a", 5001)]);
+    commit(store, vec![drop_tenant("a")]);
+    assert_eq!(exported(store), "{\"uids\":{\"next\":5002}}\n");
+    let import = |text: &str| import(store, Cursor::new(text.to_owned()), Mode::Merge);
+    import("{\"uids\":{\"next\":6000}}\n").unwrap();
+    assert_eq!(store.allocate_uid(5000).unwrap(), 6000);
+    import("{\"uids\":{\"next\":5002}}\n").unwrap();
+    assert_eq!(store.allocate_uid(5000).unwrap(), 6001, "an older export takes nothing back");
+    let refused = import("{\"uids\":{\"next\":4294967295}}\n").unwrap_err();
+    assert!(refused.to_string().contains("line 1: uids: next: '4294967295' is too large"), "{refused}");
+    assert_eq!(store.next_uid().unwrap(), 6002);
 }
 
 fn an_export_imports_as_it_was(store: &dyn Store) {
@@ -497,8 +536,11 @@ fn rules_come_in_lines(store: &dyn Store) {
     import(store, exported.as_bytes(), Mode::Merge).unwrap();
     assert_eq!(text(store), exported);
     // Who compiles rules is asked about each, and told which line it was.
-    let check = |rule: &Rule| (rule.name.as_str() == "b").then(|| "store:b:7: no".to_owned());
-    let ImportError::Refused { named, count: 1 } = import::read(exported.as_bytes(), &check).unwrap_err()
+    let checks = import::Checks {
+        tenant: &|_, _| {},
+        rule: &|rule| (rule.name.as_str() == "b").then(|| "store:b:7: no".to_owned()),
+    };
+    let ImportError::Refused { named, count: 1 } = import::read(exported.as_bytes(), &checks).unwrap_err()
     else {
         panic!("one is refused");
     };

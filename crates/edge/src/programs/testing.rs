@@ -146,7 +146,10 @@ fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinH
     });
     let options = nagaya_keeper::Options {
         runtime_dir: home.join("run"),
-        edge_uid: rustix::process::geteuid().as_raw(),
+        ids: nagaya_cmdb::check::IdPolicy {
+            edge_uid: rustix::process::geteuid().as_raw(),
+            ..Default::default()
+        },
         // Needs no rights, and the keepers of tests that run at the same time do not meet in it.
         back_end: nagaya_keeper::BackEnd::ProcessGroup,
         ..nagaya_keeper::Options::default()

@@ -30,6 +30,7 @@ pub const ROOT: &[Fact] = &[
     ("a fork bomb ends on cgroup v2", || fork_bomb_ends(BackEnd::CgroupV2)),
     ("a tenant has so many programs at once and no more", limit_per_tenant),
     ("a tenant with root's uid runs nothing", root_runs_nothing),
+    ("a tenant with ids of the system or of nagaya itself runs nothing", system_ids_run_nothing),
 ];
 
 fn input_and_exit() {
@@ -257,6 +258,36 @@ fn root_runs_nothing() {
         let spawned = keeper.spawn_cgi(&site_name("r"), "x.cgi", Vec::new(), &Confinement::default()).await;
         assert_eq!(refusal(spawned), (Failure::Forbidden, 314));
         assert_eq!(refusal(keeper.open_root(&site_name("r")).await), (Failure::Forbidden, 314));
+    });
+}
+
+fn system_ids_run_nothing() {
+    let mut world = World::new();
+    let home = world.home("bob");
+    world.options.ids.edge_uid = 61_800;
+    world.options.ids.own_gids = [61_900].into();
+    world.options.ids.allowed_gids = [33].into();
+    for (name, uid, gid) in [
+        ("daemon", 1, 61_003),
+        ("disk", 61_007, 6),
+        ("nobody", 65_534, 65_534),
+        ("edge", 61_800, 61_005),
+        ("admins", 61_006, 61_900),
+    ] {
+        world.tenant(json!({"name": name, "uid": uid, "gid": gid, "home": home}));
+        world.site(name, name, json!({"kind": "cgi", "root": "www"}));
+    }
+    world.tenant(json!({"name": "allowed", "uid": 61_004, "gid": 33, "home": home}));
+    world.site("allowed", "allowed", json!({"kind": "cgi", "root": "www"}));
+    let world = world.start();
+    world.run(async |keeper| {
+        for name in ["daemon", "disk", "nobody", "edge", "admins"] {
+            let refused = refusal(keeper.open_root(&site_name(name)).await);
+            assert_eq!(refused, (Failure::Forbidden, 314), "{name}");
+        }
+        // It has bob's home, which it may not look into: that is what is said of it.
+        let refused = refusal(keeper.open_root(&site_name("allowed")).await);
+        assert_ne!(refused.1, 314, "the configuration allows its group");
     });
 }
 

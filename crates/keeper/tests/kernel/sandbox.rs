@@ -37,7 +37,12 @@ pub const ROOT: &[Fact] = &[
     ("a sandbox ends with what holds it, and its program's end is told", ends),
     ("the keeper lets go of a sandbox' mount namespace last", taken_apart_by_keeper),
     ("many sandboxes are made at once", many),
+    ("a sandbox that is tried is made, and a program runs in it", tried),
 ];
+
+fn tried() {
+    nagaya_keeper::sandbox::try_sandbox(launcher()).unwrap();
+}
 
 fn who_it_is() {
     let scene = Scene::new();

@@ -58,7 +58,7 @@ thread_local! {
 
 pub struct World {
     pub dir: TempDir,
-    options: Options,
+    pub options: Options,
     listener: OwnedFd,
     changes: Vec<Change>,
     /// The cgroup v2 directory the keeper is started in. None: that of this process.

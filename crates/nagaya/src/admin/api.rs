@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
-use nagaya_cmdb::store::{Committed, Mode, Select, import};
+use nagaya_cmdb::check::Findings;
+use nagaya_cmdb::store::{Committed, Mode, Select, TransactionError, import};
 use nagaya_cmdb::{Change, Rule, Setting, Site, Store, StoreError, Tenant};
 use nagaya_rules::RuleFault;
 use parking_lot::Mutex;
@@ -20,11 +21,16 @@ use serde_json::{Value, json};
 
 use super::{OnChange, Problem, problem};
 use crate::config::settings::STORED;
+use crate::tenant_ids::IdSource;
+
+/// Users of the machine in a row, where tenants' uids are to begin, that are passed over for one tenant.
+const UIDS_PASSED_OVER_MAX: u32 = 1_000;
 
 pub struct Api {
     store: Arc<dyn Store>,
     on_change: OnChange,
-    uid_base: u32,
+    /// Which ids tenants may have, and get.
+    ids: IdSource,
     /// Held by whoever changes records until `on_change` has returned, so that changes are handed on in
     /// order of revision.
     writer: Mutex<()>,
@@ -91,8 +97,8 @@ struct Condition {
 }
 
 impl Api {
-    pub fn new(store: Arc<dyn Store>, uid_base: u32, on_change: OnChange) -> Self {
-        Self { store, on_change, uid_base, writer: Mutex::new(()) }
+    pub fn new(store: Arc<dyn Store>, ids: IdSource, on_change: OnChange) -> Self {
+        Self { store, on_change, ids, writer: Mutex::new(()) }
     }
 
     /// Answers requests for records. It blocks on the disk.
@@ -113,8 +119,12 @@ impl Api {
 
     /// Stores all lines or none, and hands the changes on.
     pub fn import(&self, lines: impl BufRead, mode: Mode) -> Result<Summary, Box<Problem>> {
-        let batch =
-            import::read(lines, &|rule: &Rule| compile(rule).err().map(|fault| place_and_message(&fault)))?;
+        let policy = self.ids.policy();
+        let checks = import::Checks {
+            tenant: &|tenant, to| policy.check(tenant, to),
+            rule: &|rule| compile(rule).err().map(|fault| place_and_message(&fault)),
+        };
+        let batch = import::read(lines, &checks)?;
         let _writer = self.writer.lock();
         let committed = batch.store(&*self.store, mode)?;
         Ok(self.hand_on(committed))
@@ -216,7 +226,7 @@ impl Api {
         if !record.contains_key("uid") {
             let uid = match &before {
                 Some(tenant) => tenant.uid,
-                None => self.store.allocate_uid(self.uid_base)?,
+                None => self.allocate_uid()?,
             };
             record.insert("uid".into(), uid.into());
         }
@@ -225,8 +235,26 @@ impl Api {
             record.insert("gid".into(), gid);
         }
         let tenant: Tenant = read_record(record)?;
+        let mut findings = Findings::of_tenant(&tenant.name, None);
+        self.ids.policy().check(&tenant, &mut findings);
+        if !findings.mistakes.is_empty() {
+            return Err(TransactionError::Refused(findings.mistakes).into());
+        }
         let summary = self.commit(Change::PutTenant(Box::new(tenant.clone())))?;
         Ok(json!({ "revision": summary.revision, "changed": summary.tenants_put > 0, "tenant": tenant }))
+    }
+
+    /// The next uid that nobody on this machine has and that a tenant may have.
+    fn allocate_uid(&self) -> Result<u32, StoreError> {
+        let mut uid = self.store.allocate_uid(self.ids.uid_base)?;
+        // Each one that is passed over stays unused.
+        for _ in 0..UIDS_PASSED_OVER_MAX {
+            if self.ids.is_free(uid) {
+                break;
+            }
+            uid = self.store.allocate_uid(self.ids.uid_base)?;
+        }
+        Ok(uid)
     }
 
     fn put_site(&self, name: &str, body: &[u8], condition: Condition) -> Result<Value, Box<Problem>> {

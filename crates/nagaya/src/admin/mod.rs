@@ -43,6 +43,8 @@ use std::sync::Arc;
 use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::{Change, Store};
 
+use crate::tenant_ids::IdSource;
+
 pub use api::{Api, Summary, place_and_message};
 pub use client::{Client, ClientError};
 pub use cluster::{Ask, Found, Join, list};
@@ -60,8 +62,8 @@ pub struct Parts {
     pub store: Arc<dyn Store>,
     pub node: Arc<dyn Node>,
     pub on_change: OnChange,
-    /// Uids of tenants added without one begin here.
-    pub uid_base: u32,
+    /// Which ids tenants may have, and get.
+    pub ids: IdSource,
 }
 
 /// The running node, as far as the interface shows it.

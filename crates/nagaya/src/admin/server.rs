@@ -65,8 +65,8 @@ struct Shared {
 
 /// Serves until it is dropped, which closes all its connections.
 pub async fn serve(listener: UnixListener, parts: Parts) {
-    let Parts { store, node, on_change, uid_base } = parts;
-    let shared = Arc::new(Shared { api: Api::new(store, uid_base, on_change), node });
+    let Parts { store, node, on_change, ids } = parts;
+    let shared = Arc::new(Shared { api: Api::new(store, ids, on_change), node });
     let mut connections = JoinSet::new();
     loop {
         while connections.len() >= CONNECTIONS_MAX {

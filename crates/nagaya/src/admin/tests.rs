@@ -115,7 +115,12 @@ fn world() -> World {
     let told = Told::default();
     let hear = told.clone();
     let on_change: OnChange = Arc::new(move |changes, revision| hear.lock().push((changes, revision)));
-    let parts = Parts { store, node: Arc::new(TestNode), on_change, uid_base: 7000 };
+    let parts = Parts {
+        store,
+        node: Arc::new(TestNode),
+        on_change,
+        ids: crate::tenant_ids::IdSource::from_base(7000),
+    };
     // Bound here, so that it is there before anybody connects.
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     listener.set_nonblocking(true).unwrap();
@@ -272,7 +277,7 @@ fn a_condition_that_does_not_hold_changes_nothing() {
 }
 
 fn lines(sites: usize) -> String {
-    let mut text = r#"{"tenant":{"name":"t","uid":9,"gid":9}}"#.to_owned();
+    let mut text = r#"{"tenant":{"name":"t","uid":9000,"gid":9000}}"#.to_owned();
     for n in 0..sites {
         text.push_str(&format!(
             "\n{{\"site\":{{\"name\":\"s{n}\",\"tenant\":\"t\",\"hosts\":[\"s{n}.test\"],\"backend\":{{\"kind\":\"static\",\"root\":\"/s\"}}}}}}"

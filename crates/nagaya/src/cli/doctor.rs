@@ -6,12 +6,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use super::output::{self, Access, CliError, Format, Intent, Place};
-use crate::doctor::{Check, State, checks, gather};
+use crate::doctor::{Asked, Check, State, checks, gather, try_sandbox};
 
 /// Exit status 0 in any case: what is off may not be needed here.
 pub fn run(config: Option<&Path>, format: Format) -> Result<ExitCode, CliError> {
+    // Before anything else: only a process with one thread can be forked into a sandbox.
+    let sandbox = try_sandbox();
     let settings = super::settings(config)?;
-    let checks = checks(&gather(&settings, &homes(&super::place(config)?)));
+    let place = super::place(config)?;
+    let checks = checks(&gather(&settings, Asked { sandbox, ..ask(&place) }));
     if format.json {
         output::print_json(&serde_json::to_value(&checks).expect("a check is texts"))?;
     } else {
@@ -20,17 +23,25 @@ pub fn run(config: Option<&Path>, format: Format) -> Result<ExitCode, CliError> 
     Ok(ExitCode::SUCCESS)
 }
 
-/// Homes of tenants, if there is a node or a store that can be asked. Without them the rest is still worth printing.
-fn homes(place: &Place) -> Vec<PathBuf> {
-    let mut homes = Vec::new();
+/// Asks the node, or the store where none runs. Without an answer the rest is still worth printing.
+fn ask(place: &Place) -> Asked {
+    let mut asked = Asked::default();
     if let Ok(access) = Access::open(place, Intent::Look) {
+        let policy = place.ids.policy();
         // What was listed before an error is as good as without one.
         let _ = access.each("/v1/tenants", "tenants", None, |tenant| {
-            homes.extend(tenant["home"].as_str().map(PathBuf::from));
+            asked.homes.extend(tenant["home"].as_str().map(PathBuf::from));
+            if let Ok(tenant) = serde_json::from_value(tenant.clone()) {
+                asked.tenants.add(&tenant, &policy);
+            }
             Ok(())
         });
     }
-    homes
+    // Only a running node knows what it may.
+    if let Ok(status) = output::ask_node(place, "/v1/status") {
+        asked.node_sandbox = status["keeper"]["sandbox"].as_str().map(Into::into);
+    }
+    asked
 }
 
 fn lines(checks: &[Check]) -> String {

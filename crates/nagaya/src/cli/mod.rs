@@ -273,7 +273,7 @@ fn place(config: Option<&Path>) -> Result<Place, CliError> {
         admin_socket: settings.admin_socket(),
         store: settings.store(),
         member: settings.member_file(),
-        uid_base: settings.uid_base,
+        ids: crate::tenant_ids::IdSource::of(&settings),
     })
 }
 

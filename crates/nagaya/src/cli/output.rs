@@ -18,6 +18,7 @@ use nagaya_cmdb::{RedbStore, StoreError};
 use serde_json::Value;
 
 use crate::admin::{Api, Client, ClientError, Problem};
+use crate::tenant_ids::IdSource;
 
 /// How often a change that others overtake is made anew. Each time somebody else's has succeeded.
 const UPDATE_TRIES_MAX: u32 = 20;
@@ -35,8 +36,8 @@ pub struct Place {
     pub store: PathBuf,
     /// There, the node is a member of a cluster: its store is a copy then.
     pub member: PathBuf,
-    /// Uids of tenants added without one begin here, where no node runs.
-    pub uid_base: u32,
+    /// Which ids tenants may have and get, where no node runs.
+    pub ids: IdSource,
 }
 
 #[derive(Debug, clap::Args, Clone, Copy)]
@@ -177,7 +178,7 @@ impl Access {
         }
         match RedbStore::open(&store) {
             // Where no node runs nobody needs to hear of changes: a node reads the store when it starts.
-            Ok(opened) => Ok(Self::File(Api::new(Arc::new(opened), place.uid_base, Arc::new(|_, _| {})))),
+            Ok(opened) => Ok(Self::File(Api::new(Arc::new(opened), place.ids.clone(), Arc::new(|_, _| {})))),
             Err(StoreError::Locked { .. }) => Err(CliError::LockedWithoutNode { store, socket }),
             Err(error) => Err(error.into()),
         }

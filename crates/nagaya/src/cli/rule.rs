@@ -136,7 +136,7 @@ mod tests {
             admin_socket: dir.join("admin.sock"),
             store: dir.join("store.redb"),
             member: dir.join("member.json"),
-            uid_base: 7000,
+            ids: crate::tenant_ids::IdSource::from_base(7000),
         }
     }
 

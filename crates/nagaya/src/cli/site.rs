@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use self::admission::AdmissionFields;
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
-use super::{limits, transfer};
+use super::{limits, tenant, transfer};
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -305,6 +305,11 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
     let access = Access::open(place, Intent::Change)?;
     let reply = access.add(&path(&command.name), &Value::Object(record))?;
     warn_of_files(&access, &reply.0["site"]);
+    // The site is there; without its tenant there is only less to say.
+    let tenant = format!("/v1/tenants/{}", escape(&plain(&reply.0["site"]["tenant"])));
+    if let Ok(found) = access.get(&tenant) {
+        tenant::warn_of_home(&found.0["tenant"]);
+    }
     match command.format.json {
         true => output::print_json(&reply.0["site"]),
         false => output::print(&format!("site '{}' was added", command.name)),

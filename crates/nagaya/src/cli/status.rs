@@ -7,19 +7,49 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use nagaya_base::units::format_bytes;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::output::{self, CliError, Format, Place, plain, short_time};
+use crate::doctor::tenants::Found;
+
+/// Tenants whose ids and homes are looked at.
+const TENANTS_LOOKED_AT_MAX: usize = 500;
 
 /// Exit status 1 if the node does not serve.
 pub fn run(place: &Place, format: Format) -> Result<ExitCode, CliError> {
-    let status = output::ask_node(place, "/v1/status")?;
+    let mut status = output::ask_node(place, "/v1/status")?;
+    status["tenant_warnings"] = json!(tenant_warnings(place, &status));
     if format.json {
         output::print_json(&status)?;
     } else {
         output::print(screen(&status).trim_end())?;
     }
     Ok(if status["healthy"] == Value::Bool(true) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Warnings of tenants' ids and homes. The command looks at a bounded number and stays quick; `nagaya doctor` looks at all.
+fn tenant_warnings(place: &Place, status: &Value) -> Vec<String> {
+    let Ok(page) = output::ask_node(place, &format!("/v1/tenants?limit={TENANTS_LOOKED_AT_MAX}")) else {
+        return Vec::new();
+    };
+    let (policy, mut found) = (place.ids.policy(), Found::default());
+    for tenant in page["tenants"].as_array().into_iter().flatten() {
+        if let Ok(tenant) = serde_json::from_value(tenant.clone()) {
+            found.add(&tenant, &policy);
+        }
+    }
+    let mut warnings = found.warnings;
+    if found.more > 0 {
+        warnings.push(format!("and {} more: see `nagaya doctor`", found.more));
+    }
+    let all = status["tenants"].as_u64().unwrap_or(0);
+    if all > found.looked_at as u64 {
+        warnings.push(format!(
+            "{} of {all} tenants were looked at: `nagaya doctor` looks at all",
+            found.looked_at
+        ));
+    }
+    warnings
 }
 
 fn screen(status: &Value) -> String {
@@ -59,6 +89,7 @@ fn screen(status: &Value) -> String {
         let how = if on { String::new() } else { format!("; {}", plain(&row["how"])) };
         format!("{}  {name:18} {why}{how}", if on { "on " } else { "OFF" })
     });
+    section(&mut out, "tenants to be looked after", &status["tenant_warnings"], plain);
     section(&mut out, "changed in the file, and in force after a restart", &status["needs_restart"], plain);
     for name in ["edge", "keeper"] {
         if let Some(fields) = status[name].as_object() {
@@ -95,8 +126,6 @@ fn process(row: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

@@ -8,11 +8,13 @@ use std::os::unix::fs::{DirBuilderExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use nagaya_cmdb::Tenant;
 use nix::unistd::{Uid, User};
 use serde_json::{Map, Value, json};
 
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
 use super::{limits, transfer};
+use crate::doctor::tenants::home_warnings;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -123,6 +125,7 @@ fn add(command: &Add, place: &Place) -> Result<(), CliError> {
     let reply = access.add(&path(&command.name), &Value::Object(record))?;
     let tenant = &reply.0["tenant"];
     make_home(tenant)?;
+    warn_of_home(tenant);
     if command.format.json {
         return output::print_json(tenant);
     }
@@ -143,6 +146,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
         Ok(Value::Object(record))
     })?;
     make_home(&reply.0["tenant"])?;
+    warn_of_home(&reply.0["tenant"]);
     if command.format.json {
         return output::print_json(&reply.0["tenant"]);
     }
@@ -180,6 +184,18 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
     }
     limits.apply(record);
     Ok(())
+}
+
+/// Says on standard error what is wrong with the tenant's home, which may be mended later.
+pub fn warn_of_home(tenant: &Value) {
+    let Ok(tenant) = serde_json::from_value::<Tenant>(tenant.clone()) else { return };
+    // Without root nothing is the tenant's own.
+    if !Uid::effective().is_root() {
+        return;
+    }
+    for warning in home_warnings(&tenant) {
+        eprintln!("warning: tenant '{}': {warning}", tenant.name);
+    }
 }
 
 /// Other tenants must not even traverse it; the keeper opens it with the tenant's own ids.

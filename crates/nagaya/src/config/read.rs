@@ -11,7 +11,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::mistake::{self, CONFLICT, Mistake, Problem, SYNTAX, UNKNOWN, WRONG_TYPE};
 use super::schema::{ARRAYS, Array, Key, LISTEN, RENAMED, RULES, SECTIONS, Section};
-use super::settings::{Listen, Settings};
+use super::settings::{Listen, Settings, SystemIds};
+use crate::tenant_ids::{gid_of, uid_of};
 
 /// The settings in `text`, and all that is wrong with it. With mistakes, the settings hold what was right.
 pub fn read(file: &Path, text: &str) -> (Settings, Vec<Mistake>) {
@@ -36,6 +37,8 @@ struct Places {
     user: Option<Range<usize>>,
     uid: Option<Range<usize>>,
     group: Option<Range<usize>>,
+    system_users: Option<Range<usize>>,
+    system_groups: Option<Range<usize>>,
 }
 
 struct Reader<'a> {
@@ -91,6 +94,8 @@ impl Reader<'_> {
                 (key.set)(&mut self.settings, checked);
                 match full {
                     "edge.user" => self.places.user = Some(value.span()),
+                    "tenants.system_users" => self.places.system_users = Some(value.span()),
+                    "tenants.system_groups" => self.places.system_groups = Some(value.span()),
                     "edge.uid" => self.places.uid = Some(value.span()),
                     "admin.group" => self.places.group = Some(value.span()),
                     _ => {}
@@ -223,6 +228,7 @@ impl Reader<'_> {
                 }
             }
         }
+        self.check_system_ids();
         if let (Some(group), Some(place)) = (&self.settings.admin.group, self.places.group.clone())
             && !matches!(nix::unistd::Group::from_name(group), Ok(Some(_)))
         {
@@ -231,6 +237,19 @@ impl Reader<'_> {
                 place,
                 Problem::new(mistake::ACCOUNT, what, format!("create it: groupadd --system {group}")),
             );
+        }
+    }
+
+    fn check_system_ids(&mut self) {
+        let SystemIds { users, groups } = self.settings.system_ids.clone();
+        let (of_users, of_groups) = (self.places.system_users.clone(), self.places.system_groups.clone());
+        let users = users.iter().filter(|name| uid_of(name).is_none()).map(|name| ("user", name, &of_users));
+        let groups =
+            groups.iter().filter(|name| gid_of(name).is_none()).map(|name| ("group", name, &of_groups));
+        for (kind, name, place) in users.chain(groups) {
+            let what = format!("tenants.system_{kind}s: there is no {kind} '{name}' on this machine");
+            let hint = "remove it, or write its number".to_owned();
+            self.note(place.clone().unwrap_or_default(), Problem::new(mistake::ACCOUNT, what, hint));
         }
     }
 }

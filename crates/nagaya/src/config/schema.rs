@@ -280,6 +280,22 @@ const TENANTS: &[Key<Settings>] = &[
         "A tenant that is added without a uid gets the first free one from here on."
     ),
     key!(
+        "system_users",
+        "0.1",
+        Kind::Accounts,
+        system_ids.users,
+        "Users of the system that a tenant may be although their uid is below 1000 or that of `nobody`. The edge's is never \
+         allowed. Such a tenant has all that is that user's."
+    ),
+    key!(
+        "system_groups",
+        "0.1",
+        Kind::Accounts,
+        system_ids.groups,
+        "Groups of the system that a tenant may be in although their gid is below 1000, or their name is one that leads to \
+         root, such as `docker` or `disk`. The edge's and the `group` of `[admin]` are never allowed."
+    ),
+    key!(
         "max_concurrent",
         "0.1",
         count(1, 1_000_000),

@@ -6,6 +6,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use nagaya_cmdb::check::IdPolicy;
 use nagaya_edge::options::{Options as EdgeOptions, ProbeKind};
 use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
 use nagaya_rules::RuleFile;
@@ -35,6 +36,7 @@ pub struct Settings {
     pub admin: Admin,
     /// Uids that are given to tenants by themselves begin here.
     pub uid_base: u32,
+    pub system_ids: SystemIds,
     /// Where images of instances are kept. None: in `state_dir`.
     pub images: Option<PathBuf>,
     pub identity: EdgeIdentity,
@@ -132,6 +134,13 @@ impl Default for Balance {
     }
 }
 
+/// Users and groups of the system, by name or number, that tenants may have all the same.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SystemIds {
+    pub users: Vec<String>,
+    pub groups: Vec<String>,
+}
+
 /// Whose rights the edge has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EdgeIdentity {
@@ -152,6 +161,7 @@ impl Default for Settings {
             ],
             admin: Admin::default(),
             uid_base: 200_000,
+            system_ids: SystemIds::default(),
             images: None,
             identity: EdgeIdentity::default(),
             cluster: Cluster::default(),
@@ -244,10 +254,10 @@ impl Settings {
     }
 
     /// What the keeper is told.
-    pub fn keeper_options(&self, edge_uid: u32) -> KeeperOptions {
+    pub fn keeper_options(&self, ids: IdPolicy) -> KeeperOptions {
         KeeperOptions {
             runtime_dir: self.keeper_dir(),
-            edge_uid,
+            ids,
             php_workers_per_tenant: self.edge.php_workers,
             raise_max: self.balance.raise_max,
             instances: InstanceOptions { images: self.images_dir(), ..self.keeper.instances.clone() },

@@ -17,6 +17,9 @@ use toml::de::DeValue;
 use super::mistake::{INVALID, PATH, Problem, WRONG_TYPE};
 use super::settings::{LogFormat, STORED};
 
+/// Users or groups one key names.
+const ACCOUNTS_MAX: usize = 64;
+
 /// What a key takes.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
@@ -45,6 +48,8 @@ pub enum Kind {
     Address,
     /// Each entry an IP address or a network like `10.0.0.0/8`.
     Networks,
+    /// Each entry a user or group of the machine, by name or number. At most `ACCOUNTS_MAX`.
+    Accounts,
     /// A `tracing` filter.
     Filter,
 }
@@ -93,6 +98,16 @@ impl Kind {
                     texts.push(text.to_owned());
                 }
                 Ok(Value::Texts(texts))
+            }
+            Self::Accounts => {
+                let list = found.as_array().ok_or_else(|| self.wrong_type(found))?;
+                if list.len() > ACCOUNTS_MAX {
+                    let what = format!("there are {} entries", list.len());
+                    return Err(Problem::new(INVALID, what, format!("use at most {ACCOUNTS_MAX}")));
+                }
+                let text = |entry: &DeValue<'_>| entry.as_str().map(str::to_owned);
+                let texts = list.iter().map(|entry| text(entry.get_ref())).collect::<Option<_>>();
+                texts.map(Value::Texts).ok_or_else(|| self.wrong_type(found))
             }
             _ => self.check_text(found.as_str().ok_or_else(|| self.wrong_type(found))?),
         }
@@ -156,6 +171,7 @@ impl Kind {
             }
             (Self::Flag, _) => "use true or false, without quotes".into(),
             (Self::Count { .. }, DeValue::String(_)) => "write the number without quotes".into(),
+            (Self::Accounts, _) => "write a list of texts: [\"www-data\", \"33\"]".into(),
             (Self::Networks, _) => "write a list: [\"10.0.0.0/8\", \"192.0.2.1\"]".into(),
             _ => format!("write it in quotes, for example {}", self.example()),
         };
@@ -175,6 +191,7 @@ impl Kind {
             Self::Choice(_) => "a word",
             Self::Address => "an address",
             Self::Networks => "a list of networks",
+            Self::Accounts => "a list of names",
             Self::Filter => "a log level",
         }
     }
@@ -206,6 +223,7 @@ impl Kind {
             Self::Rule => "absolute, or `store:NAME`".into(),
             Self::Address => "`ip:port` or `[ipv6]:port`".into(),
             Self::Networks => "addresses or `address/bits`".into(),
+            Self::Accounts => format!("names or numbers, at most {ACCOUNTS_MAX}"),
             Self::Filter => "error, warn, info, debug, trace, or a filter".into(),
             Self::Text | Self::Flag => String::new(),
         }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::cgroups::Version;
 use super::facts::Facts;
+use super::tenants::Found;
 use super::{cells, instances};
 
 /// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
@@ -170,6 +171,20 @@ static ROWS: &[Row] = &[
         judge: |facts| match &facts.php_version {
             Some(version) => (State::Ok, version.clone()),
             None => (State::Off, format!("{} does not run", facts.php_cgi.display())),
+        },
+    },
+    Row {
+        name: "tenants",
+        why: "programs of one tenant must reach nothing of another's or of the system's",
+        how: "do as each line says; ids of the system that are meant go into system_users and system_groups of [tenants]",
+        judge: |facts| match &facts.tenants {
+            Found { warnings, looked_at, .. } if warnings.is_empty() => {
+                (State::Ok, format!("{looked_at} looked at"))
+            }
+            Found { warnings, more: 0, .. } => (State::Warn, warnings.join("; ")),
+            Found { warnings, more, .. } => {
+                (State::Warn, format!("{}; and {more} more", warnings.join("; ")))
+            }
         },
     },
     Row {

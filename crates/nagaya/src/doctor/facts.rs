@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use nagaya_keeper::sandbox::{self, Launcher};
 use nagaya_keeper::{BackEnd, huge_pages};
 use rustix::fs::{Access, Mode, OFlags, ResolveFlags};
 use rustix::net::{
@@ -20,6 +21,7 @@ use rustix::process::Resource;
 
 use super::cgroups::Cgroups;
 use super::rule_files;
+use super::tenants::Found;
 use crate::config::Settings;
 use crate::inherit;
 
@@ -30,7 +32,7 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 const VERSION_LEN_MAX: u64 = 4096;
 
 /// Everything the checks judge.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct Facts {
     pub kernel: String,
     pub root: bool,
@@ -65,6 +67,11 @@ pub struct Facts {
     pub pressure: bool,
     /// Where homes of tenants are, each disk once.
     pub disks: Vec<Disk>,
+    /// Whether a sandbox can be made with the rights of this command. None: without root none is tried.
+    pub sandbox: Option<Result<(), String>>,
+    /// The running node's answer to that, with the rights it has. None: none runs, or it does not say.
+    pub node_sandbox: Option<String>,
+    pub tenants: Found,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
 }
@@ -105,8 +112,26 @@ pub struct Device {
     pub name: Option<String>,
 }
 
-/// `homes`: directories of tenants' files, as far as they are known.
-pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
+/// Answers of others than the machine.
+#[derive(Debug, Default)]
+pub struct Asked {
+    /// Directories of tenants' files, as far as they are known.
+    pub homes: Vec<PathBuf>,
+    pub tenants: Found,
+    pub sandbox: Option<Result<(), String>>,
+    pub node_sandbox: Option<String>,
+}
+
+/// Makes a sandbox as an application's is made. None: without root there are none. Before anything has started a thread.
+pub fn try_sandbox() -> Option<Result<(), String>> {
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    let tried = Launcher::start().and_then(|launcher| sandbox::try_sandbox(&launcher));
+    Some(tried.map_err(|error| format!("{}: {}", error.code(), sandbox::explain(&error))))
+}
+
+pub fn gather(settings: &Settings, asked: Asked) -> Facts {
     Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         root: rustix::process::geteuid().is_root(),
@@ -140,7 +165,10 @@ pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
         edge_user: settings.identity.uid.is_some() || has_edge_user(settings),
         back_end: settings.keeper.back_end,
         pressure: Path::new("/proc/pressure/cpu").exists(),
-        disks: disks(homes),
+        disks: disks(&asked.homes),
+        sandbox: asked.sandbox,
+        node_sandbox: asked.node_sandbox,
+        tenants: asked.tenants,
         rule_files: settings.edge.rules.len(),
         rule_troubles: rule_files::troubles(settings),
     }

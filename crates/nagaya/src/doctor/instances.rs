@@ -13,6 +13,26 @@ const USER_NAMESPACES_WANTED: u64 = 4_096;
 
 pub static ROWS: &[Row] = &[
     Row {
+        name: "sandbox",
+        why: "each application runs in one; this is one that was made, with a program that ran in it",
+        how: "run `nagaya doctor` as root; where it fails as root, the step that failed and its code say what is missing",
+        judge: |facts| match &facts.sandbox {
+            Some(Ok(())) => (State::Ok, "made".into()),
+            Some(Err(why)) => (State::Off, why.clone()),
+            None => (State::Off, "not tried without root".into()),
+        },
+    },
+    Row {
+        name: "node-sandbox",
+        why: "the running node makes sandboxes with the rights that its unit or container leaves it, not with root's here",
+        how: "start nagaya by packaging/nagaya.service, or give it the capabilities that are named",
+        judge: |facts| match facts.node_sandbox.as_deref() {
+            Some("ok") => (State::Ok, "made".into()),
+            Some(why) => (State::Off, why.to_owned()),
+            None => (State::Ok, "no node that could be asked".into()),
+        },
+    },
+    Row {
         name: "criu",
         why: "applications can rest as images on disk, and come back in milliseconds instead of being started anew",
         how: "install CRIU 4.1 or newer (Debian 13 has it), or name one as criu in [instances] (NGY0334)",

@@ -1,5 +1,5 @@
 //! What this machine offers to a node, and what is missing: facts (`facts`, `cgroups`, `rule_files`), judged by tables
-//! (`checks`, `cells`, `instances`).
+//! (`checks`, `cells`, `instances`), and tenants whose ids or homes are not as they should be (`tenants`).
 //!
 //! Not here: printing (`cli::doctor`), the protections of a running node (`supervisor::identity`).
 
@@ -9,9 +9,10 @@ mod checks;
 mod facts;
 mod instances;
 mod rule_files;
+pub mod tenants;
 
 pub use checks::{Check, State, checks};
-pub use facts::gather;
+pub use facts::{Asked, gather, try_sandbox};
 
 /// Whether groups can be made in any cgroup hierarchy.
 pub fn cgroup_is_usable() -> bool {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nagaya_base::{Clock as _, Reckoning, SystemClock};
+use nagaya_cmdb::check::IdPolicy;
 use nagaya_cmdb::feed::Down;
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
@@ -30,6 +31,7 @@ use super::{notify, place, reload};
 use crate::config::{self, Settings};
 use crate::inherit::{Inherited, InheritedListener, InheritedPeers, number};
 use crate::logging::{self, Sink};
+use crate::tenant_ids::IdSource;
 
 /// Events that wait to be acted on. Each source has at most a few at once.
 const EVENTS_MAX: usize = 256;
@@ -54,6 +56,7 @@ pub struct Parts {
     pub listening: Vec<Listening>,
     pub keeper_socket: OwnedFd,
     pub edge_identity: Option<Identity>,
+    pub ids: IdSource,
     /// Where the edge keeps what it promised. None: it promises nothing.
     pub tickets: Option<OwnedFd>,
     /// Goes on while edges come and go.
@@ -240,17 +243,22 @@ impl Life {
         feed.begin(self.options(role), Arc::clone(&self.parts.node.store)).map_err(failed)
     }
 
+    /// Without root the edge has the uid of whoever started nagaya.
+    fn tenant_ids(&self) -> IdPolicy {
+        let edge = self.parts.edge_identity;
+        let edge_uid = edge.map_or_else(|| nix::unistd::geteuid().as_raw(), |edge| edge.uid);
+        IdPolicy { edge_uid, ..self.parts.ids.policy() }
+    }
+
     /// What the process is told of the configuration.
     fn options(&self, role: Role) -> serde_json::Value {
         let settings = &self.parts.settings;
-        let edge_uid =
-            self.parts.edge_identity.map_or_else(|| nix::unistd::geteuid().as_raw(), |edge| edge.uid);
         let cluster = self.parts.node.credentials.borrow().as_deref().cloned();
         match role {
             Role::Edge => serde_json::to_value(nagaya_edge::Options { cluster, ..settings.edge_options() }),
             Role::Keeper => serde_json::to_value(nagaya_keeper::Options {
                 node: cluster.map(|cluster| cluster.node),
-                ..settings.keeper_options(edge_uid)
+                ..settings.keeper_options(self.tenant_ids())
             }),
         }
         .expect("options hold numbers, texts and paths that came from a text")
@@ -403,6 +411,7 @@ impl Life {
                 let (settings, held) = reload::merge(&self.parts.settings, loaded.settings);
                 self.parts.settings = settings;
                 self.parts.node.balance.configure(&self.parts.settings.balance);
+                self.parts.ids.reload(&self.parts.settings);
                 for key in &held {
                     tracing::warn!(code = "NGY0507", "{key} was changed; this needs a restart of nagaya");
                 }

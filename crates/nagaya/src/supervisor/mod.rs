@@ -12,7 +12,7 @@ mod cluster;
 mod error;
 mod exposition;
 mod feed;
-mod identity;
+pub mod identity;
 mod life;
 mod node;
 mod notify;
@@ -46,6 +46,7 @@ use self::sockets::{Listening, Peers};
 use self::stored_rules::StoredRules;
 use crate::config::{self, Loaded, Settings};
 use crate::logging::{self, Sink};
+use crate::tenant_ids::IdSource;
 use crate::{admin, doctor};
 
 /// What the command line gives.
@@ -108,6 +109,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     if let Some(peers) = &peers {
         begin_cluster(&settings, peers, &node, records, orders)?;
     }
+    let ids = IdSource::of(&settings);
     let parts = Parts {
         serve,
         settings: settings.clone(),
@@ -115,12 +117,13 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         listening,
         keeper_socket,
         edge_identity,
+        ids: ids.clone(),
         tickets: place::prepare_tickets(&settings, edge_identity),
         reckoning: Reckoning::of_wall(),
         peers,
         node: Arc::clone(&node),
     };
-    let result = run(parts, admin_socket, admin_parts(&settings, node));
+    let result = run(parts, admin_socket, admin_parts(ids, node));
     drop(place);
     if result.is_ok() {
         tracing::info!("nagaya has ended");
@@ -205,13 +208,13 @@ fn run(
 }
 
 /// What the admin interface needs: a change it commits is handed to the processes by the node.
-fn admin_parts(settings: &Settings, node: Arc<Node>) -> admin::Parts {
+fn admin_parts(ids: IdSource, node: Arc<Node>) -> admin::Parts {
     let watcher = Arc::clone(&node);
     admin::Parts {
         store: Arc::clone(&node.store),
         on_change: Arc::new(move |changes, revision| watcher.committed(Changes { revision, changes })),
         node,
-        uid_base: settings.uid_base,
+        ids,
     }
 }
 

@@ -36,6 +36,7 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
         edge: new.edge,
         keeper: new.keeper,
         balance: new.balance,
+        system_ids: new.system_ids,
         cluster: Cluster {
             probe: new.cluster.probe,
             probe_ms: new.cluster.probe_ms,

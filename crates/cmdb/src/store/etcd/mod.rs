@@ -414,6 +414,11 @@ impl Store for ClusterStore {
         self.block_on_own(write::next_uid(self.inner.clone()), StoreError::from)
     }
 
+    fn raise_next_uid(&self, next: u32) -> Result<(), StoreError> {
+        let inner = self.inner.clone();
+        self.block_on_own(async move { write::raise_next_uid(&inner, next).await }, StoreError::from)
+    }
+
     fn tells_changes(&self) -> bool {
         true
     }

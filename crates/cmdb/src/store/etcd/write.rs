@@ -35,12 +35,17 @@ pub(super) async fn transaction(
     for _ in 0..TRIES_MAX {
         // A refusal, or that nothing differs, must not be told of a state that is no longer true.
         inner.wait_in_step(WRITE_WAIT).await.map_err(StoreError::from)?;
-        let Planned { parts, reached, has_rules } = plan(&inner, done.left_of(&changes), mode).await?;
+        let Planned { parts, reached, left_uid, has_rules } =
+            plan(&inner, done.left_of(&changes), mode).await?;
         if has_rules {
             raise::require(&inner, keys::HAS_RULES).await.map_err(StoreError::from)?;
         }
         if parts.is_empty() {
             return done.committed(&inner).await;
+        }
+        // Before it is anybody else's. If nothing else comes of this transaction, a few uids stay unused.
+        if let Some(uid) = left_uid {
+            raise_next_uid(&inner, uid + 1).await?;
         }
         match commit(&inner, parts, reached, &mut done).await {
             Ok(true) => return done.committed(&inner).await,
@@ -54,6 +59,8 @@ pub(super) async fn transaction(
 struct Planned {
     parts: Vec<Part>,
     reached: Reached,
+    /// The largest uid that a tenant gives up.
+    left_uid: Option<u32>,
     /// Some change is of a rule.
     has_rules: bool,
 }
@@ -63,8 +70,9 @@ async fn plan(inner: &Arc<Inner>, changes: Vec<Change>, mode: Mode) -> Result<Pl
     let planned = tokio::task::spawn_blocking(move || {
         let (plan, reached) = inner.replica.plan(changes, mode)?;
         let has_rules = !plan.rules.is_empty();
+        let left_uid = plan.left_uid();
         let parts = parts::split(&inner.keys, plan).map_err(StoreError::from)?;
-        Ok(Planned { parts, reached, has_rules })
+        Ok(Planned { parts, reached, left_uid, has_rules })
     });
     planned.await.map_err(|error| StoreError::from(lost(&error)))?
 }
@@ -196,6 +204,27 @@ pub(super) async fn allocate_uid(inner: Arc<Inner>, base: u32) -> Result<u32, St
         let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await;
         if answer.map_err(ClusterError::from)?.value.succeeded {
             return Ok(uid);
+        }
+    }
+    Err(ClusterError::Contended { tries: TRIES_MAX }.into())
+}
+
+/// Sees to it that no uid below `to` is allocated any more.
+pub(super) async fn raise_next_uid(inner: &Inner, to: u32) -> Result<(), StoreError> {
+    for _ in 0..TRIES_MAX {
+        let (next, revision) = read_next_uid(inner).await?;
+        if next >= to {
+            return Ok(());
+        }
+        let key = inner.keys.next_uid();
+        let txn = Txn {
+            compare: vec![keys::is_there(&inner.keys.revision()), keys::is_of(&key, revision)],
+            success: vec![keys::putting(&key, to.to_string())],
+            failure: Vec::new(),
+        };
+        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await;
+        if answer.map_err(ClusterError::from)?.value.succeeded {
+            return Ok(());
         }
     }
     Err(ClusterError::Contended { tries: TRIES_MAX }.into())

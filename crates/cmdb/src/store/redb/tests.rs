@@ -7,8 +7,8 @@ use std::io::Cursor;
 use proptest::prelude::*;
 
 use super::*;
-use crate::store::import::{ImportError, export, import};
-use crate::store::suite;
+use crate::store::import::{ImportError, import};
+use crate::store::suite::{self, text};
 
 /// A store and the directory it lives and dies with.
 struct Temporary {
@@ -30,12 +30,6 @@ fn lines(sites: usize) -> String {
         ));
     }
     text
-}
-
-fn text(store: &dyn Store) -> String {
-    let mut bytes = Vec::new();
-    export(store, &mut bytes).unwrap();
-    String::from_utf8(bytes).unwrap()
 }
 
 /// A closed store with some sites: its bytes and what it holds.

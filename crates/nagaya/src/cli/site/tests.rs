@@ -5,8 +5,9 @@
 use clap::Parser;
 use nagaya_cmdb::{RedbStore, Store};
 
-use super::super::{setting, tenant};
+use super::super::setting;
 use super::*;
+use crate::config::settings::SystemIds;
 
 #[derive(clap::Parser)]
 #[command(no_binary_name = true)]
@@ -30,7 +31,7 @@ fn world() -> World {
         admin_socket: directory.path().join("admin.sock"),
         store: directory.path().join("store.redb"),
         member: directory.path().join("cluster/member.json"),
-        uid_base: 7000,
+        ids: crate::tenant_ids::IdSource::from_base(7000),
     };
     World { place, _directory: directory }
 }
@@ -105,11 +106,51 @@ fn options_become_the_record_and_set_changes_only_what_it_names() {
 fn a_tenant_gets_the_next_uid_unless_one_is_given() {
     let world = world();
     world.ok("tenant add a");
-    world.ok("tenant add b --uid 7001 --gid 50");
+    world.ok("tenant add b --uid 7001 --gid 5000");
     world.ok("tenant add c");
     let store = RedbStore::open(&world.place.store).unwrap();
     let ids: Vec<_> = store.tenants(None, 0).unwrap().iter().map(|tenant| (tenant.uid, tenant.gid)).collect();
-    assert_eq!(ids, [(7000, 7000), (7001, 50), (7002, 7002)]);
+    assert_eq!(ids, [(7000, 7000), (7001, 5000), (7002, 7002)]);
+}
+
+#[test]
+fn a_uid_that_was_removed_is_given_to_nobody_here_nor_where_an_export_goes() {
+    let (world, other) = (world(), world());
+    world.ok("tenant add a");
+    world.ok("tenant add chosen --uid 7100");
+    world.ok("tenant remove a");
+    world.ok("tenant remove chosen");
+    world.ok("tenant add b");
+    assert_eq!(world.tenant("b")["uid"], 7101);
+    world.ok("tenant remove b");
+    let file = world.place.store.with_extension("jsonl");
+    world.ok(&format!("tenant export -o {}", file.display()));
+    other.ok(&format!("tenant import {}", file.display()));
+    other.ok("tenant add c");
+    assert_eq!(other.tenant("c")["uid"], 7102);
+}
+
+#[test]
+fn ids_of_the_system_are_refused_however_they_come() {
+    let world = world();
+    let settings = crate::config::Settings {
+        system_ids: SystemIds { users: vec!["33".into()], groups: vec!["33".into()] },
+        ..crate::config::Settings::default()
+    };
+    let told = world.refused("tenant add t --uid 999");
+    assert!(told.starts_with("NGY0210: tenant 't': uid: '999' is a user of the system"), "{told}");
+    let told = world.refused("tenant add t --uid 33 --gid 33");
+    assert!(told.contains("uid: '33'") && told.contains("gid: '33'"), "{told}");
+    assert!(world.refused("tenant add t --gid 6").contains("gid: '6' is a group of the system"));
+    let file = world.place.store.with_extension("jsonl");
+    let line = |gid: u32| format!("{{\"tenant\":{{\"name\":\"t\",\"uid\":9000,\"gid\":{gid}}}}}\n");
+    std::fs::write(&file, line(42)).unwrap();
+    let told = world.refused(&format!("tenant import {}", file.display()));
+    assert!(told.contains("line 1: tenant 't': gid: '42' is a group of the system"), "{told}");
+    // As root's own configuration allows it.
+    world.place.ids.reload(&settings);
+    world.ok("tenant add t --uid 33 --gid 33");
+    assert!(world.refused("tenant set t --gid 6").contains("gid: '6'"));
 }
 
 #[test]

@@ -126,8 +126,20 @@ impl Store for Records {
         }
     }
 
+    /// The cluster's. While it cannot be asked, at least what this node's file knows: an export is possible without etcd.
     fn next_uid(&self) -> Result<u32, StoreError> {
-        self.file.next_uid()
+        let own = self.file.next_uid()?;
+        match self.cluster().map(|cluster| cluster.next_uid()) {
+            Some(Ok(next)) => Ok(next.max(own)),
+            Some(Err(_)) | None => Ok(own),
+        }
+    }
+
+    fn raise_next_uid(&self, next: u32) -> Result<(), StoreError> {
+        match self.cluster() {
+            Some(cluster) => cluster.raise_next_uid(next),
+            None => self.file.raise_next_uid(next),
+        }
     }
 
     fn tells_changes(&self) -> bool {

@@ -16,14 +16,8 @@ use proptest::test_runner::TestRunner;
 use self::rig::{Etcd, Node, PATIENCE, replica, until};
 use super::*;
 use crate::names::{SiteName, TenantName};
-use crate::store::import::{export, import};
-use crate::store::suite;
-
-fn text(store: &dyn Store) -> String {
-    let mut bytes = Vec::new();
-    export(store, &mut bytes).unwrap();
-    String::from_utf8(bytes).unwrap()
-}
+use crate::store::import::import;
+use crate::store::suite::{self, text};
 
 fn name(text: &str) -> NodeName {
     NodeName::new(text).unwrap()
