@@ -45,6 +45,102 @@ const DEPENDENCIES: &[(&str, &[&str])] = &[
     ("xtask", &["admission", "edge", "rules", "keeper", "cmdb", "telemetry", "base"]),
 ];
 
+/// Files and directories of the keeper that open files by path, with the reason why no tenant can lead that path elsewhere. All other
+/// paths are opened by `tenant_path.rs`.
+const PATH_OPENERS: &[(&str, &str)] = &[
+    ("crates/keeper/src/tenant_path.rs", "it is the one place for paths that a tenant can change"),
+    ("crates/keeper/src/bases.rs", "bases are root's, in a directory that only root enters"),
+    ("crates/keeper/src/bases/layer.rs", "looks up in a base as if it were all there is; it is root's"),
+    (
+        "crates/keeper/src/cells/",
+        "control groups, and what the kernel tells of processes and devices, are root's",
+    ),
+    ("crates/keeper/src/engine.rs", "makes the keeper's own directories"),
+    ("crates/keeper/src/huge_pages.rs", "a file of the kernel's"),
+    ("crates/keeper/src/image/", "images are root's, in a directory that only root enters"),
+    (
+        "crates/keeper/src/instances/address.rs",
+        "a socket in a directory of the keeper's, without following a link",
+    ),
+    ("crates/keeper/src/instances/carried.rs", "from directory to directory without following a link"),
+    ("crates/keeper/src/instances/holder.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/pressure.rs", "files of the kernel's"),
+    ("crates/keeper/src/instances/rest.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/seats.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/show.rs", "what the kernel tells of processes, by their numbers"),
+    (
+        "crates/keeper/src/instances/surroundings.rs",
+        "the keeper's own directories and files, and the node's resolver",
+    ),
+    ("crates/keeper/src/log/", "logs are root's, in a directory that only root enters"),
+    ("crates/keeper/src/relay/names.rs", "the node's resolver"),
+    ("crates/keeper/src/roll.rs", "a descriptor of the keeper's own"),
+    ("crates/keeper/src/roots.rs", "the operator's directory of certificates"),
+    ("crates/keeper/src/sandbox/birth.rs", "the root of the sandbox it is in"),
+    ("crates/keeper/src/sandbox/capture.rs", "the network that the thread is in"),
+    ("crates/keeper/src/sandbox/cgroup.rs", "control groups are root's"),
+    ("crates/keeper/src/sandbox/checkpoint.rs", "runs in an init, whose mounts are its sandbox' alone"),
+    ("crates/keeper/src/sandbox/init.rs", "runs in an init, whose mounts are its sandbox' alone"),
+    ("crates/keeper/src/sandbox/kernel.rs", "what the kernel tells of its own threads"),
+    ("crates/keeper/src/sandbox/launcher.rs", "a device of the node's"),
+    ("crates/keeper/src/sandbox/namespaces.rs", "namespaces of a process that it has made"),
+    (
+        "crates/keeper/src/sandbox/network.rs",
+        "looks up in a sandbox as if it were all there is, or a path of the keeper's",
+    ),
+    ("crates/keeper/src/sandbox/program.rs", "runs in a sandbox, as its tenant"),
+    ("crates/keeper/src/sandbox/session.rs", "runs in an init, whose mounts are its sandbox' alone"),
+    ("crates/keeper/src/sandbox/shm.rs", "runs in an init, whose mounts are its sandbox' alone"),
+    ("crates/keeper/src/sandbox/terminal.rs", "looks up in a sandbox as if it were all there is"),
+    (
+        "crates/keeper/src/sandbox/tree.rs",
+        "beneath an open base without following a link, or the keeper's own paths",
+    ),
+    ("crates/keeper/src/sandbox/warden.rs", "what the kernel tells of itself"),
+    ("crates/keeper/src/spawn.rs", "the keeper's own directory of sockets, and a device of the node's"),
+    ("crates/keeper/src/sys.rs", "in a child that has the tenant's ids and no descriptor of anybody else's"),
+    ("crates/keeper/src/tally.rs", "a descriptor of the keeper's own"),
+];
+
+/// Files that may take a tenant's rights on files for a moment, with the reason.
+const TENANTS_RIGHTS: &[(&str, &str)] = &[
+    ("crates/keeper/src/tenant_path.rs", "it is the one place for paths that a tenant can change"),
+    ("crates/keeper/src/instances/housing.rs", "what goes with an image, by `carried.rs`"),
+];
+
+/// Calls that look something up by a path.
+const PATH_CALLS: &[&str] = &[
+    "File::open(",
+    "File::create(",
+    "File::options(",
+    "OpenOptions::new(",
+    "fs::read(",
+    "fs::read_to_string(",
+    "fs::read_dir(",
+    "fs::read_link(",
+    "fs::write(",
+    "fs::copy(",
+    "fs::metadata(",
+    "fs::symlink_metadata(",
+    "fs::canonicalize(",
+    "fs::create_dir",
+    "fs::rename(",
+    "fs::hard_link(",
+    "fs::set_permissions(",
+    "fs::open(",
+    "openat(",
+    "openat2(",
+    "fs::stat(",
+    "fs::lstat(",
+    "statat(",
+    "chdir(",
+    "canonicalize(",
+    ".metadata(",
+    ".exists()",
+    ".is_dir()",
+    ".is_file()",
+];
+
 /// Files whose tests may sleep, with why waiting for a condition would not do.
 const SLEEPING_TESTS: &[(&str, &str)] = &[
     ("crates/cmdb/src/store/etcd/tests/rig.rs", "polls a condition of another process until its deadline"),
@@ -93,6 +189,18 @@ fn unsafe_code_is_where_it_is_listed() {
         let marks = [concat!("allow(unsafe", "_code"), concat!("unsafe", " {"), concat!("unsafe", " fn")];
         lines_with(file, |line| marks.iter().any(|mark| code_of(line).contains(mark)))
     });
+}
+
+#[test]
+fn tenants_paths_are_opened_in_one_place() {
+    let calls = |line: &str| PATH_CALLS.iter().any(|call| has_word(code_of(line), call));
+    check_places("crates/keeper/src/", PATH_OPENERS, calls);
+}
+
+#[test]
+fn tenants_rights_are_taken_in_one_place() {
+    let takes = |line: &str| has_word(code_of(line), concat!("as_tenant", "("));
+    check_places("crates/keeper/src/", TENANTS_RIGHTS, takes);
 }
 
 #[test]
@@ -296,6 +404,29 @@ fn the_changelog_is_open_for_the_next_change() {
     let text = read(&root().join("CHANGELOG.md"));
     let open = text.lines().any(|line| line.starts_with("## ") && line.contains("Unreleased"));
     assert!(open, "CHANGELOG.md: add a section '## Unreleased' and note there what users can notice");
+}
+
+/// Only the listed files and directories have such lines, and each has one.
+fn check_places(beneath: &str, listed: &[(&str, &str)], wanted: impl Fn(&str) -> bool) {
+    let is_listed =
+        |path: &str, place: &str| path == place || (place.ends_with('/') && path.starts_with(place));
+    let production =
+        sources().into_iter().filter(|file| file.path.starts_with(beneath) && !is_test(&file.path));
+    let mut found = Vec::new();
+    for file in production {
+        let production = File { path: file.path.clone(), text: production_part(&file.text).to_owned() };
+        found.extend(lines_with(&production, &wanted));
+    }
+    let path_of = |line: &str| line.split(':').next().unwrap_or_default().to_owned();
+    let is_known = |line: &&String| !listed.iter().any(|(place, _)| is_listed(&path_of(line), place));
+    let wrong: Vec<&String> = found.iter().filter(is_known).collect();
+    fail_if(
+        &wrong,
+        "open what a tenant can change by `tenant_path`; other paths stand in a list, with the reason",
+    );
+    let is_stale = |place: &&str| !found.iter().any(|line| is_listed(&path_of(line), place));
+    let stale: Vec<&str> = listed.iter().map(|(place, _)| *place).filter(is_stale).collect();
+    fail_if(&stale, "nothing is opened there any more: remove the entry");
 }
 
 // === How the rules read the sources ===

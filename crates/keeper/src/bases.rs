@@ -1,7 +1,9 @@
 //! Bases of applications that come as OCI image layouts: unpacked once by content, and shared by all whose layout has it.
 //!
 //! A base is a directory named by the digest of its manifest. Everything in it is root's and for reading; only sandboxes lead there.
-//! It stays as long as somebody holds it, and a day longer. All calls but `turn` block: make them from `workers`.
+//! It stays as long as somebody holds it, and a day longer. A manifest alone opens no base: a tenant gets one only after its
+//! own layout has shown all layers, so that nobody sees an image of which it knows no more than the name. All calls but `turn`
+//! block: make them from `workers`.
 //!
 //! In reading order: this file, `layout` (which content a name means), `layer` (putting it on disk). Not here: what a sandbox shows of
 //! a base (`sandbox`), entry point, variables and user of an image, which records say themselves.
@@ -27,7 +29,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::fault::Fault;
 use crate::protocol::Failure;
-use crate::sandbox::Identity;
+use crate::tenant_path::PathOwner;
 use layer::Tree;
 use layout::{Content, Layout};
 
@@ -39,6 +41,9 @@ const UNPACKS_AT_ONCE: usize = 1;
 
 /// How long a base stays that nobody holds.
 const KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
+
+/// Tenants and the bases whose layers they have shown, remembered. One that is forgotten is shown again.
+const SHOWN_MAX: usize = 65_536;
 
 /// What one base may take.
 #[derive(Debug, Clone, Copy)]
@@ -95,16 +100,17 @@ pub struct Unpacked {
     pub digest: String,
 }
 
-/// What a layout means now, and whether that is on disk.
+/// What a layout means now, and whether that is on disk and its tenant's to use.
 pub enum Sought {
     There(Arc<Unpacked>),
     Missing(Missing),
 }
 
-/// To be unpacked when it is its turn.
+/// To be unpacked, or its layers to be shown, when it is its turn.
 pub struct Missing {
     layout: Layout,
     content: Content,
+    owner: PathOwner,
 }
 
 /// All bases of this node.
@@ -119,6 +125,8 @@ pub struct Bases {
 #[derive(Debug, Default)]
 struct State {
     held: HashMap<String, Weak<Unpacked>>,
+    /// Digests of manifests, and whose layouts have shown all layers of them.
+    shown: HashSet<(String, PathOwner)>,
     /// Directories being filled.
     fresh: HashSet<PathBuf>,
     next: u64,
@@ -136,27 +144,43 @@ impl Bases {
     }
 
     /// Looks up what the layout means by this tag, with its tenant's rights.
-    pub fn find(&self, path: &Path, tag: Option<&str>, whose: Option<Identity>) -> Result<Sought, BaseError> {
-        let layout = Layout::open(path, whose)?;
+    pub fn find(&self, path: &Path, tag: Option<&str>, owner: &PathOwner) -> Result<Sought, BaseError> {
+        let layout = Layout::open(path, owner)?;
         let content = layout.content(tag)?;
-        Ok(match self.hold(&content.digest)? {
+        let is_shown = self.state.lock().shown.contains(&(content.digest.clone(), owner.clone()));
+        let held = if is_shown { self.hold(&content.digest)? } else { None };
+        Ok(match held {
             Some(there) => Sought::There(there),
-            None => Sought::Missing(Missing { layout, content }),
+            None => Sought::Missing(Missing { layout, content, owner: owner.clone() }),
         })
     }
 
-    /// Unpacks it, unless somebody has meanwhile.
+    /// Unpacks it, or reads its layers where somebody has unpacked them already.
     pub fn unpack(&self, missing: &Missing) -> Result<Arc<Unpacked>, BaseError> {
-        let digest = &missing.content.digest;
-        if let Some(there) = self.hold(digest)? {
-            return Ok(there);
+        let Missing { layout, content, owner } = missing;
+        let unpacked = match self.hold(&content.digest)? {
+            Some(there) => {
+                content.verify(layout, self.bounds)?;
+                there
+            }
+            None => self.make(layout, content)?,
+        };
+        let mut state = self.state.lock();
+        if state.shown.len() >= SHOWN_MAX {
+            state.shown.clear();
         }
+        state.shown.insert((content.digest.clone(), owner.clone()));
+        Ok(unpacked)
+    }
+
+    fn make(&self, layout: &Layout, content: &Content) -> Result<Arc<Unpacked>, BaseError> {
+        let digest = &content.digest;
         let made = BaseError::io("make a directory for it");
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir).map_err(&made)?;
         let fresh = Fresh::new(self);
         fs::DirBuilder::new().mode(0o755).create(&fresh.path).map_err(&made)?;
         let tree = Tree::open(&fresh.path).map_err(&made)?;
-        missing.content.unpack(&missing.layout, &tree, self.bounds)?;
+        content.unpack(layout, &tree, self.bounds)?;
         tree.sync().map_err(BaseError::io("write it to the disk"))?;
         match fs::rename(&fresh.path, self.dir.join(digest)) {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {}

@@ -38,6 +38,7 @@ mod server;
 mod slice;
 mod spawn;
 mod sys;
+mod tenant_path;
 mod workers;
 
 pub use cells::GIVE_WAY_FOR;

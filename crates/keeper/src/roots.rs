@@ -1,7 +1,7 @@
 //! Opening what belongs to tenants: document roots, the programs in them, and certificates.
 //!
 //! A tenant's files are opened with the tenant's own rights, so that neither a record nor a link makes the
-//! keeper open what the tenant could not. All of it blocks: call it from `workers`. Not here: reading them.
+//! keeper open what the tenant could not (`tenant_path`). All of it blocks: call it from `workers`. Not here: reading them.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -10,20 +10,14 @@ use std::path::{Path, PathBuf};
 use nagaya_cmdb::names::is_host_name;
 use nagaya_cmdb::record::Files;
 use nagaya_cmdb::{Backend, Site, Tenant};
-use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
-use rustix::io::Errno;
+use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::fault::{self, Fault};
 use crate::protocol::Failure;
-use crate::sys::{Identity, as_tenant, check_executable};
+use crate::sys::{Access, Identity};
+use crate::tenant_path::{self, PathOwner};
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-
-/// `RESOLVE_NO_MAGICLINKS` besides, because links of `/proc` lead out of any directory.
-const BENEATH: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_MAGICLINKS);
-
-/// Tries of a look-up that a rename elsewhere disturbs (`EAGAIN` of `openat2`).
-const RESOLVE_TRIES: usize = 64;
 
 /// A program found beneath a document root.
 #[derive(Debug)]
@@ -34,20 +28,13 @@ pub struct Script {
     pub root: PathBuf,
 }
 
-/// The site's document root as an `O_PATH` directory.
+/// The site's document root as an `O_PATH` directory. The tenant itself must be able to list it: the edge opens what is in it
+/// with the edge's rights, not the tenant's.
 pub fn open_root(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Result<OwnedFd, Fault> {
     let files = site.backend.files().ok_or_else(|| no_root(site))?;
     let path = root_path(files, tenant)?;
-    let opened = as_tenant(identity, || match files.root.is_absolute() {
-        true => Ok(rustix::fs::openat(CWD, &files.root, DIRECTORY, Mode::empty())?),
-        false => {
-            let home = tenant.home.as_deref().unwrap_or(Path::new("/"));
-            let home = rustix::fs::openat(CWD, home, DIRECTORY, Mode::empty())?;
-            beneath(&home, &files.root, DIRECTORY)
-        }
-    });
-    opened
-        .and_then(|opened| opened)
+    PathOwner::of(tenant, identity)
+        .open_directory(&path, Access::List)
         .map_err(|error| Fault::of_path(fault::ROOT, "cannot open the document root", &path, error))
 }
 
@@ -57,14 +44,14 @@ pub fn device(site: &Site, tenant: &Tenant, identity: Option<Identity>) -> Resul
         let what = "cannot find the device of the files of site";
         Fault::of_path(fault::ROOT, what, Path::new(site.name.as_str()), error)
     };
-    let stat = match (&site.backend, site.backend.files()) {
+    let directory = match (&site.backend, site.backend.files()) {
         (Backend::App(_), None) => {
             let home = tenant.home.as_deref().unwrap_or(Path::new("/"));
-            as_tenant(identity, || rustix::fs::stat(home)).map_err(failed)?
+            PathOwner::of(tenant, identity).open_directory(home, Access::Search).map_err(failed)?
         }
-        _ => rustix::fs::fstat(open_root(site, tenant, identity)?),
+        _ => open_root(site, tenant, identity)?,
     };
-    let stat = stat.map_err(|errno| failed(errno.into()))?;
+    let stat = rustix::fs::fstat(&directory).map_err(|errno| failed(errno.into()))?;
     Ok((rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev)))
 }
 
@@ -96,15 +83,8 @@ pub fn find_script(
     script: &str,
 ) -> Result<Script, Fault> {
     let root = open_root(site, tenant, identity)?;
-    let found = as_tenant(identity, || {
-        let file = beneath(&root, Path::new(script), OFlags::PATH | OFlags::CLOEXEC)?;
-        if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::RegularFile {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, Errno::ACCESS));
-        }
-        check_executable(file.as_fd())?;
-        Ok(file)
-    });
-    let file = found.and_then(|found| found).map_err(|error| {
+    let found = PathOwner::of(tenant, identity).open_program_beneath(&root, Path::new(script));
+    let file = found.map_err(|error| {
         let path = real_path(&root).unwrap_or_default().join(script);
         let (failure, hint) = match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => (Failure::NotFound, ""),
@@ -132,13 +112,7 @@ pub fn open_certificate(certificates: Option<&Path>, name: &str) -> Result<Owned
     let path = dir.join(format!("{name}.pem"));
     let open = || -> io::Result<OwnedFd> {
         let dir = rustix::fs::openat(CWD, dir, DIRECTORY, Mode::empty())?;
-        // Not blocking: a pipe in place of the file must not hold up the keeper.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = beneath(&dir, Path::new(&format!("{name}.pem")), flags)?;
-        if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::RegularFile {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is not a regular file"));
-        }
-        Ok(file)
+        Ok(tenant_path::open_file_beneath(&dir, Path::new(&format!("{name}.pem")))?.into())
     };
     open().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => absent(&format!(": there is no {}", path.display())),
@@ -150,18 +124,6 @@ fn no_root(site: &Site) -> Fault {
     let message =
         format!("site '{}' is of kind {}, which has no document root", site.name, site.backend.kind());
     Fault::new(Failure::Invalid, fault::WRONG_KIND, message)
-}
-
-fn beneath(dir: &OwnedFd, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
-    // An empty root is the home itself, which `openat2` wants to be called `.`.
-    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-    for _ in 1..RESOLVE_TRIES {
-        match rustix::fs::openat2(dir, path, flags, Mode::empty(), BENEATH) {
-            Err(Errno::AGAIN) => {}
-            opened => return Ok(opened?),
-        }
-    }
-    Ok(rustix::fs::openat2(dir, path, flags, Mode::empty(), BENEATH)?)
 }
 
 /// Where an open file is now.

@@ -143,8 +143,8 @@ pub struct Bind {
     /// `/tmp`, at the top, or in what `hide` hides; elsewhere it must be in the base.
     pub target: PathBuf,
     pub writable: bool,
-    /// Look the source up with the tenant's rights. To be false only for paths of the keeper's own, none of which a
-    /// tenant can change.
+    /// Look the source up with the tenant's rights, as a directory or a file (`tenant_path`). To be false only for paths of
+    /// the keeper's own, none of which a tenant can change.
     pub as_tenant: bool,
 }
 
@@ -153,10 +153,14 @@ pub struct Bind {
 pub struct Spec {
     /// Uids and gids are below 2^31 and not 0.
     pub identity: Identity,
+    /// The tenant's home, which no link of its own leads out of.
+    pub home: Option<PathBuf>,
     /// At most 64 bytes.
     pub hostname: String,
-    /// Its root, read-only. `/` is the node's, without homes, mail, logs and other file systems.
+    /// Its root, read-only. Of `/`, the node's, it is what programs run on, without homes, mail, logs and other file systems.
     pub base: PathBuf,
+    /// Look the base up with the tenant's rights. To be false only for the keeper's own.
+    pub base_as_tenant: bool,
     /// In this order; later ones may lie in earlier ones.
     pub binds: Vec<Bind>,
     /// Directories of the node's root that are to look empty.
@@ -423,8 +427,10 @@ fn birth_of(spec: &Spec) -> Birth {
     Birth {
         uid: spec.identity.uid,
         gid: spec.identity.gid,
+        home: spec.home.clone(),
         hostname: spec.hostname.clone(),
         base: spec.base.clone(),
+        base_as_tenant: spec.base_as_tenant,
         binds: spec.binds.iter().map(bound).collect(),
         hide: spec.hide.clone(),
         tmp: spec.tmp.clone(),

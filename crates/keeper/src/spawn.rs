@@ -24,6 +24,7 @@ use crate::process::Root;
 use crate::protocol::Failure;
 use crate::roots;
 use crate::sys::{self, Identity, Image, SpawnError, Step};
+use crate::tenant_path::PathOwner;
 
 /// A started program and the keeper's and the edge's ends of what it talks through.
 #[derive(Debug)]
@@ -222,11 +223,12 @@ pub fn home(tenant: &Tenant) -> &Path {
 
 /// Variables from files, read with the tenant's own rights: a record cannot be made to tell another's secrets.
 pub fn secrets(app: &App, tenant: &Tenant, runner: &Runner) -> Result<Vec<(String, String)>, Fault> {
+    let owner = PathOwner::of(tenant, runner.identity);
     let read = |(name, file): (&String, &PathBuf)| {
-        let path = home(tenant).join(file);
-        let text = sys::as_tenant(runner.identity, || read_short(&path)).and_then(|read| read);
-        let text =
-            text.map_err(|error| Fault::of_path(fault::SECRET, "cannot read the secret in", &path, error))?;
+        let text = owner.open_file(file).and_then(read_short);
+        let text = text.map_err(|error| {
+            Fault::of_path(fault::SECRET, "cannot read the secret in", &home(tenant).join(file), error)
+        })?;
         // Editors end the last line; the secret is not longer for that.
         let text = text.strip_suffix('\n').unwrap_or(&text);
         Ok((name.clone(), text.strip_suffix('\r').unwrap_or(text).to_owned()))
@@ -237,15 +239,8 @@ pub fn secrets(app: &App, tenant: &Tenant, runner: &Runner) -> Result<Vec<(Strin
 /// Longest secret, bytes; a key of any kind is shorter.
 const SECRET_LEN_MAX: u64 = 64 * 1024;
 
-fn read_short(path: &Path) -> io::Result<String> {
+fn read_short(file: File) -> io::Result<String> {
     use std::io::Read;
-    use std::os::unix::fs::OpenOptionsExt;
-    // A pipe with nobody at its other end must not hold the keeper up.
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let file = File::options().read(true).custom_flags(flags).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
-    }
     let mut text = String::new();
     if file.take(SECRET_LEN_MAX + 1).read_to_string(&mut text)? as u64 > SECRET_LEN_MAX {
         return Err(io::Error::new(

@@ -35,7 +35,7 @@ static DEFAULT: [u64; 4] = [0; 4];
 const EXIT_NOT_STARTED: libc::c_int = 127;
 
 /// Whose rights: a tenant's uid and gid.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity {
     pub uid: u32,
     pub gid: u32,
@@ -505,13 +505,33 @@ pub fn mapping(line: &str) -> Option<((usize, usize), &str)> {
     Some(((start, end.checked_sub(start)?), rest))
 }
 
-/// Whether this thread, with the rights it has on files now, may execute this file. The C library's and
+/// A right on a file or directory that is asked for before it is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    /// Of a directory: to go through it. Of a file: to execute it.
+    Search,
+    /// Of a directory: to read the names in it, and to go through it.
+    List,
+}
+
+impl Access {
+    fn mode(self) -> libc::c_int {
+        match self {
+            Self::Read => libc::R_OK,
+            Self::Search => libc::X_OK,
+            Self::List => libc::R_OK | libc::X_OK,
+        }
+    }
+}
+
+/// Whether this thread, with the rights it has on files now, has this right on this file. The C library's and
 /// other wrappers ask for the real uid's rights where it equals the effective one, which is root's here.
-pub fn check_executable(file: BorrowedFd<'_>) -> io::Result<()> {
+pub fn check_access(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
     let flags = libc::AT_EACCESS | libc::AT_EMPTY_PATH;
     // SAFETY: an open descriptor, a C text that outlives the call, and numbers.
     let result =
-        unsafe { libc::syscall(libc::SYS_faccessat2, file.as_raw_fd(), c"".as_ptr(), libc::X_OK, flags) };
+        unsafe { libc::syscall(libc::SYS_faccessat2, file.as_raw_fd(), c"".as_ptr(), access.mode(), flags) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 

@@ -20,6 +20,7 @@ pub const SUITE: Suite = Suite {
             no_path_leads_to_another_tenant,
             no_link_leads_to_another_tenant,
             no_document_root_leads_to_another_tenant,
+            no_document_root_leads_to_a_log_or_a_rule,
             no_cgi_program_reaches_another_tenant,
             no_php_script_reaches_another_tenant,
             no_tenant_reads_a_log,
@@ -169,6 +170,47 @@ fn no_document_root_leads_to_another_tenant(world: &World) {
     }
     let output = world.try_import(&format!("{}\n", json!({ "site": site("up", "../alice/www") })));
     assert!(!output.status.success(), "a root outside the home is taken");
+}
+
+/// Those are files of the edge's, which serves document roots with its own rights.
+fn no_document_root_leads_to_a_log_or_a_rule(world: &World) {
+    world.get("alice.test", "/secret.html?token=alices-token").expect(200);
+    wait::until("the request is logged", || {
+        world.access_log().iter().any(|line| line.to_string().contains("alices-token"))
+    });
+    let directories = [world.path("log"), world.path("run"), world.path("run/rules"), world.path("")];
+    let site = |name: &str, root: &std::path::Path| {
+        json!({ "name": name, "tenant": "bob", "hosts": [format!("{name}.test")],
+            "backend": { "kind": "static", "root": root, "listing": true } })
+    };
+    let roots = ["elsewhere", "named"].map(|name| world.home("bob").join(name));
+    // An operator's mistake: the root is the log's directory itself.
+    world.import(&[
+        site("elsewhere", &roots[0]),
+        site("beneath", "named".as_ref()),
+        site("mistake", &directories[0]),
+    ]);
+    for to in &directories {
+        for root in &roots {
+            let _ = std::fs::remove_file(root);
+            symlink(to, root).expect("our own directory");
+        }
+        world.give("bob");
+        for host in ["elsewhere.test", "beneath.test", "mistake.test"] {
+            for target in ["/", "/access.log", "/log/access.log", "/rules/"] {
+                let answer = world.get(host, target);
+                let text = answer.text();
+                assert_eq!(answer.status, 500, "{host}{target} at {}: {text}", to.display());
+                assert!(
+                    !text.contains("alices-token") && !text.contains("access.log"),
+                    "{host}{target}: {text}"
+                );
+            }
+        }
+    }
+    let log = std::fs::metadata(world.path("log")).expect("it is there");
+    let mode = std::os::unix::fs::PermissionsExt::mode(&log.permissions()) & 0o777;
+    assert_eq!(mode, 0o710, "only the edge goes through it, and nobody lists it");
 }
 
 fn no_cgi_program_reaches_another_tenant(world: &World) {

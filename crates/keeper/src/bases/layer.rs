@@ -114,6 +114,21 @@ impl Layer<'_> {
         )
     }
 
+    /// Reads all of it and compares it with its digest.
+    pub fn verify(self) -> Result<(), BaseError> {
+        let mut raw = self.hashed();
+        io::copy(&mut raw, &mut io::sink()).map_err(BaseError::io("read a layer"))?;
+        if raw.is(self.sha256) { Ok(()) } else { Err(self.altered()) }
+    }
+
+    fn hashed(&self) -> Hashing<'_> {
+        Hashing { file: &self.file, context: Context::new(&SHA256), len: 0, len_max: self.len }
+    }
+
+    fn altered(&self) -> BaseError {
+        BaseError::Altered { what: "a layer", digest: self.sha256.into() }
+    }
+
     fn wrong(&self, entry: &Path, why: &io::Error) -> BaseError {
         let entry = entry.display().to_string().escape_debug().to_string();
         BaseError::Entry { digest: self.sha256.into(), entry, why: why.to_string() }
@@ -126,9 +141,8 @@ impl Layer<'_> {
         of: Bounds,
         mut each: impl FnMut(&Path, &Kind, &mut dyn Read) -> io::Result<()>,
     ) -> Result<(), BaseError> {
-        let altered = || BaseError::Altered { what: "a layer", digest: self.sha256.into() };
         self.file.seek(SeekFrom::Start(0)).map_err(BaseError::io("read a layer"))?;
-        let mut raw = Hashing { file: &self.file, context: Context::new(&SHA256), len: 0, len_max: self.len };
+        let mut raw = self.hashed();
         let shown = {
             let plain: Box<dyn Read + '_> = match self.compression {
                 Compression::None => Box::new(&mut raw),
@@ -153,10 +167,10 @@ impl Layer<'_> {
             }
             // What cannot be read may be so because it was altered, which says more.
             let is_whole = io::copy(&mut raw, &mut io::sink()).is_ok() && raw.is(self.sha256);
-            return Err(if is_whole { error } else { altered() });
+            return Err(if is_whole { error } else { self.altered() });
         }
         io::copy(&mut raw, &mut io::sink()).map_err(BaseError::io("read a layer"))?;
-        if raw.is(self.sha256) { Ok(()) } else { Err(altered()) }
+        if raw.is(self.sha256) { Ok(()) } else { Err(self.altered()) }
     }
 
     fn entries(

@@ -1,7 +1,8 @@
 //! An OCI image layout on disk: `index.json` says which image a name means, `blobs/sha256` has what it is made of
 //! (image-spec v1.1, image-layout.md).
 //!
-//! All of it is a tenant's: opened with its rights, bounded, and believed only if its digest is right. Not here: what layers do (`layer`).
+//! All of it is a tenant's: opened with its rights (`tenant_path`), bounded, and believed only if its digest is right. Not here: what
+//! layers do (`layer`), which of them its tenant has shown already (`super`).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,14 +11,13 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use ring::digest::{SHA256, digest};
-use rustix::fs::{CWD, FileType, Mode, OFlags};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::layer::{Compression, Layer, Tree};
 use super::{BaseError, Bounds};
-use crate::sandbox::Identity;
-use crate::sys;
+use crate::sys::Access;
+use crate::tenant_path::PathOwner;
 
 /// Longest JSON document, bytes: the limit of registries for manifests.
 const JSON_LEN_MAX: u64 = 4 << 20;
@@ -104,7 +104,7 @@ impl Descriptor {
 /// A layout that is open.
 pub struct Layout {
     dir: OwnedFd,
-    whose: Option<Identity>,
+    owner: PathOwner,
 }
 
 /// What a base is made of.
@@ -115,30 +115,17 @@ pub struct Content {
 }
 
 impl Layout {
-    pub fn open(path: &Path, whose: Option<Identity>) -> Result<Self, BaseError> {
-        let open = || {
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            rustix::fs::openat(CWD, path, flags, Mode::empty())
-        };
-        let opened = sys::as_tenant(whose, open).and_then(|opened| Ok(opened?));
-        let dir = opened.map_err(|error| BaseError::NoLayout { path: path.display().to_string(), error })?;
-        let layout = Self { dir, whose };
-        layout.open_file("oci-layout").map_err(|error| BaseError::NoLayout {
-            path: path.display().to_string(),
-            error: io::Error::new(error.kind(), format!("oci-layout: {error}")),
-        })?;
+    pub fn open(path: &Path, owner: &PathOwner) -> Result<Self, BaseError> {
+        let absent = |error| BaseError::NoLayout { path: path.display().to_string(), error };
+        let dir = owner.open_directory(path, Access::Search).map_err(absent)?;
+        let layout = Self { dir, owner: owner.clone() };
+        let mark = layout.open_file("oci-layout");
+        mark.map_err(|error| absent(io::Error::new(error.kind(), format!("oci-layout: {error}"))))?;
         Ok(layout)
     }
 
     fn open_file(&self, name: &str) -> io::Result<File> {
-        // What is no file, such as a pipe, holds nobody up.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let open = || rustix::fs::openat(&self.dir, name, flags, Mode::empty());
-        let file = sys::as_tenant(self.whose, open)??;
-        if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::RegularFile {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
-        }
-        Ok(file.into())
+        self.owner.open_file_beneath(&self.dir, Path::new(name))
     }
 
     /// What the tag means; without one the layout must have one image only.
@@ -222,19 +209,32 @@ impl Layout {
 impl Content {
     /// Puts all layers into an empty directory, the lowest first.
     pub fn unpack(&self, layout: &Layout, tree: &Tree, bounds: Bounds) -> Result<(), BaseError> {
+        self.check_size(bounds)?;
+        let mut left = bounds;
+        self.layers(layout).try_for_each(|layer| layer?.unpack(tree, &mut left, bounds))
+    }
+
+    /// Reads all layers and compares them with their digests: whoever has this content may have what was unpacked of it.
+    pub fn verify(&self, layout: &Layout, bounds: Bounds) -> Result<(), BaseError> {
+        self.check_size(bounds)?;
+        self.layers(layout).try_for_each(|layer| layer?.verify())
+    }
+
+    fn check_size(&self, bounds: Bounds) -> Result<(), BaseError> {
         let packed = self.layers.iter().fold(0_u64, |sum, (layer, _)| sum.saturating_add(layer.size));
         if packed > bounds.bytes_max {
             return Err(BaseError::TooLarge {
                 what: format!("its layers take {packed} bytes; at most {}", bounds.bytes_max),
             });
         }
-        let mut left = bounds;
-        for (blob, compression) in &self.layers {
-            let file = layout.blob("a layer", blob)?;
-            let layer = Layer { file, sha256: &blob.sha256, len: blob.size, compression: *compression };
-            layer.unpack(tree, &mut left, bounds)?;
-        }
         Ok(())
+    }
+
+    fn layers<'a>(&'a self, layout: &'a Layout) -> impl Iterator<Item = Result<Layer<'a>, BaseError>> {
+        self.layers.iter().map(move |(blob, compression)| {
+            let file = layout.blob("a layer", blob)?;
+            Ok(Layer { file, sha256: &blob.sha256, len: blob.size, compression: *compression })
+        })
     }
 }
 

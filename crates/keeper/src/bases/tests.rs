@@ -38,8 +38,12 @@ impl World {
         world
     }
 
+    fn find(&self, layout: &str, tag: Option<&str>) -> Result<Sought, BaseError> {
+        self.bases.find(&self.dir.path().join(layout), tag, &PathOwner::new(None, None))
+    }
+
     fn get(&self, tag: Option<&str>) -> Result<Arc<Unpacked>, BaseError> {
-        match self.bases.find(&self.dir.path().join("layout"), tag, None)? {
+        match self.find("layout", tag)? {
             Sought::There(there) => Ok(there),
             Sought::Missing(missing) => self.bases.unpack(&missing),
         }
@@ -282,4 +286,45 @@ fn a_base_stays_as_long_as_it_is_held() {
     world.bases.collect_before(all).unwrap();
     assert!(!path.exists());
     assert!(world.get(None).unwrap().path.join("etc/one").exists());
+}
+
+/// Takes the layers of the layout away, or puts something of the same length there.
+fn without_layers(world: &World, layers: &[Value], instead: Option<u8>) {
+    for layer in layers {
+        let path = world.writer.blob_path(layer);
+        let len = fs::metadata(&path).unwrap().len();
+        fs::remove_file(&path).unwrap();
+        if let Some(byte) = instead {
+            fs::write(&path, vec![byte; usize::try_from(len).unwrap()]).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_base_is_had_only_by_who_has_its_layers() {
+    let mut world = World::new();
+    let layers =
+        [world.writer.gzip(Tar::new().file("a", "1")), world.writer.plain(Tar::new().file("b", "2"))];
+    world.writer.image("v1", architecture(), &layers);
+    let owners =
+        [Path::new("/home/alice"), Path::new("/home/bob")].map(|home| PathOwner::new(Some(home), None));
+    let get = |owner: &PathOwner| match world.bases.find(&world.dir.path().join("layout"), None, owner)? {
+        Sought::There(there) => Ok((there, "at once")),
+        Sought::Missing(missing) => world.bases.unpack(&missing).map(|there| (there, "shown")),
+    };
+    let (first, how) = get(&owners[0]).unwrap();
+    assert_eq!(how, "shown");
+    let kept: Vec<_> = layers.iter().map(|layer| fs::read(world.writer.blob_path(layer)).unwrap()).collect();
+    without_layers(&world, &layers, None);
+    assert!(matches!(get(&owners[1]), Err(BaseError::NoBlob { .. })), "it knows no more than the manifest");
+    assert!(get(&owners[0]).is_ok_and(|(_, how)| how == "at once"), "who has shown them need not again");
+    for (layer, bytes) in layers.iter().zip(&kept) {
+        fs::write(world.writer.blob_path(layer), bytes).unwrap();
+    }
+    without_layers(&world, &layers[1..], Some(0));
+    assert!(matches!(get(&owners[1]), Err(BaseError::Altered { .. })), "zeros are no layer");
+    fs::write(world.writer.blob_path(&layers[1]), &kept[1]).unwrap();
+    let (second, how) = get(&owners[1]).unwrap();
+    assert!(how == "shown" && Arc::ptr_eq(&first, &second), "one on disk for both");
+    assert_eq!(get(&owners[1]).unwrap().1, "at once");
 }

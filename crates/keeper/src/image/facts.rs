@@ -41,8 +41,10 @@ const SAID_LEN_MAX: u64 = 16 * 1024;
 pub fn learn(criu: &Criu, launcher: &Launcher) -> Result<OwnedFd, ImageError> {
     let spec = Spec {
         identity: NOBODY,
+        home: None,
         hostname: "criu".into(),
         base: "/".into(),
+        base_as_tenant: false,
         binds: Vec::new(),
         hide: Vec::new(),
         tmp: None,

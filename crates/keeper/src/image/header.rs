@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -15,6 +16,7 @@ use super::Digest;
 use super::checkpoint::Known;
 use super::mapped::Mapped;
 use super::shared::Shared;
+use crate::tenant_path::stat_in_tree;
 
 /// Version of the format. Change it with any field.
 const VERSION: u32 = 5;
@@ -162,10 +164,9 @@ impl Header {
     }
 }
 
-/// Of the files a sandbox runs on, by what changes when packages are installed or removed. Reads no contents: it is
-/// asked for at every wake.
-pub fn base_digest(base: &Path) -> io::Result<Digest> {
-    use std::os::unix::fs::MetadataExt;
+/// Of the files a sandbox runs on, by what changes when packages are installed or removed. `dir` is what is at the path
+/// `base`. Reads no contents: it is asked for at every wake.
+pub fn base_digest(base: &Path, dir: &OwnedFd) -> io::Result<Digest> {
     const MARKS: [&str; 10] = [
         "usr",
         "usr/bin",
@@ -180,9 +181,9 @@ pub fn base_digest(base: &Path) -> io::Result<Digest> {
     ];
     let mut text = String::new();
     for mark in MARKS {
-        let line = match fs::metadata(base.join(mark)) {
+        let line = match stat_in_tree(dir, Path::new(mark)) {
             Ok(stat) => {
-                format!("{mark} {} {} {} {}\n", stat.ino(), stat.size(), stat.mtime(), stat.mtime_nsec())
+                format!("{mark} {} {} {} {}\n", stat.st_ino, stat.st_size, stat.st_mtime, stat.st_mtime_nsec)
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => format!("{mark} absent\n"),
             Err(error) => return Err(error),

@@ -1,18 +1,20 @@
 //! Files an image expects where it was taken, and which its application may have removed since: those in `/run`, such as
 //! pid files and sockets' directories, and those in `/tmp`.
 //!
-//! They are the tenant's, so they are read and written with the tenant's rights alone: no link it may put there leads
-//! further than it could go by itself. Not here: the image itself (`image`).
+//! They are the tenant's, so they are read and written with the tenant's rights alone. Its processes may change them meanwhile,
+//! so each directory is opened from the one above without following a link, and what is in it is named from there. Not here:
+//! the image itself (`image`).
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink};
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::OFlags;
+use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
 /// Of one directory so much is kept; what pid files need is a thousandth.
@@ -92,10 +94,37 @@ fn copy_below(from: &Path, to: &Path, budget: &mut Budget, depth: usize) -> io::
             made => made?,
         }
         if kind.is_dir() {
-            copy_below(&source, &target, budget, depth - 1)?;
+            let source = open_inner(&source)?;
+            match open_inner(&target) {
+                Ok(target) => copy_below(&in_proc(&source), &in_proc(&target), budget, depth - 1)?,
+                // Something else was there, and stays.
+                Err(error) if error.kind() == io::ErrorKind::NotADirectory => {}
+                Err(error) => return Err(error),
+            }
         }
     }
     Ok(())
+}
+
+/// A directory that is one itself: a link in its place is an error.
+fn open_inner(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(CWD, path, flags, Mode::empty())?)
+}
+
+/// Where what is in an open directory is named from: nobody can put a link in its place.
+fn in_proc(dir: &OwnedFd) -> PathBuf {
+    format!("/proc/self/fd/{}", dir.as_raw_fd()).into()
+}
+
+/// Writes a new file in the place of whatever has its name.
+pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // That it is new means that no link is followed.
+    File::options().write(true).create_new(true).mode(0o644).open(path)?.write_all(bytes)
 }
 
 fn copy_file(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
@@ -169,7 +198,7 @@ fn pack_below(
         entries.push(Entry { place, path: path.clone().into_os_string().into_vec(), what });
         if kind.is_dir() {
             let depth = depth.checked_sub(1).ok_or_else(|| too_much(dir))?;
-            pack_below(&source, (place, &path), entries, budget, depth)?;
+            pack_below(&in_proc(&open_inner(&source)?), (place, &path), entries, budget, depth)?;
         }
     }
     Ok(())
@@ -329,5 +358,27 @@ mod tests {
         file.set_len(BYTES_MAX + 1).unwrap();
         let refused = copy(&dir.path().join("from"), &dir.path().join("to"), Present::Replace);
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn no_link_leads_a_copy_elsewhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["from/dir/deep", "to", "outside"] {
+            fs::create_dir_all(at(name)).unwrap();
+        }
+        fs::write(at("from/dir/deep/file"), "text").unwrap();
+        fs::write(at("from/last"), "text").unwrap();
+        fs::write(at("outside/file"), "of somebody else").unwrap();
+        symlink(at("outside"), at("to/dir")).unwrap();
+        copy(&at("from"), &at("to"), Present::Keep).unwrap();
+        assert_eq!(fs::read_link(at("to/dir")).unwrap(), at("outside"), "what is there stays");
+        assert_eq!(fs::read_dir(at("outside")).unwrap().count(), 1, "nothing was written through the link");
+        assert_eq!(fs::read_to_string(at("to/last")).unwrap(), "text", "the rest is copied");
+        symlink(at("outside/file"), at("to/wake")).unwrap();
+        replace_file(&at("to/wake"), b"new").unwrap();
+        replace_file(&at("to/wake"), b"newer").unwrap();
+        assert_eq!(fs::read_to_string(at("to/wake")).unwrap(), "newer");
+        assert_eq!(fs::read_to_string(at("outside/file")).unwrap(), "of somebody else");
     }
 }

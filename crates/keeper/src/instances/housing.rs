@@ -28,7 +28,8 @@ use crate::protocol::Failure;
 use crate::relay::{self, Outlets, Plan, Relay, Socket, Ways};
 use crate::sandbox::{Identity, Launcher, Program, RESOLVER, ROOT_PID, Sandbox, SandboxError, Task};
 use crate::spawn::{self, Runner, Started};
-use crate::sys;
+use crate::sys::{self, Access};
+use crate::tenant_path::PathOwner;
 use crate::workers::Workers;
 
 /// In its `/run`: other bytes after each restoration, for programs that would go on with the random numbers of the image.
@@ -93,6 +94,10 @@ pub enum NotRestored {
 impl Housing {
     fn identity(&self) -> Identity {
         self.runner.identity.expect("sandboxes are made by root for tenants")
+    }
+
+    fn owner(&self) -> PathOwner {
+        PathOwner::of(&self.tenant, self.runner.identity)
     }
 
     fn scratch(&self) -> Scratch {
@@ -303,7 +308,8 @@ impl Housing {
         sys::as_tenant(self.runner.identity, || {
             carried::copy(&dirs.carried_run(), &dirs.run(), Present::Replace)?;
             carried::copy(&dirs.carried_tmp(), &dirs.tmp(), Present::Keep)?;
-            fs::write(dirs.run().join(WAKE_FILE), format!("{:032x}\n", u128::from_ne_bytes(bytes)))
+            let text = format!("{:032x}\n", u128::from_ne_bytes(bytes));
+            carried::replace_file(&dirs.run().join(WAKE_FILE), text.as_bytes())
         })?
     }
 
@@ -320,7 +326,10 @@ impl Housing {
         match &self.unpacked {
             // Its files may be unpacked anew and are the same.
             Some(unpacked) => Ok(Digest::of(&[b"oci", unpacked.digest.as_bytes()])),
-            None => base_digest(self.base()),
+            None => {
+                let base = self.owner().open_directory(self.base(), Access::Search)?;
+                base_digest(self.base(), &base)
+            }
         }
     }
 

@@ -35,8 +35,9 @@ use crate::image::{self, Image, Images};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
 use crate::relay::{Outlets, Plan, Traffic};
-use crate::sandbox::{Identity, Sandbox};
+use crate::sandbox::Sandbox;
 use crate::spawn;
+use crate::tenant_path::PathOwner;
 
 /// Name of the socket the keeper listens on for an application.
 const SOCKET: &str = "app.sock";
@@ -331,7 +332,7 @@ async fn unpacked(
     engine: &Rc<Engine>,
     instance: &Instance,
     app: &App,
-    whose: Option<Identity>,
+    owner: PathOwner,
 ) -> Result<Option<Arc<Unpacked>>, Fault> {
     let Some(Base::Layout { path, tag }) = app.base.clone() else {
         instance.base.take();
@@ -340,7 +341,7 @@ async fn unpacked(
     let (bases, site) = (Arc::clone(&engine.instances.bases), instance.site());
     let find = {
         let bases = Arc::clone(&bases);
-        move || Ok(bases.find(&path, tag.as_deref(), whose)?)
+        move || Ok(bases.find(&path, tag.as_deref(), &owner)?)
     };
     let unpacked = match engine.on_worker(find).await? {
         Sought::There(unpacked) => unpacked,
@@ -350,7 +351,7 @@ async fn unpacked(
             let bases = Arc::clone(&bases);
             let unpacked = engine.on_worker(move || Ok(bases.unpack(&missing)?)).await?;
             let took = began.elapsed();
-            tracing::info!(site = %site.name, digest = unpacked.digest, ?took, "its base was unpacked");
+            tracing::info!(site = %site.name, digest = unpacked.digest, ?took, "its base is ready");
             unpacked
         }
     };
@@ -371,7 +372,8 @@ pub async fn housing(
     let reaches_nothing = plan.is_empty() && app.databases.is_empty() && app.outbound != Outbound::Nat;
     let outside = if reaches_nothing { None } else { Some((plan, engine.relay()?)) };
     let workers = engine.workers.clone();
-    let unpacked = unpacked(engine, instance, app, runner.identity).await?;
+    let owner = PathOwner::of(&tenant, runner.identity);
+    let unpacked = unpacked(engine, instance, app, owner).await?;
     let (app, listens_at, authority) = (app.clone(), listens_at.to_owned(), engine.authority.clone());
     let of =
         Housing { site, tenant, app, runner, options, listens_at, outside, workers, unpacked, authority };

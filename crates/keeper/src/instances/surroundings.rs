@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
-use nagaya_cmdb::record::{APP_PORT, App, Database, Listen, Outbound};
+use nagaya_cmdb::record::{APP_PORT, App, Base, Database, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried;
@@ -191,10 +191,12 @@ pub fn spec(
     let name: String = site.name.as_str().chars().take(HOSTNAME_LEN_MAX).collect();
     Spec {
         identity,
+        home: tenant.home.clone(),
         hostname: name,
         base: base.to_owned(),
+        base_as_tenant: matches!(app.base, Some(Base::Directory(_))),
         binds,
-        hide: hidden(options),
+        hide: hidden(options).chain(homes_beside(tenant)).collect(),
         tmp: Some(scratch.tmp.clone()),
         run: Some(scratch.run.clone()),
         shm_bytes_max: SHM_BYTES_MAX,
@@ -204,14 +206,22 @@ pub fn spec(
 }
 
 /// What is the keeper's. `/run` is each sandbox's own anyway.
-fn hidden(options: &Options) -> Vec<PathBuf> {
+fn hidden(options: &Options) -> impl Iterator<Item = PathBuf> {
     let own = [
         Some(options.runtime_dir.as_path()),
         options.instances.images.parent(),
         options.certificates.as_deref(),
     ];
     let is_there = |path: &&Path| path.is_absolute() && path.parent().is_some() && path.is_dir();
-    own.into_iter().flatten().filter(is_there).map(Path::to_path_buf).collect()
+    own.into_iter().flatten().filter(is_there).map(Path::to_path_buf)
+}
+
+/// Where other tenants' homes are beside this one's, if that is in a directory which sandboxes show.
+fn homes_beside(tenant: &Tenant) -> Option<PathBuf> {
+    let beside = tenant.home.as_deref()?.parent()?;
+    let is_shown = ["/var", "/opt"].iter().any(|top| beside.starts_with(top) && beside != Path::new(top));
+    let is_common = ["/var/lib", "/var/cache"].iter().any(|common| beside == Path::new(common));
+    (is_shown && !is_common && beside.is_dir()).then(|| beside.to_owned())
 }
 
 /// Where it listens, as it is told.

@@ -4,17 +4,13 @@
 //! effective ids of the thread that calls `connect`, so that thread has the tenant's for that moment, and its rights on files.
 //! The process it is told is the keeper. Not here: passing on (`pass`), where the sandbox shows it (`instances::surroundings`).
 
-use std::collections::VecDeque;
-use std::ffi::OsString;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat};
-use rustix::io::Errno;
+use rustix::fs::{AtFlags, CWD, Mode};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Gid, Uid, getegid, geteuid, getgroups};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
@@ -23,6 +19,7 @@ use tokio::time::sleep;
 
 use super::pass::Way;
 use crate::sys::Identity;
+use crate::tenant_path::open_socket;
 use crate::workers::Workers;
 
 /// Connections that may wait to be accepted; the kernel's own bound (`net.core.somaxconn`) is this or less.
@@ -30,9 +27,6 @@ const BACKLOG: i32 = 4096;
 
 /// Bytes of a Unix socket's path (unix(7)).
 const PATH_LEN_MAX: usize = 107;
-
-/// Links on the way to a socket, the kernel's own bound (path_resolution(7)).
-const LINKS_MAX: usize = 40;
 
 /// First and longest pause before a database whose queue is full is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(1);
@@ -113,10 +107,7 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
 /// A connection of the tenant's, not blocking. `WouldBlock`: its queue is full.
 fn connect(path: &Path, whose: Identity) -> io::Result<OwnedFd> {
     as_peer(whose, || {
-        let file = find(path)?;
-        if FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) != FileType::Socket {
-            return Err(io::Error::other("it is no socket"));
-        }
+        let file = open_socket(path)?;
         let socket = unix_socket()?;
         // By descriptor, so that it is the file that was looked at, however long its path is.
         let address = SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
@@ -128,50 +119,6 @@ fn connect(path: &Path, whose: Identity) -> io::Result<OwnedFd> {
 fn unix_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
-}
-
-/// Opens what the operator has named. Links count only where nobody but root can put one, `/var/run` for one: by a link of
-/// its own a tenant would choose which of the node's sockets it is let into.
-fn find(path: &Path) -> io::Result<OwnedFd> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = || rustix::fs::openat(CWD, "/", flags, Mode::empty());
-    let mut at = root()?;
-    let mut rest = names(path);
-    let mut links = 0;
-    while let Some(name) = rest.pop_front() {
-        let found = rustix::fs::openat(&at, name.as_os_str(), flags, Mode::empty())?;
-        if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) != FileType::Symlink {
-            at = found;
-            continue;
-        }
-        links += 1;
-        if links > LINKS_MAX {
-            return Err(Errno::LOOP.into());
-        }
-        if !is_roots_alone(&rustix::fs::fstat(&at)?) {
-            let why =
-                format!("{} leads through a link that is not root's: name where it leads", path.display());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
-        }
-        let to = rustix::fs::readlinkat(&found, "", Vec::new())?;
-        let to = PathBuf::from(OsString::from_vec(to.into_bytes()));
-        if to.is_absolute() {
-            at = root()?;
-        }
-        rest = names(&to).into_iter().chain(rest).collect();
-    }
-    Ok(at)
-}
-
-/// The parts of a path, `..` among them.
-fn names(path: &Path) -> VecDeque<OsString> {
-    let named = path.components().filter(|part| !matches!(part, Component::RootDir | Component::CurDir));
-    named.map(|part| part.as_os_str().to_owned()).collect()
-}
-
-/// Whether nobody but root can put anything into this directory.
-fn is_roots_alone(directory: &Stat) -> bool {
-    directory.st_uid == 0 && directory.st_mode & (Mode::WGRP | Mode::WOTH).as_raw_mode() == 0
 }
 
 /// Runs `act` on this thread as this tenant: with its rights, and as its peer of whoever is connected to meanwhile.
@@ -210,47 +157,4 @@ impl Drop for Back {
 pub fn write_as_nobody() -> io::Result<()> {
     set_thread_res_gid(Gid::from_raw(NOBODY), SAME_GID, SAME_GID)?;
     Ok(set_thread_res_uid(Uid::from_raw(NOBODY), SAME_UID, SAME_UID)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-
-    use super::*;
-
-    fn inode(path: &str) -> io::Result<u64> {
-        Ok(rustix::fs::fstat(find(Path::new(path))?)?.st_ino)
-    }
-
-    #[test]
-    fn a_link_of_roots_is_followed_and_leads_where_it_says() {
-        let expected = std::fs::metadata("/proc/self").unwrap().ino();
-        for path in ["/proc/self", "/proc/self/", "/proc/./self/../self", "/../proc/self"] {
-            assert_eq!(inode(path).unwrap(), expected, "{path}");
-        }
-        assert_eq!(inode("/proc/self/no-such-file").unwrap_err().kind(), io::ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn a_link_that_anybody_may_have_put_there_is_not_followed() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
-        std::fs::write(dir.path().join("file"), "").unwrap();
-        symlink("file", dir.path().join("link")).unwrap();
-        symlink(".", dir.path().join("here")).unwrap();
-        let path = |name: &str| dir.path().join(name).display().to_string();
-        assert!(inode(&path("file")).is_ok());
-        for name in ["link", "here/file"] {
-            let error = inode(&path(name)).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{name}: {error}");
-        }
-    }
-
-    #[test]
-    fn links_without_end_are_given_up() {
-        // As root the directory is root's alone; else the first link is refused already.
-        let dir = tempfile::tempdir().unwrap();
-        symlink("a", dir.path().join("a")).unwrap();
-        assert!(find(&dir.path().join("a")).is_err());
-    }
 }

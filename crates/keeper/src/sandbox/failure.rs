@@ -32,6 +32,7 @@ impl<T, E: Into<io::Error>> Step<T> for Result<T, E> {
 fn errno_of(error: &io::Error) -> i32 {
     let errno = match error.kind() {
         io::ErrorKind::NotFound => rustix::io::Errno::NOENT,
+        io::ErrorKind::PermissionDenied => rustix::io::Errno::ACCESS,
         io::ErrorKind::TimedOut => rustix::io::Errno::TIMEDOUT,
         io::ErrorKind::InvalidInput => rustix::io::Errno::INVAL,
         _ => rustix::io::Errno::IO,

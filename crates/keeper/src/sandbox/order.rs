@@ -59,8 +59,12 @@ pub enum Warded {
 pub struct Birth {
     pub uid: u32,
     pub gid: u32,
+    /// Beneath it no link of the tenant's leads out.
+    pub home: Option<PathBuf>,
     pub hostname: String,
     pub base: PathBuf,
+    /// Looked for with the tenant's rights.
+    pub base_as_tenant: bool,
     pub binds: Vec<Bound>,
     pub hide: Vec<PathBuf>,
     pub tmp: Option<PathBuf>,

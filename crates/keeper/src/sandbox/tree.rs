@@ -20,7 +20,8 @@ use super::failure::{Failure, Step};
 use super::kernel::set_mount_attributes;
 use super::order::{Birth, Bound};
 use super::root_id;
-use crate::sys::{Identity, as_tenant};
+use crate::sys::{Access, Identity};
+use crate::tenant_path::PathOwner;
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -33,17 +34,21 @@ const SKELETON: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(NO_PROG
 /// In every sandbox its own.
 const OWN: [&str; 5] = ["proc", "sys", "dev", "run", "tmp"];
 
-/// Of the node's root these are empty: whose files they hold is somebody else's business.
-const EMPTY: [&str; 7] = ["home", "root", "srv", "mnt", "media", "boot", "lost+found"];
+/// Of the node's root these are shown, for they are what programs run on. Whatever else is there may be anybody's files.
+const SHOWN: [&str; 14] = [
+    "bin", "etc", "gnu", "lib", "lib32", "lib64", "libexec", "libo32", "libx32", "nix", "opt", "sbin", "usr",
+    "var",
+];
 
 /// Of any other base these are given as they are, and a tenant's files may be beside what is in them, if that is not more than so much.
+const SPREAD: [&str; 7] = ["home", "root", "srv", "mnt", "media", "boot", "lost+found"];
 const SPREAD_MAX: usize = 32;
 
-/// The same, deeper. `hide` of an order adds to them.
-const HIDDEN: [&str; 4] = ["/var/log", "/var/spool", "/var/mail", "/var/backups"];
+/// Directories of the node that look empty. `hide` of an order adds to them.
+const HIDDEN: [&str; 5] = ["/var/log", "/var/spool", "/var/mail", "/var/backups", "/var/www"];
 
 /// Directories of a base that nodes often have as file systems of their own.
-const NESTED: [&str; 4] = ["usr/local", "var/lib", "var/cache", "var/www"];
+const NESTED: [&str; 3] = ["usr/local", "var/lib", "var/cache"];
 
 /// What programs ask of the node's hardware.
 const FACTS: [&str; 2] = ["/sys/devices/system/cpu", "/sys/kernel/mm/transparent_hugepage"];
@@ -130,8 +135,10 @@ pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
         give(root, name, birth).step("make its root file system its own")?;
     }
     let base_at = || format!("open its base {}", birth.base.display());
-    let base = rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty()).step(base_at())?;
-    let is_node = birth.base == Path::new("/");
+    let identity = Identity { uid: birth.uid, gid: birth.gid };
+    let owner = PathOwner::new(birth.home.as_deref(), Some(identity));
+    let base = open_base(birth, &owner).step(base_at())?;
+    let is_node = is_root_of_node(&base).step(base_at())?;
     let sources = top_level(&base, root, birth, is_node).step(base_at())?;
     let nested = nested(&base).step(base_at())?;
     let mut hide = Vec::new();
@@ -143,11 +150,10 @@ pub fn prepare(birth: &Birth, root: &OwnedFd) -> Result<Prepared, Failure> {
         let open = |path: &PathBuf| clone_path(CWD, path, PLAIN).step(format!("open {}", path.display()));
         path.as_ref().map(open).transpose()
     };
-    let identity = Identity { uid: birth.uid, gid: birth.gid };
     let binds = birth
         .binds
         .iter()
-        .map(|bound| open_bound(bound, identity).step(format!("open {} for it", bound.source.display())));
+        .map(|bound| open_bound(bound, &owner).step(format!("open {} for it", bound.source.display())));
     let has_var_tmp = find(&base, Path::new("var/tmp"), true).is_ok();
     Ok(Prepared {
         base: sources,
@@ -231,7 +237,7 @@ fn top_level(
     for entry in rustix::fs::Dir::read_from(base_readable(base)?)? {
         let entry = entry?;
         let Ok(name) = entry.file_name().to_str() else { continue };
-        let left_out = is_node && EMPTY.contains(&name);
+        let left_out = is_node && !SHOWN.contains(&name);
         if name.starts_with('.') || OWN.contains(&name) || left_out {
             continue;
         }
@@ -241,7 +247,7 @@ fn top_level(
                 rustix::fs::symlinkat(&to, root, name)?;
             }
             // What is in there one by one, so that there is room for a tenant's files beside it.
-            FileType::Directory if EMPTY.contains(&name) && is_small(base, name)? => {
+            FileType::Directory if SPREAD.contains(&name) && is_small(base, name)? => {
                 let dir = find(base, Path::new(name), true)?;
                 rustix::fs::mkdirat(root, name, Mode::from_raw_mode(0o755))?;
                 give(root, name, birth)?;
@@ -328,13 +334,29 @@ fn base_readable(base: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(base, ".", flags, Mode::empty())?)
 }
 
-fn open_bound(bound: &Bound, identity: Identity) -> io::Result<Source> {
-    let who = bound.as_tenant.then_some(identity);
-    let open = || rustix::fs::openat(CWD, &bound.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-    let found = as_tenant(who, open)??;
-    let stat = rustix::fs::fstat(&found)?;
+fn open_base(birth: &Birth, owner: &PathOwner) -> io::Result<OwnedFd> {
+    if birth.base_as_tenant {
+        return owner.open_directory(&birth.base, Access::Search);
+    }
+    Ok(rustix::fs::openat(CWD, &birth.base, DIRECTORY, Mode::empty())?)
+}
+
+/// Whatever it is called.
+fn is_root_of_node(base: &OwnedFd) -> io::Result<bool> {
+    let (base, root) = (rustix::fs::fstat(base)?, rustix::fs::stat("/")?);
+    Ok((base.st_dev, base.st_ino) == (root.st_dev, root.st_ino))
+}
+
+/// Links in what is bound are left as they are: a program follows them in its sandbox, where they lead to nothing else.
+fn open_bound(bound: &Bound, owner: &PathOwner) -> io::Result<Source> {
+    let (found, is_directory) = if bound.as_tenant {
+        owner.open_source(&bound.source)?
+    } else {
+        let found = rustix::fs::openat(CWD, &bound.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode);
+        (found, kind == FileType::Directory)
+    };
     let mount = clone_mount(&found, if bound.writable { PLAIN } else { READ_ONLY })?;
-    let is_directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
     Ok(Source { mount, target: bound.target.clone(), is_directory })
 }
 
@@ -547,8 +569,10 @@ fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -
     Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
+/// Never of what a link leads to: a base may be a tenant's, which can put one in the place of what was looked at.
 fn clone_path(at: impl AsFd, path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
-    let found = rustix::fs::openat(at, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = rustix::fs::openat(at, path, flags, Mode::empty())?;
     clone_mount(&found, attributes)
 }
 

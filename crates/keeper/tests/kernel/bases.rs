@@ -18,6 +18,7 @@ use crate::world::{World, read_socket, refusal, set_mode, site_name};
 
 pub const ROOT: &[FoundFact] = &[
     ("an application runs on an image of a layout, and two sites share it", runs_on_an_image),
+    ("a tenant that has no more of an image than its manifest does not get it", manifest_alone),
     ("a layout that its tenant may not read, or that was altered, is no base", refused_layouts),
 ];
 
@@ -143,6 +144,53 @@ fn runs_on_an_image() -> Result<(), String> {
         assert!(tells("one").await.starts_with("changed|"));
         assert_eq!(unpacked(), 2);
     });
+    Ok(())
+}
+
+fn manifest_alone() -> Result<(), String> {
+    let mut world = World::new();
+    let (alices, bobs) = (world.dir.path().join("layout"), world.home("bob").join("www/layout"));
+    let (writer, layers) = layout(&alices, "private\n")?;
+    let copy = |descriptors: &[&Value]| {
+        for descriptor in descriptors {
+            let from = writer.blob_path(descriptor);
+            fs::copy(&from, bobs.join(from.strip_prefix(&alices).unwrap())).unwrap();
+        }
+    };
+    fs::create_dir_all(bobs.join("blobs/sha256")).unwrap();
+    for name in ["oci-layout", "index.json"] {
+        fs::copy(alices.join(name), bobs.join(name)).unwrap();
+    }
+    let index: Value = serde_json::from_slice(&fs::read(alices.join("index.json")).unwrap()).unwrap();
+    let manifest = &index["manifests"][0];
+    let inner: Value = serde_json::from_slice(&fs::read(writer.blob_path(manifest)).unwrap()).unwrap();
+    copy(&[manifest, &inner["config"]]);
+    for (tenant, site, base) in [("alice", "alices", &alices), ("bob", "bobs", &bobs)] {
+        world.script_of(tenant, "server.pl", SERVER);
+        world.site(site, tenant, app(base));
+    }
+    let world = world.start();
+    let bobs_site = |name: &str| crate::world::site_change(name, "bob", app(&bobs), json!({}));
+    world.apply(vec![bobs_site("forged"), bobs_site("whole")]);
+    world.run(async |keeper| {
+        let tells = async |site: &str| {
+            let used = keeper.use_instance(&site_name(site), None).await;
+            Ok(read_socket(used?.socket).await)
+        };
+        assert!(tells("alices").await.unwrap().starts_with("private|"));
+        assert_eq!(refusal(tells("bobs").await), (Failure::Broken, 326));
+        // Files of the right names and lengths are no layers.
+        for layer in &layers {
+            let path = bobs.join(writer.blob_path(layer).strip_prefix(&alices).unwrap());
+            fs::File::create(path).unwrap().set_len(layer["size"].as_u64().unwrap()).unwrap();
+        }
+        assert_eq!(refusal(tells("forged").await), (Failure::Broken, 326));
+        copy(&layers.iter().collect::<Vec<_>>());
+        assert!(tells("whole").await.unwrap().starts_with("private|"));
+    });
+    let log = world.log();
+    assert!(log.contains("is missing in the layout") && log.contains("was altered"), "{log}");
+    assert_eq!(fs::read_dir(world.dir.path().join("state/bases")).unwrap().count(), 1, "once for both");
     Ok(())
 }
 

@@ -99,7 +99,7 @@ impl Stage {
             site: "counter".into(),
             release: "1".into(),
             definition: Digest::of(&[b"counter"]),
-            base: base_digest("/".as_ref()).unwrap(),
+            base: base_digest("/".as_ref(), &fs::File::open("/").unwrap().into()).unwrap(),
             uid: ALICE,
             gid: ALICE,
         }

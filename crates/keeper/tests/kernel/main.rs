@@ -18,6 +18,7 @@ mod killed;
 mod layers;
 mod life;
 mod limits;
+mod links;
 mod logs;
 mod mapped;
 mod nat;
@@ -65,6 +66,7 @@ fn main() {
     let root = [
         programs::ROOT,
         files::ROOT,
+        links::ROOT,
         php::ROOT,
         instances::ROOT,
         logs::ROOT,

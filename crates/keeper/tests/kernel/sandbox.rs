@@ -20,6 +20,7 @@ pub const ROOT: &[Fact] = &[
     ("a program in a sandbox has its tenant's uid, no rights and a number of its own", who_it_is),
     ("a program in a sandbox sees its own files and a read-only base", its_files),
     ("a sandbox has nothing of other tenants and of the keeper in sight", others_files),
+    ("a sandbox shows of the node what programs run on, and no other directory", its_top_level),
     ("a sandbox has loopback and no other network", its_network),
     ("a program that does not start in a sandbox says why", not_started),
     ("a program in a sandbox listens where it is told and is connected to", listens),
@@ -121,6 +122,43 @@ fn others_files() {
         mounts.lines().filter(|line| line.split(' ').nth(3) == Some("/") && line.contains(" - proc "));
     assert_eq!(procs.count(), 1, "the node's /proc is gone, and its own is there: {mounts}");
     assert!(!mounts.contains("tmpfs rw,size=16777216k"), "{mounts}");
+}
+
+fn its_top_level() {
+    // As a host may have for its customers, open to all.
+    let customers = tempfile::Builder::new().prefix("customers-").tempdir_in("/").unwrap();
+    set_mode(customers.path(), 0o755);
+    fs::write(customers.path().join("file"), "open to all").unwrap();
+    let link = customers.path().with_extension("link");
+    std::os::unix::fs::symlink(customers.path(), &link).unwrap();
+    let homes = tempfile::Builder::new().prefix("homes-").tempdir_in("/var").unwrap();
+    set_mode(homes.path(), 0o755);
+    fs::write(homes.path().join("file"), "open to all").unwrap();
+    let mut scene = Scene::new();
+    scene.spec.hide.push(homes.path().into());
+    let seen = |scene: &Scene| shell(&scene.create(), "ls -A /");
+    let check = |seen: &str| {
+        let is_expected = |name: &str| {
+            let own = ["proc", "sys", "dev", "run", "tmp", "srv", ".hidden", ".nothing"];
+            let programs = ["bin", "sbin", "etc", "usr", "var", "opt", "nix", "gnu"];
+            own.contains(&name) || programs.contains(&name) || name.starts_with("lib")
+        };
+        let others: Vec<&str> = seen.lines().filter(|name| !is_expected(name)).collect();
+        assert_eq!(others, [""; 0], "{seen}");
+        for name in ["etc", "usr", "var", "bin"] {
+            assert!(seen.lines().any(|line| line == name), "{name} is not there: {seen}");
+        }
+    };
+    check(&seen(&scene));
+    let sandbox = scene.create();
+    for path in [customers.path(), &link, homes.path()] {
+        let file = path.join("file");
+        assert_eq!(shell(&sandbox, &format!("test -e {} || echo hidden", file.display())), "hidden");
+    }
+    // The same by another name.
+    scene.spec.base = "/usr/..".into();
+    check(&seen(&scene));
+    fs::remove_file(link).unwrap();
 }
 
 fn its_network() {
@@ -447,7 +485,12 @@ fn binds_of_tenant() {
     assert!(refused.contains("Permission denied"), "{refused}");
     set_mode(bobs.path(), 0o755);
     let sandbox = scene.create();
-    assert_eq!(shell(&sandbox, "touch /srv/bobs/x && echo made"), "made");
+    assert_eq!(shell(&sandbox, "touch /srv/bobs/x && echo made"), "made", "the link is root's");
+    // One of her own is not followed, wherever it leads.
+    std::os::unix::fs::chown(homes.path(), Some(ALICE), Some(ALICE)).unwrap();
+    let refused = launcher().create(&scene.spec).unwrap_err().to_string();
+    assert!(refused.contains("a link that is not root's"), "{refused}");
+    std::os::unix::fs::chown(homes.path(), Some(0), Some(0)).unwrap();
     // A single file, where there was none.
     fs::write(bobs.path().join("file"), "text").unwrap();
     let source = bobs.path().join("file");

@@ -54,8 +54,10 @@ impl Scene {
             Bind { source: dir.path().join("app"), target: APP.into(), writable: true, as_tenant: false };
         let spec = Spec {
             identity: Identity { uid: ALICE, gid: ALICE },
+            home: None,
             hostname: "alices".into(),
             base: "/".into(),
+            base_as_tenant: false,
             binds: vec![bind],
             hide: Vec::new(),
             tmp: Some(dir.path().join("tmp")),

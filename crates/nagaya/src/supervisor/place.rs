@@ -2,6 +2,7 @@
 //!
 //! Not here: the sockets in them (`sockets`), the store (`cmdb`).
 
+use std::ffi::OsString;
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -122,11 +123,20 @@ fn is_same_file(file: &File, path: &Path) -> bool {
     }
 }
 
+/// Directories that the service manager made for the logs of this service (systemd.exec(5)), separated by `:`.
+const LOGS_DIRECTORY: &str = "LOGS_DIRECTORY";
+
+/// Mode of a directory of the access log: the edge goes through it by its group, and nobody but root lists it.
+const LOG_DIR_MODE: u32 = 0o710;
+
 /// Makes the access log for an edge that could not make it with its own rights. An existing file is left as it
 /// is: giving it to the edge could give away somebody else's.
 pub fn prepare_access_log(settings: &Settings, identity: Option<Identity>) {
     let Some(path) = &settings.edge.log.access else { return };
-    let made = settings.access_log_dir().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
+    let directory = settings.access_log_dir();
+    let directory =
+        directory.map_or(Ok(()), |dir| prepare_log_dir(dir, identity, std::env::var_os(LOGS_DIRECTORY)));
+    let made = directory.and_then(|()| {
         let file = OpenOptions::new().append(true).create_new(true).mode(0o640).open(path)?;
         match identity {
             Some(identity) => std::os::unix::fs::fchown(&file, Some(identity.uid), Some(identity.gid)),
@@ -139,6 +149,23 @@ pub fn prepare_access_log(settings: &Settings, identity: Option<Identity>) {
         }
         _ => {}
     }
+}
+
+/// Makes the directory of the access log, closed to tenants. One that is there keeps its mode, as others may have made it for
+/// more than these logs, unless it is among `own`, which the service manager made for this service alone.
+fn prepare_log_dir(dir: &Path, identity: Option<Identity>, own: Option<OsString>) -> io::Result<()> {
+    let is_new = !dir.exists();
+    if is_new {
+        std::fs::create_dir_all(dir)?;
+    }
+    let is_own = own.is_some_and(|own| std::env::split_paths(&own).any(|own| own == dir));
+    if !is_new && !is_own {
+        return Ok(());
+    }
+    if let Some(identity) = identity {
+        std::os::unix::fs::chown(dir, None, Some(identity.gid))?;
+    }
+    std::fs::set_permissions(dir, Permissions::from_mode(LOG_DIR_MODE))
 }
 
 /// The directory in which the edge keeps what it promised, made for it and opened. Without one it serves and promises nothing.
@@ -217,5 +244,21 @@ mod tests {
         std::fs::write(&log, "kept").unwrap();
         prepare_access_log(&settings, None);
         assert_eq!(std::fs::read_to_string(&log).unwrap(), "kept");
+    }
+
+    #[test]
+    fn a_directory_of_logs_is_closed_if_it_is_the_nodes_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions().mode() & 0o777;
+        prepare_log_dir(&at("new/deep"), None, None).unwrap();
+        assert_eq!((mode("new/deep"), mode("new") & 0o700), (LOG_DIR_MODE, 0o700));
+        std::fs::create_dir(at("shared")).unwrap();
+        std::fs::set_permissions(at("shared"), Permissions::from_mode(0o755)).unwrap();
+        prepare_log_dir(&at("shared"), None, Some(at("other").into_os_string())).unwrap();
+        assert_eq!(mode("shared"), 0o755, "it may be for more than these logs");
+        let own = std::env::join_paths([at("other"), at("shared")]).unwrap();
+        prepare_log_dir(&at("shared"), None, Some(own)).unwrap();
+        assert_eq!(mode("shared"), LOG_DIR_MODE);
     }
 }
