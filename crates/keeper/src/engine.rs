@@ -23,9 +23,10 @@ use tokio::time::sleep_until;
 use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
+use crate::image::{self, TransferEnd, TransferOrder};
 use crate::instances::{self, Instances};
 use crate::log::{Budget, Writer};
-use crate::metrics::Metrics;
+use crate::metrics::{ImageEvent, Metrics};
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId, Reply};
@@ -211,8 +212,27 @@ impl Engine {
         Reply::Elsewhere { node, epoch, message }
     }
 
+    /// Verifies that a supervisor of this node's cluster has ordered the transfer. Each refusal is counted, and logged: no edge
+    /// that does as it should asks without an order.
+    pub fn verify_order(
+        &self,
+        site: &SiteName,
+        order: &str,
+        end: TransferEnd,
+    ) -> Result<TransferOrder, Fault> {
+        let options = self.options();
+        let keys = &options.instances.image_keys;
+        image::verify_order(order, keys, options.node.as_deref(), site, end).map_err(|error| {
+            self.metrics.images.add([ImageEvent::NotOrdered as usize], 1);
+            let message = format!("the image of '{site}' stays where it is: {error}");
+            tracing::warn!(%site, "{}: the edge has asked for an image without an order: {error}", image::NOT_ORDERED);
+            Fault::new(Failure::Forbidden, image::NOT_ORDERED, message)
+        })
+    }
+
     /// What another node is to be told of a site's image.
-    pub async fn offer_image(self: &Rc<Self>, name: &SiteName) -> Result<Reply, Fault> {
+    pub async fn offer_image(self: &Rc<Self>, name: &SiteName, order: &str) -> Result<Reply, Fault> {
+        self.verify_order(name, order, TransferEnd::Either)?;
         let Some(offer) = self.instances.offer_image(self, name).await? else {
             return Ok(Reply::Offered { offer: None, digest: String::new(), bytes: 0 });
         };
