@@ -212,8 +212,8 @@ impl Engine {
         Reply::Elsewhere { node, epoch, message }
     }
 
-    /// Verifies that a supervisor of this node's cluster has ordered the transfer. Each refusal is counted, and logged: no edge
-    /// that does as it should asks without an order.
+    /// Verifies that a supervisor of this node's cluster has ordered the transfer. Each refusal is counted, and those whose number
+    /// is a power of two are logged: no edge that does as it should asks without an order.
     pub fn verify_order(
         &self,
         site: &SiteName,
@@ -223,9 +223,14 @@ impl Engine {
         let options = self.options();
         let keys = &options.instances.image_keys;
         image::verify_order(order, keys, options.node.as_deref(), site, end).map_err(|error| {
-            self.metrics.images.add([ImageEvent::NotOrdered as usize], 1);
+            let not_ordered = [ImageEvent::NotOrdered as usize];
+            self.metrics.images.add(not_ordered, 1);
+            let count = self.metrics.images.get(not_ordered);
+            if count.is_power_of_two() {
+                let code = image::NOT_ORDERED;
+                tracing::warn!(%site, count, "{code}: the edge has asked for an image without an order: {error}");
+            }
             let message = format!("the image of '{site}' stays where it is: {error}");
-            tracing::warn!(%site, "{}: the edge has asked for an image without an order: {error}", image::NOT_ORDERED);
             Fault::new(Failure::Forbidden, image::NOT_ORDERED, message)
         })
     }
@@ -411,6 +416,7 @@ impl Engine {
 
     /// Prometheus text.
     pub fn encode_metrics(&self) -> String {
+        self.metrics.images.add([ImageEvent::Quarantined as usize], self.instances.take_found_wrong());
         self.metrics.encode(self.cells(), &self.instances)
     }
 

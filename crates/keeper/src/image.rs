@@ -35,6 +35,7 @@ mod store;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nagaya_base::Code;
@@ -170,6 +171,8 @@ pub struct Images {
     environment: Environment,
     store: Store,
     pace: Pace,
+    /// Images that were found to be wrong before anything was tried with them.
+    found_wrong: AtomicU64,
 }
 
 /// What one node tells another of an image, and another node's keeper decides by whether it wants it.
@@ -200,7 +203,13 @@ impl Images {
         let facts = facts::learn(&criu, launcher)?;
         let environment = Environment::here(&criu).map_err(at("read", "/proc/cpuinfo"))?;
         let store = Store::open(dir, limits)?;
-        Ok(Self { engine: Engine { criu, facts }, environment, store, pace: Pace::default() })
+        Ok(Self {
+            engine: Engine { criu, facts },
+            environment,
+            store,
+            pace: Pace::default(),
+            found_wrong: AtomicU64::new(0),
+        })
     }
 
     pub fn criu(&self) -> &Criu {
@@ -222,6 +231,7 @@ impl Images {
             Ok(Some(header)) => header,
             Ok(None) => return Found::Nothing,
             Err(why) => {
+                self.found_wrong.fetch_add(1, Ordering::Relaxed);
                 self.put_aside(&id, subject, &why);
                 return Found::Nothing;
             }
@@ -245,10 +255,16 @@ impl Images {
                 Found::Image(Box::new(Image { id, header }))
             }
             Err(why) => {
+                self.found_wrong.fetch_add(1, Ordering::Relaxed);
                 self.put_aside(&id, subject, &why);
                 Found::Nothing
             }
         }
+    }
+
+    /// How many were found to be wrong since this was last asked.
+    pub fn take_found_wrong(&self) -> u64 {
+        self.found_wrong.swap(0, Ordering::Relaxed)
     }
 
     /// Whether another one is to be taken in its place, at a moment at which nobody waits for it.

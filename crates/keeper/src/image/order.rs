@@ -117,7 +117,7 @@ pub struct TransferOrder {
 /// Reason why an order is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OrderError {
-    #[error("this node is in no cluster: no image leaves it or comes to it")]
+    #[error("this node is in no cluster, or has not seen its keys yet: no image leaves it or comes to it")]
     NoCluster,
     #[error("no supervisor of this cluster has ordered it")]
     NotSigned,
