@@ -1,7 +1,6 @@
 //! What happens while a tool brings an image's processes back, and before any of them runs.
 //!
-//! The tool is behind a filter that asks the init about every call that the filter of tenants would refuse
-//! (`filter::of_restores`). What it brings back inherits it. So:
+//! The tool is behind a filter that asks the init about calls that the filter of tenants would refuse (`filter::of_restores`). What it brings back inherits it. So:
 //!
 //! - While it works all such calls go on: it needs some of them, and so does its code in the processes it makes.
 //! - It lets go of a thread with a call of `ptrace`, and that call waits: first for the memory that is written meanwhile
