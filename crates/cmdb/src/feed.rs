@@ -103,8 +103,8 @@ pub enum Question {
     /// The edge: the receipt of the request with this id as JSON.
     Explain { id: String },
     /// The edge: bring the image of a site here from the node that has it, unless this node has one. Answered by a `Fetched`
-    /// as JSON when that has ended, within `FETCH_MAX`.
-    FetchImage { site: SiteName, from: NodeName },
+    /// as JSON when that has ended, within `FETCH_MAX`. `order`: for both nodes' keepers, which give and take nothing without it.
+    FetchImage { site: SiteName, from: NodeName, order: String },
 }
 
 /// What became of a `Question::FetchImage`.

@@ -22,6 +22,7 @@ use crate::admission::{self, Lane};
 use crate::listen::{self, Orders, Socket, Thread};
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::peers::images::ImageOrder;
 use crate::peers::probe;
 use crate::peers::probe::vouch::Order;
 use crate::place;
@@ -244,8 +245,8 @@ impl Process {
                 serde_json::to_string(&Busy { requests, ..Busy::default() })?
             }
             Question::Explain { id } => receipt::explain(&self.shared, &id),
-            Question::FetchImage { site, from } => {
-                if self.shared.cluster.peers.images.put(tag, site, from) {
+            Question::FetchImage { site, from, order } => {
+                if self.shared.cluster.peers.images.put(ImageOrder { tag, site, from, order }) {
                     return Ok(());
                 }
                 serde_json::to_string(&Fetched::Failed { reason: "too many images are to come".into() })?

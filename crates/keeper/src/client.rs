@@ -97,6 +97,17 @@ pub struct PhpWorker {
     pub cell: Box<str>,
 }
 
+/// What a keeper still wants of another node's image.
+#[derive(Debug)]
+pub struct ImageIntake {
+    /// Byte of the image from which on it is wanted.
+    pub offset: u64,
+    /// Bytes of the sealed stream that brings it.
+    pub bytes: u64,
+    /// Where they are to be written. It is closed at their end.
+    pub pipe: OwnedFd,
+}
+
 /// What another node is told of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageOffer {
@@ -490,9 +501,11 @@ impl Keeper {
         }
     }
 
-    /// What another node is to be told of the site's image here. None: it has none.
-    pub async fn offer_image(&self, site: &SiteName) -> Result<Option<ImageOffer>, ClientError> {
-        match self.call(Verb::OfferImage { site: site.clone() }, IMAGE_TIMEOUT).await?.0 {
+    /// What another node is to be told of the site's image here. None: it has none. Of this and the next three, `order` is the
+    /// supervisor's; without it they are refused with `Failure::Forbidden`.
+    pub async fn offer_image(&self, site: &SiteName, order: &str) -> Result<Option<ImageOffer>, ClientError> {
+        let verb = Verb::OfferImage { site: site.clone(), order: order.to_owned() };
+        match self.call(verb, IMAGE_TIMEOUT).await?.0 {
             Reply::Offered { offer, digest, bytes } => {
                 Ok(offer.map(|offer| ImageOffer { offer: offer.into(), digest: digest.into(), bytes }))
             }
@@ -500,31 +513,40 @@ impl Keeper {
         }
     }
 
-    /// A pipe to read the image from that was offered with this digest, from this byte on. `NotFound`: it is another now.
+    /// A pipe to read the image from that was offered with this digest, from this byte on, sealed. `NotFound`: it is another now.
     pub async fn send_image(
         &self,
         site: &SiteName,
-        digest: &str,
-        offset: u64,
+        order: &str,
+        (digest, offset): (&str, u64),
     ) -> Result<OwnedFd, ClientError> {
-        let verb = Verb::SendImage { site: site.clone(), digest: digest.to_owned(), offset };
+        let (digest, order) = (digest.to_owned(), order.to_owned());
+        let verb = Verb::SendImage { site: site.clone(), order, digest, offset };
         one_of(self.call(verb, IMAGE_TIMEOUT).await?.1)
     }
 
-    /// Begins to take over what another node offers: from which byte on it is wanted, and the pipe to write it to, which is
-    /// closed at its end. What does not fit this node is refused.
-    pub async fn fetch_image(&self, site: &SiteName, offer: &str) -> Result<(u64, OwnedFd), ClientError> {
-        let verb = Verb::FetchImage { site: site.clone(), offer: offer.to_owned() };
+    /// Begins to take over what another node offers. What does not fit this node is refused.
+    pub async fn fetch_image(
+        &self,
+        site: &SiteName,
+        order: &str,
+        offer: &str,
+    ) -> Result<ImageIntake, ClientError> {
+        let (offer, order) = (offer.to_owned(), order.to_owned());
+        let verb = Verb::FetchImage { site: site.clone(), order, offer };
         match self.call(verb, IMAGE_TIMEOUT).await? {
-            (Reply::Fetching { offset }, fds, _) => Ok((offset, one_of(fds)?)),
+            (Reply::Fetching { offset, bytes }, fds, _) => {
+                Ok(ImageIntake { offset, bytes, pipe: one_of(fds)? })
+            }
             _ => Err(ClientError::Gone),
         }
     }
 
     /// Returns once the image that is being taken over is there, or with why it is not. What came in part is kept for the
     /// next `fetch_image`.
-    pub async fn image_fetched(&self, site: &SiteName) -> Result<(), ClientError> {
-        match self.call(Verb::ImageFetched { site: site.clone() }, FETCH_TIMEOUT).await?.0 {
+    pub async fn image_fetched(&self, site: &SiteName, order: &str) -> Result<(), ClientError> {
+        let verb = Verb::ImageFetched { site: site.clone(), order: order.to_owned() };
+        match self.call(verb, FETCH_TIMEOUT).await?.0 {
             Reply::Done => Ok(()),
             _ => Err(ClientError::Gone),
         }

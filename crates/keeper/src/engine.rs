@@ -24,9 +24,10 @@ use tokio::time::sleep_until;
 use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
+use crate::image::{self, TransferEnd, TransferOrder};
 use crate::instances::{self, Instances};
 use crate::log::{Budget, Writer};
-use crate::metrics::Metrics;
+use crate::metrics::{ImageEvent, Metrics};
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId, Reply};
@@ -241,8 +242,32 @@ impl Engine {
         Reply::Elsewhere { node, epoch, message }
     }
 
+    /// Verifies that a supervisor of this node's cluster has ordered the transfer. Each refusal is counted, and those whose number
+    /// is a power of two are logged: no edge that does as it should asks without an order.
+    pub fn verify_order(
+        &self,
+        site: &SiteName,
+        order: &str,
+        end: TransferEnd,
+    ) -> Result<TransferOrder, Fault> {
+        let options = self.options();
+        let keys = &options.instances.image_keys;
+        image::verify_order(order, keys, options.node.as_deref(), site, end).map_err(|error| {
+            let not_ordered = [ImageEvent::NotOrdered as usize];
+            self.metrics.images.add(not_ordered, 1);
+            let count = self.metrics.images.get(not_ordered);
+            if count.is_power_of_two() {
+                let code = image::NOT_ORDERED;
+                tracing::warn!(%site, count, "{code}: the edge has asked for an image without an order: {error}");
+            }
+            let message = format!("the image of '{site}' stays where it is: {error}");
+            Fault::new(Failure::Forbidden, image::NOT_ORDERED, message)
+        })
+    }
+
     /// What another node is to be told of a site's image.
-    pub async fn offer_image(self: &Rc<Self>, name: &SiteName) -> Result<Reply, Fault> {
+    pub async fn offer_image(self: &Rc<Self>, name: &SiteName, order: &str) -> Result<Reply, Fault> {
+        self.verify_order(name, order, TransferEnd::Either)?;
         let Some(offer) = self.instances.offer_image(self, name).await? else {
             return Ok(Reply::Offered { offer: None, digest: String::new(), bytes: 0 });
         };
@@ -419,6 +444,7 @@ impl Engine {
 
     /// Prometheus text.
     pub fn encode_metrics(&self) -> String {
+        self.metrics.images.add([ImageEvent::Quarantined as usize], self.instances.take_found_wrong());
         self.metrics.encode(self.cells(), &self.instances)
     }
 

@@ -2,7 +2,9 @@
 //!
 //! An image is taken by CRIU in the instance's own sandbox, once for each release, and brought back in a fresh one. It
 //! is bound to what it was taken of (`Subject`) and where (`header::Environment`), and everything about it is checked
-//! before it is used: a wrong one is put aside with its reason, and the instance starts cold instead.
+//! before it is used: a wrong one is put aside with its reason, and the instance starts cold instead. Its header names all of its
+//! files by their digests and carries an authenticator that only this keeper can make. What an image brings back is compared
+//! with what its sandbox gives before any of it runs (`sandbox::rights`).
 //!
 //! Images hold all secrets of their application in plain text. Only root reaches the directory they are in; CRIU, which
 //! runs with a sandbox' rights, gets one image read-only. All calls here block: make them from `workers`.
@@ -23,14 +25,17 @@ mod log;
 mod mapped;
 mod mappings;
 mod memory;
+mod order;
 mod outgoing;
 mod pagemap;
+mod sealed;
 mod shared;
 mod store;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nagaya_base::Code;
@@ -50,6 +55,7 @@ pub use checkpoint::Handed;
 pub use criu::{Criu, Search, find as find_criu};
 pub use digest::Digest;
 pub use header::{Environment, Subject, base_digest};
+pub use order::{ClusterKey, KEY_LEN, OrderError, TransferEnd, TransferOrder, give_order, verify_order};
 pub use store::{Limits, Listed};
 
 /// There is no CRIU that works here.
@@ -64,6 +70,10 @@ pub const STORE: Code = Code(337);
 pub const FOREIGN: Code = Code(364);
 /// An image of another node is damaged.
 pub const CORRUPT: Code = Code(365);
+/// No supervisor has ordered that an image goes or comes.
+pub const NOT_ORDERED: Code = Code(366);
+/// An image would have brought back a process with other rights than its sandbox gives.
+pub const LESS_FENCED: Code = Code(367);
 
 /// Why an image was not taken, or not brought back.
 #[derive(Debug, thiserror::Error)]
@@ -80,6 +90,8 @@ pub enum ImageError {
     TooLarge { bytes: u64, bytes_max: u64 },
     #[error("its image cannot be brought back: {reason}")]
     NotRestored { reason: String },
+    #[error("its image would bring back a process with other rights than its sandbox gives: {reason}")]
+    LessFenced { reason: String },
     #[error("CRIU did not end within {within:?}")]
     Timeout { within: Duration },
     #[error("the image of another node is not taken over: {reason}")]
@@ -98,11 +110,19 @@ impl ImageError {
             Self::NoCriu { .. } | Self::Useless { .. } => NO_CRIU,
             Self::Unfit { .. } | Self::TooLarge { .. } => UNFIT,
             Self::NotRestored { .. } | Self::Timeout { .. } => QUARANTINED,
+            Self::LessFenced { .. } => LESS_FENCED,
             Self::NoSpace { .. } | Self::Io { .. } => STORE,
             Self::Foreign { .. } => FOREIGN,
             Self::Corrupt { .. } => CORRUPT,
             Self::Sandbox(error) => error.code(),
         }
+    }
+}
+
+impl ImageError {
+    /// Whether the image may be to blame for a failed restore.
+    pub fn is_of_image(&self) -> bool {
+        matches!(self, Self::NotRestored { .. } | Self::LessFenced { .. } | Self::Timeout { .. })
     }
 }
 
@@ -151,6 +171,8 @@ pub struct Images {
     environment: Environment,
     store: Store,
     pace: Pace,
+    /// Images that were found to be wrong before anything was tried with them.
+    found_wrong: AtomicU64,
 }
 
 /// What one node tells another of an image, and another node's keeper decides by whether it wants it.
@@ -181,7 +203,13 @@ impl Images {
         let facts = facts::learn(&criu, launcher)?;
         let environment = Environment::here(&criu).map_err(at("read", "/proc/cpuinfo"))?;
         let store = Store::open(dir, limits)?;
-        Ok(Self { engine: Engine { criu, facts }, environment, store, pace: Pace::default() })
+        Ok(Self {
+            engine: Engine { criu, facts },
+            environment,
+            store,
+            pace: Pace::default(),
+            found_wrong: AtomicU64::new(0),
+        })
     }
 
     pub fn criu(&self) -> &Criu {
@@ -203,6 +231,7 @@ impl Images {
             Ok(Some(header)) => header,
             Ok(None) => return Found::Nothing,
             Err(why) => {
+                self.found_wrong.fetch_add(1, Ordering::Relaxed);
                 self.put_aside(&id, subject, &why);
                 return Found::Nothing;
             }
@@ -226,10 +255,16 @@ impl Images {
                 Found::Image(Box::new(Image { id, header }))
             }
             Err(why) => {
+                self.found_wrong.fetch_add(1, Ordering::Relaxed);
                 self.put_aside(&id, subject, &why);
                 Found::Nothing
             }
         }
+    }
+
+    /// How many were found to be wrong since this was last asked.
+    pub fn take_found_wrong(&self) -> u64 {
+        self.found_wrong.swap(0, Ordering::Relaxed)
     }
 
     /// Whether another one is to be taken in its place, at a moment at which nobody waits for it.
@@ -303,7 +338,11 @@ impl Images {
         let restored = checkpoint::restore(&self.engine, sandbox, (handed, needs), &dir, &work);
         match &restored {
             Ok(_) => self.store.touch(&image.id),
-            Err(error @ (ImageError::NotRestored { .. } | ImageError::Timeout { .. })) if is_to_blame() => {
+            Err(error) if error.is_of_image() && is_to_blame() => {
+                self.put_aside(&image.id, image.subject(), &error.to_string());
+            }
+            // Nothing that happens beside an image gives its processes other rights.
+            Err(error @ ImageError::LessFenced { .. }) => {
                 self.put_aside(&image.id, image.subject(), &error.to_string());
             }
             Err(_) => {}
@@ -356,13 +395,13 @@ impl Images {
         })
     }
 
-    /// Writes the archive of an image to a pipe, from this byte on, at most so many bytes a second (0: no limit). It must be
-    /// the one with this digest.
+    /// Seals the archive of an image for the order's other keeper, from this byte on, and writes it to a pipe, at most so many
+    /// bytes a second (0: no limit). It must be the one with this digest.
     pub fn send(
         &self,
         (image, beside): (&Image, Vec<u8>),
         (digest, offset): (Digest, u64),
-        to: &OwnedFd,
+        (order, to): (&TransferOrder, &OwnedFd),
         per_second: u64,
     ) -> Result<(), ImageError> {
         let _in_use = self.store.hold(&image.id);
@@ -370,7 +409,7 @@ impl Images {
         if archive.head.digest() != digest {
             return Err(ImageError::Foreign { reason: "there is another one now".into() });
         }
-        match archive.write(offset, to, &self.pace, per_second) {
+        match archive.write((order, offset), to, &self.pace, per_second) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
             written => written.map_err(at("send", "an image")),
         }
@@ -394,9 +433,12 @@ impl Images {
         }
     }
 
-    /// How many bytes of the archive have come before and are right: a transfer goes on from there.
-    pub fn resume(&self, offer: &Offer) -> Result<u64, ImageError> {
-        self.staged(offer).verified()
+    /// How many bytes of the archive have come before and are right: a transfer goes on from there. And how many bytes the
+    /// sealed stream has that brings the rest.
+    pub fn resume(&self, offer: &Offer) -> Result<(u64, u64), ImageError> {
+        let staged = self.staged(offer);
+        let offset = staged.verified()?;
+        Ok((offset, staged.terms(offset).sealed_bytes()))
     }
 
     fn staged(&self, offer: &Offer) -> Staged {
@@ -404,17 +446,19 @@ impl Images {
         Staged { path, digest: offer.digest, bytes: offer.bytes }
     }
 
-    /// Reads what is missing of an archive from a pipe, and makes it an image if all of it is right. `put_beside` puts back
+    /// Opens what is missing of an archive, from a pipe, and makes it an image if all of it is right. `put_beside` puts back
     /// what it expects beside it, before it can be used.
     pub fn receive(
         &self,
         offer: &Offer,
-        from: &OwnedFd,
+        (order, from): (&TransferOrder, &OwnedFd),
         per_second: u64,
         put_beside: impl FnOnce(&[u8]) -> io::Result<()>,
     ) -> Result<Image, ImageError> {
         let (staged, id) = (self.staged(offer), offer.subject.id());
-        staged.read(from, &self.pace, per_second)?;
+        if let Err(why) = staged.read(from, order, (&self.pace, per_second))? {
+            return Err(self.corrupt(&id, &why));
+        }
         let work = self.store.closed_work()?;
         let head = match staged.unpack(&work, crate::sandbox::root_id(offer.subject.gid))? {
             Ok(head)

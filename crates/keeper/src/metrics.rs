@@ -67,10 +67,13 @@ pub enum ImageEvent {
     Taken,
     NotTaken,
     Quarantined,
+    /// Asked for by an edge without an order of a supervisor.
+    NotOrdered,
 }
 
 /// In the order of `ImageEvent`.
-const IMAGE: Dimension = Dimension { label: "event", values: &["taken", "not_taken", "quarantined"] };
+const IMAGE: Dimension =
+    Dimension { label: "event", values: &["taken", "not_taken", "quarantined", "not_ordered"] };
 
 /// What became of a line for the log of an instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use nagaya_cmdb::check::IdPolicy;
 use serde::{Deserialize, Serialize};
 
+use crate::image::ClusterKey;
+
 /// Node-wide settings. Times are milliseconds. `runtime_dir`, the edge's uid, `back_end` and `node` hold for the life of
 /// the process; the others follow a changed configuration at once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +57,9 @@ pub struct InstanceOptions {
     pub image_age_max_ms: u64,
     /// Images from and to other nodes, all together, bytes per second. 0: as fast as they go.
     pub image_bandwidth: u64,
+    /// Keys of this node's cluster that sign orders to move images and seal these, the newest first. Empty: no image leaves this
+    /// node or comes to it.
+    pub image_keys: Vec<ClusterKey>,
     /// One file of an instance's log, in bytes.
     pub log_bytes_max: u64,
     /// Files of an instance's log, with the one that is written to. 0: none, and what it wrote ends with the keeper.
@@ -130,6 +135,7 @@ impl Default for InstanceOptions {
             image_bytes_max: 16 << 30,
             image_age_max_ms: 30 * 86_400_000,
             image_bandwidth: 64 << 20,
+            image_keys: Vec::new(),
             log_bytes_max: 1 << 20,
             log_files_max: 4,
             wakes_at_once: 0,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 9;
+pub const PROTOCOL_VERSION: u32 = 10;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,16 +81,18 @@ pub enum Verb {
     /// Certificate chain and key for a TLS server name. Answer: `Certificate` with one descriptor (PEM: chain and key)
     /// or `Failed` with `Failure::NotFound`.
     OpenCertificate { name: String },
-    /// What another node is to be told of the site's image here. Answer: `Offered`.
-    OfferImage { site: SiteName },
-    /// The image that was offered with this digest, from this byte on. Answer: `Sending` with one descriptor, a pipe to read
-    /// it from.
-    SendImage { site: SiteName, digest: String, offset: u64 },
-    /// Take over the image that another node offers. Answer: `Fetching` with one descriptor, a pipe to write it to, from the
-    /// byte on that the answer says; or why it is of no use here.
-    FetchImage { site: SiteName, offer: String },
+    /// What another node is to be told of the site's image here, or whether one has to be fetched. `order` of this and the next
+    /// three: by which the supervisor of a member has ordered this transfer; without it they are refused (`Failure::Forbidden`).
+    /// Answer: `Offered`.
+    OfferImage { site: SiteName, order: String },
+    /// The image that was offered with this digest, from this byte on, sealed for the keeper at the order's other end. Answer:
+    /// `Sending` with one descriptor, a pipe to read it from.
+    SendImage { site: SiteName, order: String, digest: String, offset: u64 },
+    /// Take over the image that another node offers. Answer: `Fetching` with one descriptor, a pipe to write to what that node
+    /// sends from the byte on that the answer says; or why it is of no use here.
+    FetchImage { site: SiteName, order: String, offer: String },
     /// Answer: `Done` once the image whose fetching was begun is there, or why it is not.
-    ImageFetched { site: SiteName },
+    ImageFetched { site: SiteName, order: String },
     /// What runs now, as JSON for `nagaya status`. Answer: `Status`.
     Status,
 }
@@ -191,8 +193,10 @@ pub enum Reply {
         bytes: u64,
     },
     Sending,
+    /// `bytes`: of the sealed stream that is to be written.
     Fetching {
         offset: u64,
+        bytes: u64,
     },
     Connected,
     Certificate,

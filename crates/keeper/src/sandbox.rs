@@ -28,6 +28,8 @@ mod network;
 mod order;
 mod outlet;
 mod program;
+mod restoring;
+mod rights;
 mod session;
 mod shm;
 mod shown;
@@ -209,9 +211,11 @@ pub(crate) struct Tool<'a> {
     pub pid: u32,
     /// It takes a checkpoint into this directory, with a number of `fds`. What is in `/dev/shm` goes there, too (`kept`).
     pub takes_into: Option<i32>,
+    /// It brings an image's processes back, whose rights are compared before they run (`restored`).
+    pub brings_back: bool,
     /// It brings processes back that have memory in these ranges, which a file shows.
     pub shown: Vec<(u64, u64)>,
-    /// What is written to memory while it runs, and before it lets go of anything (`filled`), with numbers of `fds`.
+    /// What is written to memory while it runs, and before it lets go of anything (`restored`), with numbers of `fds`.
     pub fills: Vec<Fill>,
     /// What the files in `/dev/shm` are made from before it starts, likewise.
     pub shm: Option<i32>,
@@ -219,6 +223,15 @@ pub(crate) struct Tool<'a> {
 
 /// The descriptor a tool's program gets.
 const TOOL_FD: i32 = 3;
+
+/// What is known of a restore that failed.
+#[derive(Debug)]
+pub(crate) struct Restored {
+    /// The memory that was to be written meanwhile.
+    pub filled: io::Result<()>,
+    /// Which thread would have had other rights than the sandbox gives, in words. All of it was killed before it ran.
+    pub wrong_rights: Option<String>,
+}
 
 /// A process in a sandbox.
 #[derive(Debug)]
@@ -530,6 +543,7 @@ impl Sandbox {
             role: Role::Tool {
                 program: TOOL_FD,
                 takes_into: tool.takes_into,
+                brings_back: tool.brings_back,
                 shown: tool.shown.clone(),
                 fills: tool.fills.clone(),
                 shm: tool.shm,
@@ -543,11 +557,12 @@ impl Sandbox {
         self.ask(&Ask::Adopt { pid }, &[])
     }
 
-    /// What came of the memory that was to be written while a tool ran that has ended since.
-    pub(crate) fn filled(&self) -> Result<io::Result<()>, SandboxError> {
-        match self.tell(&Ask::Filled, &[])? {
-            (Told::Filled { errno }, _) => {
-                Ok(errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno))))
+    /// What came of a restore whose tool has ended since.
+    pub(crate) fn restored(&self) -> Result<Restored, SandboxError> {
+        match self.tell(&Ask::Restored, &[])? {
+            (Told::Restored { errno, wrong_rights }, _) => {
+                let filled = errno.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)));
+                Ok(Restored { filled, wrong_rights })
             }
             _ => Err(SandboxError::Ended(io::ErrorKind::InvalidData.into())),
         }

@@ -32,6 +32,7 @@ use crate::codec::{self, CodecError};
 use crate::engine::{Engine, EngineError};
 use crate::fault::{self, Fault};
 use crate::feed::{self, Answerer, Event, FeedError};
+use crate::image::TransferEnd;
 use crate::instances::{BoostLease, Lease, Placed, SeatLease, Using};
 use crate::options::Options;
 use crate::process::Handle;
@@ -571,16 +572,19 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             engine.give_way(&give_way, &resume)?;
             Ok((Reply::Done, Vec::new()))
         }
-        Verb::OfferImage { site } => Ok((engine.offer_image(&site).await?, Vec::new())),
-        Verb::SendImage { site, digest, offset } => {
-            let pipe = engine.instances.send_image(engine, &site, &digest, offset).await?;
+        Verb::OfferImage { site, order } => Ok((engine.offer_image(&site, &order).await?, Vec::new())),
+        Verb::SendImage { site, order, digest, offset } => {
+            let order = engine.verify_order(&site, &order, TransferEnd::Giver)?;
+            let pipe = engine.instances.send_image(engine, &site, order, (&digest, offset)).await?;
             Ok((Reply::Sending, vec![pipe]))
         }
-        Verb::FetchImage { site, offer } => {
-            let (offset, pipe) = engine.instances.fetch_image(engine, &site, &offer).await?;
-            Ok((Reply::Fetching { offset }, vec![pipe]))
+        Verb::FetchImage { site, order, offer } => {
+            let order = engine.verify_order(&site, &order, TransferEnd::Taker)?;
+            let (offset, bytes, pipe) = engine.instances.fetch_image(engine, &site, order, &offer).await?;
+            Ok((Reply::Fetching { offset, bytes }, vec![pipe]))
         }
-        Verb::ImageFetched { site } => {
+        Verb::ImageFetched { site, order } => {
+            engine.verify_order(&site, &order, TransferEnd::Taker)?;
             engine.instances.image_fetched(&site).await?;
             Ok((Reply::Done, Vec::new()))
         }

@@ -1,5 +1,6 @@
 //! Images of applications on their way between nodes: this edge takes what another node's keeper has to its own keeper, and
-//! gives other nodes what its keeper has. It passes bytes on and understands nothing of them.
+//! gives other nodes what its keeper has. It passes bytes on and understands nothing of them: the keepers have sealed them. What
+//! lets the keepers act is an order of the supervisor, which it passes on, too, and cannot make.
 //!
 //! One node asks another over the connections that requests are passed on by. What makes it such a question is a private
 //! header field (`fields`), which no client's request has; so no site's host or path is taken away. The asking node is told
@@ -12,7 +13,7 @@ mod give;
 pub(super) mod take;
 
 pub use give::give;
-pub use take::{Orders, follow};
+pub use take::{ImageOrder, Orders, follow};
 
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ use nagaya_cmdb::SiteName;
 use serde::{Deserialize, Serialize};
 
 const IMAGE: HeaderName = HeaderName::from_static("nagaya-peer-image");
+const ORDER: HeaderName = HeaderName::from_static("nagaya-peer-image-order");
 const DIGEST: HeaderName = HeaderName::from_static("nagaya-peer-image-digest");
 const OFFSET: HeaderName = HeaderName::from_static("nagaya-peer-image-offset");
 
@@ -51,6 +53,8 @@ struct Offered {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Asked {
     site: SiteName,
+    /// Of the supervisor, for the other node's keeper.
+    order: String,
     /// Digest and first byte. None: what is there.
     part: Option<(String, u64)>,
 }
@@ -64,6 +68,7 @@ impl Asked {
             }
         };
         put(IMAGE, self.site.as_str());
+        put(ORDER, &self.order);
         if let Some((digest, offset)) = &self.part {
             put(DIGEST, digest);
             put(OFFSET, &offset.to_string());
@@ -77,12 +82,13 @@ impl Asked {
         let site = headers.get(IMAGE)?;
         let read = || {
             let site = site.to_str().ok().and_then(|site| SiteName::new(site).ok()).ok_or(WRONG)?;
+            let order = text(ORDER).transpose()?.unwrap_or_default().to_owned();
             let part = match (text(DIGEST).transpose()?, text(OFFSET).transpose()?) {
                 (None, None) => None,
                 (Some(digest), Some(offset)) => Some((digest.to_owned(), offset.parse().map_err(|_| WRONG)?)),
                 _ => return Err(WRONG),
             };
-            Ok(Self { site, part })
+            Ok(Self { site, order, part })
         };
         Some(read())
     }

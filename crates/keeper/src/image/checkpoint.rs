@@ -225,16 +225,30 @@ pub fn restore(
     let shm = needs.has_shm.then(|| open(SHM_FILE)).transpose().map_err(at("open", image.join(SHM_FILE)))?;
     let from = sandbox::detached(image, false).map_err(at("open", image))?;
     let shown = needs.mapped.ranges.clone();
-    let given = Given { fds, shown, fills, shm: shm.as_ref(), ..Given::default() };
+    let shm = shm.as_ref();
+    let given = Given { fds, is_to_restore: true, shown, fills, shm, ..Given::default() };
     match run(engine, sandbox, command, (&from, work), given, RESTORE_TIMEOUT).map_err(of_files)? {
-        Some(0) => Ok(sandbox.adopt(ROOT_PID)?),
+        Some(0) => sandbox.adopt(ROOT_PID).map_err(of_rights),
         _ => {
-            // Then CRIU knows only that it may not end.
-            let filled = sandbox.filled()?;
-            filled.map_err(|error| SandboxError::Run { step: Step::Memory, error })?;
+            // Then CRIU knows only that it may not end, or was killed.
+            let restored = sandbox.restored()?;
+            if let Some(reason) = restored.wrong_rights {
+                return Err(ImageError::LessFenced { reason });
+            }
+            restored.filled.map_err(|error| SandboxError::Run { step: Step::Memory, error })?;
             let reason = work.reason().map_err(at("read", &work.path))?;
             Err(ImageError::NotRestored { reason: reason.to_string() })
         }
+    }
+}
+
+/// Nothing that was not compared is used.
+fn of_rights(error: SandboxError) -> ImageError {
+    match error {
+        SandboxError::Run { step: Step::Rights, .. } => {
+            ImageError::LessFenced { reason: "CRIU has let go of nobody, so nothing was compared".into() }
+        }
+        error => error.into(),
     }
 }
 

@@ -72,6 +72,8 @@ pub struct Given<'a> {
     pub fds: Vec<(i32, &'a OwnedFd)>,
     /// It takes a checkpoint into the directory of the image.
     pub is_to_take: bool,
+    /// It brings back what is in that directory.
+    pub is_to_restore: bool,
     /// Where files show memory of what it brings back (`mapped`).
     pub shown: Vec<(u64, u64)>,
     /// Memory that is written while it runs (`shared`).
@@ -295,6 +297,7 @@ impl Criu {
             fds: all,
             pid: PID,
             takes_into: given.is_to_take.then_some(IMAGE_FD),
+            brings_back: given.is_to_restore,
             shown: given.shown.clone(),
             fills: given.fills.clone(),
             shm: given.shm.map(|_| SHM_FD),

@@ -1,8 +1,11 @@
 //! The header of an image: what it is of, what it needs, and what its files must be.
 //!
-//! A file `header` of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. Version 5
-//! has the fields of `Header`, and a file of its own for those in `/dev/shm`. A header of another version is no image any
-//! more; there is no migration, because an image can be taken again at any time. Not here: reading and writing the files it names (`store`).
+//! A text of two parts: a line `nagaya-image <version> <digest>`, and JSON that the digest is of. The file `header` has a third
+//! part, a line `authenticator <hex>`: HMAC-SHA256 over the text, with a key that only the keeper of this node has. So nobody else
+//! can change a file of an image, or make one, and have it used. It stays on the node: other nodes seal what they send (`sealed`).
+//!
+//! Version 6 has the fields of `Header`, and the authenticator. A header of another version is no image any more; there is no
+//! migration, because an image can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,19 +13,24 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 
 use super::Digest;
 use super::checkpoint::Known;
 use super::mapped::Mapped;
+use super::order::{read_hex, write_hex};
 use super::shared::Shared;
 use crate::tenant_path::stat_in_tree;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";
+
+/// The word the last line of the file begins with.
+const AUTHENTICATOR: &str = "authenticator ";
 
 /// Name of the file in an image's directory.
 pub const NAME: &str = "header";
@@ -139,6 +147,28 @@ impl Header {
         Ok(format!("{MAGIC} {VERSION} {}\n{body}\n", Digest::of(&[body.as_bytes()])))
     }
 
+    /// The content of the file.
+    pub fn sign(&self, key: &hmac::Key) -> Result<String, serde_json::Error> {
+        let text = self.encode()?;
+        let tag = hmac::sign(key, text.as_bytes());
+        Ok(format!("{text}{AUTHENTICATOR}{}\n", write_hex(tag.as_ref())))
+    }
+
+    /// The header in a file that this key has signed. The error is in words that follow "its header".
+    pub fn verify(file: &str, key: &hmac::Key) -> Result<Self, String> {
+        let (text, tag) = split_file(file);
+        let header = Self::decode(text)?;
+        let tag = tag.and_then(read_hex).ok_or("has no authenticator")?;
+        hmac::verify(key, text.as_bytes(), &tag)
+            .map_err(|_| "was not written by this node's keeper: its authenticator is wrong".to_owned())?;
+        Ok(header)
+    }
+
+    /// The header in a file, for a list: nobody knows who wrote it.
+    pub fn read_unverified(file: &str) -> Result<Self, String> {
+        Self::decode(split_file(file).0)
+    }
+
     /// The error is in words that follow "its header".
     pub fn decode(text: &str) -> Result<Self, String> {
         let (first, body) = text.split_once('\n').ok_or("is cut off")?;
@@ -161,6 +191,16 @@ impl Header {
         let is_sound = header.mapped.is_sound(|name| header.files.contains_key(name))
             && Shared::are_sound(&header.shared, |name| header.files.get(name).map(|file| file.bytes));
         if is_sound { Ok(header) } else { Err("maps memory no image has".into()) }
+    }
+}
+
+/// Header and authenticator of a file.
+fn split_file(file: &str) -> (&str, Option<&str>) {
+    let line = file.strip_suffix('\n').and_then(|file| file.rfind('\n')).map_or(0, |end| end + 1);
+    let (text, line) = file.split_at(line);
+    match line.strip_prefix(AUTHENTICATOR).and_then(|tag| tag.strip_suffix('\n')) {
+        Some(tag) => (text, Some(tag)),
+        None => (file, None),
     }
 }
 
@@ -218,6 +258,43 @@ pub mod tests {
     #[test]
     fn a_written_header_is_read_back() {
         assert_eq!(Header::decode(&header().encode().unwrap()), Ok(header()));
+    }
+
+    fn key(byte: u8) -> hmac::Key {
+        hmac::Key::new(hmac::HMAC_SHA256, &[byte; 32])
+    }
+
+    #[test]
+    fn a_signed_header_is_read_back_with_its_key_only() {
+        let file = header().sign(&key(1)).unwrap();
+        assert_eq!(Header::verify(&file, &key(1)), Ok(header()));
+        assert_eq!(Header::read_unverified(&file), Ok(header()));
+        let forged = Header::verify(&file, &key(2)).unwrap_err();
+        assert!(forged.contains("authenticator is wrong"), "{forged}");
+        let bare = Header::verify(&header().encode().unwrap(), &key(1)).unwrap_err();
+        assert!(bare.contains("has no authenticator"), "{bare}");
+    }
+
+    #[test]
+    fn a_header_with_another_digest_is_not_signed() {
+        // As somebody changes it who can compute digests and has no key.
+        let file = header().sign(&key(1)).unwrap();
+        let (_, line) = file.split_at(header().encode().unwrap().len());
+        let other = Header { taken_at: 2, ..header() }.encode().unwrap();
+        let forged = Header::verify(&format!("{other}{line}"), &key(1)).unwrap_err();
+        assert!(forged.contains("authenticator is wrong"), "{forged}");
+    }
+
+    #[test]
+    fn any_change_of_a_signed_header_is_seen() {
+        let file = header().sign(&key(1)).unwrap();
+        for at in 0..file.len() {
+            let mut bytes = file.clone().into_bytes();
+            bytes[at] ^= 1;
+            let changed = String::from_utf8(bytes).unwrap();
+            assert!(Header::verify(&changed, &key(1)).is_err(), "at {at}: {changed}");
+            assert!(Header::verify(&file[..at], &key(1)).is_err(), "cut at {at}");
+        }
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Images from other nodes: an archive read to a staging place, from where the last try ended, compared piece by piece, and
 //! made an image only when all of it is right.
 //!
-//! The other end is hostile: what it sends is bounded by what was agreed on before its first byte, and nothing of it is
-//! looked at by anything but digests until they are right. Not here: whether the image is wanted (`instances::transfer`),
+//! What carries the bytes is hostile: they are sealed by the other keeper, bounded by what was agreed on before their first, and
+//! nothing of them is looked at by anything but digests until they are right. Not here: whether the image is wanted (`instances::transfer`),
 //! what is done with what is beside it (`instances::carried`).
 
 use std::fs::{self, File, OpenOptions};
@@ -16,7 +16,9 @@ use rustix::event::PollFlags;
 use super::archive::{BESIDE_MAX, Head};
 use super::checkpoint::Work;
 use super::header;
-use super::outgoing::{PIECE_LEN, Pace, wait};
+use super::order::TransferOrder;
+use super::outgoing::{Pace, wait};
+use super::sealed::{Opener, PIECE_LEN, SALT_LEN, StreamTerms, TAG_LEN};
 use super::{Digest, ImageError, at};
 
 /// Bytes of the longest head.
@@ -85,31 +87,41 @@ impl Staged {
         Ok(at)
     }
 
-    /// Reads what is missing of it, and no byte more. What came is kept if the other end closes before.
-    pub fn read(&self, from: &OwnedFd, pace: &Pace, per_second: u64) -> Result<(), ImageError> {
+    /// Reads and opens what is missing of it, and no byte more. Whole pieces that came are kept if the other end closes
+    /// before. The error in the result: it is not what another keeper has sealed.
+    pub fn read(
+        &self,
+        from: &OwnedFd,
+        order: &TransferOrder,
+        (pace, per_second): (&Pace, u64),
+    ) -> Result<Result<(), String>, ImageError> {
         rustix::io::ioctl_fionbio(from, true).map_err(|errno| at("read", "an image")(errno.into()))?;
         let mut file = self.open()?;
         let mut have = file.seek(SeekFrom::End(0)).map_err(at("write", &self.path))?;
-        let mut buffer = vec![0; PIECE_LEN];
-        while have < self.bytes {
-            let room = usize::try_from(self.bytes - have).unwrap_or(PIECE_LEN).min(PIECE_LEN);
-            match rustix::io::read(from, &mut buffer[..room]) {
-                Ok(0) => {
-                    let error =
-                        io::Error::new(io::ErrorKind::UnexpectedEof, format!("it ends after {have} bytes"));
-                    return Err(at("read", "an image")(error));
-                }
-                Ok(len) => {
-                    pace.take(len, per_second);
-                    file.write_all(&buffer[..len]).map_err(at("write", &self.path))?;
-                    have += len as u64;
-                }
-                Err(rustix::io::Errno::AGAIN) => wait(from, PollFlags::IN).map_err(at("read", "an image"))?,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(at("read", "an image")(errno.into())),
-            }
+        if have >= self.bytes {
+            return Ok(Ok(()));
         }
-        Ok(())
+        let mut salt = [0; SALT_LEN];
+        read_whole(from, &mut salt).map_err(at("read", "an image"))?;
+        let mut opener = Opener::new(order, &self.terms(have), &salt);
+        let mut buffer = vec![0; PIECE_LEN + TAG_LEN];
+        while have < self.bytes {
+            let len = usize::try_from(self.bytes - have).unwrap_or(PIECE_LEN).min(PIECE_LEN);
+            let piece = &mut buffer[..len + TAG_LEN];
+            read_whole(from, piece).map_err(at("read", "an image"))?;
+            pace.take(piece.len(), per_second);
+            let Some(opened) = opener.open(piece) else {
+                return Ok(Err(format!("its stream was changed on its way, at byte {have}")));
+            };
+            file.write_all(opened).map_err(at("write", &self.path))?;
+            have += len as u64;
+        }
+        Ok(Ok(()))
+    }
+
+    /// Terms of the stream that begins at this byte of the archive.
+    pub fn terms(&self, offset: u64) -> StreamTerms {
+        StreamTerms { digest: self.digest, bytes: self.bytes, offset }
     }
 
     /// Takes it apart into `work`, comparing every digest on the way. The error in the result is in words: what is wrong
@@ -139,6 +151,21 @@ impl Staged {
         give(&dir, group, 0o750).map_err(io)?;
         Ok(Ok(head))
     }
+}
+
+/// Fills the buffer from a pipe.
+fn read_whole(from: &OwnedFd, buffer: &mut [u8]) -> io::Result<()> {
+    let mut have = 0;
+    while have < buffer.len() {
+        match rustix::io::read(from, &mut buffer[have..]) {
+            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ends too early")),
+            Ok(len) => have += len,
+            Err(rustix::io::Errno::AGAIN) => wait(from, PollFlags::IN)?,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
 }
 
 fn create(path: &Path) -> io::Result<File> {

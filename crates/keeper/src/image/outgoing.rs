@@ -1,6 +1,6 @@
-//! Images to other nodes: an archive written to whoever reads it, from any byte on, no faster than the node allows.
+//! Images to other nodes: an archive sealed and written to whoever reads it, from any byte on, no faster than the node allows.
 //!
-//! Not here: the form (`archive`), who may ask for one (`instances::transfer`).
+//! Not here: the form (`archive`), the sealing (`sealed`), who may ask for one (`instances::transfer`).
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -13,13 +13,15 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::archive::Head;
+use super::order::TransferOrder;
+use super::sealed::{Sealer, StreamTerms};
 use crate::sandbox::timespec;
 
 /// How long the other end may neither read nor write until a transfer is given up. It can go on from there.
 pub const STALL_MAX: Duration = Duration::from_secs(30);
 
-/// Bytes that are read and written at once.
-pub const PIECE_LEN: usize = 256 * 1024;
+/// Bytes that are read at once.
+const PIECE_LEN: usize = 256 * 1024;
 
 /// How fast images go from and to this node, all together.
 #[derive(Debug)]
@@ -60,13 +62,25 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Writes it from this byte on. The other end may close before its end, which is no failure.
-    pub fn write(&self, offset: u64, to: &OwnedFd, pace: &Pace, per_second: u64) -> io::Result<()> {
+    /// Seals it from this byte on, and writes that. The other end may close before its end, which is no failure.
+    pub fn write(
+        &self,
+        (order, offset): (&TransferOrder, u64),
+        to: &OwnedFd,
+        pace: &Pace,
+        per_second: u64,
+    ) -> io::Result<()> {
         rustix::io::ioctl_fionbio(to, true)?;
-        let send = |bytes: &[u8]| {
+        let terms = StreamTerms { digest: self.head.digest(), bytes: self.head.bytes(), offset };
+        let mut sealer = Sealer::new(order, &terms, |bytes: &[u8]| {
             pace.take(bytes.len(), per_second);
             write_all(to, bytes)
-        };
+        })?;
+        self.write_plain(offset, |bytes| sealer.push(bytes))?;
+        sealer.finish()
+    }
+
+    fn write_plain(&self, offset: u64, mut send: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
         let head = self.head.encode();
         let skip = usize::try_from(offset).unwrap_or(usize::MAX).min(head.len());
         let mut left = offset - skip as u64;
@@ -137,13 +151,13 @@ mod tests {
     }
 
     fn sent(archive: &Archive, offset: u64) -> Vec<u8> {
-        let (read, write) = rustix::pipe::pipe().unwrap();
-        thread::scope(|scope| {
-            scope.spawn(move || archive.write(offset, &write, &Pace::default(), 0).unwrap());
-            let mut bytes = Vec::new();
-            File::from(read).read_to_end(&mut bytes).unwrap();
-            bytes
-        })
+        let mut sent = Vec::new();
+        let send = |bytes: &[u8]| {
+            sent.extend_from_slice(bytes);
+            Ok(())
+        };
+        archive.write_plain(offset, send).unwrap();
+        sent
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! refused/<id>        why there is none, and where that was found out
 //! work/<n>            under way; removed at the next start
 //! incoming/<id>       the archive of an image that comes from another node, as far as it has come
+//! key                 what signs the headers of this node's images; without it all of them are taken anew
 //! ```
 //!
 //! An image appears by one rename. It is not forced to disk: after a power failure its files may be cut, which the check
@@ -20,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Work;
@@ -43,6 +45,10 @@ const FOREIGN: &str = "from-another-node-";
 /// Archives that have come in part, and how long they wait for the rest.
 const INCOMING_MAX: usize = 16;
 const INCOMING_AGE_MAX: Duration = Duration::from_secs(3600);
+
+/// The file with the key that signs headers, and its bytes.
+const KEY: &str = "key";
+const KEY_LEN: usize = 32;
 
 /// What was refused and is remembered.
 const REFUSALS_MAX: usize = 10_000;
@@ -121,6 +127,8 @@ struct Refusal {
 #[derive(Debug)]
 pub struct Store {
     dir: PathBuf,
+    /// Signs headers.
+    key: hmac::Key,
     limits: Mutex<Limits>,
     next: AtomicU64,
     /// Images whose contents were compared since the start.
@@ -167,6 +175,7 @@ impl Store {
         }
         Ok(Self {
             dir: dir.into(),
+            key: open_key(&dir.join(KEY)).map_err(at("open", dir.join(KEY)))?,
             limits: Mutex::new(limits),
             next: AtomicU64::new(now()),
             checked: Mutex::default(),
@@ -262,7 +271,7 @@ impl Store {
             }
             text => text.map_err(|error| format!("its header: {error}"))?,
         };
-        Header::decode(&text).map(Some).map_err(|why| format!("its header {why}"))
+        Header::verify(&text, &self.key).map(Some).map_err(|why| format!("its header {why}"))
     }
 
     /// Whether the files are as they were when it was taken. The error is in words.
@@ -290,7 +299,7 @@ impl Store {
     /// Makes what is in `work` the image of this id, in place of an older one.
     pub fn publish(&self, id: &str, header: &Header, work: Work) -> Result<(), ImageError> {
         let path = work.path.join(header::NAME);
-        let text = header.encode().map_err(|error| at("write", &path)(error.into()))?;
+        let text = header.sign(&self.key).map_err(|error| at("write", &path)(error.into()))?;
         let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
         file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(at("write", &path))?;
         if self.held.lock().contains_key(id) {
@@ -427,7 +436,7 @@ fn why(is_wanted: bool, is_old: bool) -> &'static str {
 fn listed(path: &Path, quarantined: Option<String>) -> Listed {
     let header = path.join(header::NAME);
     let used = fs::metadata(&header).or_else(|_| fs::metadata(path));
-    let decoded = read(&header, header::LEN_MAX).ok().and_then(|text| Header::decode(&text).ok());
+    let decoded = read(&header, header::LEN_MAX).ok().and_then(|text| Header::read_unverified(&text).ok());
     let bytes =
         |path| entries(path).filter_map(|file| fs::symlink_metadata(file).ok()).map(|stat| stat.len()).sum();
     Listed {
@@ -453,6 +462,35 @@ fn keep_newest(dir: &Path, most: usize, age_max: Duration) {
 }
 
 // === Files ===
+
+/// The key in this file, which is made if there is none. It never leaves the node.
+fn open_key(path: &Path) -> io::Result<hmac::Key> {
+    let kept = match fs::File::open(path) {
+        Ok(mut file) => {
+            let mut bytes = [0; KEY_LEN];
+            let is_whole = file.read_exact(&mut bytes).is_ok();
+            is_whole.then_some(bytes)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(error),
+    };
+    let bytes = match kept {
+        Some(bytes) => bytes,
+        // A cut one has signed nothing that is kept: it appears by one rename.
+        None => make_key(path)?,
+    };
+    Ok(hmac::Key::new(hmac::HMAC_SHA256, &bytes))
+}
+
+fn make_key(path: &Path) -> io::Result<[u8; KEY_LEN]> {
+    let mut bytes = [0; KEY_LEN];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    let draft = path.with_extension("new");
+    write(&draft, &bytes)?;
+    fs::File::open(&draft)?.sync_all()?;
+    fs::rename(&draft, path)?;
+    Ok(bytes)
+}
 
 fn make(dir: &Path) -> Result<(), ImageError> {
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);

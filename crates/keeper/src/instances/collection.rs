@@ -94,6 +94,11 @@ impl Instances {
         }
     }
 
+    /// Images that were put aside before anything was tried with them, since this was last asked.
+    pub fn take_found_wrong(&self) -> u64 {
+        self.images.borrow().as_ref().map_or(0, |images| images.take_found_wrong())
+    }
+
     /// Those that wait for their turn learn first what has become known.
     fn let_wake(&self, engine: &Rc<Engine>) {
         self.options_changed(engine);

@@ -235,9 +235,8 @@ impl Housing {
             Err(error) => {
                 let fault = Fault::new(Failure::Broken, error.code(), error.to_string());
                 Err(match error {
-                    ImageError::NotRestored { .. } | ImageError::Timeout { .. } if is_to_blame() => {
-                        NotRestored::PutAside(fault)
-                    }
+                    ImageError::LessFenced { .. } => NotRestored::PutAside(fault),
+                    error if error.is_of_image() && is_to_blame() => NotRestored::PutAside(fault),
                     _ => NotRestored::Failed(fault),
                 })
             }

@@ -1,5 +1,6 @@
 //! Images from node to node, as the edge asks for them: what there is, its bytes through a pipe, and another node's bytes
-//! through another. Both pipes are made here; the edge passes on what it reads and writes, and understands nothing of it.
+//! through another. Both pipes are made here; what the edge passes on is sealed for the other keeper. Who calls has verified the
+//! supervisor's order (`Engine::verify_order`).
 //!
 //! Not here: the bytes (`image::archive`), their way between the nodes (`edge`), who decides that an image is to go (`nagaya`).
 
@@ -19,7 +20,7 @@ use super::lifecycle::Event;
 use super::{Instances, start};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::image::{self, Found, Image, ImageError, Images, Offer};
+use crate::image::{self, Found, Image, ImageError, Images, Offer, TransferOrder};
 use crate::protocol::Failure;
 
 /// Images that go or come at once. Each is a thread and a pipe; more would only share what the node's bandwidth allows.
@@ -93,13 +94,13 @@ impl Instances {
             .await
     }
 
-    /// A pipe from which the archive of the image that was offered with this digest is read, from this byte on.
+    /// A pipe from which the archive of the image that was offered with this digest is read, sealed, from this byte on.
     pub async fn send_image(
         &self,
         engine: &Rc<Engine>,
         name: &SiteName,
-        digest: &str,
-        offset: u64,
+        order: TransferOrder,
+        (digest, offset): (&str, u64),
     ) -> Result<OwnedFd, Fault> {
         let digest = digest.parse().map_err(|why| Fault::new(Failure::Invalid, image::FOREIGN, why))?;
         let Some((images, image, beside)) = self.image_of(engine, name).await? else {
@@ -117,7 +118,8 @@ impl Instances {
         let (read, write) = pipe()?;
         let (per_second, site) = (engine.options().instances.image_bandwidth, name.clone());
         let send = move || {
-            if let Err(error) = images.send((&image, beside), (digest, offset), &write, per_second) {
+            let sent = images.send((&image, beside), (digest, offset), (&order, &write), per_second);
+            if let Err(error) = sent {
                 tracing::warn!(site = %site, "{}: its image does not go to another node: {error}", error.code());
             }
         };
@@ -126,14 +128,15 @@ impl Instances {
         Ok(read)
     }
 
-    /// A pipe to which the archive of this image of another node is to be written, and from which byte on. What does not fit
-    /// this node is refused before the first.
+    /// A pipe to which the sealed archive of this image of another node is to be written, from which byte on, and how many bytes
+    /// that are. What does not fit this node is refused before the first.
     pub async fn fetch_image(
         &self,
         engine: &Rc<Engine>,
         name: &SiteName,
+        order: TransferOrder,
         offer: &str,
-    ) -> Result<(u64, OwnedFd), Fault> {
+    ) -> Result<(u64, u64, OwnedFd), Fault> {
         let invalid = |why: String| Fault::new(Failure::Invalid, image::FOREIGN, why);
         let offer: Offer = serde_json::from_str(offer)
             .map_err(|error| invalid(format!("what another node offers cannot be read: {error}")))?;
@@ -157,8 +160,8 @@ impl Instances {
             let agreed = images_now.fits(&offered, &subject).and_then(|()| images_now.resume(&offered));
             agreed.map_err(|error| fault_of(&error))
         };
-        let offset = match engine.on_worker(agree).await {
-            Ok(offset) => offset,
+        let (offset, bytes) = match engine.on_worker(agree).await {
+            Ok(agreed) => agreed,
             Err(fault) => {
                 self.fetches.borrow_mut().remove(name);
                 return Err(fault);
@@ -167,7 +170,8 @@ impl Instances {
         let (read, write) = pipe()?;
         let per_second = engine.options().instances.image_bandwidth;
         let receive = move || {
-            let received = images.receive(&offer, &read, per_second, |beside| housing.put_packed(beside));
+            let received =
+                images.receive(&offer, (&order, &read), per_second, |beside| housing.put_packed(beside));
             received.map(drop).map_err(|error| fault_of(&error))
         };
         let done = self.transfer(engine, receive)?;
@@ -186,7 +190,7 @@ impl Instances {
             }
             ended.send_replace(Some(end));
         });
-        Ok((offset, write))
+        Ok((offset, bytes, write))
     }
 
     /// Returns once the image that is on its way here is there.

@@ -25,13 +25,15 @@ pub struct Standstill {
     /// Directory of its image.
     image: OwnedFd,
     shm_device: u64,
+    /// Filters that a restore has put on them beside their own. No image carries these.
+    guards: u32,
     /// None: it has not let go of any process yet.
     kept: Option<io::Result<()>>,
 }
 
 impl Standstill {
-    pub fn new(image: OwnedFd, shm_device: u64) -> Self {
-        Self { image, shm_device, kept: None }
+    pub fn new(image: OwnedFd, shm_device: u64, guards: u32) -> Self {
+        Self { image, shm_device, guards, kept: None }
     }
 
     /// What came of it.
@@ -57,7 +59,7 @@ pub fn answer(questions: &OwnedFd, standstill: &mut Standstill) -> io::Result<()
             return Answer::GoOn;
         }
         standstill.begins();
-        decide(question).map_or_else(Answer::Error, Answer::Value)
+        decide(question, standstill.guards).map_or_else(Answer::Error, Answer::Value)
     })
 }
 
@@ -66,21 +68,21 @@ fn request(question: &Question) -> u32 {
     u32::try_from(question.args[0] & u64::from(u32::MAX)).unwrap_or(0)
 }
 
-fn decide(question: &Question) -> Result<i64, libc::c_int> {
+fn decide(question: &Question, guards: u32) -> Result<i64, libc::c_int> {
     let [_, process, index, data, ..] = question.args;
     match request(question) {
         // The one option that asks is that of suspending.
         PTRACE_SETOPTIONS => Ok(0),
         PTRACE_SECCOMP_GET_FILTER if index > 0 => Err(libc::ENOENT),
-        PTRACE_SECCOMP_GET_FILTER => read_filter(question.pid, process, data),
+        PTRACE_SECCOMP_GET_FILTER => read_filter(question.pid, (process, guards), data),
         // Metadata; a kernel without them says so in this way.
         _ => Err(libc::EIO),
     }
 }
 
 /// The number of its instructions; and they themselves, if there is an address for them.
-fn read_filter(reader: i32, process: u64, address: u64) -> Result<i64, libc::c_int> {
-    if filters(process) != Some(1) {
+fn read_filter(reader: i32, (process, guards): (u64, u32), address: u64) -> Result<i64, libc::c_int> {
+    if filters(process) != Some(1 + guards) {
         // The program has put filters of its own on itself, which nobody here knows.
         return Err(libc::EACCES);
     }

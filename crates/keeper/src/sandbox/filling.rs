@@ -2,7 +2,7 @@
 //!
 //! A child of the init writes it, in the sandbox' cell, which so pays for it. The tool maps it meanwhile and needs nothing that
 //! is in it; the processes do. A tool lets go of them with a system call, and that call waits for an answer until all
-//! is written (`filter::of_restores`). Where it could not be, the call fails, and the tool ends what it has brought back. Not here: what
+//! is written (`restoring`). Where it could not be, the call fails, and the tool ends what it has brought back. Not here: what
 //! is written (`image/shared`).
 
 use std::io;
@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use nix::libc;
 use rustix::fs::SeekFrom;
 
-use super::kernel::{self, Alone, Answer, Fork};
+use super::kernel::{Alone, Fork};
 use super::order::{Fill, Role, Run};
 use crate::protocol::Exit;
 
@@ -62,11 +62,6 @@ impl Filling {
     /// What came of it, as far as it is known.
     pub fn errno(&self) -> Option<i32> {
         self.done?.err()
-    }
-
-    /// Answers the next call that waits. Only once it is done.
-    pub fn answer(&self, questions: &OwnedFd) -> io::Result<()> {
-        kernel::answer_next(questions, |_| self.errno().map_or(Answer::GoOn, Answer::Error))
     }
 }
 

@@ -63,13 +63,20 @@ const PERSONALITIES: [u32; 5] = [0, 0x8, 0x20000, 0x20008, u32::MAX];
 
 /// The filter of tenants' programs.
 pub fn of_tenants() -> Vec<Instruction> {
+    of_list(&[], errno)
+}
+
+/// The list as a filter, with what becomes of calls that are not allowed, by their error. `before` comes first and finds the
+/// number loaded.
+fn of_list(before: &[Instruction], refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
     let mut program = vec![
         op(LOAD, ARCHITECTURE),
         jump(IF_EQUAL, OURS, 1, 0),
         op(RETURN, libc::SECCOMP_RET_KILL_PROCESS),
         op(LOAD, NUMBER),
     ];
-    program.extend(search(&boundaries()));
+    program.extend_from_slice(before);
+    program.extend(search(&boundaries(), refuse));
     program
 }
 
@@ -93,27 +100,33 @@ pub fn of_checkpoints() -> Vec<Instruction> {
     ]
 }
 
-/// Asks about the call of `ptrace` that lets go of a process, so that it can wait, and leaves all others to what follows, which may be
-/// nothing.
-pub fn of_restores(mut follows: Vec<Instruction>) -> Vec<Instruction> {
+/// Allows what the filter of tenants allows, and asks about everything else. A tool that brings processes back works behind it, and
+/// they inherit it: see `restoring`. Where nobody answers any more the kernel refuses what is asked about (`ENOSYS`).
+///
+/// Of `ptrace` it asks about the requests that begin or end it. All others fail without a process that is traced (`ESRCH`,
+/// ptrace(2)), so nobody but the tool gets anything by them, which makes a few dozen for each thread.
+pub fn of_restores() -> Vec<Instruction> {
     let ptrace = u32::try_from(libc::SYS_ptrace).unwrap_or(0);
-    if follows.is_empty() {
-        follows.push(op(RETURN, libc::SECCOMP_RET_ALLOW));
-    }
-    let mut program = vec![
-        op(LOAD, NUMBER),
-        jump(IF_EQUAL, ptrace, 0, 3),
+    let ask = op(RETURN, libc::SECCOMP_RET_USER_NOTIF);
+    let about_ptrace = [
+        jump(IF_EQUAL, ptrace, 0, 7),
         op(LOAD, argument(0)),
-        jump(IF_EQUAL, PTRACE_DETACH, 0, 1),
-        op(RETURN, libc::SECCOMP_RET_USER_NOTIF),
+        jump(IF_EQUAL, PTRACE_TRACEME, 4, 0),
+        jump(IF_EQUAL, PTRACE_ATTACH, 3, 0),
+        jump(IF_EQUAL, PTRACE_SEIZE, 2, 0),
+        jump(IF_EQUAL, PTRACE_DETACH, 1, 0),
+        op(RETURN, libc::SECCOMP_RET_ALLOW),
+        ask,
     ];
-    program.append(&mut follows);
-    program
+    of_list(&about_ptrace, |_| op(RETURN, libc::SECCOMP_RET_USER_NOTIF))
 }
 
 /// Requests of `ptrace(2)`.
+pub const PTRACE_TRACEME: u32 = 0;
+pub const PTRACE_ATTACH: u32 = 16;
 pub const PTRACE_DETACH: u32 = 17;
 pub const PTRACE_SETOPTIONS: u32 = 0x4200;
+pub const PTRACE_SEIZE: u32 = 0x4206;
 pub const PTRACE_SECCOMP_GET_FILTER: u32 = 0x420C;
 pub const PTRACE_SECCOMP_GET_METADATA: u32 = 0x420D;
 pub const PTRACE_O_SUSPEND_SECCOMP: u32 = 1 << 21;
@@ -155,17 +168,17 @@ fn of(number: libc::c_long) -> Action {
 }
 
 /// A binary search over the runs. The number is loaded.
-fn search(runs: &[(u32, Action)]) -> Vec<Instruction> {
+fn search(runs: &[(u32, Action)], refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
     if let [(_, action)] = runs {
-        return decide(*action);
+        return decide(*action, refuse);
     }
     let (below, from) = runs.split_at(runs.len() / 2);
-    let (left, right) = (search(below), search(from));
+    let (left, right) = (search(below, refuse), search(from, refuse));
     let over = u8::try_from(left.len()).expect("a half of the list is shorter than a jump is far");
     [vec![jump(IF_AT_LEAST, from[0].0, over, 0)], left, right].concat()
 }
 
-fn decide(action: Action) -> Vec<Instruction> {
+fn decide(action: Action, refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
     let allow = op(RETURN, libc::SECCOMP_RET_ALLOW);
     let one_of = |values: &[u32], otherwise: Instruction| {
         let count = u8::try_from(values.len()).expect("both lists are short");
@@ -176,13 +189,13 @@ fn decide(action: Action) -> Vec<Instruction> {
     };
     match action {
         Action::Allow => vec![allow],
-        Action::Refuse => vec![errno(libc::EPERM)],
-        Action::Missing => vec![errno(libc::ENOSYS)],
+        Action::Refuse => vec![refuse(libc::EPERM)],
+        Action::Missing => vec![refuse(libc::ENOSYS)],
         Action::Clone => {
-            vec![op(LOAD, argument(0)), jump(IF_ANY_BIT, NEW_NAMESPACES, 0, 1), errno(libc::EPERM), allow]
+            vec![op(LOAD, argument(0)), jump(IF_ANY_BIT, NEW_NAMESPACES, 0, 1), refuse(libc::EPERM), allow]
         }
-        Action::Socket => one_of(&FAMILIES.map(libc::c_int::unsigned_abs), errno(libc::EAFNOSUPPORT)),
-        Action::Personality => one_of(&PERSONALITIES, errno(libc::EPERM)),
+        Action::Socket => one_of(&FAMILIES.map(libc::c_int::unsigned_abs), refuse(libc::EAFNOSUPPORT)),
+        Action::Personality => one_of(&PERSONALITIES, refuse(libc::EPERM)),
     }
 }
 
@@ -372,16 +385,27 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_asks_about_its_end_only_and_is_behind_what_follows() {
-        let refuse = op(RETURN, EPERM);
-        for (follows, otherwise) in [(vec![], libc::SECCOMP_RET_ALLOW), (vec![refuse], EPERM)] {
-            let ptrace = |request: u32| {
-                let arguments = [request.into(), 1, 0, 0, 0, 0];
-                run(&of_restores(follows.clone()), OURS, libc::SYS_ptrace, arguments)
-            };
-            assert_eq!(ptrace(PTRACE_DETACH), libc::SECCOMP_RET_USER_NOTIF);
-            assert_eq!(ptrace(PTRACE_SETOPTIONS), otherwise);
-            assert_eq!(run(&of_restores(follows.clone()), OURS, 0, [PTRACE_DETACH.into(); 6]), otherwise);
+    fn a_restore_asks_about_all_that_tenants_are_refused_and_nothing_else() {
+        let (tenants, restores) = (of_tenants(), of_restores());
+        // Arguments that make a difference somewhere: flags, a socket's family, a personality.
+        let arguments =
+            [0, 1, 2, 16, 17, 0x4206, 0x4207, 0x8, NEW_NAMESPACES.into(), u64::from(u32::MAX), u64::MAX];
+        for number in 0..=i64::from(FIRST_UNKNOWN) + 10 {
+            for first in arguments {
+                let call = [first, 1, 0, 0, 0, 0];
+                let begins_or_ends = [PTRACE_TRACEME, PTRACE_ATTACH, PTRACE_DETACH, PTRACE_SEIZE];
+                // As the kernel, by the lower half.
+                let begins_or_ends =
+                    begins_or_ends.iter().any(|request| u64::from(*request) == first & 0xFFFF_FFFF);
+                let expected = match run(&tenants, OURS, number, call) {
+                    libc::SECCOMP_RET_ALLOW => libc::SECCOMP_RET_ALLOW,
+                    _ if number == libc::SYS_ptrace && !begins_or_ends => libc::SECCOMP_RET_ALLOW,
+                    _ => libc::SECCOMP_RET_USER_NOTIF,
+                };
+                assert_eq!(run(&restores, OURS, number, call), expected, "{number} {first:#x}");
+            }
         }
+        let other = run(&restores, OURS ^ 1, libc::SYS_read, [0; 6]);
+        assert_eq!(other, libc::SECCOMP_RET_KILL_PROCESS, "calls of another architecture");
     }
 }

@@ -20,6 +20,8 @@ use super::filling::Filling;
 use super::kernel::{self, Alone};
 use super::order::{Ask, Role, Run, Step, Told};
 use super::program::{self, NotRun};
+use super::restoring::Restoring;
+use super::rights::Rights;
 use super::{channel, session};
 use crate::slice;
 
@@ -47,7 +49,9 @@ struct Init<'a> {
     /// Of the checkpoint that ran last, until it is asked for.
     standstill: Option<Standstill>,
     /// Of the restore that ran last.
-    filling: Option<Filling>,
+    restoring: Option<Restoring>,
+    /// Filters that its tool has put on what it brought back.
+    guards: u32,
     /// A tool that runs, and the last number that was given out before it.
     tool: Option<(u32, String)>,
 }
@@ -81,7 +85,8 @@ fn begin<'a>(alone: &'a Alone, keeper: &'a OwnedFd, own: Own) -> io::Result<Init
         watched,
         questions: None,
         standstill: None,
-        filling: None,
+        restoring: None,
+        guards: 0,
         tool: None,
     })
 }
@@ -93,9 +98,7 @@ impl Init<'_> {
             PollFd::new(self.keeper, PollFlags::IN),
             PollFd::from_borrowed_fd(self.children.as_fd(), PollFlags::IN),
         ];
-        let is_answerable = self.filling.as_ref().is_none_or(Filling::is_done);
-        let questions = self.questions.as_ref().filter(|_| is_answerable);
-        events.extend(questions.map(|fd| PollFd::new(fd, PollFlags::IN)));
+        events.extend(self.questions.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN)));
         match poll(&mut events, None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
@@ -122,9 +125,13 @@ impl Init<'_> {
             if let Some((_, before)) = self.tool.take_if(|(tool, _)| *tool == pid) {
                 // Otherwise numbers go on from the tool's: nothing depends on it.
                 let _ = std::fs::write(LAST_PID, before);
+                // From here on what a restore's filter asks about is refused: it may be what was brought back that asks.
+                self.questions = None;
             }
-            if let Some(filling) = &mut self.filling {
-                filling.ended(pid, &exit);
+            if let Some(restoring) = &mut self.restoring
+                && restoring.ended(pid, &exit, self.questions.as_ref()).is_err()
+            {
+                self.questions = None;
             }
             if let Some(end) = self.watched.remove(&pid) {
                 let bytes = postcard::to_stdvec(&exit).unwrap_or_default();
@@ -138,9 +145,9 @@ impl Init<'_> {
     /// Answers for the kernel what a tool asks it. One that has ended asks no more.
     fn answer(&mut self, asked: PollFlags) {
         let questions = self.questions.as_ref().filter(|_| asked.contains(PollFlags::IN));
-        let is_answered = match (questions, &mut self.standstill, &self.filling) {
+        let is_answered = match (questions, &mut self.standstill, &mut self.restoring) {
             (Some(questions), Some(standstill), _) => checkpoint::answer(questions, standstill).is_ok(),
-            (Some(questions), None, Some(filling)) => filling.answer(questions).is_ok(),
+            (Some(questions), None, Some(restoring)) => restoring.answer(questions).is_ok(),
             _ => false,
         };
         if !is_answered {
@@ -151,16 +158,18 @@ impl Init<'_> {
     fn serve(&mut self, ask: Ask, fds: Vec<OwnedFd>) -> io::Result<()> {
         let done = match ask {
             Ask::Run(run) => self.run(&run, &fds),
-            Ask::Adopt { pid } => self.filled().and_then(|()| adopt(pid)).map(|pidfd| (pid, pidfd)),
+            Ask::Adopt { pid } => self.check_restored().and_then(|()| adopt(pid)).map(|pidfd| (pid, pidfd)),
             Ask::EndSession { pid } => {
                 session::end(pid)?;
                 // Who waits for the end of its first process is told before.
                 self.reap()?;
                 return channel::send(self.keeper, &Told::SessionEnded, &[]);
             }
-            Ask::Filled => {
-                let errno = self.filling.as_ref().and_then(Filling::errno);
-                return channel::send(self.keeper, &Told::Filled { errno }, &[]);
+            Ask::Restored => {
+                let errno = self.restoring.as_ref().and_then(Restoring::fill_errno);
+                let wrong_rights = self.restoring.as_ref().and_then(Restoring::wrong_rights);
+                let wrong_rights = wrong_rights.map(ToOwned::to_owned);
+                return channel::send(self.keeper, &Told::Restored { errno, wrong_rights }, &[]);
             }
             Ask::Kept => {
                 let kept = self.standstill.take().map_or(Ok(()), Standstill::kept);
@@ -188,24 +197,43 @@ impl Init<'_> {
         let failed = |error: io::Error| NotRun { step: Step::Fork, error };
         let before = std::fs::read_to_string(LAST_PID).map_err(failed)?;
         std::fs::write(LAST_PID, run.pid.unwrap_or(0).to_string()).map_err(failed)?;
-        self.standstill = standstill(run, fds, self.own.shm_device).map_err(failed)?;
-        self.filling = Filling::start(self.alone, run, fds).map_err(failed)?;
+        self.standstill = self.standstill(run, fds).map_err(failed)?;
+        if let Role::Tool { brings_back: true, shown, .. } = &run.role {
+            self.guards = program::guards(shown);
+            let Own { uid, gid, .. } = self.own;
+            let filling = Filling::start(self.alone, run, fds).map_err(failed)?;
+            let rights = Rights { uid, gid, filters: self.guards + 1 };
+            self.restoring = Some(Restoring::new(filling, rights));
+        }
         let started = program::start(self.alone, run, fds, self.own.uid, self.own.gid)?;
+        if let (Some(restoring), Role::Tool { brings_back: true, .. }) = (&mut self.restoring, &run.role) {
+            restoring.started(started.pid);
+        }
         self.questions = started.questions;
         self.tool = Some((started.pid, before));
         Ok((started.pid, started.pidfd))
     }
 
-    /// What a restore has brought back may be used.
-    fn filled(&self) -> Result<(), NotRun> {
-        match &self.filling {
-            Some(filling) if !filling.is_done() || filling.errno().is_some() => {
-                let error =
-                    io::Error::from_raw_os_error(filling.errno().unwrap_or(Errno::AGAIN.raw_os_error()));
-                Err(NotRun { step: Step::Memory, error })
+    /// What a restore has brought back may be used: its memory is written, and its rights are the sandbox'.
+    fn check_restored(&self) -> Result<(), NotRun> {
+        match &self.restoring {
+            Some(restoring) if restoring.is_good() => Ok(()),
+            Some(restoring) => {
+                let errno = restoring.fill_errno();
+                let step = if errno.is_some() { Step::Memory } else { Step::Rights };
+                let errno = errno.unwrap_or(Errno::PERM.raw_os_error());
+                Err(NotRun { step, error: io::Error::from_raw_os_error(errno) })
             }
-            _ => Ok(()),
+            None => Err(NotRun { step: Step::Rights, error: Errno::SRCH.into() }),
         }
+    }
+
+    /// Of a tool that takes a checkpoint.
+    fn standstill(&self, run: &Run, fds: &[OwnedFd]) -> io::Result<Option<Standstill>> {
+        let Role::Tool { takes_into: Some(image), .. } = &run.role else { return Ok(None) };
+        let found = run.fds.iter().zip(fds).find(|(number, _)| *number == image);
+        let (_, image) = found.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Some(Standstill::new(image.try_clone()?, self.own.shm_device, self.guards)))
     }
 
     /// A pipe that tells of the end of a process that has not been reaped.
@@ -223,14 +251,6 @@ impl Init<'_> {
 
 fn errno(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(Errno::IO.raw_os_error())
-}
-
-/// Of a tool that takes a checkpoint.
-fn standstill(run: &Run, fds: &[OwnedFd], shm_device: u64) -> io::Result<Option<Standstill>> {
-    let Role::Tool { takes_into: Some(image), .. } = &run.role else { return Ok(None) };
-    let found = run.fds.iter().zip(fds).find(|(number, _)| *number == image);
-    let (_, image) = found.ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(Some(Standstill::new(image.try_clone()?, shm_device)))
 }
 
 fn adopt(pid: u32) -> Result<OwnedFd, NotRun> {

@@ -382,11 +382,19 @@ pub struct Question {
     id: u64,
     /// Who makes it.
     pub pid: i32,
+    number: i32,
     pub args: [u64; 6],
 }
 
+impl Question {
+    /// Whether it is this request of `ptrace(2)`. As the kernel does, only the lower half counts.
+    pub fn is_ptrace(&self, request: u32) -> bool {
+        i64::from(self.number) == libc::SYS_ptrace && self.args[0] & u64::from(u32::MAX) == u64::from(request)
+    }
+}
+
 /// The next system call that waits. None: its caller was killed meanwhile.
-fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
+pub fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
     // SAFETY: all zero is a valid value of the structure, and what the kernel asks for.
     let mut question: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: this request fills one such structure, which lives.
@@ -398,7 +406,8 @@ fn next_question(listener: &OwnedFd) -> io::Result<Option<Question>> {
         result => result?,
     };
     let pid = i32::try_from(question.pid).unwrap_or(0);
-    Ok(Some(Question { id: question.id, pid, args: question.data.args }))
+    let (number, args) = (question.data.nr, question.data.args);
+    Ok(Some(Question { id: question.id, pid, number, args }))
 }
 
 /// What comes of a call that waited.
@@ -413,7 +422,12 @@ pub enum Answer {
 /// Answers the next call that waits with what is decided about it.
 pub fn answer_next(listener: &OwnedFd, decide: impl FnOnce(&Question) -> Answer) -> io::Result<()> {
     let Some(question) = next_question(listener)? else { return Ok(()) };
-    let answer = decide(&question);
+    let decided = decide(&question);
+    answer(listener, question, decided)
+}
+
+/// Answers a call, unless its caller was killed meanwhile.
+pub fn answer(listener: &OwnedFd, question: Question, answer: Answer) -> io::Result<()> {
     match answer_question(listener, question, answer) {
         // Its caller was killed meanwhile.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -93,8 +93,8 @@ pub enum Ask {
     Adopt { pid: u32 },
     /// Kill all processes of the session that this one began.
     EndSession { pid: u32 },
-    /// What came of the memory that was to be written while the tool ran that has ended last.
-    Filled,
+    /// What came of the restore whose tool has ended last.
+    Restored,
     /// What came of the files in `/dev/shm` at the end of the checkpoint that ran last.
     Kept,
 }
@@ -128,6 +128,8 @@ pub enum Role {
         /// It takes a checkpoint into this directory: it must read the filters of the others, and the files in `/dev/shm` are
         /// written there, too, before it lets go of the first process.
         takes_into: Option<i32>,
+        /// It brings an image's processes back, whose rights are compared before they run.
+        brings_back: bool,
         /// What it brings back has memory in these ranges that a file shows,
         shown: Vec<(u64, u64)>,
         /// memory that is written meanwhile,
@@ -167,9 +169,11 @@ pub enum Told {
     },
     /// All of the session is killed. What the kernel has not ended yet, it is about to.
     SessionEnded,
-    /// None: it is written, or nobody knows of a reason why not.
-    Filled {
+    /// `errno`: why memory was not written. None: it is, or nobody knows of a reason why not. `wrong_rights`: which thread would
+    /// have had other rights than the sandbox gives.
+    Restored {
         errno: Option<i32>,
+        wrong_rights: Option<String>,
     },
     Kept {
         errno: Option<i32>,

@@ -107,6 +107,7 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
     match &run.role {
         Role::Tenant => give_up_rights(run, uid, gid).map_err(at(Step::Rights))?,
         Role::Tool { takes_into: Some(_), .. } => ask(&filter::of_checkpoints(), init)?,
+        Role::Tool { brings_back: false, .. } => {}
         Role::Tool { shown, fills, shm, .. } => {
             for one in fills {
                 let contents = kernel::descriptor(one.contents);
@@ -116,13 +117,11 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
             if let Some(from) = shm {
                 put_back(*from, uid, gid).map_err(at(Step::Files))?;
             }
-            // It goes on to what the tool brings back.
-            let of_shown = if shown.is_empty() { Vec::new() } else { shown::of_ranges(shown) };
-            if !fills.is_empty() {
-                ask(&filter::of_restores(of_shown), init)?;
-            } else if !of_shown.is_empty() {
-                kernel::install_filter(&of_shown).map_err(at(Step::Rights))?;
+            // Both go on to what the tool brings back: see `guards`.
+            if !shown.is_empty() {
+                kernel::install_filter(&shown::of_ranges(shown)).map_err(at(Step::Rights))?;
             }
+            ask(&filter::of_restores(), init)?;
         }
     }
     rustix::process::chdir(&run.directory).map_err(io::Error::from).map_err(at(Step::Directory))?;
@@ -131,6 +130,11 @@ fn prepare(run: &Run, init: &OwnedFd, uid: u32, gid: u32) -> Result<(), NotRun> 
         kernel::install_filter(&filter::of_tenants()).map_err(at(Step::Rights))?;
     }
     Ok(())
+}
+
+/// How many filters a restore's tool puts on itself, and so on what it brings back, with memory in these ranges that a file shows.
+pub fn guards(shown: &[(u64, u64)]) -> u32 {
+    1 + u32::from(!shown.is_empty())
 }
 
 /// Puts a filter on that asks, and hands its questions to the init.

@@ -17,6 +17,7 @@ use nagaya_keeper::image::{
     Digest, Found, Handed, Image, ImageError, Images, Limits, Subject, base_digest, find_criu,
 };
 use nagaya_keeper::sandbox::{Address, Bind, ROOT_PID, Sandbox, Task};
+use ring::hmac;
 use serde_json::{Value, json};
 
 use crate::Fact;
@@ -126,7 +127,7 @@ impl Life {
         Handed { listener: Some(self.listener.as_fd()), log: Some(self.log_writer.as_fd()) }
     }
 
-    fn connect(&self) -> OwnedFd {
+    pub fn connect(&self) -> OwnedFd {
         self.sandbox.connect(&Address::Listener(self.path.clone())).unwrap()
     }
 
@@ -482,8 +483,8 @@ fn still_fenced() {
     stage.scene = stage.scene.with_file("fenced.py", &code);
     let none = "0".repeat(16);
     let fenced = |filters: u32| format!("10 {ALICE} ['{none}', '{none}', '1', '2', '{filters}']");
-    // One filter more where files show its memory.
-    for (memory, filters) in [(ImageMemory::Copied, 1), (ImageMemory::Auto, 2)] {
+    // One filter more of a restore, and another one where files show its memory.
+    for (memory, filters) in [(ImageMemory::Copied, 2), (ImageMemory::Auto, 3)] {
         let life = stage.life();
         let _task = life.start(&["python3", "fenced.py"]);
         assert_eq!(life.ask("x"), fenced(1));
@@ -582,16 +583,27 @@ fn altered() {
     not_found(&stage, &stage.subject());
 }
 
-/// Changes a header as somebody would who knows its digest.
+/// Changes a header as somebody would who knows its digest and has the keeper's key.
 pub fn forge_header(path: &Path, change: impl FnOnce(&mut Value)) {
-    let text = fs::read_to_string(path).unwrap();
+    // images/<id>/header beside key.
+    let key = fs::read(path.ancestors().nth(3).unwrap().join("key")).unwrap();
+    forge_header_by(path, &key, change);
+}
+
+/// The same with another key.
+pub fn forge_header_by(path: &Path, key: &[u8], change: impl FnOnce(&mut Value)) {
+    let file = fs::read_to_string(path).unwrap();
+    let (text, _) = file.split_once("authenticator ").unwrap();
     let (first, body) = text.split_once('\n').unwrap();
     let mut header: Value = serde_json::from_str(body).unwrap();
     change(&mut header);
     let body = serde_json::to_string_pretty(&header).unwrap();
     let digest = Digest::of(&[body.as_bytes()]).to_string();
     let (magic, _) = first.rsplit_once(' ').unwrap();
-    fs::write(path, format!("{magic} {digest}\n{body}\n")).unwrap();
+    let text = format!("{magic} {digest}\n{body}\n");
+    let tag = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, key), text.as_bytes());
+    let tag: String = tag.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    fs::write(path, format!("{text}authenticator {tag}\n")).unwrap();
 }
 
 fn forge(stage: &Stage, change: impl FnOnce(&mut Value)) {

@@ -11,6 +11,7 @@ mod databases;
 mod exec;
 mod faults;
 mod files;
+mod forged;
 mod groups;
 mod image;
 mod instances;
@@ -136,6 +137,7 @@ fn with_criu() -> Vec<Fact> {
         outbound::CRIU,
         nat::CRIU,
         transfer::CRIU,
+        forged::CRIU,
     ]
     .concat()
 }

@@ -147,6 +147,7 @@ fn damaged_image() {
         assert_eq!(wake(&keeper).await.0, run, "which is used from then on");
     });
     assert!(world.log().contains("NGY0336"), "{}", world.log());
+    assert_eq!(world.metric("nagaya_keeper_images_total{event=\"quarantined\"}"), 1);
 }
 
 fn lost_files() {

@@ -237,6 +237,15 @@ impl World {
         self.apply(self.changes.clone());
     }
 
+    /// Sends changed settings. They hold before what is sent next.
+    pub fn change(&self, change: impl FnOnce(&mut Options)) {
+        let mut options = self.options.clone();
+        change(&mut options);
+        self.tell(&Down::Options(serde_json::to_value(&options).unwrap()));
+        // Answered by who has acted on what came before.
+        self.ask(Question::Status);
+    }
+
     /// Sends changes and waits until they hold.
     pub fn apply(&self, changes: Vec<Change>) {
         self.tell(&Down::Apply(changes));

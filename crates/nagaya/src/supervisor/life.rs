@@ -256,10 +256,12 @@ impl Life {
         let cluster = self.parts.node.credentials.borrow().as_deref().cloned();
         match role {
             Role::Edge => serde_json::to_value(nagaya_edge::Options { cluster, ..settings.edge_options() }),
-            Role::Keeper => serde_json::to_value(nagaya_keeper::Options {
-                node: cluster.map(|cluster| cluster.node),
-                ..settings.keeper_options(self.tenant_ids())
-            }),
+            Role::Keeper => {
+                let mut options = settings.keeper_options(self.tenant_ids());
+                options.node = cluster.map(|cluster| cluster.node);
+                options.instances.image_keys = self.parts.node.image_keys();
+                serde_json::to_value(options)
+            }
         }
         .expect("options hold numbers, texts and paths that came from a text")
     }

@@ -12,6 +12,7 @@ use nagaya_cmdb::feed::{Down, Question};
 use nagaya_cmdb::instance::{Act, Exec};
 use nagaya_cmdb::store::{Store, StoreError};
 use nagaya_edge::options::ClusterOptions;
+use nagaya_keeper::image::ClusterKey;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -44,6 +45,8 @@ pub struct Node {
     pub cluster: Option<cluster::Handle>,
     /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
     pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
+    /// What the keeper is told besides: keys of images. The edge never is.
+    image_keys: Mutex<Vec<ClusterKey>>,
     pub balance: Balance,
     pub rules: StoredRules,
     state: Mutex<State>,
@@ -99,11 +102,21 @@ impl Node {
             protections,
             cluster,
             credentials: watch::Sender::new(None),
+            image_keys: Mutex::default(),
             balance: Balance::default(),
             rules,
             state: Mutex::default(),
             revisions: watch::Sender::default(),
         }
+    }
+
+    /// Before the credentials that go with them: these have the processes told.
+    pub fn set_image_keys(&self, keys: &[ClusterKey]) {
+        *self.image_keys.lock() = keys.to_vec();
+    }
+
+    pub fn image_keys(&self) -> Vec<ClusterKey> {
+        self.image_keys.lock().clone()
     }
 
     pub fn process(&self, role: Role, change: impl FnOnce(&mut Process)) {

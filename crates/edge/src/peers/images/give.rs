@@ -27,12 +27,13 @@ use crate::metrics::{Direction, Metrics};
 /// Pieces that wait for the other node.
 const PIECES_MAX: usize = 4;
 
-/// Answers another node: `200` with what was asked for, `204` where there is no image, `409` where it is another one by now,
-/// `503` where the keeper cannot say.
+/// Answers another node: `200` with what was asked for, `204` where there is no image, `403` where the keeper does not take its
+/// order, `409` where it is another one by now, `503` where the keeper cannot say.
 pub async fn give(keeper: &Keeper, metrics: &Arc<Metrics>, asked: Asked) -> Response {
     let answered = match &asked.part {
         None => offer(keeper, &asked).await,
-        Some((digest, offset)) => match keeper.send_image(&asked.site, digest, *offset).await {
+        Some((digest, offset)) => match keeper.send_image(&asked.site, &asked.order, (digest, *offset)).await
+        {
             Ok(pipe) => send(pipe, Arc::clone(metrics)),
             Err(error) => Err(error.into()),
         },
@@ -54,6 +55,7 @@ impl From<ClientError> for NotGiven {
             ClientError::Refused { failure: Failure::NotFound | Failure::Invalid, .. } => {
                 StatusCode::CONFLICT
             }
+            ClientError::Refused { failure: Failure::Forbidden, .. } => StatusCode::FORBIDDEN,
             _ => StatusCode::SERVICE_UNAVAILABLE,
         };
         Self { status, why: error.to_string() }
@@ -67,7 +69,8 @@ impl From<io::Error> for NotGiven {
 }
 
 async fn offer(keeper: &Keeper, asked: &Asked) -> Result<Response, NotGiven> {
-    let Some(ImageOffer { offer, digest, bytes }) = keeper.offer_image(&asked.site).await? else {
+    let Some(ImageOffer { offer, digest, bytes }) = keeper.offer_image(&asked.site, &asked.order).await?
+    else {
         return Ok(Response::new(StatusCode::NO_CONTENT));
     };
     let text = serde_json::to_vec(&Offered { offer, digest, bytes }).map_err(io::Error::from)?;

@@ -3,7 +3,6 @@
 //! Not here: what the other node does (`give`), which image is to come (the supervisor).
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use h2::RecvStream;
 use http::{Request, StatusCode};
 use nagaya_cmdb::feed::{FETCH_MAX, Fetched, Up};
 use nagaya_cmdb::{NodeName, NodeRecord, SiteName};
-use nagaya_keeper::client::ClientError;
+use nagaya_keeper::client::{ClientError, ImageIntake};
 use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::pipe;
@@ -36,18 +35,20 @@ const REASON_LEN_MAX: usize = 1024;
 
 /// An image that is to come.
 #[derive(Debug)]
-pub struct Order {
+pub struct ImageOrder {
     /// Of the question it answers.
     pub tag: u64,
     pub site: SiteName,
     pub from: NodeName,
+    /// What lets both nodes' keepers act.
+    pub order: String,
 }
 
 /// Where orders are put by the thread that reads the feed, and taken by the one that carries them out.
 #[derive(Debug)]
 pub struct Orders {
-    put: mpsc::Sender<Order>,
-    taken: Mutex<Option<mpsc::Receiver<Order>>>,
+    put: mpsc::Sender<ImageOrder>,
+    taken: Mutex<Option<mpsc::Receiver<ImageOrder>>>,
 }
 
 impl Default for Orders {
@@ -59,8 +60,8 @@ impl Default for Orders {
 
 impl Orders {
     /// False: too many wait already.
-    pub fn put(&self, tag: u64, site: SiteName, from: NodeName) -> bool {
-        self.put.try_send(Order { tag, site, from }).is_ok()
+    pub fn put(&self, order: ImageOrder) -> bool {
+        self.put.try_send(order).is_ok()
     }
 }
 
@@ -91,7 +92,7 @@ pub(in crate::peers) enum NotTaken {
 pub async fn follow(node: Rc<Node>) {
     let Some(mut orders) = node.shared.cluster.peers.images.taken.lock().take() else { return };
     while let Some(order) = orders.recv().await {
-        let taken = timeout(FETCH_MAX, take(&node, &order.site, &order.from)).await;
+        let taken = timeout(FETCH_MAX, take(&node, &order)).await;
         let fetched = match taken.unwrap_or(Err(NotTaken::TooLong)) {
             Ok(fetched) => fetched,
             Err(error) => {
@@ -108,22 +109,22 @@ pub async fn follow(node: Rc<Node>) {
 /// Brings the site's image here, unless there is one.
 pub(in crate::peers) async fn take(
     node: &Node,
-    site: &SiteName,
-    from: &NodeName,
+    ImageOrder { site, from, order, .. }: &ImageOrder,
 ) -> Result<Fetched, NotTaken> {
     // A keeper that has one, of whichever node, wakes the site from it.
-    if let Some(have) = node.keeper().offer_image(site).await? {
+    if let Some(have) = node.keeper().offer_image(site, order).await? {
         return Ok(Fetched::Here { digest: have.digest.into(), bytes: 0 });
     }
     let cluster = &node.shared.cluster;
     let record = node.shared.with_table(|table| cluster.other(table, from));
     let record = record.ok_or_else(|| NotTaken::NoNode(from.clone()))?;
-    let peer = Peer { node, record };
+    let peer = Peer { node, record, order };
     let Some(offered) = peer.offered(site).await? else { return Ok(Fetched::None) };
-    let (offset, pipe) = node.keeper().fetch_image(site, &offered.offer).await?;
-    let copied = peer.copy(site, &offered, offset, pipe).await;
+    let intake = node.keeper().fetch_image(site, order, &offered.offer).await?;
+    let offset = intake.offset;
+    let copied = peer.copy(site, &offered, intake).await;
     // The pipe is closed: the keeper keeps what came, and says what is wrong with it if anything is.
-    let fetched = node.keeper().image_fetched(site).await;
+    let fetched = node.keeper().image_fetched(site, order).await;
     match (copied, fetched) {
         (_, Ok(())) => {}
         // It closed the pipe, and says why.
@@ -138,12 +139,13 @@ pub(in crate::peers) async fn take(
 struct Peer<'a> {
     node: &'a Node,
     record: Arc<NodeRecord>,
+    order: &'a str,
 }
 
 impl Peer<'_> {
     /// None: it has no image either.
     async fn offered(&self, site: &SiteName) -> Result<Option<Offered>, NotTaken> {
-        let (_seat, status, mut body) = self.ask(Asked { site: site.clone(), part: None }).await?;
+        let (_seat, status, mut body) = self.ask(self.asked(site, None)).await?;
         if status == StatusCode::NO_CONTENT {
             return Ok(None);
         }
@@ -163,16 +165,14 @@ impl Peer<'_> {
         &self,
         site: &SiteName,
         offered: &Offered,
-        offset: u64,
-        pipe: OwnedFd,
+        ImageIntake { offset, bytes: mut left, pipe }: ImageIntake,
     ) -> Result<(), NotTaken> {
         let mut pipe = pipe::Sender::from_owned_fd(pipe)?;
-        if offset >= offered.bytes {
+        if left == 0 {
             return Ok(());
         }
         let part = Some((offered.digest.to_string(), offset));
-        let (_seat, _, mut body) = self.ask(Asked { site: site.clone(), part }).await?;
-        let mut left = offered.bytes - offset;
+        let (_seat, _, mut body) = self.ask(self.asked(site, part)).await?;
         while left > 0 {
             let Some(mut piece) = self.next(&mut body).await? else { break };
             piece.truncate(usize::try_from(left).unwrap_or(usize::MAX));
@@ -182,6 +182,10 @@ impl Peer<'_> {
             self.node.shared.metrics.image_bytes(Direction::In, piece.len());
         }
         Ok(())
+    }
+
+    fn asked(&self, site: &SiteName, part: Option<(String, u64)>) -> Asked {
+        Asked { site: site.clone(), order: self.order.to_owned(), part }
     }
 
     async fn ask(&self, asked: Asked) -> Result<(Seat, StatusCode, RecvStream), NotTaken> {

@@ -11,11 +11,14 @@ use nagaya_keeper::protocol::{Failure, Reply, Verb};
 use tempfile::TempDir;
 use tokio::net::unix::pipe;
 
-use super::super::images::take::take;
+use super::super::images::take::{ImageOrder, take};
 use super::*;
 
 /// More than any window or pipe on the way holds.
 const LEN: usize = 900_001;
+
+/// As the supervisor gave it, with what a header field must be able to carry.
+const ORDER: &str = r#"00ff {"site":"demo","from":"b"}"#;
 
 /// What one keeper has, and was asked.
 #[derive(Default)]
@@ -29,6 +32,7 @@ struct Depot {
     /// From which byte on an image was sent.
     sent_from: RefCell<Vec<u64>>,
     asked: Cell<usize>,
+    takes_any_order: Cell<bool>,
     staged: RefCell<Vec<u8>>,
     /// Digest and length of what is to come.
     coming: RefCell<Option<(String, usize)>>,
@@ -55,6 +59,14 @@ impl Depot {
     async fn reply(self: &Rc<Self>, verb: Verb) -> (Reply, Option<OwnedFd>) {
         self.asked.set(self.asked.get() + 1);
         match verb {
+            Verb::OfferImage { order, .. }
+            | Verb::SendImage { order, .. }
+            | Verb::FetchImage { order, .. }
+            | Verb::ImageFetched { order, .. }
+                if order != ORDER && !self.takes_any_order.get() =>
+            {
+                (failed(Failure::Forbidden, "nobody has ordered it"), None)
+            }
             Verb::OfferImage { .. } => (self.offer(), None),
             Verb::SendImage { digest, offset, .. } => self.send(&digest, offset),
             Verb::FetchImage { offer, .. } => self.fetch(&offer),
@@ -103,7 +115,8 @@ impl Depot {
             depot.ended.set(true);
             depot.notify.notify_one();
         });
-        (Reply::Fetching { offset: self.staged.borrow().len() as u64 }, Some(write))
+        let offset = self.staged.borrow().len() as u64;
+        (Reply::Fetching { offset, bytes: len.parse::<u64>().unwrap() - offset }, Some(write))
     }
 
     async fn fetched(&self) -> Reply {
@@ -148,7 +161,12 @@ fn two(ca: &Ca, name: &str, here: &Rc<Depot>, there: &Rc<Depot>) -> Two {
 }
 
 async fn fetch(two: &Two) -> Result<Fetched, String> {
-    take(&two.node, &site(), &name("b")).await.map_err(|error| error.to_string())
+    fetch_by(two, "b", ORDER).await
+}
+
+async fn fetch_by(two: &Two, from: &str, order: &str) -> Result<Fetched, String> {
+    let order = ImageOrder { tag: 1, site: site(), from: name(from), order: order.into() };
+    take(&two.node, &order).await.map_err(|error| error.to_string())
 }
 
 fn here(digest: &str, bytes: usize) -> Result<Fetched, String> {
@@ -227,7 +245,7 @@ fn where_there_is_none_yet_none_comes() {
         let (ours, theirs) = (Depot::empty(), Depot::empty());
         let two = two(&Ca::new(), "a", &ours, &theirs);
         assert_eq!(fetch(&two).await, Ok(Fetched::None));
-        let unknown = take(&two.node, &site(), &name("c")).await.unwrap_err().to_string();
+        let unknown = fetch_by(&two, "c", ORDER).await.unwrap_err();
         assert!(unknown.contains("'c' is no other member"), "{unknown}");
     });
 }
@@ -250,6 +268,23 @@ fn who_is_no_member_gets_no_image() {
         let refused = fetch(&member).await.unwrap_err();
         assert!(refused.contains("400"), "{refused}");
         assert_eq!(theirs.asked.get(), asked, "its connection is open still, and asks for nothing");
+    });
+}
+
+#[test]
+fn an_order_goes_to_both_keepers_and_its_refusal_comes_back() {
+    run(async {
+        let (ours, theirs) = (Depot::empty(), Depot::with_image("d1"));
+        let two = two(&Ca::new(), "a", &ours, &theirs);
+        let refused = fetch_by(&two, "b", "another").await.unwrap_err();
+        assert!(refused.contains("nobody has ordered it"), "{refused}");
+        assert_eq!(theirs.asked.get(), 0, "its own keeper has refused it");
+        // One that its own keeper takes, and the other's does not.
+        ours.takes_any_order.set(true);
+        let refused = fetch_by(&two, "b", "another").await.unwrap_err();
+        assert!(refused.contains("403") && refused.contains("nobody has ordered it"), "{refused}");
+        assert_eq!(theirs.asked.get(), 1);
+        assert!(ours.image.borrow().is_none());
     });
 }
 

@@ -235,6 +235,7 @@ impl Desk {
             token: secret.token(),
             authorities: stored.authorities.clone(),
             probe_key: keys.probe.clone(),
+            image_keys: vec![keys.image_key()],
             credentials: stored.issue(cluster, &keys, &node)?,
             etcd,
         };
@@ -280,6 +281,7 @@ impl Desk {
         let file = Arc::clone(self.context.records.file());
         let store = ClusterStore::open(&options, file, Arc::new(told))?;
         self.context.records.follow(Arc::clone(&store));
+        self.context.node.set_image_keys(&member.image_keys);
         let credentials = credentials(&member, &self.context.configured);
         self.context.node.credentials.send_replace(Some(credentials));
         let record = self.record(&member);

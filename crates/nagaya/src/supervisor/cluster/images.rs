@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use nagaya_cmdb::feed::{FETCH_MAX, Fetched, Question};
 use nagaya_cmdb::store::{PAGE_LEN_MAX, Store, StoreError};
 use nagaya_cmdb::{Backend, Change, NodeName, Placement, SiteName};
+use nagaya_keeper::image::give_order;
 use nagaya_placement::planner::{self, Candidate, Need};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -338,9 +339,21 @@ impl Membership {
         }
     }
 
+    /// What both nodes' keepers want to see before they let an image pass.
+    fn order_image(&self, site: &SiteName, from: &NodeName) -> Result<String, String> {
+        let member = self.member();
+        let key = member.image_keys.first();
+        let key = key.ok_or("this node has not seen the cluster's keys yet, as its store does not answer")?;
+        give_order(key, site, from, &self.node).map_err(|error| format!("it cannot be ordered: {error}"))
+    }
+
     pub(super) async fn fetch(&self, site: &SiteName, from: &NodeName) -> Option<Fetched> {
         let edge = self.context.node.feed(Role::Edge)?;
-        let question = Question::FetchImage { site: site.clone(), from: from.clone() };
+        let order = match self.order_image(site, from) {
+            Ok(order) => order,
+            Err(reason) => return Some(Fetched::Failed { reason }),
+        };
+        let question = Question::FetchImage { site: site.clone(), from: from.clone(), order };
         serde_json::from_str(&edge.ask_within(PATIENCE, question).await?).ok()
     }
 }

@@ -8,9 +8,10 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::NodeName;
+use nagaya_keeper::image::ClusterKey;
 use serde::{Deserialize, Serialize};
 
-use super::pki::Credentials;
+use super::pki::{Credentials, Keys};
 
 const FILE: &str = "member.json";
 
@@ -59,6 +60,9 @@ pub struct Member {
     /// As the store held them last, so that it can start while the store is down.
     pub authorities: String,
     pub probe_key: String,
+    /// Of images, the newest first. Empty: this version has not seen the authority yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub image_keys: Vec<ClusterKey>,
     pub credentials: Credentials,
 }
 
@@ -93,6 +97,15 @@ impl Member {
         save().map_err(|error| MemberError::Io { path: path.clone(), error })
     }
 
+    /// Takes the newest authority's key for images over. `keeps_old`: that of the authority before counts, too, as long as that one
+    /// is believed.
+    pub fn take_image_key(&mut self, keys: &Keys, keeps_old: bool) {
+        let newest = keys.image_key();
+        self.image_keys.retain(|key| *key != newest);
+        self.image_keys.insert(0, newest);
+        self.image_keys.truncate(if keeps_old { 2 } else { 1 });
+    }
+
     /// From now on it is in no cluster.
     pub fn forget(dir: &Path) -> Result<(), MemberError> {
         let path = dir.join(FILE);
@@ -118,6 +131,7 @@ mod tests {
             token: "nagaya-x".into(),
             authorities: String::new(),
             probe_key: String::new(),
+            image_keys: Vec::new(),
             credentials: Credentials {
                 certificate: String::new(),
                 key: String::new(),

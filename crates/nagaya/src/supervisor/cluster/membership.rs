@@ -266,16 +266,18 @@ impl Membership {
         let is_due = member.credentials.is_due(stored.serial);
         let is_same = member.credentials.serial == stored.serial;
         let is_made = is_due && (is_same || self.is_believed(stored.serial));
-        if !is_made && member.authorities == stored.authorities {
+        if !is_made && member.authorities == stored.authorities && !member.image_keys.is_empty() {
             self.believes.set(stored.serial);
             return Ok(is_due);
         }
+        let keys = stored.open(&member.cluster, &Secret::from_token(&member.token)?)?;
+        member.take_image_key(&keys, stored.has_two_authorities());
         if is_made {
-            let keys = stored.open(&member.cluster, &Secret::from_token(&member.token)?)?;
             member.credentials = stored.issue(&member.cluster, &keys, &member.node)?;
         }
         member.authorities = stored.authorities;
         member.save(&self.context.dir)?;
+        self.context.node.set_image_keys(&member.image_keys);
         let told = credentials(&member, &self.context.configured);
         *self.member.borrow_mut() = member;
         self.context.node.credentials.send_replace(Some(told));

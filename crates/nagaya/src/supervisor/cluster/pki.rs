@@ -8,12 +8,13 @@
 use std::time::{Duration, SystemTime};
 
 use nagaya_cmdb::NodeName;
+use nagaya_keeper::image::{ClusterKey, KEY_LEN};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose,
 };
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use ring::hkdf::{HKDF_SHA256, Salt};
+use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use serde::{Deserialize, Serialize};
 
 /// Bytes of a join token's secret.
@@ -95,6 +96,24 @@ pub struct Keys {
     pub probe: String,
 }
 
+impl Keys {
+    /// The key that signs orders to move images, and seals these. Made of the authority's key, which no edge has; the key of
+    /// probes every edge has.
+    pub fn image_key(&self) -> ClusterKey {
+        struct Len;
+        impl KeyType for Len {
+            fn len(&self) -> usize {
+                KEY_LEN
+            }
+        }
+        let key = Salt::new(HKDF_SHA256, b"nagaya images").extract(self.authority.as_bytes());
+        let mut bytes = [0; KEY_LEN];
+        let okm = key.expand(&[b"orders and streams"], Len).expect("the key is shorter than HKDF's bound");
+        okm.fill(&mut bytes).expect("both have the same length");
+        ClusterKey::new(bytes)
+    }
+}
+
 /// A node's certificate and its key, PEM.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Credentials {
@@ -124,6 +143,11 @@ impl Stored {
         let before = first_certificate(&self.authorities);
         let keys = Keys { authority: key.serialize_pem(), probe: keys.probe };
         Self::seal(cluster, secret, serial, format!("{newest}{before}"), &keys)
+    }
+
+    /// The authority before the newest is believed, too.
+    pub fn has_two_authorities(&self) -> bool {
+        first_certificate(&self.authorities).len() < self.authorities.len()
     }
 
     /// Only the newest authority is believed from now on.
@@ -269,10 +293,15 @@ mod tests {
         let second = first.exchange("main", &secret).unwrap();
         assert_eq!(second.serial, 2);
         assert_eq!(second.authorities.matches("BEGIN CERTIFICATE").count(), 2);
+        let image_key = |stored: &Stored| stored.open("main", &secret).unwrap().image_key();
+        assert_eq!(image_key(&first), image_key(&first), "all members make the same");
+        assert_ne!(image_key(&first), image_key(&second));
         let third = second.exchange("main", &secret).unwrap();
         assert_eq!(third.authorities.matches("BEGIN CERTIFICATE").count(), 2);
         assert!(!third.authorities.contains(&first.authorities));
+        assert!(!first.has_two_authorities() && third.has_two_authorities());
         let alone = third.forget_old();
+        assert!(!alone.has_two_authorities());
         assert_eq!(alone.authorities.matches("BEGIN CERTIFICATE").count(), 1);
         assert!(third.authorities.starts_with(&alone.authorities));
         assert_eq!(
