@@ -23,6 +23,7 @@ use tokio::time::sleep_until;
 use crate::authority::{Authority, NO_WARDEN};
 use crate::cells::{Cells, Home, Numbers};
 use crate::fault::{self, Fault};
+use crate::gate::{Gate, ScriptRule, SiteScripts};
 use crate::instances::{self, Instances};
 use crate::log::{Budget, Writer};
 use crate::metrics::Metrics;
@@ -31,7 +32,7 @@ use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId, Reply};
 use crate::relay::Relay;
 use crate::sandbox::{self, Launcher};
-use crate::spawn::{self, Runner};
+use crate::spawn::{self, PhpStart, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
 use crate::{cgi, confinement, huge_pages, roots};
@@ -55,6 +56,8 @@ pub struct Engine {
     php_sockets: Arc<OwnedFd>,
     /// Begins with the first application that needs it.
     relay: OnceCell<Relay>,
+    /// Begins with the first PHP worker.
+    gate: OnceCell<Gate>,
     /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
@@ -108,6 +111,7 @@ impl Engine {
             metrics,
             php_sockets: Arc::new(php_sockets),
             relay: OnceCell::new(),
+            gate: OnceCell::new(),
             way: Notify::new(),
             is_root,
         }))
@@ -176,6 +180,18 @@ impl Engine {
         Ok(self.relay.get_or_init(|| relay).clone())
     }
 
+    /// What stands before PHP workers.
+    fn gate(&self) -> Result<Gate, Fault> {
+        if let Some(gate) = self.gate.get() {
+            return Ok(gate.clone());
+        }
+        let gate = Gate::start().map_err(|error| {
+            let message = format!("the gate before PHP workers cannot be started: {error}");
+            Fault::new(Failure::Busy, fault::SPAWN, message)
+        })?;
+        Ok(self.gate.get_or_init(|| gate).clone())
+    }
+
     pub fn cells(&self) -> &Arc<Cells> {
         self.processes.cells()
     }
@@ -186,6 +202,11 @@ impl Engine {
         let table = self.table.read();
         self.cells().apply_records(&table, self.options().processes_per_tenant);
         self.processes.refresh(|site| table.site(site.name.as_str()));
+        self.processes.refresh_scripts(|name, tenant| {
+            let site = table.site(name.as_str()).filter(|site| site.tenant == tenant.name)?;
+            // One whose root is not known any more has no scripts either.
+            SiteScripts::of(&site, &*table.tenant(tenant.name.as_str())?).ok().flatten()
+        });
         self.processes.end_where(|process| {
             process.kind != Kind::App
                 && table
@@ -219,12 +240,6 @@ impl Engine {
         let (digest, bytes) = (offer.digest.to_string(), offer.bytes);
         let offer = serde_json::to_string(&offer).expect("an offer is made of texts and numbers");
         Ok(Reply::Offered { offer: Some(offer), digest, bytes })
-    }
-
-    pub fn tenant(&self, name: &TenantName) -> Result<Arc<Tenant>, Fault> {
-        self.table.read().tenant(name.as_str()).ok_or_else(|| {
-            Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no tenant '{name}'"))
-        })
     }
 
     /// Whose rights a tenant's work gets. Without root everything runs as the keeper itself.
@@ -273,29 +288,40 @@ impl Engine {
         self.processes.start(order, move |leaf| spawn::cgi(&site, &tenant, &script, env, &runner, leaf)).await
     }
 
-    pub async fn spawn_php(&self, name: &TenantName) -> Result<(Handle, Vec<OwnedFd>), Fault> {
-        let tenant = self.tenant(name)?;
+    /// A worker of the site's tenant. It may serve the tenant's other sites later (`enter`).
+    pub async fn spawn_php(&self, name: &SiteName) -> Result<(Handle, Vec<OwnedFd>), Fault> {
+        let (site, tenant) = self.site(name)?;
+        let scripts = SiteScripts::of(&site, &tenant)?.ok_or_else(|| wrong_kind(&site, "php"))?;
         let options = self.options();
         let runner = self.runner(&tenant)?;
         let most = tenant.php_workers.unwrap_or(options.php_workers_per_tenant);
         let request = Request::none(Home { tenant: Arc::clone(&tenant), site: None, device: None });
-        let order = self.order(Kind::Php, request, tenant.name.to_string(), most);
-        let (php_cgi, sockets) = (options.php_cgi.clone(), Arc::clone(&self.php_sockets));
-        self.processes.start(order, move |leaf| spawn::php(&php_cgi, &tenant, &sockets, &runner, leaf)).await
+        let mut order = self.order(Kind::Php, request, tenant.name.to_string(), most);
+        let scripts = ScriptRule::new(site.name.clone(), scripts);
+        order.scripts = Some(Arc::clone(&scripts));
+        let start = PhpStart {
+            php_cgi: options.php_cgi.clone(),
+            sockets: Arc::clone(&self.php_sockets),
+            gate: self.gate()?,
+            scripts,
+        };
+        self.processes.start(order, move |leaf| spawn::php(&start, &tenant, &runner, leaf)).await
     }
 
     /// Moves a worker of the site's tenant to where the request is to run. Returns its cell's name.
     pub async fn enter(&self, id: ProcessId, name: &SiteName, asked: Confinement) -> Result<String, Fault> {
         let process = self.worker(id)?;
         let (site, tenant) = self.site(name)?;
-        let Backend::Php(_) = &site.backend else { return Err(wrong_kind(&site, "php")) };
+        let scripts = SiteScripts::of(&site, &tenant)?.ok_or_else(|| wrong_kind(&site, "php"))?;
         if tenant.name != process.tenant.name {
             let message = format!("site '{name}' is of another tenant than process {}", id.0);
             return Err(Fault::new(Failure::Forbidden, fault::UNKNOWN, message));
         }
         confinement::check(&asked)?;
         let request = self.request(&site, &tenant, asked).await?;
-        self.processes.enter(&process, request).await
+        let cell = self.processes.enter(&process, request).await?;
+        process.serve_scripts(&site.name, scripts);
+        Ok(cell)
     }
 
     pub async fn leave(&self, id: ProcessId) -> Result<Usage, Fault> {
@@ -386,7 +412,7 @@ impl Engine {
     pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
-        Order { kind, request, label, per_tenant_max, log, journal: None }
+        Order { kind, request, label, per_tenant_max, log, journal: None, scripts: None }
     }
 
     /// Prometheus text.

@@ -24,6 +24,7 @@ mod confinement;
 mod engine;
 mod fault;
 mod feed;
+mod gate;
 mod instances;
 mod log;
 mod metrics;

@@ -4,12 +4,13 @@
 //! (`engine`), how long it lives (`process`), the system calls (`sys`).
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nagaya_cmdb::record::App;
 use nagaya_cmdb::{Site, Tenant};
@@ -20,6 +21,7 @@ use rustix::pipe::PipeFlags;
 use crate::cells::Leaf;
 use crate::cgi;
 use crate::fault::{self, Fault};
+use crate::gate::{self, Gate, Passage, ScriptRule};
 use crate::process::Root;
 use crate::protocol::Failure;
 use crate::roots;
@@ -82,21 +84,35 @@ pub fn cgi(
     Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program] })
 }
 
-/// Starts a PHP worker whose one connection is already made. Its socket has a path only until then.
-pub fn php(
-    php_cgi: &Path,
-    tenant: &Tenant,
-    sockets: &OwnedFd,
-    runner: &Runner,
-    leaf: &Leaf,
-) -> Result<Started, Fault> {
+/// What a PHP worker is started with.
+pub struct PhpStart {
+    pub php_cgi: PathBuf,
+    /// Where its socket has a name for a moment.
+    pub sockets: Arc<OwnedFd>,
+    pub gate: Gate,
+    /// What it may be given.
+    pub scripts: Arc<ScriptRule>,
+}
+
+/// Settings without which PHP runs another file than the one the gate has looked at: `main/fopen_wrappers.c` and
+/// `sapi/cgi/cgi_main.c` of PHP.
+const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d", c"cgi.fix_pathinfo=1"];
+
+/// Starts a PHP worker whose first connection is already made. Its socket has a path only until then.
+pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> Result<Started, Fault> {
+    let PhpStart { php_cgi, sockets, gate, scripts } = start;
     let wire = || -> io::Result<_> {
-        let (listener, connection) = connected_listener(sockets)?;
+        let worker = connected_listener(sockets)?;
         let (log, stderr) = pipe()?;
-        Ok((listener, connection, log, stderr))
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (ours, edges) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        Ok((worker, log, stderr, ours, edges))
     };
-    let (listener, connection, log, stderr) = wire().map_err(|e| not_wired("php-cgi", &e))?;
+    let (worker, log, stderr, ours, edges) = wire().map_err(|e| not_wired("php-cgi", &e))?;
+    let ListeningWorker { listener, door, connection } = worker;
     let program = c_text(php_cgi.as_os_str())?;
+    let args: Vec<CString> =
+        std::iter::once(program.as_c_str()).chain(PHP_SETTINGS).map(CStr::to_owned).collect();
     let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
     let mut env = vec![
         cgi::variable("PATH", cgi::PATH.as_bytes())?,
@@ -109,7 +125,7 @@ pub fn php(
     }
     let child = sys::spawn(&Image {
         programs: std::slice::from_ref(&program),
-        args: std::slice::from_ref(&program),
+        args: &args,
         env: &env,
         directory: &directory,
         identity: runner.identity,
@@ -126,7 +142,15 @@ pub fn php(
         ),
         _ => not_started(php_cgi, error),
     })?;
-    Ok(Started { root: Root::Child(child), log, fds: vec![connection] })
+    let root = Root::Child(child);
+    let whose = tenant.name.to_string();
+    let passage = Passage { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
+    if let Err(error) = gate.open(passage) {
+        // Nothing could be sent to it. Its tree is ended with its cell.
+        let _ = root.kill();
+        return Err(Fault::new(Failure::Busy, fault::SPAWN, error.to_string()));
+    }
+    Ok(Started { root, log, fds: vec![edges] })
 }
 
 /// Where an application is told to listen.
@@ -264,8 +288,16 @@ fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
     cgi::PATH.split(':').map(|dir| c_text(Path::new(dir).join(program).as_os_str())).collect()
 }
 
-/// A listening socket with one connection waiting in it, and that connection's other end.
-fn connected_listener(sockets: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
+/// The socket of a worker, with one connection waiting in it.
+struct ListeningWorker {
+    listener: OwnedFd,
+    /// The same as a path, which has no name any more: more connections can be made through it.
+    door: OwnedFd,
+    /// The other end of the one connection.
+    connection: OwnedFd,
+}
+
+fn connected_listener(sockets: &OwnedFd) -> io::Result<ListeningWorker> {
     let mut random = [0; 16];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
     let name = format!("w{:032x}", u128::from_ne_bytes(random));
@@ -274,15 +306,17 @@ fn connected_listener(sockets: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
     let socket = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let listener = above_stdio(socket(SocketFlags::CLOEXEC)?)?;
     rustix::net::bind(&listener, &address)?;
-    let connect = || -> io::Result<OwnedFd> {
+    let connect = || -> io::Result<(OwnedFd, OwnedFd)> {
         rustix::net::listen(&listener, 1)?;
-        let connection = socket(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
-        rustix::net::connect(&connection, &address)?;
-        Ok(connection)
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let door = rustix::fs::openat(sockets, &name, flags, Mode::empty())?;
+        let connection = gate::connect(&door)?;
+        Ok((door, connection))
     };
-    let connection = connect();
+    let connected = connect();
     rustix::fs::unlinkat(sockets, &name, AtFlags::empty())?;
-    Ok((listener, connection?))
+    let (door, connection) = connected?;
+    Ok(ListeningWorker { listener, door, connection })
 }
 
 /// Opens a directory that holds sockets, for `php`.
