@@ -21,7 +21,8 @@ use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
 use crate::authority::{Authority, NO_WARDEN};
-use crate::cells::{Cells, Home, Numbers};
+use crate::cells::{Cells, Home, Leaf, Numbers};
+use crate::enclosure::Enclosures;
 use crate::fault::{self, Fault};
 use crate::gate::{Gate, ScriptRule, SiteScripts};
 use crate::instances::{self, Instances};
@@ -58,6 +59,8 @@ pub struct Engine {
     relay: OnceCell<Relay>,
     /// Begins with the first PHP worker.
     gate: OnceCell<Gate>,
+    /// What CGI programs and PHP workers run in.
+    enclosures: OnceCell<Arc<Enclosures>>,
     /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
@@ -112,6 +115,7 @@ impl Engine {
             php_sockets: Arc::new(php_sockets),
             relay: OnceCell::new(),
             gate: OnceCell::new(),
+            enclosures: OnceCell::new(),
             way: Notify::new(),
             is_root,
         }))
@@ -132,6 +136,9 @@ impl Engine {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
         }
         huge_pages::apply(options.instances.huge_pages);
+        if let Some(enclosures) = self.enclosures.get() {
+            enclosures.set_options(&options.programs);
+        }
         *self.options.borrow_mut() = Rc::new(options);
         self.instances.options_changed(self);
         if joins {
@@ -178,6 +185,21 @@ impl Engine {
             Fault::new(Failure::Busy, fault::OUTLET, message)
         })?;
         Ok(self.relay.get_or_init(|| relay).clone())
+    }
+
+    /// What CGI programs and PHP workers run in. The first call tries whether there can be any.
+    pub fn enclosures(&self) -> Arc<Enclosures> {
+        let start = || {
+            let all = Enclosures::start(&self.options(), self.is_root, self.relay());
+            if let Some(why) = all.off() {
+                let code = fault::ENCLOSURE;
+                tracing::warn!(
+                    "{code}: CGI programs and PHP workers share the node's network, /tmp and /proc: {why}"
+                );
+            }
+            Arc::new(all)
+        };
+        Arc::clone(self.enclosures.get_or_init(start))
     }
 
     /// What stands before PHP workers.
@@ -285,7 +307,9 @@ impl Engine {
         let runner = self.runner(&tenant)?;
         let request = self.request(&site, &tenant, asked).await?;
         let order = self.order(Kind::Cgi, request, site.name.to_string(), most);
-        self.processes.start(order, move |leaf| spawn::cgi(&site, &tenant, &script, env, &runner, leaf)).await
+        let enclosures = self.enclosures();
+        let start = move |leaf: &Leaf| spawn::cgi(&site, &tenant, &script, env, &runner, (leaf, &enclosures));
+        self.processes.start(order, start).await
     }
 
     /// A worker of the site's tenant. It may serve the tenant's other sites later (`enter`).
@@ -304,6 +328,7 @@ impl Engine {
             sockets: Arc::clone(&self.php_sockets),
             gate: self.gate()?,
             scripts,
+            enclosures: self.enclosures(),
         };
         self.processes.start(order, move |leaf| spawn::php(&start, &tenant, &runner, leaf)).await
     }
@@ -440,8 +465,15 @@ impl Engine {
             "cluster": self.authority.status(),
             "cells": self.cells_status(),
             "instances": self.instances.status(),
+            "enclosures": self.enclosures_status(),
         })
         .to_string()
+    }
+
+    fn enclosures_status(&self) -> Value {
+        let all = self.enclosures();
+        let (now, made) = all.numbers();
+        json!({"now": now, "made": made, "off": all.off()})
     }
 
     fn cells_status(&self) -> Value {

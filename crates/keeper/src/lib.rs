@@ -21,6 +21,7 @@ mod bases;
 mod cells;
 mod cgi;
 mod confinement;
+mod enclosure;
 mod engine;
 mod fault;
 mod feed;
@@ -42,6 +43,9 @@ mod workers;
 
 pub use cells::GIVE_WAY_FOR;
 pub use confinement::TENANTS_MAX;
+pub use enclosure::try_enclosure;
 pub use instances::unix_diag;
-pub use options::{BackEnd, HugePages, IdleOptions, InstanceOptions, Options};
+pub use options::{
+    BackEnd, HugePages, IdleOptions, InstanceOptions, Options, ProgramNetwork, ProgramOptions,
+};
 pub use server::{Start, run};

@@ -22,6 +22,7 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
+use crate::enclosure::Enclosure;
 use crate::fault::{self, Fault};
 use crate::gate::{ScriptRule, SiteScripts};
 use crate::log::{self, Budget, Journal};
@@ -121,6 +122,8 @@ pub struct Process {
     end_wanted: Notify,
     /// Which scripts a PHP worker may be given.
     scripts: Option<Arc<ScriptRule>>,
+    /// What it runs in.
+    _enclosure: Option<Arc<Enclosure>>,
 }
 
 impl Process {
@@ -347,6 +350,7 @@ impl Processes {
             stay: Stay::new(leaf, order.request),
             end_wanted: Notify::new(),
             scripts: order.scripts,
+            _enclosure: started.enclosure,
         });
         self.running.borrow_mut().insert(id, Rc::clone(&process));
         if self.closing.get() {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use rustix::pipe::PipeFlags;
 
 use crate::cells::Leaf;
 use crate::cgi;
+use crate::enclosure::{Enclosure, Enclosures};
 use crate::fault::{self, Fault};
 use crate::gate::{self, Gate, Passage, ScriptRule};
 use crate::process::Root;
@@ -35,6 +36,8 @@ pub struct Started {
     pub log: OwnedFd,
     /// For the edge, in the order the protocol names them.
     pub fds: Vec<OwnedFd>,
+    /// What it runs in, as long as it runs.
+    pub enclosure: Option<Arc<Enclosure>>,
 }
 
 /// For whom a program runs.
@@ -51,7 +54,7 @@ pub fn cgi(
     script: &str,
     env: Vec<(String, String)>,
     runner: &Runner,
-    leaf: &Leaf,
+    (leaf, enclosures): (&Leaf, &Enclosures),
 ) -> Result<Started, Fault> {
     let files = site.backend.files().expect("the engine starts only sites of kind cgi here");
     let found = roots::find_script(site, tenant, runner.identity, script)?;
@@ -69,6 +72,7 @@ pub fn cgi(
         Ok((stdin, to_program, from_program, stdout, log, stderr))
     };
     let (stdin, to_program, from_program, stdout, log, stderr) = wire().map_err(|e| not_wired(script, &e))?;
+    let enclosure = enclosures.of(tenant, runner.identity)?;
     let child = sys::spawn(&Image {
         programs: std::slice::from_ref(&program),
         args: std::slice::from_ref(&program),
@@ -78,10 +82,11 @@ pub fn cgi(
         stdio: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
         listener: None,
         entrance: leaf.entrance(),
+        namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(&found.path, error))?;
-    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program], enclosure })
 }
 
 /// What a PHP worker is started with.
@@ -92,6 +97,7 @@ pub struct PhpStart {
     pub gate: Gate,
     /// What it may be given.
     pub scripts: Arc<ScriptRule>,
+    pub enclosures: Arc<Enclosures>,
 }
 
 /// Settings without which PHP runs another file than the one the gate has looked at: `main/fopen_wrappers.c` and
@@ -100,7 +106,8 @@ const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d
 
 /// Starts a PHP worker whose first connection is already made. Its socket has a path only until then.
 pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> Result<Started, Fault> {
-    let PhpStart { php_cgi, sockets, gate, scripts } = start;
+    let PhpStart { php_cgi, sockets, gate, scripts, enclosures } = start;
+    let enclosure = enclosures.of(tenant, runner.identity)?;
     let wire = || -> io::Result<_> {
         let worker = connected_listener(sockets)?;
         let (log, stderr) = pipe()?;
@@ -132,6 +139,7 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> R
         stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
         listener: None,
         entrance: leaf.entrance(),
+        namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| match (error.step, error.error.kind()) {
@@ -150,7 +158,7 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> R
         let _ = root.kill();
         return Err(Fault::new(Failure::Busy, fault::SPAWN, error.to_string()));
     }
-    Ok(Started { root, log, fds: vec![edges] })
+    Ok(Started { root, log, fds: vec![edges], enclosure })
 }
 
 /// Where an application is told to listen.
@@ -203,10 +211,11 @@ pub fn app(
         stdio: [nothing.as_fd(), output.as_fd(), output.as_fd()],
         listener: listener.as_ref().map(AsFd::as_fd),
         entrance: leaf.entrance(),
+        namespaces: &[],
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(Path::new(program), error))?;
-    Ok(Started { root: Root::Child(child), log, fds: Vec::new() })
+    Ok(Started { root: Root::Child(child), log, fds: Vec::new(), enclosure: None })
 }
 
 /// Program and arguments, with the place to listen at filled in.
@@ -319,6 +328,10 @@ fn connected_listener(sockets: &OwnedFd) -> io::Result<ListeningWorker> {
     Ok(ListeningWorker { listener, door, connection })
 }
 
+fn namespaces_of(enclosure: Option<&Enclosure>) -> Vec<BorrowedFd<'_>> {
+    enclosure.map(Enclosure::namespaces).unwrap_or_default()
+}
+
 /// Opens a directory that holds sockets, for `php`.
 pub fn open_directory(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -362,6 +375,7 @@ fn not_started(program: &Path, SpawnError { step, error }: SpawnError) -> Fault 
         (Step::Program, Some(rustix::io::Errno::NOEXEC)) => {
             (Failure::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
         }
+        (Step::Namespaces, _) => (Failure::Broken, "it cannot enter its tenant's namespaces"),
         (Step::Clone | Step::Fence, _) => (Failure::Broken, "no process can be made in a cgroup of its own"),
         _ => (Failure::Broken, "the system refused a step on the way to it"),
     };

@@ -8,6 +8,7 @@ mod bases;
 mod boosts;
 mod cells;
 mod databases;
+mod enclosure;
 mod exec;
 mod faults;
 mod files;
@@ -65,6 +66,7 @@ fn main() {
     let root = [
         programs::ROOT,
         files::ROOT,
+        enclosure::ROOT,
         php::ROOT,
         instances::ROOT,
         logs::ROOT,

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use nagaya_edge::options::{Options as EdgeOptions, ProbeKind};
-use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
+use nagaya_keeper::{InstanceOptions, Options as KeeperOptions, ProgramOptions};
 use nagaya_rules::RuleFile;
 
 /// Where `nagaya.toml` is looked for when `--config` does not say.
@@ -243,6 +243,11 @@ impl Settings {
         }
     }
 
+    /// Where sites are served: a site's program may ask its own site.
+    fn own_ports(&self) -> Vec<u16> {
+        self.listen.iter().map(|listen| listen.address.port()).filter(|port| *port > 0).collect()
+    }
+
     /// What the keeper is told.
     pub fn keeper_options(&self, edge_uid: u32) -> KeeperOptions {
         KeeperOptions {
@@ -250,6 +255,7 @@ impl Settings {
             edge_uid,
             php_workers_per_tenant: self.edge.php_workers,
             raise_max: self.balance.raise_max,
+            programs: ProgramOptions { own_ports: self.own_ports(), ..self.keeper.programs.clone() },
             instances: InstanceOptions { images: self.images_dir(), ..self.keeper.instances.clone() },
             ..self.keeper.clone()
         }
