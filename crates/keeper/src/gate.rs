@@ -2,8 +2,9 @@
 //! the site that the worker serves.
 //!
 //! A worker runs whatever file it is told to, with its tenant's rights, so the edge never holds its connection. Only names
-//! and lengths are read here; values and bodies go on as they are. PHP may leave a part of a body unread and take it for
-//! the next request, so a request with a body is the last one of its connection with the worker: a new one is made.
+//! and lengths are read here; values and bodies go on as they are. Nothing promises that
+//! PHP takes no unread part of a body for the next request, so a request with a body is the last one of its connection with
+//! the worker: a new one is made.
 //! The gate has threads of its own, and asks the disk on others. Not here: starting workers (`spawn`), which site a
 //! worker serves (`process`).
 

@@ -150,7 +150,7 @@ fn its_sites_scripts_only() {
     });
 }
 
-/// PHP leaves what a script does not read of a body on the connection, and would read it as the next request.
+/// What a script does not read of a body, and what is sent behind its announced end.
 fn no_request_in_a_body() {
     let world = World::new();
     // One block of 16 KiB is what PHP takes at once.
@@ -182,6 +182,18 @@ fn no_request_in_a_body() {
         let params = [("SCRIPT_FILENAME".to_owned(), www.join("put.php"))];
         let params = params.map(|(_, path)| ("SCRIPT_FILENAME", path.to_str().unwrap().to_owned()));
         assert_eq!(php.say(&params).await.as_deref(), Some("0"));
+        assert!(!mark.exists(), "what was in a body has run");
+        // A hostile edge announces less than it sends.
+        let mut php = Php::start(&keeper).await;
+        let params = [("SCRIPT_FILENAME", script), ("REDIRECT_STATUS", "200"), ("CONTENT_LENGTH", "8")];
+        php.stream.write_all(&[opening(&params), record(5, &body)].concat()).await.unwrap();
+        assert_eq!(read_answer(&mut php.stream).await, None);
+        // Nor is anything taken that no request announces.
+        let mut php = Php::start(&keeper).await;
+        let hidden = request(&[("SCRIPT_FILENAME", evil.to_str().unwrap())]);
+        let sent = [opening(&params[..2]), record(5, b"x"), hidden].concat();
+        php.stream.write_all(&sent).await.unwrap();
+        assert_eq!(read_answer(&mut php.stream).await, None);
         assert!(!mark.exists(), "what was in a body has run");
     });
 }
