@@ -1,3 +1,5 @@
+//! What the gate takes, and what it refuses.
+
 use std::path::Path;
 
 use bytes::BytesMut;
