@@ -353,8 +353,9 @@ impl Keeper {
         }
     }
 
-    pub async fn spawn_php(&self, tenant: &TenantName) -> Result<PhpWorker, ClientError> {
-        let (reply, fds, guard) = self.call(Verb::SpawnPhp { tenant: tenant.clone() }, SPAWN_TIMEOUT).await?;
+    /// A PHP worker of the site's tenant. It takes scripts of this site, until it enters for another one.
+    pub async fn spawn_php(&self, site: &SiteName) -> Result<PhpWorker, ClientError> {
+        let (reply, fds, guard) = self.call(Verb::SpawnPhp { site: site.clone() }, SPAWN_TIMEOUT).await?;
         match (one_of(fds), guard, reply) {
             (Ok(socket), Some(Guard::Process(guard)), Reply::Spawned { cell, .. }) => {
                 Ok(PhpWorker { socket, guard, cell: cell.into() })

@@ -22,8 +22,10 @@ use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
 use crate::authority::{Authority, NO_WARDEN};
-use crate::cells::{Cells, Home, Numbers};
+use crate::cells::{Cells, Home, Leaf, Numbers};
+use crate::enclosure::Enclosures;
 use crate::fault::{self, Fault};
+use crate::gate::{Gate, ScriptRule, SiteScripts};
 use crate::image::{self, TransferEnd, TransferOrder};
 use crate::instances::{self, Instances};
 use crate::log::{Budget, Writer};
@@ -33,7 +35,7 @@ use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId, Reply};
 use crate::relay::Relay;
 use crate::sandbox::{self, Launcher};
-use crate::spawn::{self, Runner};
+use crate::spawn::{self, PhpStart, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
 use crate::{cgi, confinement, huge_pages, roots};
@@ -57,6 +59,10 @@ pub struct Engine {
     php_sockets: Arc<OwnedFd>,
     /// Begins with the first application that needs it.
     relay: OnceCell<Relay>,
+    /// Begins with the first PHP worker.
+    gate: OnceCell<Gate>,
+    /// What CGI programs and PHP workers run in.
+    enclosures: OnceCell<Arc<Enclosures>>,
     /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
@@ -112,6 +118,8 @@ impl Engine {
             metrics,
             php_sockets: Arc::new(php_sockets),
             relay: OnceCell::new(),
+            gate: OnceCell::new(),
+            enclosures: OnceCell::new(),
             way: Notify::new(),
             is_root,
             trial: OnceCell::new(),
@@ -133,6 +141,9 @@ impl Engine {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
         }
         huge_pages::apply(options.instances.huge_pages);
+        if let Some(enclosures) = self.enclosures.get() {
+            enclosures.set_options(&options.programs);
+        }
         *self.options.borrow_mut() = Rc::new(options);
         self.instances.options_changed(self);
         if joins {
@@ -207,6 +218,33 @@ impl Engine {
         Ok(self.relay.get_or_init(|| relay).clone())
     }
 
+    /// What CGI programs and PHP workers run in. The first call tries whether there can be any.
+    pub fn enclosures(&self) -> Arc<Enclosures> {
+        let start = || {
+            let all = Enclosures::start(&self.options(), self.is_root, self.relay());
+            if let Some(why) = all.off() {
+                let code = fault::ENCLOSURE;
+                tracing::warn!(
+                    "{code}: CGI programs and PHP workers share the node's network, /tmp and /proc: {why}"
+                );
+            }
+            Arc::new(all)
+        };
+        Arc::clone(self.enclosures.get_or_init(start))
+    }
+
+    /// What stands before PHP workers.
+    fn gate(&self) -> Result<Gate, Fault> {
+        if let Some(gate) = self.gate.get() {
+            return Ok(gate.clone());
+        }
+        let gate = Gate::start().map_err(|error| {
+            let message = format!("the gate before PHP workers cannot be started: {error}");
+            Fault::new(Failure::Busy, fault::SPAWN, message)
+        })?;
+        Ok(self.gate.get_or_init(|| gate).clone())
+    }
+
     pub fn cells(&self) -> &Arc<Cells> {
         self.processes.cells()
     }
@@ -217,6 +255,11 @@ impl Engine {
         let table = self.table.read();
         self.cells().apply_records(&table, self.options().processes_per_tenant);
         self.processes.refresh(|site| table.site(site.name.as_str()));
+        self.processes.refresh_scripts(|name, tenant| {
+            let site = table.site(name.as_str()).filter(|site| site.tenant == tenant.name)?;
+            // One whose root is not known any more has no scripts either.
+            SiteScripts::of(&site, &*table.tenant(tenant.name.as_str())?).ok().flatten()
+        });
         self.processes.end_where(|process| {
             process.kind != Kind::App
                 && table
@@ -276,12 +319,6 @@ impl Engine {
         Ok(Reply::Offered { offer: Some(offer), digest, bytes })
     }
 
-    pub fn tenant(&self, name: &TenantName) -> Result<Arc<Tenant>, Fault> {
-        self.table.read().tenant(name.as_str()).ok_or_else(|| {
-            Fault::new(Failure::NotFound, fault::UNKNOWN, format!("there is no tenant '{name}'"))
-        })
-    }
-
     /// Whose rights a tenant's work gets. Without root everything runs as the keeper itself.
     pub fn runner(&self, tenant: &Tenant) -> Result<Runner, Fault> {
         let options = self.options();
@@ -323,32 +360,46 @@ impl Engine {
         let runner = self.runner(&tenant)?;
         let request = self.request(&site, &tenant, asked).await?;
         let order = self.order(Kind::Cgi, request, site.name.to_string(), most);
-        self.processes.start(order, move |leaf| spawn::cgi(&site, &tenant, &script, env, &runner, leaf)).await
+        let enclosures = self.enclosures();
+        let start = move |leaf: &Leaf| spawn::cgi(&site, &tenant, &script, env, &runner, (leaf, &enclosures));
+        self.processes.start(order, start).await
     }
 
-    pub async fn spawn_php(&self, name: &TenantName) -> Result<(Handle, Vec<OwnedFd>), Fault> {
-        let tenant = self.tenant(name)?;
+    /// A worker of the site's tenant. It may serve the tenant's other sites later (`enter`).
+    pub async fn spawn_php(&self, name: &SiteName) -> Result<(Handle, Vec<OwnedFd>), Fault> {
+        let (site, tenant) = self.site(name)?;
+        let scripts = SiteScripts::of(&site, &tenant)?.ok_or_else(|| wrong_kind(&site, "php"))?;
         let options = self.options();
         let runner = self.runner(&tenant)?;
         let most = tenant.php_workers.unwrap_or(options.php_workers_per_tenant);
         let request = Request::none(Home { tenant: Arc::clone(&tenant), site: None, device: None });
-        let order = self.order(Kind::Php, request, tenant.name.to_string(), most);
-        let (php_cgi, sockets) = (options.php_cgi.clone(), Arc::clone(&self.php_sockets));
-        self.processes.start(order, move |leaf| spawn::php(&php_cgi, &tenant, &sockets, &runner, leaf)).await
+        let mut order = self.order(Kind::Php, request, tenant.name.to_string(), most);
+        let scripts = ScriptRule::new(site.name.clone(), scripts);
+        order.scripts = Some(Arc::clone(&scripts));
+        let start = PhpStart {
+            php_cgi: options.php_cgi.clone(),
+            sockets: Arc::clone(&self.php_sockets),
+            gate: self.gate()?,
+            scripts,
+            enclosures: self.enclosures(),
+        };
+        self.processes.start(order, move |leaf| spawn::php(&start, &tenant, &runner, leaf)).await
     }
 
     /// Moves a worker of the site's tenant to where the request is to run. Returns its cell's name.
     pub async fn enter(&self, id: ProcessId, name: &SiteName, asked: Confinement) -> Result<String, Fault> {
         let process = self.worker(id)?;
         let (site, tenant) = self.site(name)?;
-        let Backend::Php(_) = &site.backend else { return Err(wrong_kind(&site, "php")) };
+        let scripts = SiteScripts::of(&site, &tenant)?.ok_or_else(|| wrong_kind(&site, "php"))?;
         if tenant.name != process.tenant.name {
             let message = format!("site '{name}' is of another tenant than process {}", id.0);
             return Err(Fault::new(Failure::Forbidden, fault::UNKNOWN, message));
         }
         confinement::check(&asked)?;
         let request = self.request(&site, &tenant, asked).await?;
-        self.processes.enter(&process, request).await
+        let cell = self.processes.enter(&process, request).await?;
+        process.serve_scripts(&site.name, scripts);
+        Ok(cell)
     }
 
     pub async fn leave(&self, id: ProcessId) -> Result<Usage, Fault> {
@@ -439,7 +490,7 @@ impl Engine {
     pub fn order(&self, kind: Kind, request: Request, label: String, per_tenant_max: u32) -> Order {
         let bytes_max = self.options().stderr_bytes_max as usize;
         let log = Budget { bytes_max, refills: kind != Kind::Cgi };
-        Order { kind, request, label, per_tenant_max, log, journal: None }
+        Order { kind, request, label, per_tenant_max, log, journal: None, scripts: None }
     }
 
     /// Prometheus text.
@@ -469,8 +520,15 @@ impl Engine {
             "cells": self.cells_status(),
             "instances": self.instances.status(),
             "sandbox": self.trial_status(),
+            "enclosures": self.enclosures_status(),
         })
         .to_string()
+    }
+
+    fn enclosures_status(&self) -> Value {
+        let all = self.enclosures();
+        let (now, made) = all.numbers();
+        json!({"now": now, "made": made, "off": all.off()})
     }
 
     fn cells_status(&self) -> Value {

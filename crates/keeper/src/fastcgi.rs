@@ -12,20 +12,20 @@
 
 use bytes::{Buf, Bytes, BytesMut};
 
-const VERSION: u8 = 1;
-const BEGIN_REQUEST: u8 = 1;
-const END_REQUEST: u8 = 3;
-const PARAMS: u8 = 4;
-const STDIN: u8 = 5;
+pub(crate) const VERSION: u8 = 1;
+pub(crate) const BEGIN_REQUEST: u8 = 1;
+pub(crate) const END_REQUEST: u8 = 3;
+pub(crate) const PARAMS: u8 = 4;
+pub(crate) const STDIN: u8 = 5;
 const STDOUT: u8 = 6;
 const STDERR: u8 = 7;
-const ROLE_RESPONDER: u8 = 1;
+pub(crate) const ROLE_RESPONDER: u8 = 1;
 const KEEP_CONN: u8 = 1;
-const HEADER_LEN: usize = 8;
+pub(crate) const HEADER_LEN: usize = 8;
 const END_REQUEST_LEN: usize = 8;
 
 /// Every connection carries one request at a time, always under this id.
-const REQUEST_ID: [u8; 2] = [0, 1];
+pub(crate) const REQUEST_ID: [u8; 2] = [0, 1];
 
 /// Longest content of one record.
 pub const CONTENT_MAX: usize = u16::MAX as usize;
@@ -111,6 +111,20 @@ impl Opening {
 
 /// The record that ends a request's body.
 pub const END_OF_BODY: [u8; HEADER_LEN] = [VERSION, STDIN, REQUEST_ID[0], REQUEST_ID[1], 0, 0, 0, 0];
+
+/// Protocol status of an end record: the program has not begun with the request (FastCGI 1.0, section 5.5).
+pub const OVERLOADED: u8 = 2;
+
+/// An end record that says so.
+pub(crate) const NOT_BEGUN: [u8; HEADER_LEN + END_REQUEST_LEN] =
+    [VERSION, END_REQUEST, REQUEST_ID[0], REQUEST_ID[1], 0, 8, 0, 0, 0, 0, 0, 0, OVERLOADED, 0, 0, 0];
+
+/// All of an answer with this output, which is shorter than a record.
+pub(crate) fn whole_answer(output: &[u8]) -> Vec<u8> {
+    let len = u16::try_from(output.len()).expect("shorter than a record");
+    let end = [&header(END_REQUEST, 8)[..], &[0; END_REQUEST_LEN]].concat();
+    [&header(STDOUT, len)[..], output, &end].concat()
+}
 
 /// The header of a record that carries `len` bytes of request body.
 pub fn body_header(len: u16) -> [u8; HEADER_LEN] {

@@ -62,6 +62,12 @@ pub const OUT_OF_MEMORY: Code = Code(324);
 /// What an application may reach outside cannot be opened for it.
 pub const OUTLET: Code = Code(325);
 
+/// A request of the edge's is not passed on to PHP.
+pub const GATE: Code = Code(356);
+
+/// A tenant's programs cannot be kept apart from the others'.
+pub const ENCLOSURE: Code = Code(357);
+
 /// Lines are missing in the log of an application.
 pub const LOG: Code = Code(338);
 

@@ -22,9 +22,11 @@ mod bases;
 mod cells;
 mod cgi;
 mod confinement;
+mod enclosure;
 mod engine;
 mod fault;
 mod feed;
+mod gate;
 mod instances;
 mod log;
 mod metrics;
@@ -43,6 +45,9 @@ mod workers;
 
 pub use cells::GIVE_WAY_FOR;
 pub use confinement::TENANTS_MAX;
+pub use enclosure::try_enclosure;
 pub use instances::unix_diag;
-pub use options::{BackEnd, HugePages, IdleOptions, InstanceOptions, Options};
+pub use options::{
+    BackEnd, HugePages, IdleOptions, InstanceOptions, Options, ProgramNetwork, ProgramOptions,
+};
 pub use server::{Start, run};

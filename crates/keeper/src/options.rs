@@ -39,6 +39,7 @@ pub struct Options {
     /// So many times the limit of a site's record its application may have for a request, where the record does not say how far.
     pub raise_max: u32,
     pub instances: InstanceOptions,
+    pub programs: ProgramOptions,
     /// This node's name in its cluster. None: it is alone, and runs every site's application.
     pub node: Option<String>,
 }
@@ -68,6 +69,36 @@ pub struct InstanceOptions {
     pub wakes_at_once: u32,
     pub huge_pages: HugePages,
     pub idle: IdleOptions,
+}
+
+/// What CGI programs and PHP workers reach. Holds for those that are started after a change.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ProgramOptions {
+    pub network: ProgramNetwork,
+    /// Ports of services on the node's loopback that all tenants may use.
+    pub local_ports: Vec<u16>,
+    /// Ports on which this node serves sites: a site's program may ask its own site.
+    pub own_ports: Vec<u16>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProgramNetwork {
+    /// Each tenant has one of its own.
+    #[default]
+    Own,
+    /// All share the node's.
+    Host,
+}
+
+/// Mail, and the two databases that sites use most.
+const LOCAL_PORTS: [u16; 4] = [25, 587, 3306, 5432];
+
+impl Default for ProgramOptions {
+    fn default() -> Self {
+        Self { network: ProgramNetwork::Own, local_ports: LOCAL_PORTS.to_vec(), own_ports: Vec::new() }
+    }
 }
 
 /// Whether the keeper sets in which pages all programs of the machine get their memory.
@@ -122,6 +153,7 @@ impl Default for Options {
             back_end: BackEnd::Auto,
             raise_max: 4,
             instances: InstanceOptions::default(),
+            programs: ProgramOptions::default(),
             node: None,
         }
     }

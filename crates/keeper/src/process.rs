@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::cell::Usage;
-use nagaya_cmdb::{Tenant, TenantName};
+use nagaya_cmdb::{SiteName, Tenant, TenantName};
 use rustix::process::{Pid, Signal};
 use tokio::io::Interest;
 use tokio::sync::{Notify, oneshot, watch};
@@ -22,7 +22,9 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::cells::{Cells, LOOK_AGAIN_MAX, Leaf};
+use crate::enclosure::Enclosure;
 use crate::fault::{self, Fault};
+use crate::gate::{ScriptRule, SiteScripts};
 use crate::log::{self, Budget, Journal};
 use crate::metrics::Metrics;
 use crate::protocol::{Exit, Failure, ProcessId};
@@ -88,6 +90,8 @@ pub struct Order {
     pub log: Budget,
     /// Where its lines are kept.
     pub journal: Option<Rc<Journal>>,
+    /// Of a PHP worker.
+    pub scripts: Option<Arc<ScriptRule>>,
 }
 
 /// All trees of this keeper.
@@ -116,6 +120,10 @@ pub struct Process {
     pid: Option<Pid>,
     stay: Stay,
     end_wanted: Notify,
+    /// Which scripts a PHP worker may be given.
+    scripts: Option<Arc<ScriptRule>>,
+    /// What it runs in.
+    _enclosure: Option<Arc<Enclosure>>,
 }
 
 impl Process {
@@ -126,6 +134,13 @@ impl Process {
     /// Whether nothing but the process itself is in its cell. A cell that cannot be read is taken to hold more.
     fn is_alone(&self) -> bool {
         self.stay.leaf().pids().is_ok_and(|pids| pids.iter().all(|pid| Some(*pid) == self.pid))
+    }
+
+    /// From now on the gate lets scripts of this site through to it, and no others.
+    pub fn serve_scripts(&self, site: &SiteName, scripts: SiteScripts) {
+        if let Some(rule) = &self.scripts {
+            rule.set(site.clone(), Some(scripts));
+        }
     }
 
     /// What it has used for its present request so far.
@@ -334,6 +349,8 @@ impl Processes {
             pid: started.root.pid(),
             stay: Stay::new(leaf, order.request),
             end_wanted: Notify::new(),
+            scripts: order.scripts,
+            _enclosure: started.enclosure,
         });
         self.running.borrow_mut().insert(id, Rc::clone(&process));
         if self.closing.get() {
@@ -360,6 +377,17 @@ impl Processes {
             ending.outwait().await;
         }
         drop(place);
+    }
+
+    /// Acts on changed records: what `current` says of a worker's site is what it may be given.
+    pub fn refresh_scripts(&self, current: impl Fn(&SiteName, &Tenant) -> Option<SiteScripts>) {
+        for process in self.running.borrow().values() {
+            if let Some(rule) = &process.scripts {
+                let site = rule.site();
+                let scripts = current(&site, &process.tenant);
+                rule.set(site, scripts);
+            }
+        }
     }
 
     /// Ends trees this finds, e.g. those of a tenant that changed.

@@ -30,11 +30,12 @@ pub enum Verb {
     /// two descriptors: its standard input (write end) and output (read end). Its standard error goes to the keeper's log.
     /// It is born in a cell of its own.
     SpawnCgi { site: SiteName, script: String, env: Vec<(String, String)>, confinement: Box<Confinement> },
-    /// A PHP worker under this tenant's uid, for this connection alone. Answer: `Spawned` with one
-    /// descriptor, the FastCGI connection. It waits for its first request in a cell beneath its tenant's.
-    SpawnPhp { tenant: TenantName },
+    /// A PHP worker of this site's tenant, for this connection alone. The site is of kind php. Answer: `Spawned` with one
+    /// descriptor, a FastCGI connection that takes scripts beneath this site's root only, until it enters for another
+    /// site. It waits for its first request in a cell beneath its tenant's.
+    SpawnPhp { site: SiteName },
     /// A worker begins to serve a request of this site: it is moved to where the request is to run, if it is not there
-    /// already, and gets the request's limits. Answer: `Entered`.
+    /// already, and gets the request's limits. From then on it takes scripts of this site. Answer: `Entered`.
     Enter { process: ProcessId, site: SiteName, confinement: Box<Confinement> },
     /// The request a worker serves has ended. Answer: `Used`, all since it entered. What the request left running is ended.
     /// The worker's cell stays as it is until the next `Enter`, so an unchanged confinement without demotions, its own or

@@ -64,6 +64,8 @@ pub struct Ways {
     pub sockets: Vec<(OwnedFd, Socket)>,
     /// All else.
     pub outside: Option<Capture>,
+    /// Ports of the node's own addresses that are outside, too.
+    pub own_ports: Vec<u16>,
 }
 
 struct Order {

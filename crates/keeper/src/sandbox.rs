@@ -60,14 +60,16 @@ use kernel::{Alone, Fork};
 use order::{Ask, Birth, Bound, Order, Role, Run, Told};
 
 pub use crate::sys::{Entrance, Identity};
+pub(crate) use capture::capture as capture_here;
 pub use capture::{Capture, RESOLVER};
 pub(crate) use channel::{receive, send};
-pub(crate) use kernel::timespec;
+pub(crate) use kernel::{raise_loopback, timespec};
 pub use network::Address;
 pub use order::Step;
 pub(crate) use order::{Fill, Freezing, Ward, Warded};
+pub(crate) use outlet::listen as listen_here;
 pub(crate) use shm::{DEPTH_MAX as SHM_DEPTH_MAX, ENTRIES_MAX as SHM_ENTRIES_MAX, FILE as SHM_FILE};
-pub(crate) use tree::{detached, lock, memory};
+pub(crate) use tree::{attach_to, detached, lock, memory, own_proc};
 pub use trial::{CAPABILITIES, explain, missing_capabilities, try_sandbox};
 
 /// No sandbox can be made at all.

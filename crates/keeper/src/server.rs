@@ -552,9 +552,9 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
             let (handle, fds) = engine.spawn_cgi(&site, script, env, *confinement).await?;
             Ok((connection.lease(handle), fds))
         }
-        Verb::SpawnPhp { tenant } => {
+        Verb::SpawnPhp { site } => {
             connection.room_for_process()?;
-            let (handle, fds) = engine.spawn_php(&tenant).await?;
+            let (handle, fds) = engine.spawn_php(&site).await?;
             Ok((connection.lease(handle), fds))
         }
         Verb::Enter { process, site, confinement } => {

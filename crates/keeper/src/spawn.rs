@@ -4,12 +4,13 @@
 //! (`engine`), how long it lives (`process`), the system calls (`sys`).
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nagaya_cmdb::record::App;
 use nagaya_cmdb::{Site, Tenant};
@@ -19,7 +20,9 @@ use rustix::pipe::PipeFlags;
 
 use crate::cells::Leaf;
 use crate::cgi;
+use crate::enclosure::{Enclosure, Enclosures};
 use crate::fault::{self, Fault};
+use crate::gate::{self, Gate, Passage, ScriptRule};
 use crate::process::Root;
 use crate::protocol::Failure;
 use crate::roots;
@@ -34,6 +37,8 @@ pub struct Started {
     pub log: OwnedFd,
     /// For the edge, in the order the protocol names them.
     pub fds: Vec<OwnedFd>,
+    /// What it runs in, as long as it runs.
+    pub enclosure: Option<Arc<Enclosure>>,
 }
 
 /// For whom a program runs.
@@ -50,7 +55,7 @@ pub fn cgi(
     script: &str,
     env: Vec<(String, String)>,
     runner: &Runner,
-    leaf: &Leaf,
+    (leaf, enclosures): (&Leaf, &Enclosures),
 ) -> Result<Started, Fault> {
     let files = site.backend.files().expect("the engine starts only sites of kind cgi here");
     let found = roots::find_script(site, tenant, runner.identity, script)?;
@@ -68,6 +73,7 @@ pub fn cgi(
         Ok((stdin, to_program, from_program, stdout, log, stderr))
     };
     let (stdin, to_program, from_program, stdout, log, stderr) = wire().map_err(|e| not_wired(script, &e))?;
+    let enclosure = enclosures.of(tenant, runner.identity)?;
     let child = sys::spawn(&Image {
         programs: std::slice::from_ref(&program),
         args: std::slice::from_ref(&program),
@@ -77,27 +83,44 @@ pub fn cgi(
         stdio: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
         listener: None,
         entrance: leaf.entrance(),
+        namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(&found.path, error))?;
-    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program] })
+    Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program], enclosure })
 }
 
-/// Starts a PHP worker whose one connection is already made. Its socket has a path only until then.
-pub fn php(
-    php_cgi: &Path,
-    tenant: &Tenant,
-    sockets: &OwnedFd,
-    runner: &Runner,
-    leaf: &Leaf,
-) -> Result<Started, Fault> {
+/// What a PHP worker is started with.
+pub struct PhpStart {
+    pub php_cgi: PathBuf,
+    /// Where its socket has a name for a moment.
+    pub sockets: Arc<OwnedFd>,
+    pub gate: Gate,
+    /// What it may be given.
+    pub scripts: Arc<ScriptRule>,
+    pub enclosures: Arc<Enclosures>,
+}
+
+/// Settings without which PHP runs another file than the one the gate has looked at: `main/fopen_wrappers.c` and
+/// `sapi/cgi/cgi_main.c` of PHP.
+const PHP_SETTINGS: [&CStr; 6] = [c"-d", c"doc_root=", c"-d", c"user_dir=", c"-d", c"cgi.fix_pathinfo=1"];
+
+/// Starts a PHP worker whose first connection is already made. Its socket has a path only until then.
+pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> Result<Started, Fault> {
+    let PhpStart { php_cgi, sockets, gate, scripts, enclosures } = start;
+    let enclosure = enclosures.of(tenant, runner.identity)?;
     let wire = || -> io::Result<_> {
-        let (listener, connection) = connected_listener(sockets)?;
+        let worker = connected_listener(sockets)?;
         let (log, stderr) = pipe()?;
-        Ok((listener, connection, log, stderr))
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (ours, edges) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        Ok((worker, log, stderr, ours, edges))
     };
-    let (listener, connection, log, stderr) = wire().map_err(|e| not_wired("php-cgi", &e))?;
+    let (worker, log, stderr, ours, edges) = wire().map_err(|e| not_wired("php-cgi", &e))?;
+    let ListeningWorker { listener, door, connection } = worker;
     let program = c_text(php_cgi.as_os_str())?;
+    let args: Vec<CString> =
+        std::iter::once(program.as_c_str()).chain(PHP_SETTINGS).map(CStr::to_owned).collect();
     let directory = c_text(tenant.home.as_deref().unwrap_or(Path::new("/")).as_os_str())?;
     let mut env = vec![
         cgi::variable("PATH", cgi::PATH.as_bytes())?,
@@ -110,13 +133,14 @@ pub fn php(
     }
     let child = sys::spawn(&Image {
         programs: std::slice::from_ref(&program),
-        args: std::slice::from_ref(&program),
+        args: &args,
         env: &env,
         directory: &directory,
         identity: runner.identity,
         stdio: [listener.as_fd(), stderr.as_fd(), stderr.as_fd()],
         listener: None,
         entrance: leaf.entrance(),
+        namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| match (error.step, error.error.kind()) {
@@ -127,7 +151,15 @@ pub fn php(
         ),
         _ => not_started(php_cgi, error),
     })?;
-    Ok(Started { root: Root::Child(child), log, fds: vec![connection] })
+    let root = Root::Child(child);
+    let whose = tenant.name.to_string();
+    let passage = Passage { edge: ours, worker: connection, door, rule: Arc::clone(scripts), whose };
+    if let Err(error) = gate.open(passage) {
+        // Nothing could be sent to it. Its tree is ended with its cell.
+        let _ = root.kill();
+        return Err(Fault::new(Failure::Busy, fault::SPAWN, error.to_string()));
+    }
+    Ok(Started { root, log, fds: vec![edges], enclosure })
 }
 
 /// Where an application is told to listen.
@@ -180,10 +212,11 @@ pub fn app(
         stdio: [nothing.as_fd(), output.as_fd(), output.as_fd()],
         listener: listener.as_ref().map(AsFd::as_fd),
         entrance: leaf.entrance(),
+        namespaces: &[],
         open_files_max: runner.open_files_max,
     })
     .map_err(|error| not_started(Path::new(program), error))?;
-    Ok(Started { root: Root::Child(child), log, fds: Vec::new() })
+    Ok(Started { root: Root::Child(child), log, fds: Vec::new(), enclosure: None })
 }
 
 /// Program and arguments, with the place to listen at filled in.
@@ -259,8 +292,16 @@ fn candidates(program: &str) -> Result<Vec<CString>, Fault> {
     cgi::PATH.split(':').map(|dir| c_text(Path::new(dir).join(program).as_os_str())).collect()
 }
 
-/// A listening socket with one connection waiting in it, and that connection's other end.
-fn connected_listener(sockets: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
+/// The socket of a worker, with one connection waiting in it.
+struct ListeningWorker {
+    listener: OwnedFd,
+    /// The same as a path, which has no name any more: more connections can be made through it.
+    door: OwnedFd,
+    /// The other end of the one connection.
+    connection: OwnedFd,
+}
+
+fn connected_listener(sockets: &OwnedFd) -> io::Result<ListeningWorker> {
     let mut random = [0; 16];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
     let name = format!("w{:032x}", u128::from_ne_bytes(random));
@@ -269,15 +310,21 @@ fn connected_listener(sockets: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
     let socket = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let listener = above_stdio(socket(SocketFlags::CLOEXEC)?)?;
     rustix::net::bind(&listener, &address)?;
-    let connect = || -> io::Result<OwnedFd> {
+    let connect = || -> io::Result<(OwnedFd, OwnedFd)> {
         rustix::net::listen(&listener, 1)?;
-        let connection = socket(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
-        rustix::net::connect(&connection, &address)?;
-        Ok(connection)
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let door = rustix::fs::openat(sockets, &name, flags, Mode::empty())?;
+        let connection = gate::connect(&door)?;
+        Ok((door, connection))
     };
-    let connection = connect();
+    let connected = connect();
     rustix::fs::unlinkat(sockets, &name, AtFlags::empty())?;
-    Ok((listener, connection?))
+    let (door, connection) = connected?;
+    Ok(ListeningWorker { listener, door, connection })
+}
+
+fn namespaces_of(enclosure: Option<&Enclosure>) -> Vec<BorrowedFd<'_>> {
+    enclosure.map(Enclosure::namespaces).unwrap_or_default()
 }
 
 /// Opens a directory that holds sockets, for `php`.
@@ -323,6 +370,7 @@ fn not_started(program: &Path, SpawnError { step, error }: SpawnError) -> Fault 
         (Step::Program, Some(rustix::io::Errno::NOEXEC)) => {
             (Failure::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
         }
+        (Step::Namespaces, _) => (Failure::Broken, "it cannot enter its tenant's namespaces"),
         (Step::Clone | Step::Fence, _) => (Failure::Broken, "no process can be made in a cgroup of its own"),
         _ => (Failure::Broken, "the system refused a step on the way to it"),
     };

@@ -65,6 +65,8 @@ pub struct Image<'a> {
     /// A socket to listen on, which it gets as descriptor 3. Not among the standard three.
     pub listener: Option<BorrowedFd<'a>>,
     pub entrance: Entrance,
+    /// To be entered in this order, before its rights are given up.
+    pub namespaces: &'a [BorrowedFd<'a>],
     pub open_files_max: u64,
 }
 
@@ -85,6 +87,7 @@ pub enum Step {
     Identity,
     Directory,
     Program,
+    Namespaces,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -138,8 +141,15 @@ pub fn spawn(image: &Image<'_>) -> Result<Child, SpawnError> {
     })
 }
 
-const STEPS: [Step; 6] =
-    [Step::Fence, Step::Descriptors, Step::Limits, Step::Identity, Step::Directory, Step::Program];
+const STEPS: [Step; 7] = [
+    Step::Fence,
+    Step::Descriptors,
+    Step::Limits,
+    Step::Identity,
+    Step::Directory,
+    Step::Program,
+    Step::Namespaces,
+];
 
 /// `struct clone_args` of `clone3(2)`, up to the field of Linux 5.7.
 #[repr(C)]
@@ -286,6 +296,11 @@ unsafe fn run_steps(shared: &Shared<'_>) -> libc::c_int {
         for tasks in &image.entrance.tasks {
             if libc::write(tasks.as_raw_fd(), b"0".as_ptr().cast(), 1) != 1 {
                 return 0;
+            }
+        }
+        for namespace in image.namespaces {
+            if libc::setns(namespace.as_raw_fd(), 0) < 0 {
+                return 6;
             }
         }
         // Its own process group, in the keeper's session: a session of its own would make the scheduler's autogroups

@@ -2,7 +2,10 @@
 //!
 //! Not here: links out of a document root in general (`static_files`).
 
+use std::io::Write;
+use std::net::TcpListener;
 use std::os::unix::fs::symlink;
+use std::sync::OnceLock;
 
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
@@ -26,6 +29,11 @@ pub const SUITE: Suite = Suite {
             no_tenant_reads_a_log,
             no_tenant_speaks_to_the_node,
             no_tenant_signals_another,
+            no_program_reaches_another_tenants_port,
+            a_program_reaches_services_for_all_tenants,
+            no_program_sees_another_users_processes,
+            no_program_finds_another_tenants_temporary_files,
+            the_status_says_that_programs_are_kept_apart,
             the_edge_has_no_rights_to_give_away,
             each_thread_of_the_edge_has_a_filter_of_system_calls,
             the_edge_holds_nothing_of_the_store,
@@ -38,9 +46,29 @@ pub const SUITE: Suite = Suite {
 /// What Alice has and nobody else may see.
 const SECRET: &str = "alices-own-secret";
 
+/// Answers each connection with a line, as long as the test runs. Returns its port.
+fn serve_lines() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("it is bound").port();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            // Who has left again wants nothing.
+            let _ = stream.write_all(b"a service of the node\n");
+        }
+    });
+    port
+}
+
+/// A port of the node's that programs of all tenants may use.
+fn shared_port() -> u16 {
+    static PORT: OnceLock<u16> = OnceLock::new();
+    *PORT.get_or_init(serve_lines)
+}
+
 fn world() -> World {
     let site = |name: &str, tenant: &str, backend: serde_json::Value| json!({ "name": name, "tenant": tenant, "hosts": [format!("{name}.test")], "backend": backend });
     let world = World::builder()
+        .set("keeper", &format!("local_ports = [{}]", shared_port()))
         .tenant("alice")
         .tenant("bob")
         .site(site("alice", "alice", json!({ "kind": "php", "root": "www" })))
@@ -110,6 +138,11 @@ fn as_bob(world: &World, name: &str, line: &str) -> String {
     let answer = world.get("cgi.test", &format!("/{name}.cgi")).expect(200).text();
     assert!(answer.ends_with("done\n"), "{answer}");
     answer
+}
+
+/// What is closed to a program, or, beneath a `/tmp` that is its own, not even there.
+fn is_refused(text: &str) -> bool {
+    text.contains("ermission denied") || text.contains("No such file")
 }
 
 fn no_path_leads_to_another_tenant(world: &World) {
@@ -223,7 +256,7 @@ fn no_cgi_program_reaches_another_tenant(world: &World) {
             home.display()
         ),
     );
-    assert!(!text.contains(SECRET) && text.contains("ermission denied"), "{text}");
+    assert!(!text.contains(SECRET) && is_refused(&text), "{text}");
     assert!(!home.join("www/bobs").exists());
 }
 
@@ -256,7 +289,7 @@ fn no_tenant_reads_a_log(world: &World) {
             dir.display()
         ),
     );
-    assert!(!text.contains("alices-token") && text.contains("ermission denied"), "{text}");
+    assert!(!text.contains("alices-token") && is_refused(&text), "{text}");
     assert!(world.path("log/access.log").exists());
 }
 
@@ -282,7 +315,8 @@ fn no_tenant_speaks_to_the_node(world: &World) {
     ];
     let text = as_bob(world, "speaks", &lines.join("\n"));
     assert!(!text.contains("CONNECTED"), "{text}");
-    assert_eq!(text.matches("no: Permission denied").count(), 2, "{text}");
+    let refused = text.lines().filter(|line| line.starts_with("no: ") && is_refused(line));
+    assert_eq!(refused.count(), 2, "{text}");
     assert!(text.contains("\n0 sockets\n"), "a socket of another tenant can be found: {text}");
     assert!(text.contains("\n0\ndone"), "the store can be read: {text}");
 }
@@ -299,6 +333,74 @@ fn no_tenant_signals_another(world: &World) {
     );
     assert!(!text.contains("KILLED"), "{text}");
     assert!([alices, edge, keeper].into_iter().all(machine::is_running));
+}
+
+/// A line of shell that connects, and says what came of it.
+fn connect_to(address: &str, port: u16) -> String {
+    format!(
+        "perl -MIO::Socket::IP -e 'my $s = IO::Socket::IP->new(PeerHost => \"{address}\", PeerPort => {port}, \
+         Timeout => 20); print $s ? \"GOT \" . <$s> : \"no: $!\\n\"'"
+    )
+}
+
+fn no_program_reaches_another_tenants_port(world: &World) {
+    // As of a backend of Alice's, of etcd, or of another node's edge.
+    let port = serve_lines();
+    let lines: Vec<String> =
+        ["127.0.0.1", "127.0.0.2", "::1"].map(|address| connect_to(address, port)).to_vec();
+    let text = as_bob(world, "connects", &lines.join("\n"));
+    assert_eq!(text, "no: Connection refused\n".repeat(3) + "done\n");
+    let script =
+        format!("<?php echo @stream_socket_client('tcp://127.0.0.1:{port}', $e, $why) ? 'GOT' : $why;");
+    world.write("bob", "php/connects.php", script);
+    assert_eq!(world.get("php.test", "/connects.php").expect(200).text(), "Connection refused");
+}
+
+fn a_program_reaches_services_for_all_tenants(world: &World) {
+    let port = shared_port();
+    let text = as_bob(world, "asks", &connect_to("127.0.0.1", port));
+    assert_eq!(text, "GOT a service of the node\ndone\n");
+    world.write(
+        "bob",
+        "php/asks.php",
+        format!("<?php echo fgets(stream_socket_client('tcp://localhost:{port}'));"),
+    );
+    assert_eq!(world.get("php.test", "/asks.php").expect(200).text(), "a service of the node\n");
+}
+
+fn no_program_sees_another_users_processes(world: &World) {
+    // Alice's worker runs.
+    world.get("alice.test", "/pid.php").expect(200);
+    let own = world.uid("bob").to_string();
+    let text = as_bob(world, "processes", "stat -c %u /proc/[0-9]* 2>/dev/null | sort -u");
+    assert_eq!(text, format!("{own}\ndone\n"));
+    // One that has ended meanwhile has no owner.
+    let script = "<?php $uids = []; foreach (glob('/proc/[0-9]*') as $p) $uids[] = @fileowner($p); \
+                  echo implode(' ', array_unique(array_filter($uids, 'is_int')));";
+    world.write("bob", "php/processes.php", script);
+    assert_eq!(world.get("php.test", "/processes.php").expect(200).text(), own);
+}
+
+fn no_program_finds_another_tenants_temporary_files(world: &World) {
+    let name = format!("nagaya-e2e-{}-{}", std::process::id(), world.uid("alice"));
+    let script = format!(
+        "<?php echo json_encode(@file_get_contents('/tmp/{name}')); file_put_contents('/tmp/{name}', '{SECRET}');"
+    );
+    world.write("alice", "www/tmp.php", script);
+    assert_eq!(world.get("alice.test", "/tmp.php").expect(200).text(), "false");
+    assert_eq!(world.get("alice.test", "/tmp.php").expect(200).text(), format!("\"{SECRET}\""), "it stays");
+    let text = as_bob(world, "tmp", &format!("cat /tmp/{name} /var/tmp/{name}; ls -A /tmp | wc -l"));
+    assert!(!text.contains(SECRET) && text.matches("No such file").count() == 2, "{text}");
+    assert!(!std::path::Path::new("/tmp").join(&name).exists(), "it is the node's");
+}
+
+fn the_status_says_that_programs_are_kept_apart(world: &World) {
+    as_bob(world, "begins", "true");
+    let status = world.status();
+    let rows = status["protections"].as_array().expect("a list");
+    let row = rows.iter().find(|row| row["name"] == "programs-apart").expect("it is listed");
+    assert_eq!(row["on"], true, "{row}");
+    assert!(status["keeper"]["enclosures"]["now"].as_u64().is_some_and(|now| now > 0), "{status}");
 }
 
 fn the_edge_has_no_rights_to_give_away(world: &World) {

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, anyhow};
+use nagaya_cmdb::SiteName;
 use nagaya_cmdb::cell::{Confinement, CpuQuota, Limits};
-use nagaya_cmdb::{SiteName, TenantName};
 use nagaya_keeper::client::Keeper;
 use serde_json::json;
 use tokio::task::LocalSet;
@@ -123,8 +123,8 @@ fn stays(report: &mut Report, setting: &Setting, node: &Node) -> Result<()> {
 
 async fn stay(node: &Node, sites: [&str; 2], count: usize) -> Result<Answers> {
     let keeper = Keeper::connect(&node.keeper_socket()).await.context("connecting to the keeper")?;
-    let tenant = TenantName::new("t").context("the tenant's name")?;
-    let worker = keeper.spawn_php(&tenant).await.context("starting a worker")?;
+    let site = SiteName::new("b").context("the site's name")?;
+    let worker = keeper.spawn_php(&site).await.context("starting a worker")?;
     let sites: Vec<SiteName> =
         sites.iter().map(|site| SiteName::new(site)).collect::<Result<_, _>>().context("names of sites")?;
     let limited = |thousandths| Confinement {

@@ -175,11 +175,11 @@ impl Programs {
         let opening = opening(&facts, Connection::Kept)?;
         self.after.begin();
         // Workers have a line of their own, of which nothing is predicted.
-        let lease = self.pools.lease(tenant, || self.start_php(tenant)).await;
+        let lease = self.pools.lease(tenant, || self.start_php(site)).await;
         let mut lease = lease.map_err(|refusal| without_ticket(refusal, None, site, &head))?;
         if self.enter(&mut lease, site, stay).await.is_err() {
             // It may have died, or have been another keeper's, which is no fault of the request.
-            lease.renew(|| self.start_php(tenant)).await?;
+            lease.renew(|| self.start_php(site)).await?;
             self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
         }
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
@@ -203,7 +203,7 @@ impl Programs {
                 };
                 let Retry { link, opening, body, errors } = retry;
                 let (mut lease, due) = link.into_lease();
-                lease.renew(|| self.start_php(tenant)).await?;
+                lease.renew(|| self.start_php(site)).await?;
                 self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
                 let set = alarm(&mut lease);
                 let serving = self.serving(lease, due);
@@ -242,17 +242,17 @@ impl Programs {
         Serving::new(lease, due, Rc::clone(&self.keeper), Rc::clone(&self.after))
     }
 
-    async fn start_php(&self, tenant: &Tenant) -> Result<Worker, Refusal> {
+    async fn start_php(&self, site: &Site) -> Result<Worker, Refusal> {
         let mut pause = BUSY_PAUSE;
         let started = loop {
-            match self.keeper.spawn_php(&tenant.name).await {
+            match self.keeper.spawn_php(&site.name).await {
                 // The keeper counts a worker until nothing of it is left, which is a little longer than it is used.
                 Err(ClientError::Refused { failure: KeeperFailure::Busy, .. }) if pause < BUSY_PAUSE_MAX => {
                     tokio::time::sleep(pause).await;
                     pause *= 2;
                 }
                 result => {
-                    let what = || format!("a PHP worker of tenant {}", tenant.name);
+                    let what = || format!("a PHP worker for site {}", site.name);
                     break result.map_err(|error| not_started(&what(), error))?;
                 }
             }

@@ -2,10 +2,9 @@
 //!
 //! Not here: what goes over its connection (`responder`), whose turn it is (`pool`).
 //!
-//! A worker serves another request only if this one left nothing behind: everything was sent, everything was read by the worker,
-//! the end record came and no byte after it. The second is not a formality: PHP forgets how much of a body record a
-//! script left unread (a `PUT` handler that reads only the beginning), and would take the rest of the body, which a
-//! visitor chose, for the next FastCGI request.
+//! A worker serves another request only if this one left nothing behind: everything was sent, everything was read, the end
+//! record came and no byte after it. The keeper's gate is at the other end of the connection; it sees to it that PHP takes
+//! nothing of a body that a script left unread for the next request.
 //!
 //! It also serves others only after the keeper has said what this request used: the answer may come over another
 //! connection than the next request's, so asking and going on would charge one request for the next one's work. A tenant's

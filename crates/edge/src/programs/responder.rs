@@ -13,7 +13,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use http_body::Body;
 use nagaya_base::RequestId;
 use nagaya_cmdb::SiteName;
-use nagaya_keeper::fastcgi::{self, CONTENT_MAX, Decoder, Event};
+use nagaya_keeper::fastcgi::{self, CONTENT_MAX, Decoder, Event, OVERLOADED, ProtocolError};
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, timeout_at};
@@ -272,7 +272,7 @@ impl<L: Link> Receiving<L> {
             let Some(link) = &mut self.link else { return Poll::Ready(Ok(None)) };
             let (stream, buffer) = link.line();
             let event = self.decoder.next(buffer);
-            match event.map_err(|error| Failure::Protocol(error.to_string()))? {
+            match event.map_err(protocol_failure)? {
                 Some(Event::Stdout(piece)) => return Poll::Ready(Ok(Some(piece))),
                 Some(Event::Stderr(piece)) => self.errors.take(&piece),
                 Some(Event::End { .. }) => {
@@ -326,6 +326,14 @@ impl<L: Link> Drop for Receiving<L> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+    }
+}
+
+/// Who is overloaded has not begun with the request.
+fn protocol_failure(error: ProtocolError) -> Failure {
+    match error {
+        ProtocolError::Rejected(OVERLOADED) => Failure::Unread,
+        other => Failure::Protocol(other.to_string()),
     }
 }
 

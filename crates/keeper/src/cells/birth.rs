@@ -52,6 +52,7 @@ fn lives(dir: &Path) -> Result<bool, FileError> {
         stdio: [nothing; 3],
         listener: None,
         entrance: Entrance { born, tasks: Vec::new() },
+        namespaces: &[],
         open_files_max: 64,
     });
     let child = match child {

@@ -156,7 +156,7 @@ impl Housing {
         let opened = listen().and_then(|listeners| {
             let places = listeners.into_iter().zip(plan.endpoints()).collect();
             let outside = self.reaches_all().then(|| sandbox.capture()).transpose()?;
-            relay.open(Ways { places, sockets, outside })
+            relay.open(Ways { places, sockets, outside, own_ports: Vec::new() })
         });
         opened.map(Some).map_err(|error| {
             let failure =
@@ -392,7 +392,12 @@ impl From<Fault> for NotRestored {
 }
 
 fn started(sandbox: &Arc<Sandbox>, task: Task, log: OwnedFd) -> Started {
-    Started { root: Root::Sandboxed { sandbox: Arc::clone(sandbox), task }, log, fds: Vec::new() }
+    Started {
+        root: Root::Sandboxed { sandbox: Arc::clone(sandbox), task },
+        log,
+        fds: Vec::new(),
+        enclosure: None,
+    }
 }
 
 /// The variables of an application, and of a command beside it.

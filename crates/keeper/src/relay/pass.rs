@@ -56,13 +56,13 @@ pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
     let open = Rc::new(Cell::new(0));
     let questions_of_all = Arc::new(Semaphore::new(NODE_QUESTIONS_MAX));
     while let Some(Order { ways, counts, tally, wanted, busy }) = incoming.recv().await {
-        let Ways { places, sockets, outside } = ways;
+        let Ways { places, sockets, outside, own_ports } = ways;
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
         places.into_iter().for_each(|(listener, place)| begin(listener, Tcp(place), &instance, &busy));
         sockets.into_iter().for_each(|(listener, socket)| begin(listener, socket, &instance, &busy));
         if let Some(Capture { listener, questions, long_questions, hold }) = outside {
-            begin(listener, Tcp(Outside::new(hold)), &instance, &busy);
+            begin(listener, Tcp(Outside::new(hold, own_ports)), &instance, &busy);
             begin(long_questions, Tcp(LongQuestions), &instance, &busy);
             let answer =
                 names::answer(questions, Arc::clone(&instance.counts), Arc::clone(&questions_of_all));

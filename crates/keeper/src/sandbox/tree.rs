@@ -560,6 +560,12 @@ pub fn memory(uid: u32, gid: u32, mode: &str, bytes_max: u64) -> io::Result<Owne
     scratch(uid, gid, mode, bytes_max, PLAIN | NO_PROGRAMS)
 }
 
+/// A `/proc` of the pid namespace this process is in, in which nobody but root sees other users' processes.
+pub fn own_proc() -> io::Result<OwnedFd> {
+    // By its name it is a setting of this mount alone (Linux 5.8); by its number it could be the node's, too.
+    new_mount("proc", &[("hidepid", "invisible")], PLAIN | NO_PROGRAMS)
+}
+
 fn new_mount(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let context = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
     for (name, value) in options {
@@ -591,7 +597,7 @@ fn attach_at(mount: &OwnedFd, at: impl AsFd, path: impl rustix::path::Arg) -> io
     Ok(move_mount(mount, "", at, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
 }
 
-fn attach_to(mount: &OwnedFd, target: &OwnedFd) -> io::Result<()> {
+pub fn attach_to(mount: &OwnedFd, target: &OwnedFd) -> io::Result<()> {
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
     Ok(move_mount(mount, "", target, "", flags)?)
 }

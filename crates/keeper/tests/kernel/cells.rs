@@ -102,7 +102,7 @@ fn worker_moves() {
     let script = world.script("x.php", "<?php echo getmypid();");
     let world = world.start();
     world.run(async |keeper| {
-        let mut php = Php::start(&keeper).await;
+        let mut php = Php::start_for(&keeper, "a").await;
         assert!(php.cell.starts_with("alice/r"), "{}", php.cell);
         let pid: i32 = php.ask(&script, "").await.parse().unwrap();
         let id = php.guard.id();
@@ -126,7 +126,7 @@ fn who_may_enter() {
     world.site("bobs", "bob", json!({"kind": "php", "root": "www"}));
     let world = world.start();
     world.run(async |keeper| {
-        let php = Php::start(&keeper).await;
+        let php = Php::start_for(&keeper, "a").await;
         let id = php.guard.id();
         let (_, program) = run_and_pid(&keeper, "cgi", &none()).await;
         let enter = async |id, site| refusal(keeper.enter(id, &site_name(site), &none()).await);
@@ -160,7 +160,7 @@ fn left_running() {
     );
     let world = world.start();
     world.run(async |keeper| {
-        let mut php = Php::start(&keeper).await;
+        let mut php = Php::start_for(&keeper, "a").await;
         let id = php.guard.id();
         let mut workers = Vec::new();
         for _ in 0..2 {
@@ -198,7 +198,7 @@ fn dead_worker() {
     let world = world.start();
     world.run(async |keeper| {
         for _ in 0..20 {
-            let mut php = Php::start(&keeper).await;
+            let mut php = Php::start_for(&keeper, "a").await;
             let pid: i32 = php.ask(&script, "").await.parse().unwrap();
             kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
             // The keeper learns of the death while it moves the worker, or before, or after.
@@ -217,7 +217,7 @@ fn edge_dies() {
     let script = world.script("x.php", "<?php echo getmypid();");
     let world = world.start();
     let pid = world.run(async |keeper| {
-        let mut php = Php::start(&keeper).await;
+        let mut php = Php::start_for(&keeper, "a").await;
         let pid: i32 = php.ask(&script, "").await.parse().unwrap();
         keeper.enter(php.guard.id(), &site_name("a"), &none()).await.unwrap();
         // The connection closes with the runtime: nobody sends an end.
@@ -227,7 +227,7 @@ fn edge_dies() {
     wait_dead(pid);
     let emptied = world.run(async |keeper| {
         until_so(|| requests(&world) == 0).await;
-        Php::start(&keeper).await.guard.end().await
+        Php::start_for(&keeper, "a").await.guard.end().await
     });
     assert!(emptied.is_ok());
 }
@@ -237,7 +237,7 @@ fn keeper_dies() {
     let script = world.script("x.php", "<?php echo getmypid();");
     let world = world.start();
     world.run(async |keeper| {
-        let mut php = Php::start(&keeper).await;
+        let mut php = Php::start_for(&keeper, "a").await;
         let pid: i32 = php.ask(&script, "").await.parse().unwrap();
         let named = in_named("shared", &Controller::ALL, Some(Limits::default()));
         keeper.enter(php.guard.id(), &site_name("a"), &named).await.unwrap();
@@ -251,7 +251,7 @@ fn keeper_dies() {
         }
         assert_eq!(php.guard.ended().await, Err(ClientError::Gone));
         assert!(world.metric("nagaya_keeper_cell_orphans_total") > 0);
-        let php = Php::start(&keeper).await;
+        let php = Php::start_for(&keeper, "a").await;
         keeper.enter(php.guard.id(), &site_name("a"), &none()).await.unwrap();
     });
     let last = groups::of_keeper(world.keeper_pid());

@@ -361,7 +361,7 @@ fn demotion_ends() {
     let steps = json!([{"after_cpu": "500ms", "limits": {"cpu": "40%"}}]);
     world.apply(vec![with_requests("php", json!({"request_limits": {"cpu": "100%"}, "demotions": steps}))]);
     world.run(async |keeper: Rc<Keeper>| {
-        let mut php = Php::start(&keeper).await;
+        let mut php = Php::start_for(&keeper, "cgi").await;
         let id = php.guard.id();
         for (ms, demoted) in [(900, 1), (0, 0), (900, 1)] {
             keeper.enter(id, &site_name("cgi"), &Confinement::default()).await.unwrap();
@@ -383,7 +383,7 @@ fn usage_is_own() {
     world.site("php", "alice", json!({"kind": "php", "root": "www"}));
     let world = world.start();
     world.run(async |keeper| {
-        let mut worker = Php::start(&keeper).await;
+        let mut worker = Php::start_for(&keeper, "php").await;
         let id = worker.guard.id();
         keeper.enter(id, &site_name("php"), &Confinement::default()).await.unwrap();
         let (_, mut before) = burn_php(&mut worker, &php, 0).await;

@@ -8,6 +8,7 @@ mod bases;
 mod boosts;
 mod cells;
 mod databases;
+mod enclosure;
 mod exec;
 mod faults;
 mod files;
@@ -68,6 +69,7 @@ fn main() {
         programs::ROOT,
         files::ROOT,
         links::ROOT,
+        enclosure::ROOT,
         php::ROOT,
         instances::ROOT,
         logs::ROOT,

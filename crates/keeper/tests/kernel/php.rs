@@ -4,24 +4,29 @@
 
 use std::path::Path;
 
+use nagaya_cmdb::cell::Confinement;
 use nagaya_keeper::client::{Keeper, ProcessGuard};
 use nagaya_keeper::protocol::Failure;
+use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use crate::Fact;
-use crate::world::{ALICE, World, refusal, tenant_name};
+use crate::world::{ALICE, World, cgi, refusal, site_name};
 
 pub const ROOT: &[Fact] = &[
     ("a PHP worker answers requests on its one connection under its tenant's uid", answers),
     ("a tenant has so many PHP workers and no more", limited),
     ("without php-cgi the answer says what to install", not_installed),
+    ("a hostile edge gets PHP workers for PHP sites only", for_php_sites_only),
+    ("a PHP worker runs scripts of the site it serves and no other file", its_sites_scripts_only),
+    ("nothing of a request's body is taken for a request by a PHP worker", no_request_in_a_body),
 ];
 
 fn answers() {
     let world = World::new();
     let script = world.script("x.php", "<?php echo posix_getuid(), ' ', getmypid(), ' ', $_GET['q'];");
-    let world = world.start();
+    let world = with_sites(world).start();
     world.run(async |keeper| {
         let mut php = Php::start(&keeper).await;
         let mut pids = Vec::new();
@@ -39,24 +44,157 @@ fn answers() {
     assert_eq!(std::fs::read_dir(world.dir.path().join("run/php")).unwrap().count(), 0, "no path is left");
 }
 
+/// A PHP site for each of the tenants, and one more of alice's.
+pub fn with_sites(mut world: World) -> World {
+    for (site, tenant, root) in [("php", "alice", "www"), ("more", "alice", "more"), ("bobs", "bob", "www")] {
+        world.site(site, tenant, json!({"kind": "php", "root": root}));
+    }
+    world
+}
+
 fn limited() {
-    let world = World::new().start();
+    let world = with_sites(World::new()).start();
     world.run(async |keeper| {
-        let alice = tenant_name("alice");
+        let alice = site_name("php");
         let _first = keeper.spawn_php(&alice).await.unwrap();
         let second = keeper.spawn_php(&alice).await.unwrap();
         assert_eq!(refusal(keeper.spawn_php(&alice).await), (Failure::Busy, 307));
-        keeper.spawn_php(&tenant_name("bob")).await.unwrap();
+        keeper.spawn_php(&site_name("bobs")).await.unwrap();
         second.guard.end().await.unwrap();
         keeper.spawn_php(&alice).await.unwrap();
-        assert_eq!(refusal(keeper.spawn_php(&tenant_name("none")).await), (Failure::NotFound, 301));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("none")).await), (Failure::NotFound, 301));
     });
 }
 
 fn not_installed() {
-    let world = World::new().with(|options| options.php_cgi = "/does/not/exist/php-cgi".into()).start();
+    let world = World::new().with(|options| options.php_cgi = "/does/not/exist/php-cgi".into());
+    let world = with_sites(world).start();
     world.run(async |keeper| {
-        assert_eq!(refusal(keeper.spawn_php(&tenant_name("alice")).await), (Failure::Broken, 309));
+        assert_eq!(refusal(keeper.spawn_php(&site_name("php")).await), (Failure::Broken, 309));
+    });
+}
+
+fn for_php_sites_only() {
+    let mut world = World::new();
+    world.site("cgi", "bob", cgi());
+    world.site("static", "bob", json!({"kind": "static", "root": "www"}));
+    world.site("http", "bob", json!({"kind": "http", "address": "127.0.0.1:1"}));
+    let world = with_sites(world).start();
+    world.run(async |keeper| {
+        for site in ["cgi", "static", "http"] {
+            assert_eq!(refusal(keeper.spawn_php(&site_name(site)).await), (Failure::Invalid, 302), "{site}");
+        }
+    });
+}
+
+/// What a hostile edge sends, and what becomes of it.
+fn its_sites_scripts_only() {
+    let world = World::new();
+    let code = "<?php echo 'RAN';";
+    let script = world.script("x.php", code);
+    let www = script.parent().unwrap().to_owned();
+    world.script("avatar.jpg", code);
+    let outside = [world.dir.path().join("outside.php"), world.home("alice").join("above.php")];
+    for path in &outside {
+        std::fs::write(path, code).unwrap();
+        world.own(path, ALICE);
+    }
+    std::os::unix::fs::symlink(&outside[1], www.join("link.php")).unwrap();
+    let more = world.home("alice").join("more");
+    std::fs::create_dir(&more).unwrap();
+    std::fs::write(more.join("y.php"), code).unwrap();
+    world.own(&more, ALICE);
+    let world = with_sites(world).start();
+    let text = |path: &Path| path.to_str().unwrap().to_owned();
+    let within = |rest: &str| format!("{}/{rest}", text(&www));
+    let named = |file: &str| vec![("SCRIPT_FILENAME", file.to_owned())];
+    let with = |name, value: &str| vec![("SCRIPT_FILENAME", text(&script)), (name, value.to_owned())];
+    let above = text(&outside[1]);
+    let refused = [
+        named(&text(&outside[0])),
+        named(&above),
+        named(&text(&more.join("y.php"))),
+        named(&within("avatar.jpg")),
+        named(&within("../above.php")),
+        named(&within("/..//above.php")),
+        named(&within("x.php/../../above.php")),
+        named(&within("link.php")),
+        named(&format!("{}\0.php", within("avatar.jpg"))),
+        vec![("PATH_TRANSLATED", above.clone())],
+        [named(&within("x.php")), named(&above)].concat(),
+        [with("PATH_TRANSLATED", &above), vec![("REDIRECT_URL", "/".to_owned())]].concat(),
+        with("DOCUMENT_ROOT", "/"),
+        with("PHP_VALUE", "auto_prepend_file=/etc/passwd"),
+        with("PHP_ADMIN_VALUE", "open_basedir=/"),
+    ];
+    world.run(async |keeper| {
+        for params in &refused {
+            let mut php = Php::start(&keeper).await;
+            let said = php.say(params).await;
+            assert_eq!(said, None, "{params:?}");
+            php.guard.end().await.unwrap();
+        }
+        let mut php = Php::start(&keeper).await;
+        assert_eq!(php.say(&named(&within("x.php"))).await.as_deref(), Some("RAN"));
+        // The same worker for the tenant's other site: that one's scripts, and no longer the first one's.
+        keeper.enter(php.guard.id(), &site_name("more"), &Confinement::default()).await.unwrap();
+        assert_eq!(php.say(&named(&text(&more.join("y.php")))).await.as_deref(), Some("RAN"));
+        assert_eq!(php.say(&named(&within("x.php"))).await, None);
+        php.guard.end().await.unwrap();
+        // A site whose record names another root from now on.
+        let mut php = Php::start(&keeper).await;
+        let moved = json!({"kind": "php", "root": "more"});
+        world.apply(vec![crate::world::site_change("php", "alice", moved, json!({}))]);
+        assert_eq!(php.say(&named(&text(&more.join("y.php")))).await.as_deref(), Some("RAN"));
+        assert_eq!(php.say(&named(&within("x.php"))).await, None);
+    });
+}
+
+/// What a script does not read of a body, and what is sent behind its announced end.
+fn no_request_in_a_body() {
+    let world = World::new();
+    // One block of 16 KiB is what PHP takes at once.
+    let script =
+        world.script("put.php", "<?php $in = fopen('php://input', 'r'); echo strlen(fread($in, 8));");
+    let www = script.parent().unwrap().to_owned();
+    let mark = world.home("alice").join("mark");
+    let evil = world.home("alice").join("evil.php");
+    std::fs::write(&evil, format!("<?php touch('{}');", mark.display())).unwrap();
+    world.own(&evil, ALICE);
+    let world = with_sites(world).start();
+    world.run(async |keeper| {
+        let mut php = Php::start(&keeper).await;
+        let hidden = request(&[("SCRIPT_FILENAME", evil.to_str().unwrap()), ("REDIRECT_STATUS", "200")]);
+        let body = [vec![b'x'; 16 << 10], hidden].concat();
+        let script = script.to_str().unwrap();
+        let len = body.len().to_string();
+        let params = [
+            ("SCRIPT_FILENAME", script),
+            ("REQUEST_METHOD", "PUT"),
+            ("REDIRECT_STATUS", "200"),
+            ("CONTENT_TYPE", "text/x"),
+            ("CONTENT_LENGTH", len.as_str()),
+        ];
+        php.stream.write_all(&opening(&params)).await.unwrap();
+        php.stream.write_all(&record(5, &body)).await.unwrap();
+        assert!(read_answer(&mut php.stream).await.unwrap().ends_with("\r\n\r\n8"));
+        // The next one is answered as itself, by the same worker, and by then the hidden one would have run.
+        let params = [("SCRIPT_FILENAME".to_owned(), www.join("put.php"))];
+        let params = params.map(|(_, path)| ("SCRIPT_FILENAME", path.to_str().unwrap().to_owned()));
+        assert_eq!(php.say(&params).await.as_deref(), Some("0"));
+        assert!(!mark.exists(), "what was in a body has run");
+        // A hostile edge announces less than it sends.
+        let mut php = Php::start(&keeper).await;
+        let params = [("SCRIPT_FILENAME", script), ("REDIRECT_STATUS", "200"), ("CONTENT_LENGTH", "8")];
+        php.stream.write_all(&[opening(&params), record(5, &body)].concat()).await.unwrap();
+        assert_eq!(read_answer(&mut php.stream).await, None);
+        // Nor is anything taken that no request announces.
+        let mut php = Php::start(&keeper).await;
+        let hidden = request(&[("SCRIPT_FILENAME", evil.to_str().unwrap())]);
+        let sent = [opening(&params[..2]), record(5, b"x"), hidden].concat();
+        php.stream.write_all(&sent).await.unwrap();
+        assert_eq!(read_answer(&mut php.stream).await, None);
+        assert!(!mark.exists(), "what was in a body has run");
     });
 }
 
@@ -68,10 +206,24 @@ pub struct Php {
 }
 
 impl Php {
-    pub async fn start(keeper: &Keeper) -> Self {
-        let worker = keeper.spawn_php(&tenant_name("alice")).await.unwrap();
+    async fn start(keeper: &Keeper) -> Self {
+        Self::start_for(keeper, "php").await
+    }
+
+    /// For this site of hers.
+    pub async fn start_for(keeper: &Keeper, site: &str) -> Self {
+        let worker = keeper.spawn_php(&site_name(site)).await.unwrap();
         let stream = UnixStream::from_std(worker.socket.into()).unwrap();
         Self { stream, guard: worker.guard, cell: worker.cell }
+    }
+
+    /// What is said to a `GET` with these parameters. None: nothing, and the connection ends.
+    async fn say(&mut self, params: &[(&str, String)]) -> Option<String> {
+        let mut all = vec![("REQUEST_METHOD", "GET"), ("REDIRECT_STATUS", "200")];
+        all.extend(params.iter().map(|(name, value)| (*name, value.as_str())));
+        self.stream.write_all(&opening(&all)).await.unwrap();
+        let answer = read_answer(&mut self.stream).await?;
+        Some(answer.split_once("\r\n\r\n").unwrap().1.to_owned())
     }
 
     /// What a script says, without its header.
@@ -82,16 +234,21 @@ impl Php {
             ("QUERY_STRING", query),
             ("REDIRECT_STATUS", "200"),
         ];
-        self.stream.write_all(&request(&params)).await.unwrap();
-        let answer = read_answer(&mut self.stream).await;
+        self.stream.write_all(&opening(&params)).await.unwrap();
+        let answer = read_answer(&mut self.stream).await.unwrap();
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         assert!(head.contains("Content-type: text/html"), "{head}");
         body.to_owned()
     }
 }
 
-/// A FastCGI request without body, FCGI_KEEP_CONN set (FastCGI 1.0, sections 3.3 and 5).
+/// A FastCGI request with the end of its body, FCGI_KEEP_CONN set (FastCGI 1.0, sections 3.3 and 5).
 fn request(params: &[(&str, &str)]) -> Vec<u8> {
+    [opening(params), record(5, &[])].concat()
+}
+
+/// Without its body.
+fn opening(params: &[(&str, &str)]) -> Vec<u8> {
     let mut pairs = Vec::new();
     for (name, value) in params {
         pairs.push(u8::try_from(name.len()).unwrap());
@@ -102,7 +259,6 @@ fn request(params: &[(&str, &str)]) -> Vec<u8> {
     let mut out = record(1, &[0, 1, 1, 0, 0, 0, 0, 0]);
     out.extend(record(4, &pairs));
     out.extend(record(4, &[]));
-    out.extend(record(5, &[]));
     out
 }
 
@@ -114,18 +270,20 @@ fn record(kind: u8, content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What the worker wrote to its standard output, until the end of the request.
-async fn read_answer(stream: &mut UnixStream) -> String {
+/// What the worker wrote to its standard output, until the end of the request. None: it was not given the request.
+async fn read_answer(stream: &mut UnixStream) -> Option<String> {
     let mut out = Vec::new();
     loop {
         let mut head = [0; 8];
-        stream.read_exact(&mut head).await.unwrap();
+        stream.read_exact(&mut head).await.ok()?;
         let len = usize::from(u16::from_be_bytes([head[4], head[5]])) + usize::from(head[6]);
         let mut content = vec![0; len];
         stream.read_exact(&mut content).await.unwrap();
         content.truncate(len - usize::from(head[6]));
         match head[1] {
-            3 => return String::from_utf8(out).unwrap(),
+            // The protocol's status: 2 is that it was not begun.
+            3 if content[4] != 0 => return None,
+            3 => return Some(String::from_utf8(out).unwrap()),
             6 => out.extend(content),
             other => panic!("record of type {other}"),
         }

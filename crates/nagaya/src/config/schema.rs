@@ -425,6 +425,20 @@ const KEEPER: &[Key<Settings>] = &[
         keeper.stderr_bytes_max,
         "Standard error logged for one program, and per minute for one that is kept."
     ),
+    key!(
+        "programs_network",
+        "0.1",
+        Kind::Choice(&["own", "host"]),
+        keeper.programs.network,
+        "The network of CGI programs and PHP workers. `own`: each tenant has one of its own, from which TCP leads to all that is outside of the node, to `local_ports`, and to the node's own sites; and names are looked up. `host`: all share the node's, and reach whatever listens there, other tenants' servers too. Holds for programs that are started from then on."
+    ),
+    key!(
+        "local_ports",
+        "0.1",
+        Kind::Ports,
+        keeper.programs.local_ports,
+        "Services on the node's loopback addresses that CGI programs and PHP workers of all tenants may use, where their network is their own: mail and databases, as a rule. Each must know by itself who may do what."
+    ),
 ];
 
 const CELLS: &[Key<Settings>] = &[

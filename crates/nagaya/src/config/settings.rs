@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::check::IdPolicy;
 use nagaya_edge::options::{Options as EdgeOptions, ProbeKind};
-use nagaya_keeper::{InstanceOptions, Options as KeeperOptions};
+use nagaya_keeper::{InstanceOptions, Options as KeeperOptions, ProgramOptions};
 use nagaya_rules::RuleFile;
 
 /// Where `nagaya.toml` is looked for when `--config` does not say.
@@ -253,6 +253,11 @@ impl Settings {
         }
     }
 
+    /// Where sites are served: a site's program may ask its own site.
+    fn own_ports(&self) -> Vec<u16> {
+        self.listen.iter().map(|listen| listen.address.port()).filter(|port| *port > 0).collect()
+    }
+
     /// What the keeper is told.
     pub fn keeper_options(&self, ids: IdPolicy) -> KeeperOptions {
         KeeperOptions {
@@ -260,6 +265,7 @@ impl Settings {
             ids,
             php_workers_per_tenant: self.edge.php_workers,
             raise_max: self.balance.raise_max,
+            programs: ProgramOptions { own_ports: self.own_ports(), ..self.keeper.programs.clone() },
             instances: InstanceOptions { images: self.images_dir(), ..self.keeper.instances.clone() },
             ..self.keeper.clone()
         }

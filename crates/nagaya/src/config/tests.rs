@@ -219,6 +219,7 @@ fn every_key_holds_the_ends_of_its_range_and_reads_back_what_it_prints() {
                 Kind::Flag => vec![Value::Flag(true), Value::Flag(false)],
                 Kind::Choice(words) => words.iter().map(|word| Value::Text((*word).into())).collect(),
                 Kind::Accounts => vec![Value::Texts(vec!["root".into(), "33".into()])],
+                Kind::Ports => vec![Value::Texts(vec!["1".into(), "65535".into()]), Value::Texts(Vec::new())],
                 Kind::Networks => vec![Value::Texts(vec!["10.0.0.0/8".into(), "::1".into()])],
                 _ => vec![Value::Text("/a \"quoted\" path".into())],
             };

@@ -10,7 +10,7 @@ use std::time::Duration;
 use nagaya_base::units;
 use nagaya_cmdb::RuleName;
 use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
-use nagaya_keeper::{BackEnd, HugePages};
+use nagaya_keeper::{BackEnd, HugePages, ProgramNetwork};
 use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
 
@@ -50,6 +50,8 @@ pub enum Kind {
     Networks,
     /// Each entry a user or group of the machine, by name or number. At most `ACCOUNTS_MAX`.
     Accounts,
+    /// Each entry the number of a port.
+    Ports,
     /// A `tracing` filter.
     Filter,
 }
@@ -109,7 +111,22 @@ impl Kind {
                 let texts = list.iter().map(|entry| text(entry.get_ref())).collect::<Option<_>>();
                 texts.map(Value::Texts).ok_or_else(|| self.wrong_type(found))
             }
+            Self::Ports => {
+                let list = found.as_array().ok_or_else(|| self.wrong_type(found))?;
+                list.iter()
+                    .map(|entry| self.check_port(entry.get_ref()))
+                    .collect::<Result<_, _>>()
+                    .map(Value::Texts)
+            }
             _ => self.check_text(found.as_str().ok_or_else(|| self.wrong_type(found))?),
+        }
+    }
+
+    fn check_port(self, found: &DeValue<'_>) -> Result<String, Problem> {
+        let number = found.as_integer().ok_or_else(|| self.wrong_type(found))?;
+        match u16::from_str_radix(&number.as_str().replace('_', ""), number.radix()) {
+            Ok(port) if port > 0 => Ok(port.to_string()),
+            _ => Err(Problem::new(INVALID, format!("{number} is no port"), "use 1 to 65535".into())),
         }
     }
 
@@ -173,6 +190,7 @@ impl Kind {
             (Self::Count { .. }, DeValue::String(_)) => "write the number without quotes".into(),
             (Self::Accounts, _) => "write a list of texts: [\"www-data\", \"33\"]".into(),
             (Self::Networks, _) => "write a list: [\"10.0.0.0/8\", \"192.0.2.1\"]".into(),
+            (Self::Ports, _) => "write a list of numbers: [25, 3306]".into(),
             _ => format!("write it in quotes, for example {}", self.example()),
         };
         Problem::new(WRONG_TYPE, what, hint)
@@ -192,6 +210,7 @@ impl Kind {
             Self::Address => "an address",
             Self::Networks => "a list of networks",
             Self::Accounts => "a list of names",
+            Self::Ports => "a list of ports",
             Self::Filter => "a log level",
         }
     }
@@ -224,6 +243,7 @@ impl Kind {
             Self::Address => "`ip:port` or `[ipv6]:port`".into(),
             Self::Networks => "addresses or `address/bits`".into(),
             Self::Accounts => format!("names or numbers, at most {ACCOUNTS_MAX}"),
+            Self::Ports => "numbers from 1 to 65535".into(),
             Self::Filter => "error, warn, info, debug, trace, or a filter".into(),
             Self::Text | Self::Flag => String::new(),
         }
@@ -238,6 +258,7 @@ impl Kind {
             (_, Value::Number(number)) => number.to_string(),
             (_, Value::Flag(flag)) => flag.to_string(),
             (_, Value::Text(text)) => quote(text),
+            (Self::Ports, Value::Texts(ports)) => format!("[{}]", ports.join(", ")),
             (_, Value::Texts(texts)) => {
                 format!("[{}]", texts.iter().map(|text| quote(text)).collect::<Vec<_>>().join(", "))
             }
@@ -398,6 +419,17 @@ impl Field for Vec<String> {
     }
 }
 
+impl Field for Vec<u16> {
+    fn value(&self) -> Value {
+        Value::Texts(self.iter().map(u16::to_string).collect())
+    }
+
+    fn assign(&mut self, value: Value) {
+        let Value::Texts(ports) = value else { panic!("{MISMATCH}") };
+        *self = ports.iter().map(|port| port.parse().expect("a port was parsed once already")).collect();
+    }
+}
+
 impl<T: Field + Default> Field for Option<T> {
     fn value(&self) -> Value {
         self.as_ref().map_or(Value::Unset, Field::value)
@@ -453,6 +485,7 @@ word_field!(
 word_field!(ProbeKind: Udp = "udp", Connect = "connect", Icmp = "icmp");
 word_field!(OnError: Pass = "pass", Refuse = "refuse");
 word_field!(HugePages: AsIs = "as-is", Of64KiB = "64KiB");
+word_field!(ProgramNetwork: Own = "own", Host = "host");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(
     BackEnd: Auto = "auto",

@@ -114,6 +114,15 @@ static ROWS: &[Row] = &[
         judge: |facts| (present(facts.openat2), yes_no(facts.openat2)),
     },
     Row {
+        name: "programs-apart",
+        why: "CGI and PHP programs of one tenant must not reach another's ports, processes and files in /tmp",
+        how: "start nagaya as root; `nagaya error NGY0357` says what else it needs",
+        judge: |facts| match &facts.no_enclosure {
+            None => (State::Ok, "yes".into()),
+            Some(why) => (State::Off, why.clone()),
+        },
+    },
+    Row {
         name: "fd-passing",
         why: "the keeper hands opened files and sockets to the edge over a seqpacket socket",
         how: "let the security module or container allow Unix sockets",

@@ -54,6 +54,8 @@ pub struct Facts {
     pub huge_pages: Option<bool>,
     /// Why the kernel does not tell of Unix sockets, if it does not.
     pub no_unix_diag: Option<String>,
+    /// Why tenants' programs cannot be kept apart from each other, if they cannot.
+    pub no_enclosure: Option<String>,
     pub kvm: bool,
     pub clock_synchronised: Option<bool>,
     pub entropy_ready: bool,
@@ -151,6 +153,7 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
         swaps: swaps(&std::fs::read_to_string("/proc/swaps").unwrap_or_default()),
         huge_pages: std::fs::read_to_string(huge_pages::SWITCH).ok().map(|text| huge_pages::is_always(&text)),
         no_unix_diag: nagaya_keeper::unix_diag().err(),
+        no_enclosure: nagaya_keeper::try_enclosure(&settings.keeper.programs).err(),
         kvm: rustix::fs::access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok(),
         clock_synchronised: inherit::clock_is_synchronised().ok(),
         entropy_ready: entropy_ready(),

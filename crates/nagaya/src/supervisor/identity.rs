@@ -55,6 +55,20 @@ pub struct Facts {
     pub openat2: bool,
 }
 
+/// Of this one the keeper knows, once it has tried.
+const PROGRAMS_APART: &str = "programs-apart";
+
+/// The same with what the keeper has found out: why programs are not kept apart, if they are not.
+pub fn with_keepers(mut all: Vec<Protection>, off: Option<&str>) -> Vec<Protection> {
+    if off.is_some()
+        && let Some(row) = all.iter_mut().find(|row| row.name == PROGRAMS_APART)
+    {
+        let none = protections(Facts { root: false, cgroup: false, openat2: false });
+        *row = none.into_iter().find(|row| row.name == PROGRAMS_APART).expect("it is among all");
+    }
+    all
+}
+
 /// All protections, on or off. Pure.
 pub fn protections(facts: Facts) -> Vec<Protection> {
     let row = |name, on, why_on, why_off, how| Protection {
@@ -87,6 +101,13 @@ pub fn protections(facts: Facts) -> Vec<Protection> {
             "start nagaya as root on a machine with cgroups; `nagaya doctor` says what is missing",
         ),
         row(
+            PROGRAMS_APART,
+            facts.root,
+            "each tenant's CGI programs and PHP workers have a network, /tmp and /proc of their own",
+            "CGI programs and PHP workers of all tenants share the node's network, /tmp and /proc",
+            "start nagaya as root; `nagaya error NGY0357` says what else it needs",
+        ),
+        row(
             "openat2",
             facts.openat2,
             "a link in a document root cannot lead out of it",
@@ -106,7 +127,11 @@ mod tests {
         assert!(all.iter().all(|row| row.on && row.how.is_empty()));
         let none = protections(Facts { root: false, cgroup: false, openat2: false });
         let off: Vec<_> = none.iter().filter(|row| !row.on).map(|row| row.name).collect();
-        assert_eq!(off, ["tenant-uids", "edge-uid", "cgroup-fence", "openat2"]);
+        assert_eq!(off, ["tenant-uids", "edge-uid", "cgroup-fence", "programs-apart", "openat2"]);
         assert!(none.iter().filter(|row| !row.on).all(|row| !row.how.is_empty() && !row.why.is_empty()));
+        assert_eq!(with_keepers(all.clone(), None), all);
+        let refused = with_keepers(all, Some("Operation not permitted"));
+        let off: Vec<_> = refused.iter().filter(|row| !row.on).map(|row| row.name).collect();
+        assert_eq!(off, ["programs-apart"]);
     }
 }

@@ -22,7 +22,7 @@ use super::child::{Role, rss_bytes};
 use super::cluster;
 use super::exposition::{Page, merge};
 use super::feed::{Changes, Feed};
-use super::identity::Protection;
+use super::identity::{self, Protection};
 use super::stored_rules::StoredRules;
 use crate::admin::{self, Ask, BoxFuture, Health, Problem};
 
@@ -200,6 +200,9 @@ impl Node {
         let store_error = revision.as_ref().err().or(counts.as_ref().err()).map(StoreError::to_string);
         let counts = counts.unwrap_or_default();
         let unhealthy = self.unhealthy();
+        let keeper = parsed(keeper);
+        let apart = keeper.as_ref().and_then(|keeper| keeper["enclosures"]["off"].as_str());
+        let protections = identity::with_keepers(self.protections.clone(), apart);
         let state = self.state.lock();
         json!({
             "node": self.name,
@@ -214,10 +217,10 @@ impl Node {
             "settings": counts.settings,
             "listen": self.listen,
             "processes": processes(&state),
-            "protections": self.protections,
+            "protections": protections,
             "needs_restart": state.needs_restart,
             "edge": parsed(edge),
-            "keeper": parsed(keeper),
+            "keeper": keeper,
         })
     }
 

@@ -1,0 +1,157 @@
+//! What the gate takes, and what it refuses.
+
+use std::path::Path;
+
+use bytes::BytesMut;
+use nagaya_cmdb::{Site, Tenant};
+
+use super::opening::{AnswerRecords, BodyRecords, Opening, Violation};
+use super::scripts::SiteScripts;
+use crate::fastcgi::{self, Connection, NOT_BEGUN};
+
+fn opening(params: &[(&str, &str)]) -> BytesMut {
+    let mut opening = fastcgi::Opening::new(Connection::Kept);
+    for (name, value) in params {
+        opening.put(name.as_bytes(), value.as_bytes()).unwrap();
+    }
+    BytesMut::from(&opening.finish()[..])
+}
+
+fn record(kind: u8, content: &[u8]) -> Vec<u8> {
+    let len = u16::try_from(content.len()).unwrap().to_be_bytes();
+    [&[1, kind, 0, 1, len[0], len[1], 0, 0][..], content].concat()
+}
+
+fn take(mut bytes: BytesMut) -> Result<Option<Opening>, Violation> {
+    Opening::take(&mut bytes)
+}
+
+fn scripts(backend: &str) -> SiteScripts {
+    let site = format!(r#"{{"name":"s","tenant":"t","hosts":["s"],"backend":{backend}}}"#);
+    let site: Site = serde_json::from_str(&site).unwrap();
+    let tenant: Tenant = serde_json::from_str(r#"{"name":"t","uid":9,"gid":9,"home":"/home/t"}"#).unwrap();
+    SiteScripts::of(&site, &tenant).unwrap().expect("it is of kind php")
+}
+
+#[test]
+fn what_the_edge_sends_is_taken_byte_by_byte() {
+    let long = "x".repeat(70);
+    let params = [("SCRIPT_FILENAME", "/a/b.php"), ("HTTP_COOKIE", long.as_str()), ("CONTENT_LENGTH", "12")];
+    let all = opening(&params);
+    let mut buffer = BytesMut::new();
+    for (number, byte) in all.iter().enumerate() {
+        assert!(Opening::take(&mut buffer).unwrap().is_none(), "{number} bytes");
+        buffer.extend_from_slice(&[*byte]);
+    }
+    buffer.extend_from_slice(b"rest");
+    let mut taken = Opening::take(&mut buffer).unwrap().expect("it is complete");
+    assert_eq!((&taken.bytes[..], &buffer[..]), (&all[..], &b"rest"[..]));
+    assert_eq!(taken.param("SCRIPT_FILENAME"), Some(&b"/a/b.php"[..]));
+    assert_eq!(taken.body_len(), Ok(12));
+    // Flags are the eleventh byte (FastCGI 1.0, section 8).
+    assert_eq!(taken.bytes[10], 1);
+    taken.end_connection();
+    assert_eq!(taken.bytes[10], 0);
+}
+
+#[test]
+fn other_openings_are_refused() {
+    let begin = |role: u8| record(1, &[0, role, 1, 0, 0, 0, 0, 0]);
+    let params = |bytes: &[u8]| [begin(1), record(4, bytes)].concat();
+    let mut padded = begin(1);
+    padded[6] = 1;
+    for (name, bytes) in [
+        ("an authorizer", begin(2)),
+        ("management", record(9, b"x")),
+        ("a body first", record(5, b"x")),
+        ("an abort", [begin(1), record(2, b"")].concat()),
+        ("two beginnings", [begin(1), begin(1)].concat()),
+        ("padding", padded),
+        ("a name across records", params(&[9, 0, b'S'])),
+        ("a length across records", params(&[0x80])),
+        ("a long length", params(&[0xff, 0xff, 0xff, 0xff, 0])),
+    ] {
+        assert!(take(BytesMut::from(&bytes[..])).is_err(), "{name}");
+    }
+    let twice = take(opening(&[("SCRIPT_FILENAME", "/a"), ("SCRIPT_FILENAME", "/b")]));
+    assert_eq!(twice.unwrap_err(), Violation::Twice("SCRIPT_FILENAME".into()));
+    for bad in ["-1", "+1", "1x", "", "99999999999999999999999"] {
+        let taken = take(opening(&[("CONTENT_LENGTH", bad)])).unwrap().unwrap();
+        assert!(taken.body_len().is_err(), "'{bad}'");
+    }
+}
+
+#[test]
+fn only_scripts_of_the_site_are_passed_on() {
+    let plain = scripts(r#"{"kind":"php","root":"./www/","front_controller":"/app.fcgi"}"#);
+    for (file, expected) in [
+        ("/home/t/www/index.php", Some("index.php")),
+        ("/home/t/www/a/b.php", Some("a/b.php")),
+        ("/home/t/www/app.fcgi", Some("app.fcgi")),
+        ("/home/t/www/a/app.fcgi", None),
+        ("/home/t/www/a.jpg", None),
+        ("/home/t/www", None),
+        ("/home/t/www/", None),
+        ("/home/t/wwwx.php", None),
+        ("/home/t/www/./a.php", None),
+        ("/home/t/www/../a.php", None),
+        ("/home/t/www//a.php", None),
+        ("/home/t/www/a.jpg\0.php", None),
+        ("index.php", None),
+        ("", None),
+        ("php://input/a.php", None),
+    ] {
+        let taken = take(opening(&[("SCRIPT_FILENAME", file)])).unwrap().unwrap();
+        let found = plain.check(&taken);
+        assert_eq!(found.ok().flatten(), expected.map(Path::new), "{file}");
+    }
+    let none = take(opening(&[("DOCUMENT_ROOT", "/home/t/www")])).unwrap().unwrap();
+    assert!(plain.check(&none).is_err(), "no script at all");
+    // The root of all is a root, too.
+    let all = scripts(r#"{"kind":"php","root":"/"}"#);
+    let taken = take(opening(&[("SCRIPT_FILENAME", "/a.php")])).unwrap().unwrap();
+    assert_eq!(all.check(&taken).unwrap(), Some(Path::new("a.php")));
+    // The operator's record may name another one.
+    let set =
+        scripts(r#"{"kind":"php","root":"www","env":{"SCRIPT_FILENAME":"/opt/x","DOCUMENT_ROOT":"/y"}}"#);
+    let params = [("SCRIPT_FILENAME", "/opt/x"), ("DOCUMENT_ROOT", "/y")];
+    assert_eq!(set.check(&take(opening(&params)).unwrap().unwrap()), Ok(None));
+}
+
+#[test]
+fn a_body_is_records_of_no_more_than_it_says() {
+    let mut body = BodyRecords::new(5);
+    let (mut from, mut to) = (BytesMut::new(), BytesMut::new());
+    let bytes = [record(5, b"abc"), record(5, b"de"), record(1, b"12345678")].concat();
+    let whole = bytes.len() - 16;
+    for byte in &bytes[..whole] {
+        assert!(!body.is_complete());
+        from.extend_from_slice(&[*byte]);
+        body.pass(&mut from, &mut to).unwrap();
+    }
+    assert!(body.is_complete());
+    assert_eq!(&to[..], &bytes[..whole]);
+    from.extend_from_slice(&bytes[whole..]);
+    assert_eq!(body.pass(&mut from, &mut to), Err(Violation::Record(1)));
+    let mut from = BytesMut::from(&record(5, b"abcdef")[..]);
+    assert_eq!(BodyRecords::new(5).pass(&mut from, &mut to), Err(Violation::Body));
+}
+
+#[test]
+fn the_end_of_an_answer_is_found_however_it_is_cut() {
+    let mut padded = record(6, b"more");
+    padded[6] = 2;
+    padded.extend([0, 0]);
+    // What looks like an end in an answer is none.
+    let answer = [record(6, &NOT_BEGUN), padded, record(6, b""), record(3, &[0; 8])].concat();
+    for len in [1, 3, 8, answer.len()] {
+        let mut records = AnswerRecords::default();
+        let mut seen = 0;
+        for part in answer.chunks(len) {
+            assert!(!records.has_ended(), "after {seen} bytes");
+            records.look(part);
+            seen += part.len();
+        }
+        assert!(records.has_ended());
+    }
+}
