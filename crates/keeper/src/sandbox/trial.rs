@@ -88,6 +88,8 @@ pub fn missing_capabilities(status: &str) -> Vec<&'static str> {
 
 fn spec() -> Spec {
     Spec {
+        home: None,
+        base_as_tenant: false,
         identity: NOBODY,
         hostname: "trial".into(),
         base: "/".into(),
