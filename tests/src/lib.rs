@@ -7,6 +7,7 @@
 pub mod backend;
 pub mod client;
 pub mod cluster;
+pub mod fuse;
 pub mod lab;
 pub mod machine;
 pub mod suite;

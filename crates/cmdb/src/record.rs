@@ -202,6 +202,25 @@ pub struct Http {
     pub request_trailers: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
+    #[serde(default, skip_serializing_if = "Buffering::is_default")]
+    pub request_buffering: Buffering,
+}
+
+/// Whether the body of a request is taken in before its backend gets the request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Buffering {
+    /// The backend gets all of it at once, with its length.
+    #[default]
+    On,
+    /// The backend gets it as it comes, and is held for as long as that takes.
+    Off,
+}
+
+impl Buffering {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// One step from a state of the store to the next.

@@ -12,6 +12,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use http::StatusCode;
 use http::header::SET_COOKIE;
 use http_body::{Body, Frame, SizeHint};
 use ipnet::IpNet;
@@ -22,10 +23,10 @@ use nagaya_cmdb::instance::Wake;
 use nagaya_keeper::client::BoostGuard;
 
 use crate::access_log::{AccessRecord, More, ThreadLog, Used, Woken};
-use crate::admission::{Permit, take_away};
+use crate::admission::{Lane, Permit, take_away};
 use crate::forward;
 use crate::instances::Hold;
-use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response};
+use crate::message::{BodyError, ConnInfo, Receipt, Request, RequestBody, Response, ResponseBody};
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::peers::carry::Lost;
@@ -51,8 +52,12 @@ pub struct Account {
     /// `None` once it is closed.
     record: Option<Box<AccessRecord>>,
     route: Option<Rc<Route>>,
-    /// The right to run, given back when the response's body has ended.
-    permit: Option<Permit>,
+    /// What its backend holds.
+    working: Working,
+    /// The same, once the answer is taken in apart from its sending.
+    lent: Option<Rc<Release>>,
+    /// For learning how long requests run, once the answer is complete.
+    ended: Option<Ended>,
     /// A cookie the client need not keep any more.
     cookie: Option<String>,
     received: Option<Rc<Cell<u64>>>,
@@ -60,10 +65,6 @@ pub struct Account {
     ruling: Option<Box<Ruling>>,
     /// Made when a rule, a limit or a program concerns the request.
     stay: OnceCell<Rc<Stay>>,
-    /// Keeps its site's instance awake until the response's body has ended.
-    hold: Option<Rc<Hold>>,
-    /// Keeps limits of that instance higher as long.
-    boost: Option<BoostGuard>,
     /// Its right to be served here, where its site is placed.
     stint: Option<Stint>,
     retries: Retries,
@@ -76,6 +77,72 @@ pub struct Account {
     /// The client is told its receipt.
     disclosed: bool,
     recorder: Rc<Recorder>,
+}
+
+/// What a backend holds while it works for a request.
+#[derive(Default)]
+struct Working {
+    /// The right to run.
+    permit: Option<Permit>,
+    /// Keeps the site's instance awake.
+    hold: Option<Rc<Hold>>,
+    /// Keeps limits of that instance higher.
+    boost: Option<BoostGuard>,
+}
+
+impl Working {
+    /// Gives all of it back. Returns how long it ran, if `is_throttled`: its programs may have been slowed down.
+    fn end(self, (begun, queued): (Instant, Duration), is_whole: bool, is_throttled: bool) -> Option<Ended> {
+        let mut permit = self.permit?;
+        if !is_throttled && !permit.is_timed() {
+            return None;
+        }
+        let service = begun.elapsed().saturating_sub(queued);
+        permit.ended(service, is_whole);
+        is_throttled.then(|| Ended { lane: Arc::clone(permit.lane()), service })
+    }
+}
+
+/// How long a request ran until its answer was complete, for its lane.
+struct Ended {
+    lane: Arc<Lane>,
+    service: Duration,
+}
+
+/// What a backend holds, in the hands of whoever takes in its answer.
+pub struct Release {
+    working: RefCell<Working>,
+    times: (Instant, Duration),
+    is_throttled: bool,
+    is_error: bool,
+    ended: RefCell<Option<Ended>>,
+    /// What its instance had waited for databases when the answer was complete.
+    database: Cell<Option<Duration>>,
+}
+
+impl Release {
+    #[cfg(test)]
+    pub fn of_nothing() -> Rc<Self> {
+        Rc::new(Self {
+            working: RefCell::default(),
+            times: (Instant::now(), Duration::ZERO),
+            is_throttled: false,
+            is_error: false,
+            ended: RefCell::default(),
+            database: Cell::new(None),
+        })
+    }
+
+    /// The backend has said all, or broken off. Only the first call counts.
+    pub fn end(&self, is_whole: bool) {
+        let working = self.working.take();
+        if let Some(hold) = &working.hold {
+            self.database.set(hold.database_time());
+        }
+        if let Some(ended) = working.end(self.times, is_whole && !self.is_error, self.is_throttled) {
+            *self.ended.borrow_mut() = Some(ended);
+        }
+    }
 }
 
 /// Where a thread's accounts are written when they are closed.
@@ -181,13 +248,13 @@ impl Account {
             disclosed: recorder.is_allowed(record.client),
             record: Some(record),
             route: None,
-            permit: None,
+            working: Working::default(),
+            lent: None,
+            ended: None,
             cookie: None,
             received: None,
             ruling: None,
             stay: OnceCell::new(),
-            hold: None,
-            boost: None,
             stint: None,
             retries: Retries::new(None),
             wait: None,
@@ -251,7 +318,12 @@ impl Account {
 
     /// Where its programs are to run, and which limits hold for it. Before it runs.
     pub fn confine(&mut self, confinement: Arc<Confinement>) {
-        self.stay = OnceCell::from(Stay::of(confinement, self.disclosed));
+        let stay = Stay::of(confinement, self.disclosed);
+        // Its body may have been held back before.
+        if let Some(before) = self.stay.get() {
+            stay.add_paced(Duration::from_micros(before.paced_us()));
+        }
+        self.stay = OnceCell::from(stay);
     }
 
     /// Its stay in its cell: as it was confined, or else in a cell of its own without limits of its own.
@@ -282,14 +354,14 @@ impl Account {
         self.more().lane = Some(lane.into());
     }
 
-    /// It may run, until this account is closed.
+    /// It may run, until its answer is complete.
     pub fn admitted(&mut self, permit: Permit, waited: Option<Prediction>) {
         if let Some(prediction) = waited {
             self.more().predicted = prediction.wait;
             let record = self.record_mut();
             record.queued = record.begun.elapsed().saturating_sub(record.ruled);
         }
-        self.permit = Some(permit);
+        self.working.permit = Some(permit);
     }
 
     /// The client's cookie of this name is to be taken away.
@@ -297,19 +369,22 @@ impl Account {
         self.cookie = Some(name);
     }
 
-    /// It needs its site's instance, until this account is closed.
+    /// It needs its site's instance, until its answer is complete.
     pub fn need(&mut self, hold: impl FnOnce() -> Hold) -> Rc<Hold> {
-        Rc::clone(self.hold.get_or_insert_with(|| Rc::new(hold())))
+        Rc::clone(self.working.hold.get_or_insert_with(|| Rc::new(hold())))
     }
 
-    /// Limits of its site's instance are higher because of it, until this account is closed.
+    /// Limits of its site's instance are higher because of it, until its answer is complete.
     pub fn set_boost(&mut self, boost: Option<BoostGuard>) {
-        self.boost = boost;
+        self.working.boost = boost;
     }
 
     /// What it needed the instance for will not happen here.
     pub fn needs_no_instance(&mut self) {
-        (self.hold, self.boost) = (None, None);
+        (self.working.hold, self.working.boost) = (None, None);
+        if let Some(lent) = self.lent.take() {
+            lent.end(false);
+        }
     }
 
     /// It is to be served here, where its site is placed.
@@ -391,6 +466,21 @@ impl Account {
         }
     }
 
+    /// Lends out what its backend holds, to whoever takes in the answer.
+    pub fn lend(&mut self, status: StatusCode) -> Rc<Release> {
+        let record = self.record();
+        let release = Rc::new(Release {
+            times: (record.begun, record.queued),
+            is_throttled: self.stay.get().is_some(),
+            is_error: status.is_server_error(),
+            working: RefCell::new(std::mem::take(&mut self.working)),
+            ended: RefCell::default(),
+            database: Cell::new(None),
+        });
+        self.lent = Some(Rc::clone(&release));
+        release
+    }
+
     /// Goes with the response from here on.
     pub fn answer(mut self: Box<Self>, mut response: Response) -> Response {
         self.note_database();
@@ -408,6 +498,10 @@ impl Account {
             && let Some(more) = &self.record().more
         {
             wait.answered(more);
+        }
+        // A file, and what is in memory, needs nobody but the client.
+        if self.lent.is_none() && !matches!(response.body, ResponseBody::Stream(_) | ResponseBody::Tunnel(_)) {
+            self.ended = self.end_work();
         }
         if let Some(name) = self.cookie.take() {
             response.headers.append(SET_COOKIE, take_away(&name));
@@ -439,11 +533,29 @@ impl Account {
 impl Account {
     /// What its site's instance has waited for databases until now, as far as it is this request's doing.
     fn note_database(&mut self) {
-        let Some(hold) = &self.hold else { return };
+        let Some(hold) = &self.working.hold else { return };
         let waited = hold.database_time();
         if waited.is_some() || self.record().more.is_some() {
             self.more().database = waited;
         }
+    }
+
+    /// Gives back what its backend held.
+    fn end_work(&mut self) -> Option<Ended> {
+        let record = self.record();
+        let is_whole = record.refusal.is_none() && !record.status.is_server_error();
+        let times = (record.begun, record.queued);
+        std::mem::take(&mut self.working).end(times, is_whole, self.stay.get().is_some())
+    }
+
+    /// The same at its very end, if nobody did before. What was lent comes back unless its client has left.
+    fn ended(&mut self) -> Option<Ended> {
+        let Some(lent) = self.lent.take() else { return self.ended.take().or_else(|| self.end_work()) };
+        lent.end(false);
+        if let Some(waited) = lent.database.take() {
+            self.more().database = Some(waited);
+        }
+        lent.ended.take()
     }
 
     /// The node that answered it was lost before it had said all.
@@ -508,15 +620,10 @@ impl Drop for Account {
             self.note_database();
             self.note_lost();
         }
+        let ended = self.record.is_some().then(|| self.ended()).flatten();
         let Some(mut record) = self.record.take() else { return };
         let now = Instant::now();
         record.took = now.saturating_duration_since(record.begun);
-        let service = record.took.saturating_sub(record.queued);
-        let lane = self.permit.take().and_then(|mut permit| {
-            let is_whole = record.refusal.is_none() && !record.status.is_server_error();
-            permit.ended(service, is_whole);
-            self.stay.get().is_some().then(|| Arc::clone(permit.lane()))
-        });
         // Where the body is sent elsewhere (HTTP/2), only the time until the answer is known.
         record.edge_cpu = receipt::spent(now).unwrap_or(record.edge_cpu);
         if let Some(received) = &self.received {
@@ -537,8 +644,8 @@ impl Drop for Account {
             let more = record.more.get_or_insert_default();
             more.tenant = tenant;
             stay.hand_over(more);
-            if let (Some(lane), Used::Known(used)) = (lane, &more.used) {
-                lane.throttled(used.throttled_us, service);
+            if let (Some(ended), Used::Known(used)) = (ended, &more.used) {
+                ended.lane.throttled(used.throttled_us, ended.service);
             }
             if let Some(ruling) = ruling {
                 ruling.close(&record);

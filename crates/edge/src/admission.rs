@@ -124,6 +124,11 @@ impl Permit {
         }
     }
 
+    /// Somebody learns from how long it was held.
+    pub fn is_timed(&self) -> bool {
+        !matches!(self.kind, Kind::Lent(None))
+    }
+
     /// What it was for has ended: after how long, and as it should.
     pub fn ended(&mut self, service: Duration, is_whole: bool) {
         self.used = is_whole.then_some(service);

@@ -194,8 +194,12 @@ impl Body for Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
+        let is_complete = !self.failed && self.source.is_end();
+        if let Some(pace) = &self.pace {
+            pace.is_ended.set(is_complete || self.failed);
+        }
         if let Some(mut receipt) = self.receipt.take() {
-            receipt.sent(self.sent, !self.failed && self.source.is_end());
+            receipt.sent(self.sent, is_complete);
             if let Some(pace) = &self.pace {
                 pace.receipt.replace(Some(receipt));
             }
@@ -209,6 +213,8 @@ impl Drop for Outgoing {
 pub struct Pace {
     /// Since when the client has had something to take; None while it is not its turn.
     client_since: Cell<Option<Instant>>,
+    /// The body has ended, or its backend broke off: nobody cancelled it.
+    is_ended: Cell<bool>,
     /// What the body had, once that has ended.
     receipt: RefCell<Option<Box<dyn Receipt>>>,
 }
@@ -226,6 +232,11 @@ impl Pace {
 
     fn backends_turn(&self) {
         self.client_since.set(None);
+    }
+
+    /// False: the client has reset the stream, or left.
+    pub fn is_ended(&self) -> bool {
+        self.is_ended.get()
     }
 
     /// The receipt of a body that has ended. Dropping it writes the request's account, which takes its time.

@@ -4,6 +4,7 @@
 //! limits that no program's cell can hold them to (`pace`), the order of a request's steps (`request`).
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::Method;
@@ -13,8 +14,10 @@ use nagaya_keeper::protocol::InstanceId;
 
 use crate::account::Account;
 use crate::boost;
+use crate::buffer;
 use crate::files::{Ctx, Programs};
 use crate::instances::Hold;
+use crate::intake;
 use crate::message::{Head, Request, RequestBody, Response};
 use crate::node::Node;
 use crate::pace::{self, Debt};
@@ -55,7 +58,10 @@ pub async fn run(
     mut request: Request,
     account: &mut Account,
 ) -> Result<Response, Refusal> {
-    pace::upload(node, route, account, &mut request);
+    if !intake::applies(&request.head, &route.site.backend) {
+        let limits = account.confined().map(|stay| Arc::clone(stay.confinement()));
+        pace::upload(node, route, account, limits.as_ref(), &mut request);
+    }
     let response = match &route.site.backend {
         // The edge itself answers: there is no backend to time.
         Backend::Static(files) => {
@@ -73,6 +79,7 @@ pub async fn run(
         Backend::App(app) => Box::pin(from_app(node, route, app, request, account)).await,
     }?;
     account.backend_answered();
+    let response = buffer::keep(&node.shared.spool, &route.tenant.name, account, response);
     Ok(pace::apply(node, route, account, response))
 }
 
@@ -81,7 +88,7 @@ async fn from_static(node: &Node, route: &Route, files: &Files, head: &Head) -> 
     let path = SitePath::parse(&head.path)?;
     let rel = path.below(&route.site.path)?.ok_or(Refusal::NotFound)?;
     let root = node.root(&route.site).await?;
-    node.files.serve(&Ctx { head, files, programs: Programs::None, root: &root, path: &path, rel })
+    node.files.serve(&Ctx { head, files, programs: Programs::None, root: &root, path: &path, rel }).await
 }
 
 /// A file, or the answer of a program among the files.
@@ -98,8 +105,8 @@ async fn from_files(
         let head = &request.head;
         let path = SitePath::parse(&head.path)?;
         let rel = path.below(&route.site.path)?.ok_or(Refusal::NotFound)?;
-        let Some(program) = node.files.find_program(&root, rel, files, programs)? else {
-            return node.files.serve(&Ctx { head, files, programs, root: &root, path: &path, rel });
+        let Some(program) = node.files.find_program(&root, rel, files, programs).await? else {
+            return node.files.serve(&Ctx { head, files, programs, root: &root, path: &path, rel }).await;
         };
         let mount = route.site.path.trim_end_matches('/');
         let script = Script {

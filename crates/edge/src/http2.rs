@@ -10,7 +10,9 @@
 //! | resets it makes us send (CVE-2025-8671) | `OWN_RESETS_MAX`, then GOAWAY |
 //! | CONTINUATION flood (CVE-2024-27316) | h2 counts frames against the header list bound, then GOAWAY |
 //! | header bombs by HPACK | `SETTINGS_MAX_HEADER_LIST_SIZE` = `limits.head_bytes` decoded: 431, far above it GOAWAY; `HPACK_TABLE_BYTES` |
-//! | ping and settings floods | h2 queues one answer of each, and reads nothing while it cannot be written |
+//! | responses that are asked for and cancelled | `limits.pace.h2_resets` at once, and as many in each minute, then GOAWAY |
+//! | requests without end | `limits.keep_alive_requests`, then GOAWAY |
+//! | floods of SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM and unknown frames | `CONTROL_FRAMES_MAX` without progress, then GOAWAY; h2 queues one answer of each, and reads nothing while it cannot be written |
 //! | empty or tiny DATA frames | h2's budget per connection for framing overhead |
 //! | data nobody asked for | `STREAM_WINDOW_BYTES`, `CONNECTION_WINDOW_BYTES`; `limits.body_bytes` in all |
 //! | answers nobody takes | `SEND_BUFFER_BYTES` per stream; a stream taken from too slowly ends after `limits.idle_body_ms` |
@@ -18,26 +20,26 @@
 //!
 //! Not here: what happens to a request (`request`), TLS (`tls`), HTTP/1 (`http1`), how a head is read (`head`).
 
+mod guard;
 mod head;
 mod incoming;
 mod streams;
 
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::io;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
-use bytes::{Buf, BytesMut};
+use bytes::BytesMut;
 use http::header::{CONTENT_LENGTH, SERVER};
 use http::{HeaderValue, Method, StatusCode};
 use hyper::body::Incoming;
-use hyper::server::conn::http2::Builder;
+use hyper::server::conn::http2::{Builder, Connection};
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::body::{Outgoing, Pace};
 use crate::drain::Entered;
@@ -46,6 +48,7 @@ use crate::message::{ConnInfo, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
 use crate::receipt::{Covers, metered};
 use crate::refusal::Refusal;
+use guard::GuardedIo;
 use incoming::Arriving;
 use streams::Streams;
 
@@ -90,17 +93,44 @@ where
 {
     let entered = host.enter();
     let limits = host.limits();
-    let streams = Streams::new(Duration::from_millis(limits.idle_body_ms));
+    let streams = Streams::new(&limits);
+    let peer = conn.peer;
     let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
-    let io = TokioIo::new(Preread { input, io });
+    let (guarded, shared) = GuardedIo::new(input, io);
     let mut builder = builder(&limits, host.windows(), streams.clone());
     builder.max_pending_accept_reset_streams(host.pending_resets());
-    let mut connection = pin!(builder.serve_connection(io, service));
+    // Boxed, so that it can be gone before the client is told why.
+    let connection = Box::pin(builder.serve_connection(TokioIo::new(guarded), service));
     let idle = Duration::from_millis(limits.keep_alive_ms);
+    let ended = tokio::select! {
+        ended = until_end(connection, &streams, &entered, idle) => ended,
+        () = streams.cancelled_too_often() => {
+            tracing::debug!(%peer, "an HTTP/2 client cancels its requests too often");
+            Ok(())
+        }
+    };
+    if shared.is_flooded() || streams.is_over() {
+        shared.calm_down().await;
+    }
+    ended
+}
+
+/// Serves until the client has had enough, or is told that it has.
+async fn until_end<IO, H>(
+    mut connection: Pin<Box<Connection<TokioIo<GuardedIo<IO>>, Exchange<H>, Streams>>>,
+    streams: &Streams,
+    entered: &Entered,
+    idle: Duration,
+) -> Result<(), hyper::Error>
+where
+    IO: AsyncRead + AsyncWrite + Unpin + 'static,
+    H: Host,
+{
     tokio::select! {
         ended = connection.as_mut() => return ended,
-        () = drained(&entered) => {}
+        () = drained(entered) => {}
         () = streams.idle_for(idle) => {}
+        () = streams.used_up() => {}
     }
     // GOAWAY: streams that were begun are still answered, and no new one is taken.
     connection.as_mut().graceful_shutdown();
@@ -219,54 +249,6 @@ fn into_wire(mut response: Response, is_head: bool, pace: Rc<Pace>) -> http::Res
     *out.status_mut() = response.status;
     *out.headers_mut() = headers;
     out
-}
-
-/// A connection of which something was already read.
-struct Preread<IO> {
-    input: BytesMut,
-    io: IO,
-}
-
-impl<IO: AsyncRead + Unpin> AsyncRead for Preread<IO> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        if self.input.is_empty() {
-            return Pin::new(&mut self.io).poll_read(cx, into);
-        }
-        let n = self.input.len().min(into.remaining());
-        into.put_slice(&self.input[..n]);
-        self.input.advance(n);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<IO: AsyncWrite + Unpin> AsyncWrite for Preread<IO> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
-    }
 }
 
 #[cfg(test)]

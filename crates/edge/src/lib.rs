@@ -22,6 +22,11 @@ pub mod upstream;
 
 pub mod authority;
 pub mod body;
+mod blocking;
+mod buffer;
+mod arrival;
+mod intake;
+mod spool;
 pub mod cluster;
 pub mod date;
 pub mod drain;

@@ -45,6 +45,8 @@ const REASONS: Dimension = Dimension {
         "ticket_invalid",
         "ticket_used",
         "overloaded",
+        "spool_full",
+        "files_hang",
         "backend_unreachable",
         "backend_invalid",
         "backend_timeout",

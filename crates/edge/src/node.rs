@@ -58,7 +58,11 @@ impl Node {
         let upstream = Rc::new(Pool::new(Arc::clone(&shared.metrics)));
         Self {
             router: Router::new(Arc::clone(&shared)),
-            files: FileServer::new(options.limits.file_cache_bytes, Rc::clone(&turns)),
+            files: FileServer::new(
+                options.limits.file_cache_bytes,
+                Rc::clone(&turns),
+                Arc::clone(&shared.blocking),
+            ),
             programs: Programs::new(
                 Rc::clone(&keeper),
                 Arc::clone(&shared.php),

@@ -16,6 +16,7 @@ pub struct Options {
     /// Edge threads; 0 means one per core.
     pub threads: usize,
     pub limits: Limits,
+    pub spool: SpoolOptions,
     pub log: LogOptions,
     pub receipts: ReceiptOptions,
     /// Rule files, in the order in which those of one phase run.
@@ -106,6 +107,46 @@ pub struct Limits {
     pub drain_ms: u64,
     /// Small hot files kept in memory, per edge thread.
     pub file_cache_bytes: usize,
+    /// How slow a client may be, and how much of HTTP/2 it may waste.
+    pub pace: PaceOptions,
+}
+
+/// Least rates of clients, as Apache's `RequestReadTimeout` has them, and what one HTTP/2 connection may waste.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PaceOptions {
+    /// `head_ms` of the limits grows with what arrives of the head, up to this.
+    pub head_max_ms: u64,
+    /// Bytes of a head that make its time a second longer. 0: nothing does.
+    pub head_rate: u64,
+    /// Time that a body may take whatever its length. 0: no least rate holds.
+    pub body_ms: u64,
+    /// Bytes of a body that make its time a second longer. 0: nothing does.
+    pub body_rate: u64,
+    /// Streams of one HTTP/2 connection that the client may reset before their response has ended: at once, and then so many
+    /// for each minute.
+    pub h2_resets: u32,
+}
+
+impl Default for PaceOptions {
+    fn default() -> Self {
+        Self { head_max_ms: 40_000, head_rate: 500, body_ms: 20_000, body_rate: 500, h2_resets: 200 }
+    }
+}
+
+/// Bodies on disk, in the directory that the supervisor gives.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SpoolOptions {
+    /// Of all tenants.
+    pub bytes: u64,
+    pub tenant_bytes: u64,
+}
+
+impl Default for SpoolOptions {
+    fn default() -> Self {
+        Self { bytes: 8 << 30, tenant_bytes: 2 << 30 }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -179,6 +220,7 @@ impl Default for Options {
             node: "localhost".into(),
             threads: 0,
             limits: Limits::default(),
+            spool: SpoolOptions::default(),
             log: LogOptions { access: None, format: LogFormat::Combined },
             receipts: ReceiptOptions::default(),
             rules: Vec::new(),
@@ -216,6 +258,7 @@ impl Default for Limits {
             handshake_ms: 10_000,
             drain_ms: 30_000,
             file_cache_bytes: 32 << 20,
+            pace: PaceOptions::default(),
         }
     }
 }

@@ -41,7 +41,8 @@ pub fn apply(node: &Node, route: &Route, account: &Account, mut response: Respon
     if response.body.is_empty() || !is_limited(route, account) || is_of_program() {
         return response;
     }
-    let Some(mut flow) = flow(node, route, account, Way::Out) else { return response };
+    let confinement = account.confined().map(|stay| stay.confinement());
+    let Some(mut flow) = flow(node, route, account, confinement, Way::Out) else { return response };
     // What is small and may go at once goes as if there were no limit, with its head.
     let may_go = match &response.body {
         ResponseBody::Bytes(bytes) => bytes.len() as u64 <= flow.slice() && flow.try_take(bytes.len() as u64),
@@ -54,11 +55,18 @@ pub fn apply(node: &Node, route: &Route, account: &Account, mut response: Respon
 }
 
 /// Holds what the client sends to the `write` limits that concern the request.
-pub fn upload(node: &Node, route: &Route, account: &Account, request: &mut Request) {
-    if request.body.is_empty() || !is_limited(route, account) {
+pub fn upload(
+    node: &Node,
+    route: &Route,
+    account: &Account,
+    confinement: Option<&Arc<Confinement>>,
+    request: &mut Request,
+) {
+    let is_limited = confinement.is_some() || is_limited(route, account);
+    if request.body.is_empty() || !is_limited {
         return;
     }
-    if let Some(flow) = flow(node, route, account, Way::In) {
+    if let Some(flow) = flow(node, route, account, confinement, Way::In) {
         let body = std::mem::replace(&mut request.body, RequestBody::empty());
         request.body = flow.hold(body);
     }
@@ -69,8 +77,13 @@ fn is_limited(route: &Route, account: &Account) -> bool {
     account.confined().is_some() || !route.site.limits.is_empty() || !route.tenant.limits.is_empty()
 }
 
-fn flow(node: &Node, route: &Route, account: &Account, way: Way) -> Option<Flow> {
-    let confinement = account.confined().map(|stay| stay.confinement());
+fn flow(
+    node: &Node,
+    route: &Route,
+    account: &Account,
+    confinement: Option<&Arc<Confinement>>,
+    way: Way,
+) -> Option<Flow> {
     let mut buckets = node.plans.find(&node.shared.ledger, route, confinement, way);
     // The request's own: nobody else's, so no part of the plan.
     let own = confinement.and_then(|confinement| ledger::rate(&confinement.limits, way));

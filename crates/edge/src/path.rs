@@ -88,7 +88,25 @@ pub struct RelPath<'a> {
     dotted: bool,
 }
 
+/// The same for another thread.
+#[derive(Debug)]
+pub struct OwnedRelPath {
+    text: Box<str>,
+    directory: bool,
+    dotted: bool,
+}
+
+impl OwnedRelPath {
+    pub fn borrow(&self) -> RelPath<'_> {
+        RelPath { text: &self.text, directory: self.directory, dotted: self.dotted }
+    }
+}
+
 impl<'a> RelPath<'a> {
+    pub fn to_owned(self) -> OwnedRelPath {
+        OwnedRelPath { text: self.text.into(), directory: self.directory, dotted: self.dotted }
+    }
+
     pub fn as_str(self) -> &'a str {
         self.text
     }

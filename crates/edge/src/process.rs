@@ -45,6 +45,8 @@ pub struct Start {
     pub feed: UnixStream,
     /// Where tickets are kept. None: none are given.
     pub tickets: Option<OwnedFd>,
+    /// Where large bodies wait. None: they are refused.
+    pub spool: Option<OwnedFd>,
     /// What the node says that time it is: an edge that was started anew keeps what the one before it promised.
     pub reckoning: Reckoning,
     /// Where other nodes of a cluster ask. None: this node can be in none.
@@ -93,7 +95,7 @@ impl Process {
         let options: Options = serde_json::from_value(options)?;
         let metrics = Arc::new(Metrics::new());
         let log = open_log(&options, &metrics);
-        let shared = Arc::new(Shared::new(options, log, metrics, start.reckoning));
+        let shared = Arc::new(Shared::new(options, log, metrics, start.reckoning, start.spool));
         if let Some(directory) = start.tickets {
             admission::open(&shared, directory);
         }

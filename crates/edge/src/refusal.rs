@@ -52,6 +52,10 @@ pub enum Refusal {
     TicketUsed,
     #[error("the node cannot take this request now: {0}")]
     Overloaded(&'static str),
+    #[error("there is no room now for an upload of this size: {0}")]
+    SpoolFull(&'static str),
+    #[error("a file system does not answer")]
+    FilesHang,
     #[error("the backend cannot be reached: {0}")]
     BackendUnreachable(String),
     #[error("the backend's answer is not acceptable: {0}")]
@@ -162,6 +166,8 @@ impl Refusal {
             Self::TicketInvalid(_) => row(StatusCode::FORBIDDEN, 452, "ticket_invalid", Client),
             Self::TicketUsed => row(StatusCode::CONFLICT, 453, "ticket_used", Client),
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
+            Self::SpoolFull(_) => row(StatusCode::SERVICE_UNAVAILABLE, 471, "spool_full", Node),
+            Self::FilesHang => row(StatusCode::SERVICE_UNAVAILABLE, 473, "files_hang", Node),
             Self::BackendUnreachable(_) => row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site),
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
@@ -215,6 +221,7 @@ impl Refusal {
             // What a backend did is the operator's business: the log has it under the request id.
             Self::BackendUnreachable(_) => "the backend cannot be reached".into(),
             Self::BackendInvalid(_) => "the backend's answer is not acceptable".into(),
+            Self::SpoolFull(_) => "there is no room now for an upload of this size".into(),
             Self::SiteBroken(_) => "the site is not set up correctly".into(),
             Self::RuleBroken(_) => "this server cannot decide about requests now".into(),
             Self::Fenced | Self::FencedHere { .. } | Self::Nowhere { .. } | Self::Unplaced { .. } => {
@@ -242,6 +249,9 @@ impl Refusal {
             }
             Self::Nowhere { later, .. } | Self::Unplaced { later, .. } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(later.retry_after_seconds));
+            }
+            Self::SpoolFull(_) | Self::FilesHang => {
+                response.headers.insert(RETRY_AFTER, HeaderValue::from_static("30"));
             }
             Self::Overloaded(_) | Self::RuleBroken(_) | Self::Fenced | Self::MovedTooOften => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));

@@ -1,13 +1,15 @@
 //! The life of one request, top to bottom. Start reading nagaya here.
 //!
-//!   route -> place -> rules -> admit -> wake -> confine -> exchange -> release
+//!   route -> place -> rules -> take in -> admit -> wake -> confine -> exchange -> release
 //!
 //! `route` finds the site, `place` the node of the cluster that runs its application (if that is another one, the request goes
-//! there, and the rest of its life with it), `rules` asks the operator's Ruby, `admit` waits for the right to run, `wake`, `confine` and
+//! there, and the rest of its life with it), `rules` asks the operator's Ruby, `take in` (`intake.rs`) waits for the request's
+//! body, `admit` waits for the right to run, `wake`, `confine` and
 //! `exchange` (in `exchange.rs`, by kind of backend; `instances.rs` for applications) bring up what answers, put it into
 //! its cell and let it answer; a wake begins before `admit`, so that both waits are one. `release` happens by itself: every
-//! guard taken on the way goes with the response, in its account or its body, and is dropped when the *body* has been
-//! sent, or when the client has left.
+//! guard taken on the way goes with the response, in its account or its body. What the backend was held by is dropped when
+//! its answer is complete (`buffer.rs` takes it in ahead of a slow client), all the rest when the body has been sent, or
+//! when the client has left.
 //!
 //! Every early exit is a [`Refusal`]; `refusal.rs` alone turns it into a response. Not here: HTTP on the wire
 //! (`http1`, `http2`), tenants' processes (`keeper`).
@@ -19,6 +21,7 @@ use crate::account::Account;
 use crate::admission;
 use crate::exchange;
 use crate::files::ErrorDocument;
+use crate::intake;
 use crate::message::{Request, Response};
 use crate::node::Node;
 use crate::path;
@@ -84,11 +87,14 @@ async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result
         return Ok(answer);
     }
 
+    // A client that uploads slowly holds nothing of what follows.
+    intake::take_in(node, &route, &mut request, account).await?;
+
     // An application that rests is woken while the request waits its turn, and kept awake until its body has ended.
     exchange::prepare(node, &route, &request.head, account);
 
     // May it run now? It gets its permit, waits its turn in line, or is told when to come back. The account holds the permit
-    // until the body ends, not just until its head is sent.
+    // until the answer is complete, which may be before the client has taken it.
     let (lane, wish) = rules::lane(node, &route, account);
     admission::admit(node, &route, lane, wish, &mut request, account).await?;
 
@@ -131,5 +137,5 @@ async fn error_document(node: &Node, route: Option<&Route>, status: StatusCode) 
     let site = &route?.site;
     let files = site.backend.files().filter(|files| !files.error_documents.is_empty())?;
     let root = node.root(site).await.ok()?;
-    node.files.error_document(&root, files, status)
+    node.files.error_document(&root, files, status).await
 }

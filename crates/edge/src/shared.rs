@@ -2,6 +2,7 @@
 //!
 //! Threads only read it on a request's path. Not here: what a thread has for itself (`node`).
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,6 +14,7 @@ use parking_lot::RwLock;
 
 use crate::access_log::AccessLog;
 use crate::admission::{Lanes, Tickets};
+use crate::blocking::BlockingPool;
 use crate::cluster::{Cluster, Touched};
 use crate::instances::Needs;
 use crate::metrics::Metrics;
@@ -21,6 +23,7 @@ use crate::pace::Ledger;
 use crate::programs::PhpPools;
 use crate::receipt::Rings;
 use crate::rules::{Load, NamedCells, Told};
+use crate::spool::Spool;
 
 pub struct Shared {
     table: RwLock<Table>,
@@ -49,6 +52,10 @@ pub struct Shared {
     pub cluster: Cluster,
     /// What was said about rules already.
     pub told: Told,
+    /// Threads for calls that may block.
+    pub blocking: Arc<BlockingPool>,
+    /// Bodies that wait.
+    pub spool: Arc<Spool>,
 }
 
 impl Shared {
@@ -57,8 +64,12 @@ impl Shared {
         log: Option<Arc<AccessLog>>,
         metrics: Arc<Metrics>,
         reckoning: Reckoning,
+        spool: Option<OwnedFd>,
     ) -> Self {
+        let blocking = Arc::<BlockingPool>::default();
         Self {
+            spool: Arc::new(Spool::new(spool, &options.spool, Arc::clone(&blocking))),
+            blocking,
             table: RwLock::new(Table::new()),
             generation: AtomicU64::new(1),
             php: PhpPools::new(&options, Arc::clone(&metrics)),
@@ -130,6 +141,7 @@ impl Shared {
         self.php.set_options(&options);
         self.set_rules(&options);
         self.lanes.set_options(&options);
+        self.spool.set_options(&options.spool);
         self.cluster.set_options(&options);
         self.with_table(|table| self.cluster.arrive_all(table));
         *self.options.write() = Arc::new(options);

@@ -15,6 +15,7 @@ mod failures;
 mod fastcgi;
 mod http1;
 mod http2;
+mod hung_files;
 mod icmp;
 mod instances;
 mod lab;
@@ -34,6 +35,7 @@ mod rules;
 mod service;
 mod sites;
 mod slow_clients;
+mod slow_programs;
 mod smuggling;
 mod static_files;
 mod tenants;
@@ -62,6 +64,8 @@ fn main() -> ExitCode {
         proxy::SUITE,
         told::SUITE,
         slow_clients::SUITE,
+        slow_programs::SUITE,
+        hung_files::SUITE,
         smuggling::SUITE,
         cgi::SUITE,
         php::SUITE,

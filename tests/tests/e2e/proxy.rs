@@ -248,7 +248,9 @@ fn bytes_stream_both_ways_at_once(world: &World) {
             }
         }
     });
-    world.import(&[site_at("stream", "stream.test", &backend)]);
+    let mut site = site_at("stream", "stream.test", &backend);
+    site["backend"]["request_buffering"] = "off".into();
+    world.import(&[site]);
     let mut connection = Connection::open(world.http());
     connection.send("POST / HTTP/1.1\r\nHost: stream.test\r\nTransfer-Encoding: chunked\r\n\r\n");
     connection.head().expect(200);

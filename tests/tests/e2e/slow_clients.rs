@@ -2,6 +2,8 @@
 //!
 //! Not here: slow backends (`proxy`).
 
+use std::time::Duration;
+
 use nagaya_tests::backend::Backend;
 use nagaya_tests::client::Connection;
 use nagaya_tests::suite::{Suite, Tests};
@@ -20,7 +22,8 @@ pub const SUITE: Suite = Suite {
             a_body_that_stops_is_408,
             an_idle_connection_is_closed_without_a_word,
             a_client_that_does_not_read_is_let_go,
-            a_slow_but_steady_body_is_taken,
+            a_body_that_drips_is_408,
+            a_body_at_the_least_rate_is_taken,
         ],
     ),
 };
@@ -28,7 +31,8 @@ pub const SUITE: Suite = Suite {
 fn world() -> World {
     let backend = Backend::answering(|peer, request| peer.answer("200 OK", &request.body.len().to_string()));
     let world = World::builder()
-        .set("edge.limits", "head_timeout = \"1s\"\nidle_body_timeout = \"2s\"\nkeep_alive_timeout = \"1s\"")
+        .set("edge.limits", "head_timeout = \"1s\"\nhead_timeout_max = \"1s\"\nidle_body_timeout = \"2s\"\nkeep_alive_timeout = \"1s\"\n\
+             body_timeout = \"1s\"\nbody_min_rate = 10")
         .tenant("alice")
         .site(json!({ "name": "www", "tenant": "alice", "hosts": ["www.test"],
             "backend": { "kind": "static", "root": "www" } }))
@@ -86,10 +90,24 @@ fn a_client_that_does_not_read_is_let_go(world: &World) {
     drop(connection);
 }
 
-fn a_slow_but_steady_body_is_taken(world: &World) {
+fn a_body_that_drips_is_408(world: &World) {
     let mut connection = Connection::open(world.http());
     connection.send("POST / HTTP/1.1\r\nHost: echo.test\r\nContent-Length: 500\r\n\r\n");
-    // Longer than any of the limits in sum, and never silent for as long as one.
+    // Never silent for as long as it may be, and slower than the least rate.
+    let answered = wait::within(wait::SOON, || {
+        let _ = connection.try_send("x");
+        wait::within(Duration::from_millis(200), || connection.is_answered().then_some(()))
+    });
+    assert!(answered.is_some(), "it goes on for ever");
+    let answer = connection.response().expect(408);
+    assert_eq!(answer.header("connection"), Some("close"));
+    assert!(connection.is_closed());
+}
+
+fn a_body_at_the_least_rate_is_taken(world: &World) {
+    let mut connection = Connection::open(world.http());
+    connection.send("POST / HTTP/1.1\r\nHost: echo.test\r\nContent-Length: 500\r\n\r\n");
+    // Longer than any of the limits in sum, and never slower than the least rate.
     let mut sent = 0;
     wait::until("the body is sent", || {
         connection.send("x");

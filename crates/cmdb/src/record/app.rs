@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Amount, Base, Files, Outbound};
+use super::{Amount, Base, Buffering, Files, Outbound};
 
 /// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
@@ -55,6 +55,9 @@ pub struct App {
     /// HTTP: fields behind a request's body that it gets. All others end at the node (RFC 9110 section 6.5.1).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub request_trailers: Vec<String>,
+    /// Not for FastCGI, which needs a length.
+    #[serde(default, skip_serializing_if = "Buffering::is_default")]
+    pub request_buffering: Buffering,
     /// What it sees as `/`, read-only. None: the node's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,

@@ -23,6 +23,8 @@ pub(super) const OUT_OF_DESCRIPTORS: Refusal = Refusal::Overloaded("too many ope
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stamp {
     device: (u32, u32),
+    /// Which mount it was found in. 0 where the kernel does not say (before 5.8).
+    pub(super) mount: u64,
     pub(super) inode: u64,
     pub(super) size: u64,
     /// Seconds and nanoseconds.
@@ -34,6 +36,7 @@ impl From<&Statx> for Stamp {
     fn from(stat: &Statx) -> Self {
         Self {
             device: (stat.stx_dev_major, stat.stx_dev_minor),
+            mount: stat.stx_mnt_id,
             inode: stat.stx_ino,
             size: stat.stx_size,
             mtime: (stat.stx_mtime.tv_sec, stat.stx_mtime.tv_nsec),
@@ -49,36 +52,80 @@ pub(super) enum Opened {
     Missing,
 }
 
+/// Whether a look-up may wait for a disk or a network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    /// Only what the kernel has in memory. For edge threads.
+    Cached,
+    /// For threads of the blocking pool.
+    Blocking,
+}
+
+/// Why a look-up did not succeed.
+#[derive(Debug)]
+pub(super) enum LookupError {
+    /// It has to be done on another thread.
+    WouldBlock,
+    Refused(Refusal),
+}
+
+impl From<Refusal> for LookupError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+impl From<Errno> for LookupError {
+    fn from(errno: Errno) -> Self {
+        Self::Refused(refusal(errno))
+    }
+}
+
+/// A document root, and how it may be looked into.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Look<'a> {
+    pub dir: BorrowedFd<'a>,
+    pub access: Access,
+}
+
 /// Opens a regular file for reading, or a directory.
 ///
 /// `O_NONBLOCK` because the type is only known afterwards: opening a FIFO for reading, or a file on which its owner
 /// holds a lease, would otherwise block the thread and every connection on it.
-pub(super) fn open(root: BorrowedFd<'_>, path: impl Arg + Copy) -> Result<Opened, Refusal> {
-    open_with(root, path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)
+pub(super) fn open(look: Look<'_>, path: impl Arg + Copy) -> Result<Opened, LookupError> {
+    open_with(look, path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)
 }
 
 /// The same without opening it for reading, so it also finds programs that only their owner may read.
-pub(super) fn find(root: BorrowedFd<'_>, path: impl Arg + Copy) -> Result<Opened, Refusal> {
-    open_with(root, path, OFlags::PATH)
+pub(super) fn find(look: Look<'_>, path: impl Arg + Copy) -> Result<Opened, LookupError> {
+    open_with(look, path, OFlags::PATH)
 }
 
-fn open_with(root: BorrowedFd<'_>, path: impl Arg + Copy, flags: OFlags) -> Result<Opened, Refusal> {
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+fn open_with(look: Look<'_>, path: impl Arg + Copy, flags: OFlags) -> Result<Opened, LookupError> {
+    let mut resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    if look.access == Access::Cached {
+        // Another mount may be a network's, whose names are in memory and whose files are not.
+        resolve |= ResolveFlags::CACHED | ResolveFlags::NO_XDEV;
+    }
     let mut attempts = 0;
     let fd = loop {
         attempts += 1;
-        match rustix::fs::openat2(root, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
+        match rustix::fs::openat2(look.dir, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
             Ok(fd) => break fd,
+            // The last is said by kernels that do not know the flag (before 5.12).
+            Err(Errno::AGAIN | Errno::XDEV | Errno::INVAL) if look.access == Access::Cached => {
+                return Err(LookupError::WouldBlock);
+            }
             Err(Errno::AGAIN | Errno::INTR) if attempts < OPEN_ATTEMPTS_MAX => {}
             Err(Errno::NOENT | Errno::NOTDIR | Errno::NAMETOOLONG) => return Ok(Opened::Missing),
-            Err(errno) => return Err(refusal(errno)),
+            Err(errno) => return Err(errno.into()),
         }
     };
-    let stat = rustix::fs::statx(&fd, c"", AtFlags::EMPTY_PATH, MASK).map_err(refusal)?;
+    let stat = rustix::fs::statx(&fd, c"", AtFlags::EMPTY_PATH, MASK)?;
     match file_type(&stat) {
         FileType::RegularFile => Ok(Opened::File(fd, Stamp::from(&stat))),
         FileType::Directory => Ok(Opened::Directory(fd)),
-        _ => Err(Refusal::Forbidden("it is neither a file nor a directory")),
+        _ => Err(Refusal::Forbidden("it is neither a file nor a directory").into()),
     }
 }
 
@@ -89,12 +136,13 @@ pub(super) fn stamp_anywhere(root: BorrowedFd<'_>, path: impl Arg) -> Option<Sta
     (file_type(&stat) == FileType::RegularFile).then(|| Stamp::from(&stat))
 }
 
-pub(super) fn stamp_of(fd: &OwnedFd) -> Result<Stamp, Refusal> {
-    rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, MASK).map(|stat| Stamp::from(&stat)).map_err(refusal)
+pub(super) fn stamp_of(fd: &OwnedFd) -> Result<Stamp, LookupError> {
+    Ok(Stamp::from(&rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, MASK)?))
 }
 
 const MASK: StatxFlags = StatxFlags::TYPE
     .union(StatxFlags::INO)
+    .union(StatxFlags::MNT_ID)
     .union(StatxFlags::SIZE)
     .union(StatxFlags::MTIME)
     .union(StatxFlags::CTIME);

@@ -14,40 +14,44 @@ use http::header::{
 use percent_encoding::utf8_percent_encode;
 use rustix::fs::{AtFlags, Dir, FileType, StatxFlags};
 
+use nagaya_cmdb::record::Files;
+
+use super::beneath::LookupError;
 use super::{Ctx, PATH_ESCAPED, beneath, join, refuse_denied};
 use crate::message::{Response, ResponseBody};
-use crate::refusal::Refusal;
 
-/// Entries looked at in one directory. Each costs a system call, and all of them together some milliseconds in
-/// which the thread does nothing else.
+/// Entries looked at in one directory. Each costs a system call.
 const LISTING_ENTRIES_MAX: usize = 2000;
 
-struct Listed {
+pub(super) struct Listed {
     name: String,
     directory: bool,
     /// Size in bytes and time of last change; not known of symbolic links.
     file: Option<(u64, i64)>,
 }
 
-/// Lists `directory`: directories first, then by name. Hidden, denied and unservable names are left out.
-pub(super) fn list(ctx: &Ctx<'_>, directory: &OwnedFd) -> Result<Response, Refusal> {
-    let (mut entries, complete) = read(ctx, directory)?;
+/// The page for what `read` found: directories first, then by name.
+pub(super) fn respond(ctx: &Ctx<'_>, (mut entries, complete): (Vec<Listed>, bool)) -> Response {
     entries.sort_by(|a, b| b.directory.cmp(&a.directory).then_with(|| a.name.cmp(&b.name)));
     let page = page(ctx.path.as_str(), !ctx.rel.as_str().is_empty(), &entries, complete);
-    Ok(Response::new(StatusCode::OK)
+    Response::new(StatusCode::OK)
         .with_header(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"))
         .with_header(CACHE_CONTROL, HeaderValue::from_static("no-cache"))
         // The names are whatever somebody uploaded. They are escaped; this is the second lock on the door.
         .with_header(CONTENT_SECURITY_POLICY, HeaderValue::from_static("default-src 'none'"))
         .with_header(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"))
-        .with_body(ResponseBody::Bytes(Bytes::from(page))))
+        .with_body(ResponseBody::Bytes(Bytes::from(page)))
 }
 
-/// The entries, and whether these are all.
-fn read(ctx: &Ctx<'_>, directory: &OwnedFd) -> Result<(Vec<Listed>, bool), Refusal> {
+/// The entries of `directory`, which is at `path`, and whether these are all. Hidden, denied and unservable names are left out.
+pub(super) fn read(
+    directory: &OwnedFd,
+    path: &str,
+    files: &Files,
+) -> Result<(Vec<Listed>, bool), LookupError> {
     let mut entries = Vec::new();
-    for (seen, entry) in Dir::read_from(directory).map_err(beneath::refusal)?.enumerate() {
-        let entry = entry.map_err(beneath::refusal)?;
+    for (seen, entry) in Dir::read_from(directory)?.enumerate() {
+        let entry = entry?;
         if seen == LISTING_ENTRIES_MAX {
             return Ok((entries, false));
         }
@@ -56,7 +60,7 @@ fn read(ctx: &Ctx<'_>, directory: &OwnedFd) -> Result<(Vec<Listed>, bool), Refus
         if name.starts_with('.') || name.contains('\\') {
             continue;
         }
-        if refuse_denied(&join(ctx.rel.as_str(), name), ctx.files).is_err() {
+        if refuse_denied(&join(path, name), files).is_err() {
             continue;
         }
         // Not followed: size and date of what a link leads to may be none of this site's business.

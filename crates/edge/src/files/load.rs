@@ -5,7 +5,8 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString};
-use std::os::fd::OwnedFd;
+use std::io::IoSliceMut;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,9 +17,10 @@ use http::header::{
     ACCEPT_ENCODING, ACCEPT_RANGES, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, ETAG, HeaderMap,
     LAST_MODIFIED, VARY,
 };
+use rustix::io::{Errno, ReadWriteFlags};
 use smallvec::SmallVec;
 
-use super::beneath::{self, Opened, Stamp};
+use super::beneath::{self, Access, Look, LookupError, Opened, Stamp};
 use super::conditional::Validators;
 use super::encoding::{Accepted, Coding};
 use super::root::{Root, RootId};
@@ -48,9 +50,17 @@ const CHARSET_BYTES: usize = 32 * 1024;
 
 /// What was at a path.
 pub(super) enum Loaded {
-    File(Rc<Entry>),
+    File(Box<Files>),
     Directory,
     Missing,
+}
+
+/// A file and its siblings as they were read, perhaps on another thread.
+pub(super) struct Files {
+    path: CString,
+    source: Source,
+    content_type: HeaderValue,
+    encoded: SmallVec<[(Coding, CString, Source); 3]>,
 }
 
 /// A file ready to be sent, in every coding there is of it.
@@ -64,6 +74,8 @@ pub(super) struct Entry {
     /// The turn of the event loop in which it was last found to be current, and what of it.
     looked: Cell<(u64, Option<usize>)>,
     settled: bool,
+    /// A look at it may hang: it is done on another thread.
+    is_remote: bool,
 }
 
 struct Variant {
@@ -105,6 +117,25 @@ impl Representation {
 impl Entry {
     pub(super) fn is_for(&self, root: RootId, path: &str) -> bool {
         self.root == root && self.path.as_bytes() == path.as_bytes()
+    }
+
+    pub(super) fn is_remote(&self) -> bool {
+        self.is_remote
+    }
+
+    /// What `is_current` looks at, for another thread: what must be as it was, and what must not be there.
+    pub(super) fn looks(&self, chosen: Option<usize>, now: Instant) -> Looks {
+        let mut present = vec![(self.path.clone(), self.plain.stamp)];
+        if let Some(place) = chosen {
+            let variant = &self.variants[place];
+            present.push((variant.path.clone(), variant.representation.stamp));
+        }
+        let absent = if self.is_probe_due(now) { self.absent_siblings().collect() } else { Vec::new() };
+        Looks { present, absent, newer_than: self.plain.stamp.mtime }
+    }
+
+    pub(super) fn is_for_cache_control(&self, cache_control: Option<&str>) -> bool {
+        self.cache_control.as_deref() == cache_control
     }
 
     /// May be kept for the next request.
@@ -160,14 +191,26 @@ impl Entry {
     }
 
     fn has_new_sibling(&self, root: &Root, now: Instant) -> bool {
-        if now.saturating_duration_since(self.probed.get()) < SIBLING_PROBE_INTERVAL {
-            return false;
+        self.is_probe_due(now)
+            && self
+                .absent_siblings()
+                .filter_map(|path| beneath::stamp_anywhere(root.dir(), path.as_c_str()))
+                .any(|stamp| stamp.mtime >= self.plain.stamp.mtime)
+    }
+
+    /// Notes that siblings are looked for now, if it is time.
+    fn is_probe_due(&self, now: Instant) -> bool {
+        let is_due = now.saturating_duration_since(self.probed.get()) >= SIBLING_PROBE_INTERVAL;
+        if is_due {
+            self.probed.set(now);
         }
-        self.probed.set(now);
+        is_due
+    }
+
+    fn absent_siblings(&self) -> impl Iterator<Item = CString> {
         siblings(&self.path)
             .filter(|(coding, _)| self.variants.iter().all(|variant| variant.coding != *coding))
-            .filter_map(|(_, path)| beneath::stamp_anywhere(root.dir(), path.as_c_str()))
-            .any(|stamp| stamp.mtime >= self.plain.stamp.mtime)
+            .map(|(_, path)| path)
     }
 
     /// Bytes of content, with the overhead of variants, and number of open descriptors.
@@ -185,75 +228,101 @@ fn is_unchanged(root: &Root, path: &CStr, representation: &Representation) -> bo
     beneath::stamp_anywhere(root.dir(), path) == Some(representation.stamp)
 }
 
-/// Reads what is at `path` beneath `root`, with its siblings. `wall` must have been read before.
-pub(super) fn load(
-    root: &Root,
-    path: &str,
-    cache_control: Option<&str>,
-    now: Instant,
-    wall: SystemTime,
-) -> Result<Loaded, Refusal> {
+/// Looks at files that another thread is to make.
+pub(super) struct Looks {
+    present: Vec<(CString, Stamp)>,
+    absent: Vec<CString>,
+    newer_than: (i64, u32),
+}
+
+impl Looks {
+    /// Whether all is as it was. See `Entry::is_current`.
+    pub(super) fn hold(&self, dir: BorrowedFd<'_>) -> bool {
+        let is_same = |(path, stamp): &(CString, Stamp)| {
+            beneath::stamp_anywhere(dir, path.as_c_str()) == Some(*stamp)
+        };
+        let is_new = |path: &CString| {
+            beneath::stamp_anywhere(dir, path.as_c_str()).is_some_and(|stamp| stamp.mtime >= self.newer_than)
+        };
+        self.present.iter().all(is_same) && !self.absent.iter().any(is_new)
+    }
+}
+
+/// Reads what is at `path` beneath the root, with its siblings.
+pub(super) fn load(look: Look<'_>, path: &str) -> Result<Loaded, LookupError> {
     // A NUL can only come from a site's record, and no file has such a name.
     let Ok(path) = CString::new(path) else { return Ok(Loaded::Missing) };
-    let (file, stamp) = match open(root, &path)? {
+    let (file, stamp) = match beneath::open(look, if path.is_empty() { c"." } else { path.as_c_str() })? {
         Opened::File(file, stamp) => (file, stamp),
         Opened::Directory(_) => return Ok(Loaded::Directory),
         Opened::Missing => return Ok(Loaded::Missing),
     };
-    let source = Source::read(file, stamp)?;
+    let source = Source::read(file, stamp, look.access)?;
     let mut encoded = SmallVec::<[_; 3]>::new();
     for (coding, sibling) in siblings(&path) {
-        if let Some(found) = open_sibling(root, &sibling, &source.stamp)? {
+        if let Some(found) = open_sibling(look, &sibling, &source.stamp)? {
             encoded.push((coding, sibling, found));
         }
     }
-
-    let mut fields = HeaderMap::with_capacity(FIELDS);
-    fields.insert(CONTENT_TYPE, content_type(&path, &source)?);
-    fields.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
-    if let Some(value) = cache_control {
-        let value = HeaderValue::from_str(value)
-            .map_err(|_| Refusal::SiteBroken("cache_control is not a valid header value".into()))?;
-        fields.insert(CACHE_CONTROL, value);
-    }
-    if !encoded.is_empty() {
-        fields.insert(VARY, HeaderValue::from_static("accept-encoding"));
-    }
-    let settled = encoded
-        .iter()
-        .map(|(_, _, found)| &found.stamp)
-        .chain([&source.stamp])
-        .all(|stamp| is_settled(stamp, wall));
-    let variants = encoded
-        .into_iter()
-        .map(|(coding, path, found)| {
-            let mut fields = fields.clone();
-            fields.insert(CONTENT_ENCODING, coding.value());
-            Variant { coding, path, representation: found.represent(fields, wall) }
-        })
-        .collect();
-    Ok(Loaded::File(Rc::new(Entry {
-        root: root.id(),
-        path,
-        cache_control: cache_control.map(Into::into),
-        plain: source.represent(fields, wall),
-        variants,
-        probed: Cell::new(now),
-        looked: Cell::new((0, None)),
-        settled,
-    })))
+    let content_type = content_type(&path, &source, look.access)?;
+    Ok(Loaded::File(Box::new(Files { path, source, content_type, encoded })))
 }
 
-fn open(root: &Root, path: &CStr) -> Result<Opened, Refusal> {
-    beneath::open(root.dir(), if path.is_empty() { c"." } else { path })
+impl Files {
+    /// Ready to be sent. `wall` was read before the files were.
+    pub(super) fn into_entry(
+        self,
+        root: &Root,
+        cache_control: Option<&str>,
+        now: Instant,
+        wall: SystemTime,
+    ) -> Result<Rc<Entry>, Refusal> {
+        let Self { path, source, content_type, encoded } = self;
+        let mut fields = HeaderMap::with_capacity(FIELDS);
+        fields.insert(CONTENT_TYPE, content_type);
+        fields.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+        if let Some(value) = cache_control {
+            let value = HeaderValue::from_str(value)
+                .map_err(|_| Refusal::SiteBroken("cache_control is not a valid header value".into()))?;
+            fields.insert(CACHE_CONTROL, value);
+        }
+        if !encoded.is_empty() {
+            fields.insert(VARY, HeaderValue::from_static("accept-encoding"));
+        }
+        let stamps = || encoded.iter().map(|(_, _, found)| &found.stamp).chain([&source.stamp]);
+        let settled = stamps().all(|stamp| is_settled(stamp, wall));
+        let is_remote = root.is_remote() || stamps().any(|stamp| stamp.mount != root.mount());
+        let variants = encoded
+            .into_iter()
+            .map(|(coding, path, found)| {
+                let mut fields = fields.clone();
+                fields.insert(CONTENT_ENCODING, coding.value());
+                Variant { coding, path, representation: found.represent(fields, wall) }
+            })
+            .collect();
+        Ok(Rc::new(Entry {
+            root: root.id(),
+            path,
+            cache_control: cache_control.map(Into::into),
+            plain: source.represent(fields, wall),
+            variants,
+            probed: Cell::new(now),
+            looked: Cell::new((0, None)),
+            settled,
+            is_remote,
+        }))
+    }
 }
 
 /// A sibling counts if it can be read and is not older than the plain file. Whatever else is wrong with it is no
 /// reason to refuse the plain one, unless the node is out of descriptors.
-fn open_sibling(root: &Root, path: &CStr, plain: &Stamp) -> Result<Option<Source>, Refusal> {
-    match beneath::open(root.dir(), path) {
-        Ok(Opened::File(file, stamp)) if stamp.mtime >= plain.mtime => Source::read(file, stamp).map(Some),
-        Err(refusal) if refusal == beneath::OUT_OF_DESCRIPTORS => Err(refusal),
+fn open_sibling(look: Look<'_>, path: &CStr, plain: &Stamp) -> Result<Option<Source>, LookupError> {
+    match beneath::open(look, path) {
+        Ok(Opened::File(file, stamp)) if stamp.mtime >= plain.mtime => {
+            Source::read(file, stamp, look.access).map(Some)
+        }
+        Err(LookupError::WouldBlock) => Err(LookupError::WouldBlock),
+        Err(LookupError::Refused(refusal)) if refusal == beneath::OUT_OF_DESCRIPTORS => Err(refusal.into()),
         Ok(_) | Err(_) => Ok(None),
     }
 }
@@ -276,14 +345,14 @@ struct Source {
 }
 
 impl Source {
-    fn read(file: OwnedFd, before: Stamp) -> Result<Self, Refusal> {
+    fn read(file: OwnedFd, before: Stamp, access: Access) -> Result<Self, LookupError> {
         if before.size > SMALL_FILE_MAX {
             return Ok(Self {
                 content: Content::Open { file: Arc::new(file), size: before.size },
                 stamp: before,
             });
         }
-        let bytes = read_front(&file, before.size as usize)?;
+        let bytes = read_front(&file, before.size as usize, access)?;
         // If it was written meanwhile, the bytes may be of either state. Its new stamp is then too young to be kept
         // or to carry a strong tag, so nobody takes this mixture for one of the two.
         let stamp = beneath::stamp_of(&file)?;
@@ -303,15 +372,24 @@ impl Source {
 }
 
 /// The first `length` bytes, or fewer if it has become shorter.
-fn read_front(file: &OwnedFd, length: usize) -> Result<Vec<u8>, Refusal> {
+fn read_front(file: &OwnedFd, length: usize, access: Access) -> Result<Vec<u8>, LookupError> {
+    let flags = match access {
+        Access::Cached => ReadWriteFlags::NOWAIT,
+        Access::Blocking => ReadWriteFlags::empty(),
+    };
     let mut bytes = vec![0; length];
     let mut filled = 0;
     while filled < length {
-        match rustix::io::pread(file, &mut bytes[filled..], filled as u64) {
+        let mut rest = [IoSliceMut::new(&mut bytes[filled..])];
+        match rustix::io::preadv2(file, &mut rest, filled as u64, flags) {
             Ok(0) => break,
             Ok(count) => filled += count,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(beneath::refusal(errno)),
+            Err(Errno::INTR) => {}
+            // The second is said by file systems that cannot tell.
+            Err(Errno::AGAIN | Errno::OPNOTSUPP) if access == Access::Cached => {
+                return Err(LookupError::WouldBlock);
+            }
+            Err(errno) => return Err(errno.into()),
         }
     }
     bytes.truncate(filled);
@@ -343,7 +421,7 @@ fn etag(stamp: &Stamp, strong: bool) -> HeaderValue {
 ///
 /// `charset=utf-8` is added to a text only if its beginning is UTF-8. Old sites in Shift_JIS or Latin-1 name their
 /// charset in the page, and the header would overrule it.
-fn content_type(path: &CStr, source: &Source) -> Result<HeaderValue, Refusal> {
+fn content_type(path: &CStr, source: &Source, access: Access) -> Result<HeaderValue, LookupError> {
     let path = path.to_string_lossy();
     let name = path.rsplit('/').next().unwrap_or_default();
     let essence = mime_guess::from_path(name).first_raw().unwrap_or("application/octet-stream");
@@ -352,7 +430,7 @@ fn content_type(path: &CStr, source: &Source) -> Result<HeaderValue, Refusal> {
     }
     let utf8 = match &source.content {
         Content::Memory(bytes) => begins_as_utf8(bytes),
-        Content::Open { file, .. } => begins_as_utf8(&read_front(file, CHARSET_BYTES)?),
+        Content::Open { file, .. } => begins_as_utf8(&read_front(file, CHARSET_BYTES, access)?),
     };
     if !utf8 {
         return Ok(HeaderValue::from_static(essence));

@@ -3,8 +3,9 @@
 //! A request for a small hot file is the hottest path of the server. It costs one hash look-up, one `statx` and one
 //! clone of a prebuilt header map; nothing is formatted and nothing but the header map is allocated.
 //!
-//! Everything here but `root` is synchronous. A file that is not in the page cache is read inline, at most
-//! `SMALL_FILE_MAX` bytes per file; larger files are only opened, and sent by whoever sends the body.
+//! No look of an edge thread waits for a disk or a network. What the kernel has in memory is looked at at once; everything else
+//! runs on the blocking pool, with a share for each device. Of remote file systems (`mounts`) everything does, and bodies too.
+//! Small files are read as a whole; larger ones are opened, and sent by whoever sends the body.
 //!
 //! `X-Content-Type-Options` is not sent with a tenant's files: the type is derived from the name, and what a site's own
 //! pages make of it is the site's choice. Not here: text to path (`path`), opening the root itself (`keeper`),
@@ -16,15 +17,18 @@ mod conditional;
 mod encoding;
 mod listing;
 mod load;
+mod mounts;
 mod range;
+mod remote;
 mod root;
 mod script;
 #[cfg(test)]
 mod tests;
 
 use std::cell::{Cell, RefCell};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::header::{
@@ -35,6 +39,7 @@ use http::{HeaderMap, Method, StatusCode};
 use nagaya_base::{Clock, SystemClock};
 use nagaya_cmdb::record::{Files, Site};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use tokio::time::timeout;
 
 pub use self::cache::LARGE_FILES_MAX;
 pub use self::load::SMALL_FILE_MAX;
@@ -42,12 +47,13 @@ pub use self::range::RANGES_MAX;
 pub use self::root::{ROOT_AGE_MAX, ROOTS_MAX, Root};
 pub use self::script::{Program, Programs};
 
-use self::beneath::Opened;
+use self::beneath::{Access, Look, LookupError, Opened};
 use self::cache::Cache;
 use self::conditional::Outcome;
 use self::load::{Entry, Loaded, Representation};
 use self::range::Wanted;
 use self::root::Roots;
+use crate::blocking::BlockingPool;
 use crate::message::{Head, Headers, Response, ResponseBody};
 use crate::path::{RelPath, SitePath, matches_prefix};
 use crate::refusal::Refusal;
@@ -58,6 +64,9 @@ const ALLOWED: &str = "GET, HEAD, OPTIONS";
 
 /// What nobody asked for since this long is forgotten, and its descriptors closed.
 pub const IDLE_MAX: Duration = Duration::from_secs(30);
+
+/// How long a file system may take to answer one look.
+const HANG_MAX: Duration = Duration::from_secs(20);
 
 /// What must be escaped in the path of a URL: all but the unreserved characters and the delimiters that mean nothing
 /// special between two slashes (RFC 3986 section 3.3).
@@ -86,6 +95,7 @@ pub struct FileServer {
     scratch: RefCell<String>,
     clock: Rc<dyn Clock>,
     turns: Rc<Turns>,
+    pool: Arc<BlockingPool>,
     hits: Cell<u64>,
     misses: Cell<u64>,
 }
@@ -120,12 +130,18 @@ pub struct ErrorDocument {
 
 impl FileServer {
     /// `cache_bytes` bounds what is kept of files, in bytes (`Limits::file_cache_bytes`); 0 keeps nothing.
-    pub fn new(cache_bytes: usize, turns: Rc<Turns>) -> Self {
-        Self::with_clock(cache_bytes, Rc::new(SystemClock), turns)
+    pub fn new(cache_bytes: usize, turns: Rc<Turns>, pool: Arc<BlockingPool>) -> Self {
+        Self::with_clock(cache_bytes, Rc::new(SystemClock), turns, pool)
     }
 
-    pub fn with_clock(cache_bytes: usize, clock: Rc<dyn Clock>, turns: Rc<Turns>) -> Self {
+    pub fn with_clock(
+        cache_bytes: usize,
+        clock: Rc<dyn Clock>,
+        turns: Rc<Turns>,
+        pool: Arc<BlockingPool>,
+    ) -> Self {
         Self {
+            pool,
             roots: Roots::new(),
             cache: RefCell::new(Cache::new(cache_bytes)),
             scratch: RefCell::new(String::new()),
@@ -157,23 +173,49 @@ impl FileServer {
         (self.hits.take(), self.misses.take(), self.cache.borrow().bytes())
     }
 
-    /// What is at `rel`, whoever may read it. Refuses what the site does not serve.
-    pub fn lookup(&self, root: &Root, rel: RelPath<'_>, files: &Files) -> Result<Found, Refusal> {
-        refuse_unservable(rel, files)?;
-        self.find(root, rel.as_str())
+    /// The program that answers this path, if one does; otherwise `serve` answers.
+    pub async fn find_program(
+        &self,
+        root: &Root,
+        rel: RelPath<'_>,
+        files: &Files,
+        programs: Programs,
+    ) -> Result<Option<Program>, Refusal> {
+        if programs == Programs::None {
+            return Ok(None);
+        }
+        let cached = (!root.is_remote())
+            .then(|| script::find_program(Look { dir: root.dir(), access: Access::Cached }, rel, files, programs));
+        match cached {
+            Some(Ok(found)) => Ok(found),
+            Some(Err(LookupError::Refused(refusal))) => Err(refusal),
+            Some(Err(LookupError::WouldBlock)) | None => {
+                let (rel, files) = (rel.to_owned(), files.clone());
+                let find = move |look: Look<'_>| script::find_program(look, rel.borrow(), &files, programs);
+                Box::pin(self.elsewhere(root, find)).await
+            }
+        }
     }
 
-    fn find(&self, root: &Root, path: &str) -> Result<Found, Refusal> {
-        Ok(match beneath::find(root.dir(), if path.is_empty() { "." } else { path })? {
-            Opened::File(..) => Found::File,
-            Opened::Directory(_) => Found::Directory,
-            Opened::Missing => Found::Missing,
-        })
+    /// Looks into the root on another thread.
+    async fn elsewhere<T: Send + 'static>(
+        &self,
+        root: &Root,
+        look: impl FnOnce(Look<'_>) -> Result<T, LookupError> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let dir = root.shared_dir();
+        let call = move || look(Look { dir: dir.as_fd(), access: Access::Blocking });
+        match timeout(HANG_MAX, self.pool.run(root.share(), call)).await {
+            Ok(Ok(Ok(found))) => Ok(found),
+            Ok(Ok(Err(LookupError::Refused(refusal)))) => Err(refusal),
+            // Nothing that may block says so.
+            Ok(Ok(Err(LookupError::WouldBlock)) | Err(_)) | Err(_) => Err(Refusal::FilesHang),
+        }
     }
 
     /// The answer to a request for a file or a directory. The body is there for HEAD too: its length is announced,
     /// and whoever sends the response leaves it out.
-    pub fn serve(&self, ctx: &Ctx<'_>) -> Result<Response, Refusal> {
+    pub async fn serve(&self, ctx: &Ctx<'_>) -> Result<Response, Refusal> {
         match ctx.head.method {
             Method::GET | Method::HEAD => {}
             Method::OPTIONS => {
@@ -184,48 +226,65 @@ impl FileServer {
         }
         refuse_unservable(ctx.rel, ctx.files)?;
         if ctx.rel.is_directory() {
-            return self.serve_directory(ctx);
+            return Box::pin(self.serve_directory(ctx)).await;
         }
         // `find_program` had the first look; a program that comes here has just appeared.
         if ctx.programs.contains(ctx.files, ctx.rel.name()) {
             return Err(Refusal::NotFound);
         }
-        match self.fetch(ctx, ctx.rel.as_str())? {
-            Fetched::File(entry, chosen) => Ok(respond(ctx.head, entry.representation(chosen))),
+        match self.fetch(ctx, ctx.rel.as_str()).await? {
+            Fetched::File(entry, chosen) => Ok(self.respond(ctx, &entry, chosen)),
             Fetched::Directory => Ok(redirect_to_directory(ctx)),
             Fetched::Missing => Err(Refusal::NotFound),
         }
     }
 
-    fn serve_directory(&self, ctx: &Ctx<'_>) -> Result<Response, Refusal> {
+    async fn serve_directory(&self, ctx: &Ctx<'_>) -> Result<Response, Refusal> {
         for name in ctx.programs.index(ctx.files) {
             if ctx.programs.contains(ctx.files, name) {
                 continue;
             }
-            let mut path = self.scratch.borrow_mut();
+            // The buffer is taken, not borrowed: another request may be answered while this one waits.
+            let mut path = self.scratch.take();
             path.clear();
             push_joined(&mut path, ctx.rel.as_str(), name);
             refuse_denied(&path, ctx.files)?;
-            if let Fetched::File(entry, chosen) = self.fetch(ctx, &path)? {
-                return Ok(respond(ctx.head, entry.representation(chosen)));
+            let fetched = self.fetch(ctx, &path).await;
+            self.scratch.replace(path);
+            if let Fetched::File(entry, chosen) = fetched? {
+                return Ok(self.respond(ctx, &entry, chosen));
             }
         }
-        match beneath::open(ctx.root.dir(), if ctx.rel.as_str().is_empty() { "." } else { ctx.rel.as_str() })?
-        {
-            Opened::Directory(directory) if ctx.files.listing => listing::list(ctx, &directory),
-            Opened::Directory(_) => Err(Refusal::Forbidden("the directory has no index")),
-            Opened::File(..) | Opened::Missing => Err(Refusal::NotFound),
-        }
+        let (path, files) = (ctx.rel.as_str().to_owned(), ctx.files.clone());
+        let list = move |look: Look<'_>| match beneath::open(look, if path.is_empty() { "." } else { &path })? {
+            Opened::Directory(directory) if files.listing => listing::read(&directory, &path, &files),
+            Opened::Directory(_) => Err(Refusal::Forbidden("the directory has no index").into()),
+            Opened::File(..) | Opened::Missing => Err(Refusal::NotFound.into()),
+        };
+        Ok(listing::respond(ctx, self.elsewhere(ctx.root, list).await?))
+    }
+
+    /// The answer with this file. One that may hang is not given to the kernel to send.
+    fn respond(&self, ctx: &Ctx<'_>, entry: &Entry, chosen: Option<usize>) -> Response {
+        let response = respond(ctx.head, entry.representation(chosen));
+        if entry.is_remote() { remote::sent_from_pool(response, &self.pool, ctx.root.share()) } else { response }
     }
 
     /// The site's own page for `status`, if it has one that can be read.
-    pub fn error_document(&self, root: &Root, files: &Files, status: StatusCode) -> Option<ErrorDocument> {
+    pub async fn error_document(
+        &self,
+        root: &Root,
+        files: &Files,
+        status: StatusCode,
+    ) -> Option<ErrorDocument> {
         let path = files.error_documents.get(status.as_str())?;
-        match self.fetch_for(root, path.trim_start_matches('/'), None, &HeaderMap::new()) {
+        match self.fetch_for(root, path.trim_start_matches('/'), None, &HeaderMap::new()).await {
             Ok(Fetched::File(entry, _)) => {
                 let plain = entry.representation(None);
                 let content_type = plain.headers[CONTENT_TYPE].clone();
-                Some(ErrorDocument { content_type, body: range::whole(&plain.content) })
+                let body = range::whole(&plain.content);
+                let body = if entry.is_remote() { remote::body(body, &self.pool, root.share()) } else { body };
+                Some(ErrorDocument { content_type, body })
             }
             Ok(Fetched::Directory | Fetched::Missing) => None,
             Err(refusal) => {
@@ -235,12 +294,12 @@ impl FileServer {
         }
     }
 
-    fn fetch(&self, ctx: &Ctx<'_>, path: &str) -> Result<Fetched, Refusal> {
-        self.fetch_for(ctx.root, path, ctx.files.cache_control.as_deref(), &ctx.head.headers)
+    async fn fetch(&self, ctx: &Ctx<'_>, path: &str) -> Result<Fetched, Refusal> {
+        self.fetch_for(ctx.root, path, ctx.files.cache_control.as_deref(), &ctx.head.headers).await
     }
 
     /// The file at `path` and which of its codings suits `headers`: from the cache if it still is what lies on disk.
-    fn fetch_for(
+    async fn fetch_for(
         &self,
         root: &Root,
         path: &str,
@@ -251,17 +310,58 @@ impl FileServer {
         let kept = self.cache.borrow_mut().get(root.id(), path, now);
         if let Some(entry) = kept {
             let chosen = entry.choose(headers);
-            if entry.is_current(root, chosen, cache_control, (now, self.turns.now())) {
+            let is_current = if entry.is_remote() {
+                Box::pin(self.is_current_elsewhere(root, &entry, chosen, cache_control, now)).await?
+            } else {
+                entry.is_current(root, chosen, cache_control, (now, self.turns.now()))
+            };
+            if is_current {
                 self.hits.set(self.hits.get() + 1);
                 return Ok(Fetched::File(entry, chosen));
             }
             self.cache.borrow_mut().remove(root.id(), path);
         }
+        // Boxed, because most requests find their file kept.
+        Box::pin(self.load(root, path, cache_control, headers, now)).await
+    }
+
+    async fn is_current_elsewhere(
+        &self,
+        root: &Root,
+        entry: &Entry,
+        chosen: Option<usize>,
+        cache_control: Option<&str>,
+        now: Instant,
+    ) -> Result<bool, Refusal> {
+        let looks = entry.looks(chosen, now);
+        let is_current = self.elsewhere(root, move |look| Ok(looks.hold(look.dir))).await?;
+        Ok(is_current && entry.is_for_cache_control(cache_control))
+    }
+
+    async fn load(
+        &self,
+        root: &Root,
+        path: &str,
+        cache_control: Option<&str>,
+        headers: &HeaderMap,
+        now: Instant,
+    ) -> Result<Fetched, Refusal> {
         self.misses.set(self.misses.get() + 1);
         // Read before the first look at the file, so that a change after that look is younger than this.
         let wall = self.clock.wall();
-        match load::load(root, path, cache_control, now, wall) {
-            Ok(Loaded::File(entry)) => {
+        let cached =
+            (!root.is_remote()).then(|| load::load(Look { dir: root.dir(), access: Access::Cached }, path));
+        let loaded = match cached {
+            Some(Ok(loaded)) => Ok(loaded),
+            Some(Err(LookupError::Refused(refusal))) => Err(refusal),
+            Some(Err(LookupError::WouldBlock)) | None => {
+                let path = path.to_owned();
+                self.elsewhere(root, move |look| load::load(look, &path)).await
+            }
+        };
+        match loaded {
+            Ok(Loaded::File(files)) => {
+                let entry = files.into_entry(root, cache_control, now, wall)?;
                 if entry.is_settled() {
                     self.cache.borrow_mut().put(root.id(), path, entry.clone(), now);
                 }
@@ -279,6 +379,20 @@ impl FileServer {
             }
         }
     }
+}
+
+/// What is at `rel`, whoever may read it. Refuses what the site does not serve.
+fn lookup(look: Look<'_>, rel: RelPath<'_>, files: &Files) -> Result<Found, LookupError> {
+    refuse_unservable(rel, files)?;
+    find(look, rel.as_str())
+}
+
+fn find(look: Look<'_>, path: &str) -> Result<Found, LookupError> {
+    Ok(match beneath::find(look, if path.is_empty() { "." } else { path })? {
+        Opened::File(..) => Found::File,
+        Opened::Directory(_) => Found::Directory,
+        Opened::Missing => Found::Missing,
+    })
 }
 
 enum Fetched {

@@ -8,6 +8,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
@@ -17,6 +18,9 @@ use nagaya_cmdb::record::Site;
 use nagaya_cmdb::{SiteName, TenantName};
 use rustix::fs::{AtFlags, StatxFlags};
 use tokio::sync::Mutex;
+
+use super::mounts;
+use crate::blocking::{Device, Share};
 
 /// Roots held open per edge thread. With two threads and `LARGE_FILES_MAX` this stays far below the usual hard
 /// limit of 524,288 descriptors, and 4,096 sites busy at once is more than one node serves.
@@ -33,8 +37,11 @@ const ROOT_AGE_WHILE_REOPENING_MAX: Duration = Duration::from_secs(3);
 pub struct Root(Rc<OpenRoot>);
 
 struct OpenRoot {
-    dir: OwnedFd,
+    dir: Arc<OwnedFd>,
     id: RootId,
+    mount: u64,
+    /// Files are reached over a network or another process, so no look is sure to return.
+    is_remote: bool,
     opened: Instant,
 }
 
@@ -48,13 +55,36 @@ pub(super) struct RootId {
 impl Root {
     /// `dir` is a directory, opened with `O_PATH` or for reading.
     pub fn new(dir: OwnedFd, opened: Instant) -> std::io::Result<Self> {
-        let stat = rustix::fs::statx(&dir, c"", AtFlags::EMPTY_PATH, StatxFlags::INO)?;
+        // Nobody is asked who might not answer: these two are always known.
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let stat = rustix::fs::statx(&dir, c"", flags, StatxFlags::INO | StatxFlags::MNT_ID)?;
         let id = RootId { device: (stat.stx_dev_major, stat.stx_dev_minor), inode: stat.stx_ino };
-        Ok(Self(Rc::new(OpenRoot { dir, id, opened })))
+        let mount = stat.stx_mnt_id;
+        let is_remote = mounts::is_remote(mount, opened);
+        Ok(Self(Rc::new(OpenRoot { dir: Arc::new(dir), id, mount, is_remote, opened })))
     }
 
     pub(super) fn dir(&self) -> BorrowedFd<'_> {
         self.0.dir.as_fd()
+    }
+
+    /// For another thread.
+    pub(super) fn shared_dir(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.0.dir)
+    }
+
+    /// Whose calls hang together with those for this root.
+    pub(super) fn share(&self) -> Share {
+        let (major, minor) = self.0.id.device;
+        Share::new(Device::Files(major, minor), &self.0.id.inode)
+    }
+
+    pub(super) fn is_remote(&self) -> bool {
+        self.0.is_remote
+    }
+
+    pub(super) fn mount(&self) -> u64 {
+        self.0.mount
     }
 
     pub(super) fn id(&self) -> RootId {

@@ -4,7 +4,8 @@
 
 use nagaya_cmdb::record::{Backend, Files, Protocol};
 
-use super::{FileServer, Found, Root, refuse_denied};
+use super::beneath::{Look, LookupError};
+use super::{Found, refuse_denied};
 use crate::path::{RelPath, is_hidden};
 use crate::refusal::Refusal;
 
@@ -66,91 +67,86 @@ fn ends_with(name: &str, extension: &str) -> bool {
     start.and_then(|start| name.get(start..)).is_some_and(|end| end.eq_ignore_ascii_case(extension))
 }
 
-impl FileServer {
-    /// The program that answers this path, if one does; otherwise `serve` answers. In this order: the first part of
-    /// the path that is a program's file (the rest is `PATH_INFO`), the index program of a directory, the front
-    /// controller where there is no file.
-    pub fn find_program(
-        &self,
-        root: &Root,
-        rel: RelPath<'_>,
-        files: &Files,
-        programs: Programs,
-    ) -> Result<Option<Program>, Refusal> {
-        if programs == Programs::None {
-            return Ok(None);
-        }
-        if let Some(program) = self.split(root, rel, files, programs)? {
-            return Ok(Some(program));
-        }
-        let answered = match self.lookup(root, rel, files)? {
-            Found::File => !rel.is_directory(),
-            Found::Directory => match self.find_index(root, rel, files, programs)? {
-                // Without its slash the directory is redirected to first, or the links of its index would be wrong.
-                Some(index) if rel.is_directory() && programs.contains(files, &index) => {
-                    return Ok(Some(Program { script: index, path_info: String::new() }));
-                }
-                index => index.is_some() || files.listing,
-            },
-            Found::Missing => false,
-        };
-        Ok(match &files.front_controller {
-            Some(script) if !answered => {
-                let script = script.trim_start_matches('/').to_owned();
-                Some(Program { script, path_info: String::new() })
-            }
-            _ => None,
-        })
+/// The program that answers this path, if one does; otherwise `serve` answers. In this order: the first part of
+/// the path that is a program's file (the rest is `PATH_INFO`), the index program of a directory, the front
+/// controller where there is no file.
+pub(super) fn find_program(
+    look: Look<'_>,
+    rel: RelPath<'_>,
+    files: &Files,
+    programs: Programs,
+) -> Result<Option<Program>, LookupError> {
+    if programs == Programs::None {
+        return Ok(None);
     }
+    if let Some(program) = split(look, rel, files, programs)? {
+        return Ok(Some(program));
+    }
+    let answered = match super::lookup(look, rel, files)? {
+        Found::File => !rel.is_directory(),
+        Found::Directory => match find_index(look, rel, files, programs)? {
+            // Without its slash the directory is redirected to first, or the links of its index would be wrong.
+            Some(index) if rel.is_directory() && programs.contains(files, &index) => {
+                return Ok(Some(Program { script: index, path_info: String::new() }));
+            }
+            index => index.is_some() || files.listing,
+        },
+        Found::Missing => false,
+    };
+    Ok(match &files.front_controller {
+        Some(script) if !answered => {
+            let script = script.trim_start_matches('/').to_owned();
+            Some(Program { script, path_info: String::new() })
+        }
+        _ => None,
+    })
+}
 
-    /// Only names that could be programs are looked up, so an ordinary path costs nothing here.
-    fn split(
-        &self,
-        root: &Root,
-        rel: RelPath<'_>,
-        files: &Files,
-        programs: Programs,
-    ) -> Result<Option<Program>, Refusal> {
-        let path = rel.as_str();
-        let ends = memchr::memchr_iter(b'/', path.as_bytes()).chain([path.len()]);
-        let mut start = 0;
-        for end in ends {
-            let (script, name) = (&path[..end], &path[start..end]);
-            start = end + 1;
-            if !programs.contains(files, name) {
-                continue;
-            }
-            if is_hidden(script) {
-                return Err(Refusal::NotFound);
-            }
-            refuse_denied(script, files)?;
-            match self.find(root, script)? {
-                Found::File => {
-                    let slash = if rel.is_directory() { "/" } else { "" };
-                    let path_info = format!("{}{slash}", &path[end..]);
-                    return Ok(Some(Program { script: script.to_owned(), path_info }));
-                }
-                Found::Directory => {}
-                Found::Missing => return Ok(None),
-            }
+/// Only names that could be programs are looked up, so an ordinary path costs nothing here.
+fn split(
+    look: Look<'_>,
+    rel: RelPath<'_>,
+    files: &Files,
+    programs: Programs,
+) -> Result<Option<Program>, LookupError> {
+    let path = rel.as_str();
+    let ends = memchr::memchr_iter(b'/', path.as_bytes()).chain([path.len()]);
+    let mut start = 0;
+    for end in ends {
+        let (script, name) = (&path[..end], &path[start..end]);
+        start = end + 1;
+        if !programs.contains(files, name) {
+            continue;
         }
-        Ok(None)
+        if is_hidden(script) {
+            return Err(Refusal::NotFound.into());
+        }
+        refuse_denied(script, files)?;
+        match super::find(look, script)? {
+            Found::File => {
+                let slash = if rel.is_directory() { "/" } else { "" };
+                let path_info = format!("{}{slash}", &path[end..]);
+                return Ok(Some(Program { script: script.to_owned(), path_info }));
+            }
+            Found::Directory => {}
+            Found::Missing => return Ok(None),
+        }
     }
+    Ok(None)
+}
 
-    fn find_index(
-        &self,
-        root: &Root,
-        rel: RelPath<'_>,
-        files: &Files,
-        programs: Programs,
-    ) -> Result<Option<String>, Refusal> {
-        for name in programs.index(files) {
-            let path = super::join(rel.as_str(), name);
-            refuse_denied(&path, files)?;
-            if self.find(root, &path)? == Found::File {
-                return Ok(Some(path));
-            }
+fn find_index(
+    look: Look<'_>,
+    rel: RelPath<'_>,
+    files: &Files,
+    programs: Programs,
+) -> Result<Option<String>, LookupError> {
+    for name in programs.index(files) {
+        let path = super::join(rel.as_str(), name);
+        refuse_denied(&path, files)?;
+        if super::find(look, &path)? == Found::File {
+            return Ok(Some(path));
         }
-        Ok(None)
     }
+    Ok(None)
 }

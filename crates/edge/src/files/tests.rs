@@ -56,6 +56,12 @@ struct World {
     mount: &'static str,
 }
 
+/// Looks may go on on another thread.
+fn now_or_later<F: Future>(work: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(work)
+}
+
 struct Answer {
     status: u16,
     headers: HeaderMap,
@@ -92,7 +98,7 @@ impl World {
         Self {
             root: open_root(&dir.path().join("root")),
             dir,
-            server: FileServer::with_clock(bytes, clock.clone(), Rc::default()),
+            server: FileServer::with_clock(bytes, clock.clone(), Rc::default(), Arc::default()),
             clock,
             files: Files::default(),
             programs: Programs::None,
@@ -123,7 +129,7 @@ impl World {
             path: &path,
             rel,
         };
-        let response = self.server.serve(&ctx)?;
+        let response = now_or_later(self.server.serve(&ctx))?;
         let length = response.body.len().expect("known before sending");
         let body = collect(response.body);
         assert_eq!(body.len() as u64, length);

@@ -15,6 +15,7 @@ use http_body::Body;
 use nagaya_base::RequestId;
 use tokio::time::timeout;
 
+use crate::arrival::{Allowance, Arrival};
 use crate::drain::Entered;
 use crate::http1::framing::Framing;
 use crate::http1::head::{self, HeadLimits, RequestHead};
@@ -83,7 +84,7 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
             keep_alive: may_stay,
             trailers: head.trailers,
         };
-        let body = wire.begin_body(head.framing, head.expect_continue, limits.body_bytes);
+        let body = wire.begin_body(head.framing, head.expect_continue, &limits);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
         let sent = match metered(
             host.measures().then_some(Covers::Everything),
@@ -101,7 +102,7 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
         if !sent.keep_alive {
             return linger(&wire).await;
         }
-        if !wire.body_is_complete() && skip_body(&wire, limits.body_bytes).await.is_err() {
+        if !wire.body_is_complete() && skip_body(&wire, &limits).await.is_err() {
             return;
         }
         // All guards of the exchange are gone, so the wire is ours alone again.
@@ -145,19 +146,22 @@ async fn read_head<S: Stream>(
     if let Some(head) = take_head(wire, &mut scanned, bounds)? {
         return Ok(Some(head));
     }
-    let rest = async {
-        loop {
-            match poll_fn(|cx| wire.poll_fill_head(cx)).await {
-                // Half a request is nobody's request: there is no one to answer.
-                Ok(0) | Err(_) => return Ok(None),
-                Ok(_) => {}
-            }
-            if let Some(head) = take_head(wire, &mut scanned, bounds)? {
-                return Ok(Some(head));
-            }
+    let mut arrival = Arrival::new(Allowance::of_head(limits));
+    loop {
+        let filled = poll_fn(|cx| match wire.poll_fill_head(cx) {
+            Poll::Pending => arrival.poll_late(cx).map(|()| None),
+            Poll::Ready(filled) => Poll::Ready(Some(filled)),
+        });
+        match filled.await {
+            None => return Err(Refusal::RequestTimeout),
+            // Half a request is nobody's request: there is no one to answer.
+            Some(Ok(0) | Err(_)) => return Ok(None),
+            Some(Ok(bytes)) => arrival.received(bytes),
         }
-    };
-    timeout(Duration::from_millis(limits.head_ms), rest).await.unwrap_or(Err(Refusal::RequestTimeout))
+        if let Some(head) = take_head(wire, &mut scanned, bounds)? {
+            return Ok(Some(head));
+        }
+    }
 }
 
 /// Waits until there is something to parse. False: the connection ends here.
@@ -236,8 +240,8 @@ async fn until_gone<S: Stream, T>(wire: &Wire<S>, mut work: Pin<&mut impl Future
 }
 
 /// Reads over the rest of a body that nobody wanted.
-async fn skip_body<S: Stream>(wire: &Rc<Wire<S>>, limit: u64) -> Result<(), ()> {
-    let mut rest = Box::pin(wire.resume_body(limit));
+async fn skip_body<S: Stream>(wire: &Rc<Wire<S>>, limits: &Limits) -> Result<(), ()> {
+    let mut rest = Box::pin(wire.resume_body(limits));
     while let Some(frame) = poll_fn(|cx| rest.as_mut().poll_frame(cx)).await {
         frame.map_err(|_| ())?;
     }

@@ -15,10 +15,12 @@ use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Interest};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Sleep;
 
+use crate::arrival::{Allowance, Arrival};
 use crate::http1::framing::{Decoded, Decoder, Framing};
 use crate::message::BodyError;
+use crate::options::Limits;
 
 /// Read at once while a head is expected, and while a body arrives.
 const HEAD_READ: usize = 8 << 10;
@@ -136,17 +138,18 @@ impl<S: Stream> Wire<S> {
     }
 
     /// Begins the body of a request.
-    pub fn begin_body(self: &Rc<Self>, framing: Framing, expect_continue: bool, limit: u64) -> Incoming<S> {
+    pub fn begin_body(self: &Rc<Self>, framing: Framing, expect_continue: bool, limits: &Limits) -> Incoming<S> {
         *self.decoder.borrow_mut() = Decoder::new(framing);
         self.body_failed.set(false);
         let wanted = expect_continue && framing != Framing::None;
         self.expect.set(if wanted { Continue::Wanted { sent: 0 } } else { Continue::NotWanted });
-        Incoming { wire: Rc::clone(self), received: 0, limit, timer: None }
+        self.resume_body(limits)
     }
 
     /// What is left of the body of the request that was just answered.
-    pub fn resume_body(self: &Rc<Self>, limit: u64) -> Incoming<S> {
-        Incoming { wire: Rc::clone(self), received: 0, limit, timer: None }
+    pub fn resume_body(self: &Rc<Self>, limits: &Limits) -> Incoming<S> {
+        let arrival = Arrival::new(Allowance::of_body(limits));
+        Incoming { wire: Rc::clone(self), received: 0, limit: limits.body_bytes, arrival }
     }
 
     /// The request's body has been read to its end, so the next request follows.
@@ -306,7 +309,7 @@ pub struct Incoming<S> {
     wire: Rc<Wire<S>>,
     received: u64,
     limit: u64,
-    timer: Option<Pin<Box<Sleep>>>,
+    arrival: Arrival,
 }
 
 impl<S: Stream> Incoming<S> {
@@ -333,6 +336,7 @@ impl<S: Stream> Body for Incoming<S> {
                 Ok(Decoded::Trailers(trailers)) => return Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
                 Ok(Decoded::Data(data)) => {
                     self.received += data.len() as u64;
+                    self.arrival.received(data.len());
                     if self.received > self.limit {
                         return self.fail(BodyError::TooLarge(self.limit));
                     }
@@ -345,13 +349,9 @@ impl<S: Stream> Body for Incoming<S> {
             }
             match wire.poll_fill(cx, BODY_READ) {
                 Poll::Ready(Ok(0) | Err(_)) => return self.fail(BodyError::ClientGone),
-                Poll::Ready(Ok(_)) => self.timer = None,
+                Poll::Ready(Ok(_)) => {}
                 Poll::Pending => {
-                    let idle = wire.idle.get();
-                    let timer = self
-                        .timer
-                        .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + idle)));
-                    ready!(timer.as_mut().poll(cx));
+                    ready!(self.arrival.poll_late(cx));
                     return self.fail(BodyError::Stalled);
                 }
             }

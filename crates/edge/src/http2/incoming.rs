@@ -1,16 +1,15 @@
-//! A request body as it arrives over HTTP/2, within its limits of size and silence.
+//! A request body as it arrives over HTTP/2, within its limits of size, rate and silence.
 //!
 //! Not here: its flow control (h2's: what is not read is not granted anew).
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use tokio::time::{Instant, Sleep, sleep};
 
+use crate::arrival::{Allowance, Arrival};
 use crate::message::BodyError;
 use crate::options::Limits;
 
@@ -18,26 +17,13 @@ pub(super) struct Arriving {
     incoming: Incoming,
     seen: u64,
     limit: u64,
-    patience: Duration,
-    /// Runs while the client is waited for; made when it first is.
-    silence: Option<Pin<Box<Sleep>>>,
-    waiting: bool,
+    arrival: Arrival,
 }
 
 impl Arriving {
     pub(super) fn new(incoming: Incoming, limits: &Limits) -> Self {
-        let patience = Duration::from_millis(limits.idle_body_ms);
-        Self { incoming, seen: 0, limit: limits.body_bytes, patience, silence: None, waiting: false }
-    }
-
-    /// Pending until the client has been waited for too long.
-    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let silence = self.silence.get_or_insert_with(|| Box::pin(sleep(self.patience)));
-        if !self.waiting {
-            self.waiting = true;
-            silence.as_mut().reset(Instant::now() + self.patience);
-        }
-        silence.as_mut().poll(cx)
+        let arrival = Arrival::new(Allowance::of_body(limits));
+        Self { incoming, seen: 0, limit: limits.body_bytes, arrival }
     }
 }
 
@@ -51,12 +37,13 @@ impl Body for Arriving {
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let this = &mut *self;
         let Poll::Ready(frame) = Pin::new(&mut this.incoming).poll_frame(cx) else {
-            return this.poll_silence(cx).map(|()| Some(Err(BodyError::Stalled)));
+            return this.arrival.poll_late(cx).map(|()| Some(Err(BodyError::Stalled)));
         };
-        this.waiting = false;
         Poll::Ready(frame.map(|frame| {
             let frame = frame.map_err(|error| why(&error))?;
-            this.seen += frame.data_ref().map_or(0, |data| data.len() as u64);
+            let bytes = frame.data_ref().map_or(0, Bytes::len);
+            this.arrival.received(bytes);
+            this.seen += bytes as u64;
             if this.seen > this.limit { Err(BodyError::TooLarge(this.limit)) } else { Ok(frame) }
         }))
     }

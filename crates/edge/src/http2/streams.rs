@@ -8,9 +8,12 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
+use super::guard::Budget;
 use crate::body::Pace;
+use crate::options::Limits;
 
 /// Runs the streams of one connection, each a task of the thread it was accepted on.
 #[derive(Debug, Clone)]
@@ -25,16 +28,56 @@ struct State {
     next: RefCell<Option<Rc<Pace>>>,
     /// How long a client may take nothing of a response.
     patience: Duration,
+    /// How many more may begin.
+    left: Cell<u32>,
+    used_up: Notify,
+    /// How many more the client may cancel.
+    cancels: RefCell<Budget>,
+    is_over: Cell<bool>,
+    over: Notify,
 }
 
 impl Streams {
-    pub(super) fn new(patience: Duration) -> Self {
-        let (open, idle_since, next) = (Cell::new(0), Cell::new(Instant::now()), RefCell::new(None));
-        Self(Rc::new(State { open, idle_since, next, patience }))
+    pub(super) fn new(limits: &Limits) -> Self {
+        let cancels = limits.pace.h2_resets;
+        Self(Rc::new(State {
+            open: Cell::new(0),
+            idle_since: Cell::new(Instant::now()),
+            next: RefCell::new(None),
+            patience: Duration::from_millis(limits.idle_body_ms),
+            left: Cell::new(limits.keep_alive_requests),
+            used_up: Notify::new(),
+            cancels: RefCell::new(Budget::new(cancels, f64::from(cancels) / 60.0)),
+            is_over: Cell::new(false),
+            over: Notify::new(),
+        }))
+    }
+
+    /// Ends when as many streams have begun as may.
+    pub(super) async fn used_up(&self) {
+        while self.0.left.get() > 0 {
+            self.0.used_up.notified().await;
+        }
+    }
+
+    /// Ends when the client has cancelled more than it may.
+    pub(super) async fn cancelled_too_often(&self) {
+        while !self.is_over() {
+            self.0.over.notified().await;
+        }
+    }
+
+    /// The client has cancelled more than it may.
+    pub(super) fn is_over(&self) -> bool {
+        self.0.is_over.get()
     }
 
     /// A stream begins; its task follows.
     pub(super) fn begin(&self) -> Rc<Pace> {
+        self.0.left.set(self.0.left.get().saturating_sub(1));
+        if self.0.left.get() == 0 {
+            self.0.used_up.notify_one();
+        }
         let pace = Rc::new(Pace::default());
         self.0.next.replace(Some(Rc::clone(&pace)));
         pace
@@ -65,10 +108,11 @@ where
         let pace = self.0.next.take().unwrap_or_default();
         let patience = self.0.patience;
         tokio::task::spawn_local(async move {
-            let _open = open;
+            let open = open;
             tokio::select! {
                 biased;
-                () = stream => {}
+                // The stream of a response that has not ended was reset by its client.
+                () = stream => if !pace.is_ended() { open.0.count_cancel() },
                 // Dropping the stream's future resets the stream and gives back all the response holds.
                 () = pace.client_stalled(patience) => {}
             }
@@ -78,6 +122,15 @@ where
                 behind_others().await;
             }
         });
+    }
+}
+
+impl State {
+    fn count_cancel(&self) {
+        if !self.cancels.borrow_mut().spend(1) {
+            self.is_over.set(true);
+            self.over.notify_one();
+        }
     }
 }
 

@@ -2,8 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
-use std::io::Write;
+use std::io::{self, Write};
 use std::sync::Arc;
+use std::task::Context;
 
 use bytes::Bytes;
 use h2::client::SendRequest;
@@ -11,7 +12,7 @@ use http::{HeaderMap, Request as HttpRequest};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full};
 use nagaya_base::RequestId;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
 use tokio::time::Instant;
 
@@ -327,8 +328,7 @@ fn bodies_larger_than_the_limit_are_not_taken() {
 #[test]
 fn a_body_that_stops_arriving_is_an_error_in_time() {
     run(async {
-        let limits = Limits::default();
-        let patience = Duration::from_millis(limits.idle_body_ms);
+        let patience = Duration::from_millis(Limits::default().pace.body_ms);
         let world = world(move |request: Request| async move {
             let begun = Instant::now();
             let error = request.body.collect().await.unwrap_err();
@@ -486,6 +486,89 @@ fn rapid_resets_end_the_connection() {
         assert!(server.await.unwrap().is_err());
         assert!(served.get() <= PENDING_RESETS_MAX, "{} were served", served.get());
     });
+}
+
+#[test]
+fn responses_that_are_cancelled_are_bounded() {
+    run(async {
+        let mut limits = Limits::default();
+        limits.pace.h2_resets = 30;
+        let served = Rc::new(Cell::new(0));
+        let count = Rc::clone(&served);
+        let world = limited_world(limits, move |_| {
+            count.set(count.get() + 1);
+            pending()
+        });
+        let (mut io, server) = listen(&world);
+        io.write_all(&preface()).await.unwrap();
+        for n in 0..31u32 {
+            io.write_all(&frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, GET_A)).await.unwrap();
+            until(|| served.get() == n + 1).await;
+            io.write_all(&frame(RST_STREAM, 0, 2 * n + 1, &8u32.to_be_bytes())).await.unwrap();
+        }
+        let goaway = answer(&mut io, &[], GOAWAY).await;
+        assert_eq!(error_code(&goaway), h2::Reason::ENHANCE_YOUR_CALM);
+        server.await.unwrap().unwrap();
+    });
+}
+
+#[test]
+fn responses_that_end_may_be_reset_without_end() {
+    run(async {
+        let mut limits = Limits::default();
+        limits.pace.h2_resets = 3;
+        let world = limited_world(limits, |_| async { bytes("done") });
+        let (io, _server) = listen(&world);
+        let (mut client, _connection) = connect(io).await;
+        for _ in 0..50 {
+            let mut response = client.send_request(get("/"), true).unwrap().0.await.unwrap();
+            assert_eq!(read_all(response.body_mut()).await.unwrap(), b"done");
+        }
+    });
+}
+
+#[test]
+fn a_connection_has_so_many_requests() {
+    run(async {
+        let limits = Limits { keep_alive_requests: 3, ..Limits::default() };
+        let world = limited_world(limits, |_| async { bytes("one") });
+        let (io, server) = listen(&world);
+        let (mut client, connection) = connect(io).await;
+        for _ in 0..3 {
+            client.send_request(get("/"), true).unwrap().0.await.unwrap();
+        }
+        drop(client);
+        connection.await.unwrap().unwrap();
+        server.await.unwrap().unwrap();
+    });
+}
+
+#[test]
+fn floods_of_control_frames_end_the_connection() {
+    const PING: u8 = 6;
+    const WINDOW_UPDATE: u8 = 8;
+    for (kind, payload) in [(4, &[][..]), (PING, &[0; 8]), (2, &[0; 5]), (WINDOW_UPDATE, &[0, 0, 0, 1]), (0x42, b"?")] {
+        run(async {
+            let world = world(|_| async { unreachable!("there is no request") });
+            let (io, server) = listen(&world);
+            let (mut from, mut to) = tokio::io::split(io);
+            let flood = spawn_local(async move {
+                to.write_all(&preface()).await?;
+                let (mut sent, frame) = (0, frame(kind, 0, if kind == 2 { 1 } else { 0 }, payload));
+                while sent < 50_000 {
+                    to.write_all(&frame).await?;
+                    sent += 1;
+                }
+                io::Result::Ok(())
+            });
+            let mut all = Vec::new();
+            from.read_to_end(&mut all).await.unwrap();
+            let goaway = &all[all.len() - 17..];
+            assert_eq!((goaway[3], error_code(&goaway[9..])), (GOAWAY, h2::Reason::ENHANCE_YOUR_CALM), "{kind}");
+            assert!(server.await.unwrap().is_err());
+            assert!(flood.await.unwrap().is_err(), "all were taken of type {kind}");
+        });
+    }
 }
 
 #[test]

@@ -30,7 +30,7 @@ use crate::drain::{Connections, Entered};
 use crate::http1::connection::Host;
 use crate::http2;
 use crate::message::{ConnInfo, Head, Request, RequestBody, Response};
-use crate::options::Limits;
+use crate::options::{Limits, PaceOptions};
 use crate::refusal::Refusal;
 use crate::shared::Shared;
 
@@ -262,6 +262,9 @@ fn limits(of_clients: &Limits) -> Limits {
         idle_body_ms: ms(SILENCE_MAX),
         keep_alive_ms: ms(IDLE),
         h2_streams: u32::try_from(STREAMS_MAX).unwrap_or(u32::MAX),
+        // One connection carries the requests of all clients of that node.
+        keep_alive_requests: u32::MAX,
+        pace: PaceOptions { body_ms: 0, h2_resets: u32::MAX, ..of_clients.pace.clone() },
         ..of_clients.clone()
     }
 }

@@ -133,7 +133,7 @@ fn placement(node: &str, epoch: u64) -> Placement {
 
 fn shared(cluster: ClusterOptions) -> Arc<Shared> {
     let options = Options { node: cluster.node.clone(), cluster: Some(cluster), ..Options::default() };
-    let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall()));
+    let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall(), None));
     let tenant = r#"{"name":"t","uid":2000,"gid":2000,"home":"/srv/t"}"#;
     let demo = r#"{"name":"demo","tenant":"t","hosts":["demo"],"backend":{"kind":"app","command":["serve"],"directory":"app"}}"#;
     let changes = [

@@ -45,8 +45,7 @@ pub struct Unanswered {
 }
 
 impl Programs {
-    /// Takes the body in if its length is not known: FastCGI has a `CONTENT_LENGTH`. `silence` is the longest time in
-    /// which the script says nothing and takes nothing of the body.
+    /// The body has a length. `silence` is the longest time in which the script says nothing and takes nothing of the body.
     pub async fn call(
         &self,
         site: &Site,
@@ -56,7 +55,6 @@ impl Programs {
         silence: Duration,
     ) -> Result<Call, Refusal> {
         let Request { head, body } = request;
-        let body = self.spool.take_in(body).await?;
         let facts = Facts {
             head: &head,
             body_len: body.len(),

@@ -18,7 +18,6 @@ mod php;
 mod pool;
 mod responder;
 mod response;
-mod spool;
 
 #[cfg(test)]
 pub(crate) mod testing;
@@ -44,7 +43,6 @@ use self::php::Serving;
 pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
 use self::responder::{ErrorLines, Exchange, Retry};
-use self::spool::Spool;
 use crate::admission::without_ticket;
 use crate::forward::ClientView;
 use crate::message::{Request, Response, ResponseBody};
@@ -94,7 +92,6 @@ pub struct Programs {
     pools: Arc<PhpPools>,
     ledger: Arc<Ledger>,
     limits: RefCell<Limits>,
-    spool: Spool,
     after: Rc<After>,
     metrics: Arc<Metrics>,
 }
@@ -108,7 +105,7 @@ impl Programs {
         metrics: Arc<Metrics>,
     ) -> Self {
         let limits = RefCell::new(options.limits.clone());
-        Self { keeper, pools, ledger, limits, spool: Spool::default(), after: Rc::default(), metrics }
+        Self { keeper, pools, ledger, limits, after: Rc::default(), metrics }
     }
 
     /// Holds from the next request on.
@@ -170,7 +167,6 @@ impl Programs {
     ) -> Result<Outcome, Refusal> {
         let Request { head, body } = request;
         let files = files_of(site)?;
-        let body = self.spool.take_in(body).await?;
         let facts = Facts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
         let opening = opening(&facts, Connection::Kept)?;
         self.after.begin();

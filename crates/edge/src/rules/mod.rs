@@ -322,6 +322,17 @@ pub async fn confine(node: &Node, route: &Route, account: &mut Account) {
     }
 }
 
+/// The limits that are known when the body of a request begins to arrive: its site's, and over them those of the rules that
+/// have run by then.
+pub fn arriving(route: &Route, account: &Account) -> Option<Arc<Confinement>> {
+    let ruled = account.ruling().map(|ruling| &ruling.verdict.confinement);
+    match (&route.confinement, ruled) {
+        (Some(site), Some(ruled)) => Some(Arc::new(overlaid(site, ruled))),
+        (None, Some(ruled)) if **ruled != Confinement::default() => Some(Arc::clone(ruled)),
+        (site, _) => site.clone(),
+    }
+}
+
 /// Only an application runs beyond its requests, and has limits that could be raised for one.
 fn of_backend(node: &Node, route: &Route, id: RequestId, ruled: &Arc<Confinement>) -> Arc<Confinement> {
     let kind = route.site.backend.kind();

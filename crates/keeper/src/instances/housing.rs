@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{App, Database, Files, Idle, Listen, Outbound};
+use nagaya_cmdb::record::{App, Buffering, Database, Files, Idle, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -435,5 +435,5 @@ pub fn what_runs(app: &App) -> App {
         let Files { root, index, front_controller, extensions, .. } = (**files).clone();
         Box::new(Files { root, index, front_controller, extensions, ..Files::default() })
     });
-    App { start_seconds: None, cpu_max: None, files, ..when }
+    App { start_seconds: None, cpu_max: None, request_buffering: Buffering::On, files, ..when }
 }

@@ -95,6 +95,14 @@ pub enum Listen {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Buffering {
+    /// The server gets a request when all of its body is there
+    On,
+    /// The server gets the body as it comes, and is held as long
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum ImageMemory {
     /// Mapped for Apache, PHP-FPM, Python and Ruby, copied for others
     Auto,
@@ -191,6 +199,9 @@ pub struct ServerFields {
     /// Trailer field of requests to pass on: none without this; repeat for more
     #[arg(long = "request-trailer", value_name = "NAME")]
     pub request_trailers: Vec<String>,
+    /// Whether request bodies are taken in before it gets the request (http, app)
+    #[arg(long, value_enum)]
+    pub request_buffering: Option<Buffering>,
     /// Program or argument (app); repeat for each word
     #[arg(long = "command", value_name = "WORD", allow_hyphen_values = true)]
     pub command: Vec<String>,
@@ -424,6 +435,7 @@ impl ServerFields {
         put(backend, "address", self.address.as_ref());
         put(backend, "host_header", self.host_header.as_ref());
         put_list(backend, "request_trailers", &self.request_trailers);
+        put(backend, "request_buffering", self.request_buffering.map(|buffering| word(&buffering)));
         put_list(backend, "command", &self.command);
         put(backend, "directory", self.directory.as_ref());
         put(backend, "listen", self.listen.map(|listen| word(&listen)));

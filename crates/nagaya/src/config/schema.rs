@@ -180,6 +180,12 @@ pub static SECTIONS: &[Section] = &[
         doc: "Bounds against slow and oversized clients and backends.",
         keys: LIMITS,
     },
+    Section {
+        path: "edge.spool",
+        doc: "Bodies that wait on disk: uploads, which are taken in before their program runs, and answers of programs that \
+              clients take slowly. See [operations.md](operations.md#slow-clients).",
+        keys: SPOOL,
+    },
     Section { path: "keeper", doc: "The privileged process that starts programs for tenants.", keys: KEEPER },
     Section {
         path: "cells",
@@ -784,7 +790,35 @@ const LIMITS: &[Key<Settings>] = &[
         "0.1",
         time(100, HOUR),
         edge.limits.head_ms,
-        "From the first byte of a request to the end of its head."
+        "From the first byte of a request to the end of its head, for a head of no bytes. Each `head_min_rate` bytes add a second."
+    ),
+    key!(
+        "head_timeout_max",
+        "0.1",
+        time(100, HOUR),
+        edge.limits.pace.head_max_ms,
+        "Longest time that a head may take, however fast it arrives. Not less than `head_timeout`."
+    ),
+    key!(
+        "head_min_rate",
+        "0.1",
+        size(0, GIB),
+        edge.limits.pace.head_rate,
+        "Bytes of a head that add a second to `head_timeout`. `0`: no bytes do."
+    ),
+    key!(
+        "body_timeout",
+        "0.1",
+        time(0, DAY),
+        edge.limits.pace.body_ms,
+        "Time that the body of a request may take whatever its length. Each `body_min_rate` bytes add a second; whoever is slower gets 408. Only waiting for the client counts. `0`: no least rate holds."
+    ),
+    key!(
+        "body_min_rate",
+        "0.1",
+        size(0, GIB),
+        edge.limits.pace.body_rate,
+        "Bytes of a body that add a second to `body_timeout`. `0`: no bytes do, so `body_timeout` bounds the whole body."
     ),
     key!(
         "idle_body_timeout",
@@ -812,7 +846,7 @@ const LIMITS: &[Key<Settings>] = &[
         "0.1",
         count(1, 4_000_000_000),
         edge.limits.keep_alive_requests,
-        "Requests of one connection."
+        "Requests of one connection, over HTTP/1.1 and HTTP/2."
     ),
     key!(
         "backend_timeout",
@@ -842,6 +876,13 @@ const LIMITS: &[Key<Settings>] = &[
         edge.limits.h2_streams,
         "Requests at once on one HTTP/2 connection."
     ),
+    key!(
+        "h2_resets",
+        "0.1",
+        count(1, 1_000_000_000),
+        edge.limits.pace.h2_resets,
+        "Responses that the client of one HTTP/2 connection may cancel: so many at once, and so many more in each minute. Beyond it the connection ends (`ENHANCE_YOUR_CALM`)."
+    ),
     key!("handshake_timeout", "0.1", time(100, HOUR), edge.limits.handshake_ms, "TLS handshake."),
     key!(
         "drain_timeout",
@@ -856,5 +897,30 @@ const LIMITS: &[Key<Settings>] = &[
         size(0, 64 * GIB),
         edge.limits.file_cache_bytes,
         "Small hot files kept in memory, per edge thread."
+    ),
+];
+
+const SPOOL: &[Key<Settings>] = &[
+    key!(
+        "dir",
+        "0.1",
+        path(Exists::Later),
+        spool,
+        "Where the files are, which have no names. Made at start and given to the edge's user. Its file system must know `O_TMPFILE`; `/tmp` in memory is a poor place.",
+        unset: "`spool` in `state_dir`"
+    ),
+    key!(
+        "bytes",
+        "0.1",
+        size(0, 16 * TIB),
+        edge.spool.bytes,
+        "Bytes on disk of all tenants. An upload that finds no room gets 503 (`NGY0471`); an answer that finds none goes at its client's pace."
+    ),
+    key!(
+        "tenant_bytes",
+        "0.1",
+        size(0, 16 * TIB),
+        edge.spool.tenant_bytes,
+        "Bytes on disk of one tenant. Less than `body_bytes` means that the largest uploads do not fit."
     ),
 ];

@@ -39,6 +39,8 @@ pub struct Settings {
     pub system_ids: SystemIds,
     /// Where images of instances are kept. None: in `state_dir`.
     pub images: Option<PathBuf>,
+    /// Where bodies wait on disk. None: `spool` in `state_dir`.
+    pub spool: Option<PathBuf>,
     pub identity: EdgeIdentity,
     pub cluster: Cluster,
     pub balance: Balance,
@@ -163,6 +165,7 @@ impl Default for Settings {
             uid_base: 200_000,
             system_ids: SystemIds::default(),
             images: None,
+            spool: None,
             identity: EdgeIdentity::default(),
             cluster: Cluster::default(),
             balance: Balance::default(),
@@ -213,6 +216,11 @@ impl Settings {
     /// Where the keeper keeps images of instances.
     pub fn images_dir(&self) -> PathBuf {
         self.images.clone().unwrap_or_else(|| self.state_dir.join("images"))
+    }
+
+    /// Where the edge keeps bodies that are too large for memory.
+    pub fn spool_dir(&self) -> PathBuf {
+        self.spool.clone().unwrap_or_else(|| self.state_dir.join("spool"))
     }
 
     /// Where this node keeps what makes it a member of its cluster.

@@ -59,6 +59,8 @@ pub struct Parts {
     pub ids: IdSource,
     /// Where the edge keeps what it promised. None: it promises nothing.
     pub tickets: Option<OwnedFd>,
+    /// Where the edge keeps large bodies. None: it keeps none.
+    pub spool: Option<OwnedFd>,
     /// Goes on while edges come and go.
     pub reckoning: Reckoning,
     /// Where other nodes of a cluster reach the edge. None: it can be in none.
@@ -491,6 +493,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         listeners: Vec::new(),
         keeper: None,
         tickets: None,
+        spool: None,
         now_us: parts.reckoning.now_us(),
         peers: None,
         identity: None,
@@ -509,6 +512,10 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
             if let Some(tickets) = &parts.tickets {
                 inherited.tickets = Some(number(tickets));
                 descriptors.push(tickets.as_fd());
+            }
+            if let Some(spool) = &parts.spool {
+                inherited.spool = Some(number(spool));
+                descriptors.push(spool.as_fd());
             }
             inherited.identity = parts.edge_identity.map(|identity| (identity.uid, identity.gid));
             if let Some(peers) = &parts.peers {

@@ -119,6 +119,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         edge_identity,
         ids: ids.clone(),
         tickets: place::prepare_tickets(&settings, edge_identity),
+        spool: place::prepare_spool(&settings, edge_identity),
         reckoning: Reckoning::of_wall(),
         peers,
         node: Arc::clone(&node),

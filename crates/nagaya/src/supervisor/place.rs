@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags};
@@ -171,21 +171,7 @@ fn prepare_log_dir(dir: &Path, identity: Option<Identity>, own: Option<OsString>
 /// The directory in which the edge keeps what it promised, made for it and opened. Without one it serves and promises nothing.
 pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
     let path = settings.state_dir.join("tickets");
-    let open = || -> io::Result<OwnedFd> {
-        match DirBuilder::new().mode(0o700).create(&path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
-        }
-        let directory = OpenOptions::new()
-            .read(true)
-            .custom_flags((OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC).bits().cast_signed())
-            .open(&path)?;
-        if let Some(identity) = identity {
-            std::os::unix::fs::fchown(&directory, Some(identity.uid), Some(identity.gid))?;
-        }
-        Ok(directory.into())
-    };
-    open()
+    own_directory(&path, identity)
         .inspect_err(|error| {
             tracing::error!(
                 code = "NGY0513",
@@ -194,6 +180,52 @@ pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Optio
             );
         })
         .ok()
+}
+
+/// The directory in which the edge keeps large bodies, made for it and opened. Without one it takes in what fits into memory.
+pub fn prepare_spool(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
+    let path = settings.spool_dir();
+    let open = || {
+        let directory = own_directory(&path, identity)?;
+        // A file system without nameless files is found out now, and not by the first upload.
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        rustix::fs::openat(&directory, ".", flags, rustix::fs::Mode::RUSR)?;
+        Ok::<_, io::Error>(directory)
+    };
+    open()
+        .inspect_err(|error| {
+            tracing::error!(
+                code = "NGY0472",
+                path = %path.display(),
+                "large uploads are refused: the spool directory cannot be used: {error}"
+            );
+        })
+        .ok()
+}
+
+/// A directory that nobody but the edge enters, made if it is not there. One that others may enter is left as it is: giving it to
+/// the edge could give away somebody else's.
+fn own_directory(path: &Path, identity: Option<Identity>) -> io::Result<OwnedFd> {
+    let is_new = match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+        Err(error) => return Err(error),
+    };
+    let directory = OpenOptions::new()
+        .read(true)
+        .custom_flags((OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC).bits().cast_signed())
+        .open(path)?;
+    let found = directory.metadata()?;
+    let is_ours = found.uid() == rustix::process::geteuid().as_raw()
+        || identity.is_some_and(|identity| found.uid() == identity.uid);
+    if !is_new && (!is_ours || found.mode() & 0o077 != 0) {
+        let what = "it is there and others may enter it: name a directory that nagaya may make";
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+    }
+    if let Some(identity) = identity {
+        std::os::unix::fs::fchown(&directory, Some(identity.uid), Some(identity.gid))?;
+    }
+    Ok(directory.into())
 }
 
 #[cfg(test)]

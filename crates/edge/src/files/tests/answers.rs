@@ -262,7 +262,7 @@ fn an_error_document_is_the_sites_own_file() {
     let documents = [("404", "/errors/404.html"), ("403", "missing.html"), ("500", "../../etc/passwd")];
     world.files.error_documents =
         documents.into_iter().map(|(status, path)| (status.into(), path.into())).collect();
-    let document = |status| world.server.error_document(&world.root, &world.files, status);
+    let document = |status| now_or_later(world.server.error_document(&world.root, &world.files, status));
     let found = document(StatusCode::NOT_FOUND).expect("a document");
     assert_eq!(found.content_type, "text/html; charset=utf-8");
     assert_eq!(collect(found.body), b"not here");

@@ -20,7 +20,7 @@ fn php() -> World {
 fn find(world: &World, target: &str) -> Result<Option<(String, String)>, Refusal> {
     let path = SitePath::parse(target)?;
     let rel = path.below("/")?.expect("a path of this site");
-    let found = world.server.find_program(&world.root, rel, &world.files, world.programs)?;
+    let found = now_or_later(world.server.find_program(&world.root, rel, &world.files, world.programs))?;
     Ok(found.map(|program| (program.script, program.path_info)))
 }
 

@@ -203,7 +203,7 @@ fn what_is_not_known_is_not_made_up() {
 
 #[test]
 fn only_a_request_that_is_kept_is_told_of() {
-    let shared = Shared::new(Options::default(), None, Arc::new(Metrics::new()), Reckoning::of_wall());
+    let shared = Shared::new(Options::default(), None, Arc::new(Metrics::new()), Reckoning::of_wall(), None);
     shared.receipts.for_thread().push(Box::new(record("/x", None)), 8);
     let told: Value = serde_json::from_str(&explain(&shared, &format!("{:032x}", 0xabc))).unwrap();
     assert_eq!((&told["id"], &told["node"]), (&json!(format!("{:032x}", 0xabc)), &json!("localhost")));

@@ -1,0 +1,299 @@
+//! Takes in a request's body before anything scarce is held for it: no permit, instance, worker, process or connection waits
+//! for a client that uploads slowly.
+//!
+//! A small body stays in memory, a larger one goes to the spool. Its backend then gets it at once, with its length. Sites of
+//! kind `http` and `app` may say `request_buffering = off`: their servers get bodies as they come. Not here: the limits of
+//! size and rate (whoever made the `RequestBody` keeps them), the files (`spool`).
+
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use nagaya_cmdb::record::{App, Buffering, Http, Protocol};
+use nagaya_cmdb::{Backend, TenantName};
+
+use crate::account::Account;
+use crate::message::{BodyError, Head, Request, RequestBody};
+use crate::node::Node;
+use crate::pace;
+use crate::refusal::Refusal;
+use crate::route::Route;
+use crate::rules;
+use crate::spool::{MemoryQuota, Spool, SpoolError, SpoolFile};
+
+/// A body up to this length stays in memory, bytes.
+pub const MEMORY_MAX: u64 = 64 << 10;
+
+/// A small piece is copied, because a slice of a read buffer keeps all of that buffer.
+const COPIED_MAX: usize = 8 << 10;
+
+/// What one piece costs beside its bytes.
+const PIECE_BYTES: u64 = 64;
+
+/// Pieces are written together when there are so many bytes of them.
+const WRITE_LEN: u64 = 128 << 10;
+
+/// Takes in all of the request's body, if its backend is to get it whole. The body then has a length.
+///
+/// # Errors
+/// If the client sends too much or too slowly, or leaves; if there is no room for it.
+pub async fn take_in(
+    node: &Node,
+    route: &Route,
+    request: &mut Request,
+    account: &Account,
+) -> Result<(), Refusal> {
+    if request.body.is_empty() || !applies(&request.head, &route.site.backend) {
+        return Ok(());
+    }
+    let limits = rules::arriving(route, account);
+    pace::upload(node, route, account, limits.as_ref(), request);
+    let body = std::mem::replace(&mut request.body, RequestBody::empty());
+    let tenant = &route.tenant.name;
+    request.body = Box::pin(keep(&node.shared.spool, tenant, body)).await.map_err(|error| error.refuse(tenant))?;
+    Ok(())
+}
+
+/// Whether the body is taken in before its backend is asked. A file takes no body, and a server may want it as it comes.
+pub fn applies(head: &Head, backend: &Backend) -> bool {
+    match backend {
+        // What follows is no body of HTTP's.
+        _ if head.upgrade.is_some() => false,
+        Backend::Static(_) => false,
+        Backend::Cgi(_) | Backend::Php(_) | Backend::App(App { protocol: Protocol::FastCgi, .. }) => true,
+        Backend::Http(Http { request_buffering, .. }) | Backend::App(App { request_buffering, .. }) => {
+            *request_buffering == Buffering::On
+        }
+    }
+}
+
+/// Why a body was not taken in.
+#[derive(Debug, thiserror::Error)]
+enum IntakeError {
+    #[error(transparent)]
+    Body(#[from] BodyError),
+    #[error(transparent)]
+    Spool(#[from] SpoolError),
+}
+
+impl IntakeError {
+    fn refuse(self, tenant: &TenantName) -> Refusal {
+        let error = match self {
+            Self::Body(error) => return error.into(),
+            Self::Spool(error) => error,
+        };
+        match error {
+            SpoolError::TenantFull => Refusal::SpoolFull("its tenant has as much in the spool as it may"),
+            SpoolError::NodeFull => Refusal::SpoolFull("the node's spool is full"),
+            SpoolError::Absent => Refusal::SpoolFull("the node has no spool directory"),
+            SpoolError::Busy(_) => Refusal::Overloaded("the spool does not keep up"),
+            SpoolError::File(error) => {
+                tracing::error!(code = "NGY0472", %tenant, "an upload cannot be kept: {error}");
+                Refusal::SpoolFull("the spool directory cannot be written to")
+            }
+        }
+    }
+}
+
+/// Keeps all of `body`. Trailers are dropped: a program's input has none, and a length leaves no place for them.
+async fn keep(
+    spool: &Arc<Spool>,
+    tenant: &TenantName,
+    mut body: RequestBody,
+) -> Result<RequestBody, IntakeError> {
+    let mut held = Held { pieces: Vec::new(), bytes: 0, cost: 0, quota: spool.memory() };
+    let mut file: Option<SpoolFile> = None;
+    while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+        let Ok(data) = frame?.into_data() else { continue };
+        if data.is_empty() {
+            continue;
+        }
+        let fits = held.push(data);
+        let bound = if file.is_some() { WRITE_LEN } else { MEMORY_MAX };
+        if !fits || held.cost > bound {
+            let file = match &mut file {
+                Some(file) => file,
+                None => file.insert(spool.open(tenant).await?),
+            };
+            file.append(held.take()).await?;
+        }
+    }
+    let Some(mut file) = file else {
+        return Ok(if held.bytes == 0 { RequestBody::empty() } else { RequestBody::new(InMemory::new(held)) });
+    };
+    if held.bytes > 0 {
+        file.append(held.take()).await?;
+    }
+    Ok(RequestBody::new(InFile { file, offset: 0, reading: None }))
+}
+
+/// Pieces of a body in memory.
+struct Held {
+    pieces: Vec<Bytes>,
+    bytes: u64,
+    /// With what each piece costs beside its bytes.
+    cost: u64,
+    quota: MemoryQuota,
+}
+
+impl Held {
+    /// False: it is kept, but no more may be.
+    fn push(&mut self, data: Bytes) -> bool {
+        let data = if data.len() <= COPIED_MAX { Bytes::copy_from_slice(&data) } else { data };
+        let cost = data.len() as u64 + PIECE_BYTES;
+        self.bytes += data.len() as u64;
+        self.cost += cost;
+        self.pieces.push(data);
+        self.quota.try_grow(cost)
+    }
+
+    fn take(&mut self) -> Vec<Bytes> {
+        self.quota.shrink(self.cost);
+        (self.bytes, self.cost) = (0, 0);
+        std::mem::take(&mut self.pieces)
+    }
+}
+
+/// A body that is all in memory.
+struct InMemory {
+    pieces: std::vec::IntoIter<Bytes>,
+    left: u64,
+    _quota: MemoryQuota,
+}
+
+impl InMemory {
+    fn new(held: Held) -> Self {
+        Self { pieces: held.pieces.into_iter(), left: held.bytes, _quota: held.quota }
+    }
+}
+
+impl Body for InMemory {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let piece = self.pieces.next();
+        self.left -= piece.as_ref().map_or(0, |piece| piece.len() as u64);
+        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.left == 0
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.left)
+    }
+}
+
+type Reading = Pin<Box<dyn Future<Output = io::Result<Bytes>>>>;
+
+/// A body that is on disk.
+struct InFile {
+    file: SpoolFile,
+    offset: u64,
+    reading: Option<Reading>,
+}
+
+impl Body for InFile {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let this = &mut *self;
+        if this.offset == this.file.len() {
+            return Poll::Ready(None);
+        }
+        let (file, offset) = (&this.file, this.offset);
+        let reading = this.reading.get_or_insert_with(|| Box::pin(file.read(offset)));
+        let read = ready!(reading.as_mut().poll(cx));
+        this.reading = None;
+        let bytes = read?;
+        this.offset += bytes.len() as u64;
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.offset == self.file.len()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.file.len() - self.offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use http_body_util::BodyExt;
+
+    use super::*;
+    use crate::spool::testing::spool;
+
+    /// Arrives in pieces and does not tell its length.
+    struct Pieces(VecDeque<Bytes>);
+
+    impl Body for Pieces {
+        type Data = Bytes;
+        type Error = BodyError;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+            Poll::Ready(self.0.pop_front().map(|piece| Ok(Frame::data(piece))))
+        }
+    }
+
+    fn pieces(count: usize, len: usize) -> (RequestBody, Vec<u8>) {
+        let pieces: VecDeque<Bytes> = (0..count).map(|n| Bytes::from(vec![n as u8; len])).collect();
+        let all = pieces.iter().flatten().copied().collect();
+        (RequestBody::new(Pieces(pieces)), all)
+    }
+
+    fn tenant() -> TenantName {
+        TenantName::new("alice").unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_body_gets_its_length_and_keeps_its_bytes() {
+        let (spool, _directory) = spool(64 << 20, 64 << 20);
+        for (count, len) in [(0, 0), (3, 10), (1, 65_000), (9, 100_000), (70_000, 1), (3, 1 << 20)] {
+            let (body, all) = pieces(count, len);
+            let body = keep(&spool, &tenant(), body).await.unwrap();
+            assert_eq!(body.len(), Some(all.len() as u64));
+            assert!(body.collect().await.unwrap().to_bytes() == all, "{count} pieces of {len}");
+            assert_eq!(spool.usage(), (0, 0), "its room is given back with it");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_large_bodies_go_to_disk() {
+        let (spool, _directory) = spool(64 << 20, 64 << 20);
+        let small = keep(&spool, &tenant(), pieces(1, 60_000).0).await.unwrap();
+        assert_eq!(spool.usage().1, 0);
+        let large = keep(&spool, &tenant(), pieces(2, 60_000).0).await.unwrap();
+        assert!(spool.usage().1 > 0);
+        drop((small, large));
+    }
+
+    #[tokio::test]
+    async fn a_body_beyond_the_quota_is_refused_with_its_reason() {
+        let (spool, _directory) = spool(8 << 20, 1 << 20);
+        let refused = keep(&spool, &tenant(), pieces(3, 1 << 20).0).await.unwrap_err().refuse(&tenant());
+        assert_eq!(refused, Refusal::SpoolFull("its tenant has as much in the spool as it may"));
+        assert_eq!(spool.usage(), (0, 0));
+        assert!(keep(&spool, &tenant(), pieces(1, 5).0).await.is_ok(), "one in memory needs no file");
+    }
+}
