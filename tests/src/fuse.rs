@@ -65,7 +65,8 @@ impl HangingMount {
         );
         let options = std::ffi::CStr::from_bytes_with_nul(options.as_bytes()).expect("it ends with NUL");
         let flags = MountFlags::NOSUID | MountFlags::NODEV;
-        rustix::mount::mount("nagaya-test", path, "fuse.nagaya-test", flags, options).expect("root may mount");
+        rustix::mount::mount("nagaya-test", path, "fuse.nagaya-test", flags, options)
+            .expect("root may mount");
         let (shared, files) = (Arc::new(Shared::default()), files.to_vec());
         let theirs = Arc::clone(&shared);
         std::thread::spawn(move || serve(device, &files, &theirs));
@@ -147,7 +148,8 @@ fn answer(request: &[u8], files: &[(&'static str, &'static [u8])]) -> Option<Res
         }
         OPEN | OPENDIR => Ok(vec![0; 16]),
         READ => {
-            let (offset, size) = (number(body, 8), u32::from_ne_bytes(body[16..20].try_into().expect("four")));
+            let (offset, size) =
+                (number(body, 8), u32::from_ne_bytes(body[16..20].try_into().expect("four")));
             let content = content(node).unwrap_or_default();
             let begin = usize::try_from(offset).unwrap_or(usize::MAX).min(content.len());
             let end = content.len().min(begin + size as usize);

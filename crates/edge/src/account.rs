@@ -500,7 +500,8 @@ impl Account {
             wait.answered(more);
         }
         // A file, and what is in memory, needs nobody but the client.
-        if self.lent.is_none() && !matches!(response.body, ResponseBody::Stream(_) | ResponseBody::Tunnel(_)) {
+        if self.lent.is_none() && !matches!(response.body, ResponseBody::Stream(_) | ResponseBody::Tunnel(_))
+        {
             self.ended = self.end_work();
         }
         if let Some(name) = self.cookie.take() {

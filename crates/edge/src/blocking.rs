@@ -266,7 +266,9 @@ mod tests {
         let hang = Arc::new(std::sync::Mutex::new(hang));
         for n in 0..1000 {
             let hang = Arc::clone(&hang);
-            let job: Job = Box::new(move || { let _ = hang.lock().expect("nobody panics").recv(); });
+            let job: Job = Box::new(move || {
+                let _ = hang.lock().expect("nobody panics").recv();
+            });
             pool.submit(hanging(n % 50), job).unwrap();
         }
         assert_eq!(pool.run(Share::new(Device::Files(8, 1), &0), || 7).await, Ok(7));
@@ -284,7 +286,9 @@ mod tests {
         let hang = Arc::new(std::sync::Mutex::new(hang));
         for _ in 0..SHARE_THREADS_MAX + 5 {
             let hang = Arc::clone(&hang);
-            let job: Job = Box::new(move || { let _ = hang.lock().expect("nobody panics").recv(); });
+            let job: Job = Box::new(move || {
+                let _ = hang.lock().expect("nobody panics").recv();
+            });
             pool.submit(hanging(1), job).unwrap();
         }
         assert_eq!(pool.run(hanging(2), || 7).await, Ok(7));
@@ -298,7 +302,9 @@ mod tests {
         let hang = Arc::new(std::sync::Mutex::new(hang));
         let job = || -> Job {
             let hang = Arc::clone(&hang);
-            Box::new(move || { let _ = hang.lock().expect("nobody panics").recv(); })
+            Box::new(move || {
+                let _ = hang.lock().expect("nobody panics").recv();
+            })
         };
         let taken = (0..SHARE_THREADS_MAX + SHARE_QUEUE_MAX + 1)
             .filter(|_| pool.submit(spool(), job()).is_ok())

@@ -47,7 +47,12 @@ const X_ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering
 type Stream = Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>;
 
 /// Has the rest of the answer taken in, if it is one that may be.
-pub fn keep(spool: &Arc<Spool>, tenant: &TenantName, account: &mut Account, mut response: Response) -> Response {
+pub fn keep(
+    spool: &Arc<Spool>,
+    tenant: &TenantName,
+    account: &mut Account,
+    mut response: Response,
+) -> Response {
     if is_passed_as_it_comes(&response.headers) {
         return response;
     }
@@ -66,7 +71,8 @@ fn is_passed_as_it_comes(headers: &HeaderMap) -> bool {
         .get(CONTENT_TYPE)
         .and_then(|kind| kind.as_bytes().get(..EVENTS.len()))
         .is_some_and(|kind| kind.eq_ignore_ascii_case(EVENTS));
-    is_events || headers.get(X_ACCEL_BUFFERING).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"no"))
+    is_events
+        || headers.get(X_ACCEL_BUFFERING).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"no"))
 }
 
 const EVENTS: &[u8] = b"text/event-stream";
@@ -75,10 +81,17 @@ fn take_ahead(
     spool: &Arc<Spool>,
     tenant: &TenantName,
     release: Rc<Release>,
-    body: Stream,
+    mut body: Stream,
 ) -> ResponseBody {
     let left = body.size_hint().exact();
-    let queue = Rc::new(RefCell::new(Queue::new(spool.memory())));
+    let mut queue = Queue::new(spool.memory());
+    let first = queue.fill(&mut body);
+    if let Some(end) = &queue.end {
+        release.end(end.is_ok());
+        let queue = Rc::new(RefCell::new(queue));
+        return ResponseBody::stream(Ahead { queue, reading: None, left, task: None });
+    }
+    let queue = Rc::new(RefCell::new(queue));
     let pump = Pump {
         queue: Rc::clone(&queue),
         spool: Arc::clone(spool),
@@ -86,10 +99,10 @@ fn take_ahead(
         may_spool: true,
     };
     let task = spawn_local(async move {
-        let is_whole = pump.run(body).await;
+        let is_whole = pump.run(body, first).await;
         release.end(is_whole);
     });
-    ResponseBody::stream(Ahead { queue, reading: None, left, task: task.abort_handle() })
+    ResponseBody::stream(Ahead { queue, reading: None, left, task: Some(task.abort_handle()) })
 }
 
 /// What was taken in and not sent yet.
@@ -122,6 +135,34 @@ impl Queue {
             end: None,
             reader: None,
             writer: None,
+        }
+    }
+
+    /// Takes what is there at once, so that it goes with the head. Returns a piece that found no room.
+    fn fill(&mut self, body: &mut Stream) -> Option<Bytes> {
+        // Whoever polls it next is woken instead.
+        let mut cx = Context::from_waker(Waker::noop());
+        loop {
+            match body.as_mut().poll_frame(&mut cx) {
+                Poll::Pending => return None,
+                Poll::Ready(None) => self.end = Some(Ok(())),
+                Poll::Ready(Some(Err(error))) => self.end = Some(Err(error)),
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(data) if data.is_empty() => {}
+                    Ok(data) => {
+                        if let Err(data) = self.push(data) {
+                            return Some(data);
+                        }
+                    }
+                    Err(frame) => self.trailers = frame.into_trailers().ok(),
+                },
+            }
+            if self.end.is_none() && body.is_end_stream() {
+                self.end = Some(Ok(()));
+            }
+            if self.end.is_some() {
+                return None;
+            }
         }
     }
 
@@ -177,8 +218,8 @@ struct Pump {
 
 impl Pump {
     /// True if the backend has said all.
-    async fn run(mut self, mut body: Stream) -> bool {
-        let end = self.take_all(&mut body).await;
+    async fn run(mut self, mut body: Stream, first: Option<Bytes>) -> bool {
+        let end = self.take_all(&mut body, first).await;
         // The backend is free before the client knows it.
         drop(body);
         let is_whole = end.is_ok();
@@ -188,7 +229,10 @@ impl Pump {
         is_whole
     }
 
-    async fn take_all(&mut self, body: &mut Stream) -> Result<(), BodyError> {
+    async fn take_all(&mut self, body: &mut Stream, first: Option<Bytes>) -> Result<(), BodyError> {
+        if let Some(data) = first {
+            self.put_aside(body, data).await?;
+        }
         while let Some(frame) = poll_fn(|cx| body.as_mut().poll_frame(cx)).await {
             match frame?.into_data() {
                 Ok(data) if data.is_empty() => {}
@@ -290,7 +334,8 @@ struct Ahead {
     reading: Option<Reading>,
     /// Bytes that are still to come, where the backend said how many.
     left: Option<u64>,
-    task: AbortHandle,
+    /// Takes in the rest. `None` if all was there at once.
+    task: Option<AbortHandle>,
 }
 
 impl Ahead {
@@ -360,7 +405,9 @@ impl Body for Ahead {
 impl Drop for Ahead {
     fn drop(&mut self) {
         // Its client has left, or has it all. In the first case the backend learns it by this.
-        self.task.abort();
+        if let Some(task) = &self.task {
+            task.abort();
+        }
     }
 }
 

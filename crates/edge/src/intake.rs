@@ -54,19 +54,19 @@ pub async fn take_in(
     pace::upload(node, route, account, limits.as_ref(), request);
     let body = std::mem::replace(&mut request.body, RequestBody::empty());
     let tenant = &route.tenant.name;
-    request.body = Box::pin(keep(&node.shared.spool, tenant, body)).await.map_err(|error| error.refuse(tenant))?;
+    request.body =
+        Box::pin(keep(&node.shared.spool, tenant, body)).await.map_err(|error| error.refuse(tenant))?;
     Ok(())
 }
 
 /// Whether the body is taken in before its backend is asked. A file takes no body, and a server may want it as it comes.
 pub fn applies(head: &Head, backend: &Backend) -> bool {
     match backend {
-        // What follows is no body of HTTP's.
-        _ if head.upgrade.is_some() => false,
         Backend::Static(_) => false,
+        // FastCGI needs a length, and no program changes the protocol.
         Backend::Cgi(_) | Backend::Php(_) | Backend::App(App { protocol: Protocol::FastCgi, .. }) => true,
         Backend::Http(Http { request_buffering, .. }) | Backend::App(App { request_buffering, .. }) => {
-            *request_buffering == Buffering::On
+            *request_buffering == Buffering::On && head.upgrade.is_none()
         }
     }
 }
@@ -123,7 +123,11 @@ async fn keep(
         }
     }
     let Some(mut file) = file else {
-        return Ok(if held.bytes == 0 { RequestBody::empty() } else { RequestBody::new(InMemory::new(held)) });
+        return Ok(if held.bytes == 0 {
+            RequestBody::empty()
+        } else {
+            RequestBody::new(InMemory::new(held))
+        });
     };
     if held.bytes > 0 {
         file.append(held.take()).await?;

@@ -180,6 +180,9 @@ pub struct Metrics {
     certificates: Counters<1>,
     file_cache: Counters<1>,
     pub file_cache_bytes: Gauge,
+    /// Bodies that wait, in memory and on disk.
+    pub spool_memory_bytes: Gauge,
+    pub spool_disk_bytes: Gauge,
     pub cgi_spawned: Counter,
     pub cgi_running: Gauge,
     pub php_spawned: Counter,
@@ -366,6 +369,8 @@ impl Metrics {
                 by("result", &["hit", "miss"]),
             ),
             file_cache_bytes: r.gauge("file_cache_bytes", "Bytes of files kept in memory"),
+            spool_memory_bytes: r.gauge("spool_memory_bytes", "Bytes in memory of bodies that wait"),
+            spool_disk_bytes: r.gauge("spool_disk_bytes", "Bytes reserved on disk for bodies that wait"),
             cgi_spawned: r.counter("cgi_spawned", "CGI programs started"),
             cgi_running: r.gauge("cgi_running", "CGI programs running now"),
             php_spawned: r.counter("php_workers_spawned", "PHP workers started"),

@@ -130,6 +130,9 @@ impl Node {
         metrics.file_cache(hits, misses);
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         metrics.file_cache_bytes.add(bytes - self.cached_bytes.replace(bytes));
+        let (memory, disk) = self.shared.spool.usage();
+        metrics.spool_memory_bytes.set(i64::try_from(memory).unwrap_or(i64::MAX));
+        metrics.spool_disk_bytes.set(i64::try_from(disk).unwrap_or(i64::MAX));
         self.upstream.sweep();
         self.peers.sweep();
         self.files.drop_idle(std::time::Instant::now());

@@ -71,12 +71,7 @@ impl Spool {
             tenant_bytes_max: options.tenant_bytes,
             ..DiskUse::default()
         };
-        Self {
-            directory: directory.map(Arc::new),
-            pool,
-            memory: AtomicU64::new(0),
-            disk: Mutex::new(disk),
-        }
+        Self { directory: directory.map(Arc::new), pool, memory: AtomicU64::new(0), disk: Mutex::new(disk) }
     }
 
     /// New quotas hold for what is kept from now on.

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::{Findings, directory, env, files_of_any_kind, is_variable, trailers};
 use crate::record::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files, IDLE_SECONDS_MAX, INSTANCES_MAX,
-    Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files, IDLE_SECONDS_MAX,
+    INSTANCES_MAX, Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.
@@ -91,7 +91,11 @@ fn protocol(app: &App, to: &mut Findings) {
         (Protocol::FastCgi, Some(files)) => scripts(app, files, to),
     }
     if app.protocol == Protocol::FastCgi && app.request_buffering == Buffering::Off {
-        to.add("request_buffering", "off", "is not possible with protocol = fastcgi, whose scripts need a length");
+        to.add(
+            "request_buffering",
+            "off",
+            "is not possible with protocol = fastcgi, whose scripts need a length",
+        );
     }
     if app.protocol == Protocol::FastCgi && app.listen == Listen::Port {
         to.add("listen", "port", "is not possible with protocol = fastcgi: use socket or fd");

@@ -81,7 +81,8 @@ async fn a_backend_is_free_before_its_client_reads() {
                 let body = answer.body.take().unwrap();
                 let whole = body.collect().await.unwrap().to_bytes();
                 assert_eq!(whole.len(), pieces as usize * len);
-                let right = whole.chunks(len).enumerate().all(|(n, piece)| piece.iter().all(|&b| b == n as u8));
+                let right =
+                    whole.chunks(len).enumerate().all(|(n, piece)| piece.iter().all(|&b| b == n as u8));
                 assert!(right, "{pieces} pieces of {len} come in their order");
                 assert_eq!(spool.usage(), (0, 0), "and their room is given back");
             }

@@ -238,9 +238,8 @@ pub(super) struct Looks {
 impl Looks {
     /// Whether all is as it was. See `Entry::is_current`.
     pub(super) fn hold(&self, dir: BorrowedFd<'_>) -> bool {
-        let is_same = |(path, stamp): &(CString, Stamp)| {
-            beneath::stamp_anywhere(dir, path.as_c_str()) == Some(*stamp)
-        };
+        let is_same =
+            |(path, stamp): &(CString, Stamp)| beneath::stamp_anywhere(dir, path.as_c_str()) == Some(*stamp);
         let is_new = |path: &CString| {
             beneath::stamp_anywhere(dir, path.as_c_str()).is_some_and(|stamp| stamp.mtime >= self.newer_than)
         };

@@ -184,8 +184,9 @@ impl FileServer {
         if programs == Programs::None {
             return Ok(None);
         }
-        let cached = (!root.is_remote())
-            .then(|| script::find_program(Look { dir: root.dir(), access: Access::Cached }, rel, files, programs));
+        let cached = (!root.is_remote()).then(|| {
+            script::find_program(Look { dir: root.dir(), access: Access::Cached }, rel, files, programs)
+        });
         match cached {
             Some(Ok(found)) => Ok(found),
             Some(Err(LookupError::Refused(refusal))) => Err(refusal),
@@ -256,7 +257,8 @@ impl FileServer {
             }
         }
         let (path, files) = (ctx.rel.as_str().to_owned(), ctx.files.clone());
-        let list = move |look: Look<'_>| match beneath::open(look, if path.is_empty() { "." } else { &path })? {
+        let list = move |look: Look<'_>| match beneath::open(look, if path.is_empty() { "." } else { &path })?
+        {
             Opened::Directory(directory) if files.listing => listing::read(&directory, &path, &files),
             Opened::Directory(_) => Err(Refusal::Forbidden("the directory has no index").into()),
             Opened::File(..) | Opened::Missing => Err(Refusal::NotFound.into()),
@@ -267,7 +269,11 @@ impl FileServer {
     /// The answer with this file. One that may hang is not given to the kernel to send.
     fn respond(&self, ctx: &Ctx<'_>, entry: &Entry, chosen: Option<usize>) -> Response {
         let response = respond(ctx.head, entry.representation(chosen));
-        if entry.is_remote() { remote::sent_from_pool(response, &self.pool, ctx.root.share()) } else { response }
+        if entry.is_remote() {
+            remote::sent_from_pool(response, &self.pool, ctx.root.share())
+        } else {
+            response
+        }
     }
 
     /// The site's own page for `status`, if it has one that can be read.
@@ -283,7 +289,8 @@ impl FileServer {
                 let plain = entry.representation(None);
                 let content_type = plain.headers[CONTENT_TYPE].clone();
                 let body = range::whole(&plain.content);
-                let body = if entry.is_remote() { remote::body(body, &self.pool, root.share()) } else { body };
+                let body =
+                    if entry.is_remote() { remote::body(body, &self.pool, root.share()) } else { body };
                 Some(ErrorDocument { content_type, body })
             }
             Ok(Fetched::Directory | Fetched::Missing) => None,

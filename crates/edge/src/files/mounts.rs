@@ -17,8 +17,8 @@ const REMEMBERED_MAX: usize = 1024;
 /// Names of file systems, or their beginnings, as the kernel has them (proc_pid_mountinfo(5)). FUSE ones have the name of the
 /// program behind a dot.
 const REMOTE: [&str; 18] = [
-    "nfs", "cifs", "smb3", "fuse", "ceph", "9p", "afs", "lustre", "gfs2", "ocfs2", "gpfs", "virtiofs", "autofs",
-    "pvfs2", "orangefs", "coda", "beegfs", "ncpfs",
+    "nfs", "cifs", "smb3", "fuse", "ceph", "9p", "afs", "lustre", "gfs2", "ocfs2", "gpfs", "virtiofs",
+    "autofs", "pvfs2", "orangefs", "coda", "beegfs", "ncpfs",
 ];
 
 thread_local! {

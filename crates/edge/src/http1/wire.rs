@@ -138,7 +138,12 @@ impl<S: Stream> Wire<S> {
     }
 
     /// Begins the body of a request.
-    pub fn begin_body(self: &Rc<Self>, framing: Framing, expect_continue: bool, limits: &Limits) -> Incoming<S> {
+    pub fn begin_body(
+        self: &Rc<Self>,
+        framing: Framing,
+        expect_continue: bool,
+        limits: &Limits,
+    ) -> Incoming<S> {
         *self.decoder.borrow_mut() = Decoder::new(framing);
         self.body_failed.set(false);
         let wanted = expect_continue && framing != Framing::None;

@@ -547,7 +547,9 @@ fn a_connection_has_so_many_requests() {
 fn floods_of_control_frames_end_the_connection() {
     const PING: u8 = 6;
     const WINDOW_UPDATE: u8 = 8;
-    for (kind, payload) in [(4, &[][..]), (PING, &[0; 8]), (2, &[0; 5]), (WINDOW_UPDATE, &[0, 0, 0, 1]), (0x42, b"?")] {
+    for (kind, payload) in
+        [(4, &[][..]), (PING, &[0; 8]), (2, &[0; 5]), (WINDOW_UPDATE, &[0, 0, 0, 1]), (0x42, b"?")]
+    {
         run(async {
             let world = world(|_| async { unreachable!("there is no request") });
             let (io, server) = listen(&world);
@@ -564,7 +566,11 @@ fn floods_of_control_frames_end_the_connection() {
             let mut all = Vec::new();
             from.read_to_end(&mut all).await.unwrap();
             let goaway = &all[all.len() - 17..];
-            assert_eq!((goaway[3], error_code(&goaway[9..])), (GOAWAY, h2::Reason::ENHANCE_YOUR_CALM), "{kind}");
+            assert_eq!(
+                (goaway[3], error_code(&goaway[9..])),
+                (GOAWAY, h2::Reason::ENHANCE_YOUR_CALM),
+                "{kind}"
+            );
             assert!(server.await.unwrap().is_err());
             assert!(flood.await.unwrap().is_err(), "all were taken of type {kind}");
         });

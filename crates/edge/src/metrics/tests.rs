@@ -120,6 +120,8 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         turned(true),
         Refusal::TicketInvalid("x".into()),
         Refusal::TicketUsed,
+        Refusal::SpoolFull("x"),
+        Refusal::FilesHang,
         Refusal::Overloaded(""),
         Refusal::BackendUnreachable(String::new()),
         Refusal::BackendInvalid(String::new()),

@@ -46,7 +46,8 @@ impl World {
         };
         let rules = rules.iter().enumerate().map(write).collect();
         let options = Options { rules, node: "here".into(), ..Options::default() };
-        let shared = Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall(), None));
+        let shared =
+            Arc::new(Shared::new(options, None, Arc::new(Metrics::new()), Reckoning::of_wall(), None));
         let tenant = r#"{"name":"demo","uid":1000,"gid":1000,"home":"/srv/demo"}"#;
         let site = format!(
             r#"{{"name":"wiki","tenant":"demo","hosts":["wiki.test"],"path":"/w",

@@ -135,7 +135,14 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
     let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
     let spool = inherited.spool.map(|fd| taker.take(fd)).transpose()?;
     let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, &mut taker)).transpose()?;
-    Ok(nagaya_edge::Start { listeners, feed, tickets, spool, reckoning: Reckoning::at(inherited.now_us), peers })
+    Ok(nagaya_edge::Start {
+        listeners,
+        feed,
+        tickets,
+        spool,
+        reckoning: Reckoning::at(inherited.now_us),
+        peers,
+    })
 }
 
 fn peer_sockets(

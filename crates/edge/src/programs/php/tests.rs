@@ -151,22 +151,6 @@ fn a_large_body_is_echoed() {
     });
 }
 
-#[test]
-fn a_body_of_unknown_length_gets_one() {
-    let world = world(1);
-    world.file("echo.php", "<?php echo $_SERVER['CONTENT_LENGTH'], ' ', file_get_contents('php://input');");
-    world.run(async |thread| {
-        let (sender, body) = arriving(None);
-        let ask = thread.response("echo.php", request(Method::POST, body));
-        let send = async move {
-            sender.send(Ok("hello ".into())).await.unwrap();
-            sender.send(Ok("world".into())).await.unwrap();
-        };
-        let (response, ()) = tokio::join!(ask, send);
-        assert_eq!(text(response).await, "11 hello world");
-    });
-}
-
 /// A request as FastCGI records, which a visitor could send as the body of a `PUT`.
 fn smuggled(file: &str) -> Vec<u8> {
     let mut opening = Opening::new(Connection::Kept);
