@@ -58,7 +58,8 @@ pub async fn run(
     mut request: Request,
     account: &mut Account,
 ) -> Result<Response, Refusal> {
-    if !intake::applies(&request.head, &route.site.backend) {
+    let is_taken_in = request.body.is_empty() || intake::applies(&request.head, &route.site.backend);
+    if !is_taken_in {
         let limits = account.confined().map(|stay| Arc::clone(stay.confinement()));
         pace::upload(node, route, account, limits.as_ref(), &mut request);
     }
@@ -79,7 +80,12 @@ pub async fn run(
         Backend::App(app) => Box::pin(from_app(node, route, app, request, account)).await,
     }?;
     account.backend_answered();
-    let response = buffer::keep(&node.shared.spool, &route.tenant.name, account, response);
+    // A request that still comes needs the task of its connection, which polls the answer.
+    let response = if is_taken_in {
+        buffer::keep(&node.shared.spool, &route.tenant.name, account, response)
+    } else {
+        response
+    };
     Ok(pace::apply(node, route, account, response))
 }
 

@@ -337,7 +337,10 @@ impl Engine {
     pub async fn open_root(&self, name: &SiteName) -> Result<OwnedFd, Fault> {
         let (site, tenant) = self.site(name)?;
         let identity = self.runner(&tenant)?.identity;
-        self.on_worker(move || roots::open_root(&site, &tenant, identity)).await
+        // Its file system may hang: then it holds up the tenant's own programs, and nobody else's.
+        let name = tenant.name.clone();
+        let opening = self.workers.start_for(&name, move || roots::open_root(&site, &tenant, identity))?;
+        opening.await.unwrap_or_else(|_| Err(failed_inside()))
     }
 
     pub async fn open_certificate(&self, name: String) -> Result<OwnedFd, Fault> {
@@ -555,9 +558,7 @@ impl Engine {
         &self,
         job: impl FnOnce() -> Result<T, Fault> + Send + 'static,
     ) -> Result<T, Fault> {
-        self.workers.run(job)?.await.unwrap_or_else(|_| {
-            Err(Fault::new(Failure::Broken, fault::PROTOCOL, "the keeper failed inside; see its log"))
-        })
+        self.workers.run(job)?.await.unwrap_or_else(|_| Err(failed_inside()))
     }
 }
 
@@ -568,6 +569,10 @@ fn refuse_ids(tenant: &Tenant, ids: &IdPolicy) -> Option<String> {
         return Some(format!("tenant '{name}' has uid {uid} and gid {gid}: neither may be root's"));
     }
     ids.refusal(tenant)
+}
+
+fn failed_inside() -> Fault {
+    Fault::new(Failure::Broken, fault::PROTOCOL, "the keeper failed inside; see its log")
 }
 
 /// Whether processes of one may go on as the other's.

@@ -1,7 +1,8 @@
 //! Threads for what blocks: opening files under a tenant's rights, and starting programs.
 //!
 //! Two kinds, so that one cannot hold up the other: a program's start blocks its thread until the program runs, and in a
-//! cell that is out of CPU time that is as long as it takes to get some. All live as long as the keeper, because a
+//! cell that is out of CPU time that is as long as it takes to get some. Document roots are opened there too, because a
+//! tenant's file system may hang. All live as long as the keeper, because a
 //! started program is killed when its thread ends (`PR_SET_PDEATHSIG` follows threads). Not here: what they do (`roots`, `spawn`).
 
 use std::collections::{HashMap, VecDeque};
@@ -18,7 +19,7 @@ use crate::fault::{self, Fault};
 use crate::protocol::Failure;
 use crate::slice;
 
-/// Threads for everything but starts. A file system that does not answer blocks one until it does, and so many of them
+/// Threads for everything but starts and document roots. A file system that does not answer blocks one until it does, and so many of them
 /// before others have to wait.
 const WORKERS: usize = 16;
 
@@ -88,7 +89,7 @@ impl Workers {
         Ok(result)
     }
 
-    /// The same for the start of a program of this tenant.
+    /// The same for the start of a program of this tenant, or for opening a document root of its.
     pub fn start_for<R: Send + 'static>(
         &self,
         tenant: &TenantName,

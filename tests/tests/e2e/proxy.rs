@@ -199,7 +199,7 @@ fn an_answer_before_the_end_of_the_request_is_passed_on(world: &World) {
         peer.send("HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno");
         peer.wait_for_end();
     });
-    world.import(&[site_at("early", "early.test", &backend)]);
+    world.import(&[streaming_site_at("early", "early.test", &backend)]);
     let mut connection = Connection::open(world.http());
     connection
         .send("POST / HTTP/1.1\r\nHost: early.test\r\nContent-Length: 1000000\r\n\r\nonly the beginning");
@@ -211,6 +211,13 @@ fn an_answer_before_the_end_of_the_request_is_passed_on(world: &World) {
 fn site_at(name: &str, host: &str, backend: &Backend) -> serde_json::Value {
     json!({ "name": name, "tenant": "alice", "hosts": [host],
         "backend": { "kind": "http", "address": backend.address.to_string() } })
+}
+
+/// Its server gets request bodies as they come.
+fn streaming_site_at(name: &str, host: &str, backend: &Backend) -> serde_json::Value {
+    let mut site = site_at(name, host, backend);
+    site["backend"]["request_buffering"] = "off".into();
+    site
 }
 
 fn an_aged_connection_is_replaced_only_where_that_is_safe(world: &World) {
@@ -248,9 +255,7 @@ fn bytes_stream_both_ways_at_once(world: &World) {
             }
         }
     });
-    let mut site = site_at("stream", "stream.test", &backend);
-    site["backend"]["request_buffering"] = "off".into();
-    world.import(&[site]);
+    world.import(&[streaming_site_at("stream", "stream.test", &backend)]);
     let mut connection = Connection::open(world.http());
     connection.send("POST / HTTP/1.1\r\nHost: stream.test\r\nTransfer-Encoding: chunked\r\n\r\n");
     connection.head().expect(200);

@@ -32,7 +32,7 @@ fn world() -> World {
     let backend = Backend::answering(|peer, request| peer.answer("200 OK", &request.body.len().to_string()));
     let world = World::builder()
         .set("edge.limits", "head_timeout = \"1s\"\nhead_timeout_max = \"1s\"\nidle_body_timeout = \"2s\"\nkeep_alive_timeout = \"1s\"\n\
-             body_timeout = \"1s\"\nbody_min_rate = 10")
+             body_timeout = \"1s\"\nbody_min_rate = \"10B\"")
         .tenant("alice")
         .site(json!({ "name": "www", "tenant": "alice", "hosts": ["www.test"],
             "backend": { "kind": "static", "root": "www" } }))

@@ -42,7 +42,7 @@ fn world() -> World {
     let world = World::builder()
         .set("tenants", "php_workers = 2\nmax_concurrent = 4\nmax_waiting = 0")
         .set("edge.limits", "h2_resets = 5")
-        .set("edge.spool", &format!("tenant_bytes = {QUOTA}"))
+        .set("edge.spool", &format!("tenant_bytes = \"{QUOTA}B\""))
         .site_of("alice", "php", json!({ "kind": "php", "root": "php" }))
         .site_of("alice", "files", json!({ "kind": "static", "root": "files" }))
         .site_of("bob", "other", json!({ "kind": "php", "root": "php" }))
@@ -104,7 +104,9 @@ fn drip_uploads_hold_no_worker(world: &World) {
     let mut drips: Vec<_> = (0..6).map(|_| upload(world, "php.test", "/len.php")).collect();
     for _ in 0..10 {
         world.get("php.test", "/pid.php").expect(200);
-        drips.iter_mut().for_each(|drip| drop(drip.send("x")));
+        for drip in &mut drips {
+            drip.send("x");
+        }
     }
     // Each is answered all the same once it is there.
     for mut drip in drips.into_iter().take(2) {
