@@ -58,7 +58,7 @@ pub fn keep(
     }
     response.body = match response.body {
         ResponseBody::Stream(body) if !body.is_end_stream() => {
-            take_ahead(spool, tenant, account.lend(response.status), body)
+            ResponseBody::stream(take_ahead(spool, tenant, account.lend(response.status), body))
         }
         other => other,
     };
@@ -77,32 +77,23 @@ fn is_passed_as_it_comes(headers: &HeaderMap) -> bool {
 
 const EVENTS: &[u8] = b"text/event-stream";
 
-fn take_ahead(
-    spool: &Arc<Spool>,
-    tenant: &TenantName,
-    release: Rc<Release>,
-    mut body: Stream,
-) -> ResponseBody {
+fn take_ahead(spool: &Arc<Spool>, tenant: &TenantName, release: Rc<Release>, mut body: Stream) -> Ahead {
     let left = body.size_hint().exact();
     let mut queue = Queue::new(spool.memory());
     let first = queue.fill(&mut body);
     if let Some(end) = &queue.end {
         release.end(end.is_ok());
         let queue = Rc::new(RefCell::new(queue));
-        return ResponseBody::stream(Ahead { queue, reading: None, left, task: None });
+        return Ahead { queue, reading: None, left, task: None };
     }
     let queue = Rc::new(RefCell::new(queue));
-    let pump = Pump {
-        queue: Rc::clone(&queue),
-        spool: Arc::clone(spool),
-        tenant: tenant.clone(),
-        may_spool: true,
-    };
+    let pump =
+        Pump { queue: Rc::clone(&queue), spool: Arc::clone(spool), tenant: tenant.clone(), may_spool: true };
     let task = spawn_local(async move {
         let is_whole = pump.run(body, first).await;
         release.end(is_whole);
     });
-    ResponseBody::stream(Ahead { queue, reading: None, left, task: Some(task.abort_handle()) })
+    Ahead { queue, reading: None, left, task: Some(task.abort_handle()) }
 }
 
 /// What was taken in and not sent yet.

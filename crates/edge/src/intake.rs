@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use nagaya_cmdb::record::{App, Buffering, Http, Protocol};
 use nagaya_cmdb::{Backend, TenantName};
@@ -54,8 +55,14 @@ pub async fn take_in(
     pace::upload(node, route, account, limits.as_ref(), request);
     let body = std::mem::replace(&mut request.body, RequestBody::empty());
     let tenant = &route.tenant.name;
-    request.body =
-        Box::pin(keep(&node.shared.spool, tenant, body)).await.map_err(|error| error.refuse(tenant))?;
+    let kept = Box::pin(keep(&node.shared.spool, tenant, body)).await;
+    let (body, trailers) = kept.map_err(|error| error.refuse(tenant))?;
+    request.body = match trailers {
+        Some(trailers) if passes_trailers(&route.site.backend) => {
+            RequestBody::new(WithTrailers { body, trailers: Some(trailers) })
+        }
+        _ => body,
+    };
     Ok(())
 }
 
@@ -68,6 +75,15 @@ pub fn applies(head: &Head, backend: &Backend) -> bool {
         Backend::Http(Http { request_buffering, .. }) | Backend::App(App { request_buffering, .. }) => {
             *request_buffering == Buffering::On && head.upgrade.is_none()
         }
+    }
+}
+
+/// Whether the backend gets fields behind a body. Such a body has no length: a length leaves no place for them.
+fn passes_trailers(backend: &Backend) -> bool {
+    match backend {
+        Backend::Http(http) => !http.request_trailers.is_empty(),
+        Backend::App(app) => !app.request_trailers.is_empty(),
+        _ => false,
     }
 }
 
@@ -99,19 +115,23 @@ impl IntakeError {
     }
 }
 
-/// Keeps all of `body`. Trailers are dropped: a program's input has none, and a length leaves no place for them.
+/// Keeps all of `body`, and gives the fields behind it, if there are any.
 async fn keep(
     spool: &Arc<Spool>,
     tenant: &TenantName,
     mut body: RequestBody,
-) -> Result<RequestBody, IntakeError> {
+) -> Result<(RequestBody, Option<HeaderMap>), IntakeError> {
     let mut held = Held { pieces: Vec::new(), bytes: 0, cost: 0, quota: spool.memory() };
-    let mut file: Option<SpoolFile> = None;
+    let (mut file, mut trailers): (Option<SpoolFile>, _) = (None, None);
     while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-        let Ok(data) = frame?.into_data() else { continue };
-        if data.is_empty() {
-            continue;
-        }
+        let data = match frame?.into_data() {
+            Ok(data) if data.is_empty() => continue,
+            Ok(data) => data,
+            Err(frame) => {
+                trailers = frame.into_trailers().ok();
+                continue;
+            }
+        };
         let fits = held.push(data);
         let bound = if file.is_some() { WRITE_LEN } else { MEMORY_MAX };
         if !fits || held.cost > bound {
@@ -122,17 +142,42 @@ async fn keep(
             file.append(held.take()).await?;
         }
     }
-    let Some(mut file) = file else {
-        return Ok(if held.bytes == 0 {
-            RequestBody::empty()
-        } else {
-            RequestBody::new(InMemory::new(held))
-        });
+    let kept = match file {
+        None if held.bytes == 0 => RequestBody::empty(),
+        None => RequestBody::new(InMemory::new(held)),
+        Some(mut file) => {
+            if held.bytes > 0 {
+                file.append(held.take()).await?;
+            }
+            RequestBody::new(InFile { file, offset: 0, reading: None })
+        }
     };
-    if held.bytes > 0 {
-        file.append(held.take()).await?;
+    Ok((kept, trailers))
+}
+
+/// A body with fields behind it.
+struct WithTrailers {
+    body: RequestBody,
+    trailers: Option<HeaderMap>,
+}
+
+impl Body for WithTrailers {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+            None => Poll::Ready(self.trailers.take().map(|trailers| Ok(Frame::trailers(trailers)))),
+            frame => Poll::Ready(frame),
+        }
     }
-    Ok(RequestBody::new(InFile { file, offset: 0, reading: None }))
+
+    fn is_end_stream(&self) -> bool {
+        self.trailers.is_none() && self.body.is_end_stream()
+    }
 }
 
 /// Pieces of a body in memory.
@@ -275,7 +320,7 @@ mod tests {
         let (spool, _directory) = spool(64 << 20, 64 << 20);
         for (count, len) in [(0, 0), (3, 10), (1, 65_000), (9, 100_000), (70_000, 1), (3, 1 << 20)] {
             let (body, all) = pieces(count, len);
-            let body = keep(&spool, &tenant(), body).await.unwrap();
+            let (body, _) = keep(&spool, &tenant(), body).await.unwrap();
             assert_eq!(body.len(), Some(all.len() as u64));
             assert!(body.collect().await.unwrap().to_bytes() == all, "{count} pieces of {len}");
             assert_eq!(spool.usage(), (0, 0), "its room is given back with it");
@@ -295,7 +340,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_beyond_the_quota_is_refused_with_its_reason() {
         let (spool, _directory) = spool(8 << 20, 1 << 20);
-        let refused = keep(&spool, &tenant(), pieces(3, 1 << 20).0).await.unwrap_err().refuse(&tenant());
+        let refused = keep(&spool, &tenant(), pieces(3, 1 << 20).0).await.err().unwrap().refuse(&tenant());
         assert_eq!(refused, Refusal::SpoolFull("its tenant has as much in the spool as it may"));
         assert_eq!(spool.usage(), (0, 0));
         assert!(keep(&spool, &tenant(), pieces(1, 5).0).await.is_ok(), "one in memory needs no file");

@@ -40,11 +40,13 @@ const QUOTA: usize = 120 << 20;
 fn world() -> World {
     let backend = Backend::answering(|peer, request| peer.answer("200 OK", &request.body.len().to_string()));
     let world = World::builder()
-        .set("tenants", "php_workers = 2\nmax_concurrent = 4\nmax_waiting = 0")
+        .set("tenants", "php_workers = 2\nmax_concurrent = 4")
         .set("edge.limits", "h2_resets = 5")
         .set("edge.spool", &format!("tenant_bytes = \"{QUOTA}B\""))
         .site_of("alice", "php", json!({ "kind": "php", "root": "php" }))
-        .site_of("alice", "files", json!({ "kind": "static", "root": "files" }))
+        .site_of("erin", "files", json!({ "kind": "static", "root": "files" }))
+        .site_of("frank", "long", json!({ "kind": "php", "root": "php" }))
+        .site_of("gina", "events", json!({ "kind": "php", "root": "php" }))
         .site_of("bob", "other", json!({ "kind": "php", "root": "php" }))
         .site_of("carol", "cgi", json!({ "kind": "cgi", "root": "cgi" }))
         .site_of("dave", "server", json!({ "kind": "http", "address": backend.address.to_string() }))
@@ -52,19 +54,22 @@ fn world() -> World {
     for tenant in ["alice", "bob"] {
         world.write(tenant, "php/len.php", "<?php echo strlen(file_get_contents('php://input'));");
     }
-    world.write("alice", "php/pid.php", "<?php echo getmypid();");
+    for tenant in ["alice", "frank"] {
+        world.write(tenant, "php/pid.php", "<?php echo getmypid();");
+    }
     world.write(
-        "alice",
+        "frank",
         "php/long.php",
         format!("<?php for ($n = 0; $n < {}; $n++) echo str_repeat(chr(97 + $n % 26), 65536);", LONG >> 16),
     );
     world.write(
-        "alice",
+        "gina",
         "php/events.php",
         "<?php header('Content-Type: text/event-stream'); echo \"data: 1\\n\\n\"; flush();
          while (!file_exists('go')) { clearstatcache(); usleep(1000); } echo \"data: 2\\n\\n\";",
     );
-    world.write("alice", "files/long.bin", vec![7; LONG]);
+    world.write("erin", "files/long.bin", vec![7; LONG]);
+    world.write("erin", "files/small.txt", "small");
     world.write_program(
         "carol",
         "cgi/len.cgi",
@@ -126,9 +131,9 @@ fn drip_uploads_reach_no_server(world: &World) {
 }
 
 fn slow_readers_of_long_answers_hold_no_worker(world: &World) {
-    let mut readers = readers(world, "php.test", "/long.php", 4);
+    let mut readers = readers(world, "long.test", "/long.php", 4);
     for _ in 0..10 {
-        world.get("php.test", "/pid.php").expect(200);
+        world.get("long.test", "/pid.php").expect(200);
     }
     // What the workers said before is not lost.
     let mut reader = readers.pop().expect("there are four");
@@ -145,9 +150,9 @@ fn slow_readers_of_long_answers_hold_no_worker(world: &World) {
 }
 
 fn slow_readers_of_files_hold_no_permit(world: &World) {
-    // As many as may run at once, and none may wait.
+    // Twice as many as may run at once.
     let _readers = readers(world, "files.test", "/long.bin", 8);
-    world.get("php.test", "/pid.php").expect(200);
+    assert_eq!(world.get("files.test", "/small.txt").expect(200).text(), "small");
 }
 
 fn a_large_upload_arrives_whole(world: &World) {
@@ -193,7 +198,7 @@ fn an_upload_beyond_the_quota_is_503_with_its_code(world: &World) {
 fn an_upload_is_asked_for_before_its_worker_is_needed(world: &World) {
     let mut connection = Connection::open(world.http());
     connection.send(
-        "POST /len.php HTTP/1.1\r\nHost: php.test\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\
+        "POST /len.php HTTP/1.1\r\nHost: other.test\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\
          Expect: 100-continue\r\n\r\n",
     );
     connection.head().expect(100);
@@ -202,10 +207,10 @@ fn an_upload_is_asked_for_before_its_worker_is_needed(world: &World) {
 
 fn events_reach_their_reader_as_they_come(world: &World) {
     let mut connection = Connection::open(world.http());
-    connection.send("GET /events.php HTTP/1.1\r\nHost: php.test\r\n\r\n");
+    connection.send("GET /events.php HTTP/1.1\r\nHost: events.test\r\n\r\n");
     connection.head().expect(200);
     assert!(String::from_utf8_lossy(&connection.bytes(12)).contains("data: 1"));
-    world.write("alice", "php/go", "");
+    world.write("gina", "php/go", "");
     wait::until("the second event comes", || connection.bytes(1) == b"2");
 }
 

@@ -1,3 +1,5 @@
+//! Answers of backends that a test sees through: what was taken of them, and when they are free.
+
 use std::cell::Cell;
 
 use http_body_util::BodyExt;
@@ -41,6 +43,7 @@ impl Drop for Backend {
 
 struct Answer {
     body: Option<Stream>,
+    queue: Rc<RefCell<Queue>>,
     taken: Rc<Cell<u32>>,
     is_free: Rc<Cell<bool>>,
 }
@@ -50,8 +53,8 @@ fn answer(spool: &Arc<Spool>, pieces: u32, len: usize, breaks: bool) -> Answer {
     let backend = Backend { pieces, len, taken: Rc::clone(&taken), is_free: Rc::clone(&is_free), breaks };
     let tenant = TenantName::new("alice").unwrap();
     let ahead = take_ahead(spool, &tenant, Release::of_nothing(), Box::pin(backend));
-    let ResponseBody::Stream(body) = ahead else { panic!("it is a stream") };
-    Answer { body: Some(body), taken, is_free }
+    let queue = Rc::clone(&ahead.queue);
+    Answer { body: Some(Box::pin(ahead)), queue, taken, is_free }
 }
 
 async fn until(what: impl Fn() -> bool) {
@@ -60,14 +63,10 @@ async fn until(what: impl Fn() -> bool) {
     }
 }
 
-/// What a program of `pieces` has said once it cannot go on: nobody reads.
-async fn settled(taken: &Cell<u32>) -> u32 {
-    let mut before = None;
-    while before != Some(taken.get()) {
-        before = Some(taken.get());
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-    }
-    taken.get()
+/// How many pieces were taken once there is no room for more: nobody reads.
+async fn held_back(answer: &Answer) -> u32 {
+    until(|| answer.queue.borrow().writer.is_some()).await;
+    answer.taken.get()
 }
 
 #[tokio::test]
@@ -97,7 +96,7 @@ async fn without_room_the_backend_goes_at_its_clients_pace() {
         LocalSet::new()
             .run_until(async {
                 let mut answer = answer(&spool, 1000, 64 << 10, false);
-                let taken = settled(&answer.taken).await;
+                let taken = held_back(&answer).await;
                 assert!(taken <= most + 5, "{taken} pieces without a reader, in {bytes} bytes");
                 let whole = answer.body.take().unwrap().collect().await.unwrap().to_bytes();
                 assert_eq!(whole.len(), 1000 * (64 << 10));
@@ -135,7 +134,7 @@ async fn a_client_that_leaves_frees_the_backend() {
     LocalSet::new()
         .run_until(async {
             let mut answer = answer(&spool, 1000, 64 << 10, false);
-            settled(&answer.taken).await;
+            held_back(&answer).await;
             assert!(!answer.is_free.get());
             drop(answer.body.take());
             until(|| answer.is_free.get()).await;
@@ -167,7 +166,7 @@ async fn each_piece_reaches_a_waiting_client_at_once() {
             let (say, told) = mpsc::channel(1);
             let tenant = TenantName::new("alice").unwrap();
             let ahead = take_ahead(&spool, &tenant, Release::of_nothing(), Box::pin(Told(told)));
-            let ResponseBody::Stream(mut body) = ahead else { panic!("it is a stream") };
+            let mut body: Stream = Box::pin(ahead);
             for piece in [&b"one"[..], b"two"] {
                 say.send(piece).await.unwrap();
                 assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), piece);

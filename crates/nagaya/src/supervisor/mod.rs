@@ -23,6 +23,7 @@ mod rights;
 mod sockets;
 mod stored_rules;
 
+use std::path::Path;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -67,14 +68,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         logging::is_json(&settings.log),
         sink.clone(),
     );
-    match &file {
-        Some(file) => {
-            tracing::info!(config = %file.display(), version = env!("CARGO_PKG_VERSION"), "nagaya starts")
-        }
-        None => {
-            tracing::info!(version = env!("CARGO_PKG_VERSION"), "nagaya starts without a configuration file")
-        }
-    }
+    log_start(file.as_deref());
 
     // Held to the end of this function: the sockets and directories go when nobody uses them any more.
     let place = place::Place::claim(&settings)?;
@@ -130,6 +124,17 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         tracing::info!("nagaya has ended");
     }
     result
+}
+
+fn log_start(file: Option<&Path>) {
+    match file {
+        Some(file) => {
+            tracing::info!(config = %file.display(), version = env!("CARGO_PKG_VERSION"), "nagaya starts")
+        }
+        None => {
+            tracing::info!(version = env!("CARGO_PKG_VERSION"), "nagaya starts without a configuration file")
+        }
+    }
 }
 
 /// The rules of the store where the edge finds them, before it starts.
