@@ -23,8 +23,7 @@ mod rights;
 mod sockets;
 mod stored_rules;
 
-use std::path::Path;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nagaya_base::Reckoning;
