@@ -65,7 +65,7 @@ fn world() -> World {
     world.write(
         "gina",
         "php/events.php",
-        "<?php header('Content-Type: text/event-stream'); echo \"data: 1\\n\\n\"; flush();
+        "<?php header('Content-Type: text/event-stream'); while (ob_get_level()) ob_end_flush(); echo \"data: 1\\n\\n\"; flush();
          while (!file_exists('go')) { clearstatcache(); usleep(1000); } echo \"data: 2\\n\\n\";",
     );
     world.write("erin", "files/long.bin", vec![7; LONG]);
