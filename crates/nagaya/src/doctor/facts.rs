@@ -22,6 +22,7 @@ use super::cgroups::Cgroups;
 use super::rule_files;
 use crate::config::Settings;
 use crate::inherit;
+use crate::supervisor::StoreAccess;
 
 /// How long a program may take to print its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -65,6 +66,7 @@ pub struct Facts {
     pub pressure: bool,
     /// Where homes of tenants are, each disk once.
     pub disks: Vec<Disk>,
+    pub cluster_store: StoreAccess,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
 }
@@ -141,6 +143,7 @@ pub fn gather(settings: &Settings, homes: &[PathBuf]) -> Facts {
         back_end: settings.keeper.back_end,
         pressure: Path::new("/proc/pressure/cpu").exists(),
         disks: disks(homes),
+        cluster_store: StoreAccess::of_member(&settings.cluster_dir()),
         rule_files: settings.edge.rules.len(),
         rule_troubles: rule_files::troubles(settings),
     }

@@ -203,6 +203,7 @@ impl Node {
             "processes": processes(&state),
             "protections": self.protections,
             "needs_restart": state.needs_restart,
+            "cluster_store": self.cluster.as_ref().map(|cluster| cluster.health.status()),
             "edge": parsed(edge),
             "keeper": parsed(keeper),
         })
@@ -270,6 +271,9 @@ impl Node {
             ("result=\"refused\"".into(), state.reloads_refused),
         ];
         page.family("nagaya_config_reloads_total", "counter", "Reloads of the configuration.", &reloads);
+        if let Some(cluster) = &self.cluster {
+            cluster.health.expose(&mut page);
+        }
         self.balance.told.expose(&mut page);
         page.into_text()
     }

@@ -11,9 +11,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::client::{Failure, LEASE_GRANT, LEASE_KEEP, LEASE_REVOKE, TXN};
+use super::client::{Failure, LEASE_GRANT, LEASE_KEEP, LEASE_REVOKE};
 use super::error::ClusterError;
-use super::wire::{Done, LeaseGrant, LeaseGranted, LeaseId, Operation, Put, Request, Txn, TxnAnswer};
+use super::wire::{Done, LeaseGrant, LeaseGranted, LeaseId, Operation, Put, Request, Txn};
 use super::{ClusterStore, Inner, keys};
 use crate::names::NodeName;
 
@@ -168,7 +168,7 @@ async fn put(inner: &Inner, key: String, value: String, lease: i64) -> Result<()
         success: vec![Operation { request: Some(Request::Put(put)) }],
         failure: Vec::new(),
     };
-    if inner.client.ask::<_, TxnAnswer>(TXN, txn, WAIT).await?.value.succeeded {
+    if inner.change(txn, WAIT).await?.value.succeeded {
         return Ok(());
     }
     let cluster = inner.keys.cluster().to_owned();
