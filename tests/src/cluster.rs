@@ -132,7 +132,9 @@ impl Etcd {
             BASE64.decode(field.as_str().unwrap_or_default().as_bytes()).expect("the gateway speaks base64")
         };
         let pairs = told["kvs"].as_array().expect("it has keys").iter();
-        pairs.map(|kv| (String::from_utf8_lossy(&read(&kv["key"])).into_owned(), read(&kv["value"]))).collect()
+        pairs
+            .map(|kv| (String::from_utf8_lossy(&read(&kv["key"])).into_owned(), read(&kv["value"])))
+            .collect()
     }
 
     #[track_caller]

@@ -70,7 +70,10 @@ fn a_hostile_write_into_etcd_changes_nothing_and_is_told() {
         assert_eq!(status["records_signed"], true);
         assert_eq!(world.status()["cluster_store"]["refused"], 3);
         let screen = world.cli(&["status"]);
-        assert!(screen.contains("REFUSED: 3 values") && screen.contains("sites/plain: it is not signed"), "{screen}");
+        assert!(
+            screen.contains("REFUSED: 3 values") && screen.contains("sites/plain: it is not signed"),
+            "{screen}"
+        );
         assert!(world.metric("nagaya_cluster_values_refused_total", "") >= 3.0);
         assert_eq!(world.metric("nagaya_cluster_values_refused", ""), 3.0);
         wait::until("the log says so", || {
@@ -96,7 +99,8 @@ fn a_hostile_write_into_etcd_changes_nothing_and_is_told() {
 fn etcd_shows_no_secret_of_a_record() {
     let cluster = Cluster::start(1, with_alice, |builder| builder);
     let node = &cluster.nodes[0];
-    let backend = json!({ "kind": "app", "directory": "app", "command": ["./app"], "env": { "DB_PASS": SECRET } });
+    let backend =
+        json!({ "kind": "app", "directory": "app", "command": ["./app"], "env": { "DB_PASS": SECRET } });
     node.import(&[json!({ "name": "app", "tenant": "alice", "hosts": ["app.test"], "backend": backend })]);
     wait::until("there are keys for tickets", || cluster_status(node)["ticket_key"].is_u64());
     let values = cluster.etcd.values();
@@ -213,12 +217,14 @@ fn reseal(stored: &mut Value, token: &str, change: impl Fn(&mut Value)) {
     let mut bytes = data_encoding::HEXLOWER.decode(sealed.as_bytes()).expect("digits");
     let (nonce, body) = bytes.split_at_mut(NONCE_LEN);
     let nonce: [u8; NONCE_LEN] = (&*nonce).try_into().expect("a nonce");
-    let opened = key.open_in_place(Nonce::assume_unique_for_key(nonce), Aad::empty(), body).expect("the secret");
+    let opened =
+        key.open_in_place(Nonce::assume_unique_for_key(nonce), Aad::empty(), body).expect("the secret");
     let mut keys = serde_json::from_slice(opened).expect("keys are JSON");
     change(&mut keys);
     let mut body = keys.to_string().into_bytes();
     let nonce = [7; NONCE_LEN];
-    key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::empty(), &mut body).expect("short");
+    key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::empty(), &mut body)
+        .expect("short");
     let sealed = data_encoding::HEXLOWER.encode(&nonce) + &data_encoding::HEXLOWER.encode(&body);
     stored["sealed"] = json!(sealed);
 }
@@ -226,7 +232,8 @@ fn reseal(stored: &mut Value, token: &str, change: impl Fn(&mut Value)) {
 /// Writes everything in etcd as a version did that signed nothing, whose nodes are stopped. `exported`: lines of records.
 fn unsign(etcd: &Etcd, exported: &str, token: &str) {
     const ALL: &str = "/nagaya/main/";
-    let records: Vec<Value> = exported.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let records: Vec<Value> =
+        exported.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     for (key, value) in etcd.values() {
         let rest = key.strip_prefix(ALL).expect("a key of the cluster");
         let place = rest.trim_start_matches("v1/");
@@ -266,7 +273,8 @@ fn unsign(etcd: &Etcd, exported: &str, token: &str) {
 fn a_cluster_of_an_older_version_is_signed_while_it_serves() {
     let cluster = cluster_with(2, imageless);
     let [node, other] = [&cluster.nodes[0], &cluster.nodes[1]];
-    let backend = json!({ "kind": "app", "directory": "app", "command": ["./app"], "env": { "DB_PASS": SECRET } });
+    let backend =
+        json!({ "kind": "app", "directory": "app", "command": ["./app"], "env": { "DB_PASS": SECRET } });
     node.import(&[json!({ "name": "secret", "tenant": "alice", "hosts": ["s.test"], "backend": backend })]);
     node.cli(&["setting", "set", "k", "v"]);
     let run = node.get("app.test", "/run").expect(200);

@@ -51,7 +51,8 @@ impl EtcdOptions {
         let has_login = self.identity.is_some() || self.login.is_some();
         let open = (!has_login).then(|| "it is asked without a client certificate or a user".to_owned());
         let all: Vec<String> = clear.into_iter().chain(open).collect();
-        (!all.is_empty()).then(|| format!("the cluster's store is not safe from others: {}", all.join(", and ")))
+        (!all.is_empty())
+            .then(|| format!("the cluster's store is not safe from others: {}", all.join(", and ")))
     }
 
     /// Fails unless the store is safe from others, or need not be.

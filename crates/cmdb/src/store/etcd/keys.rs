@@ -150,7 +150,8 @@ impl Keys {
 
     /// Whether the value at this key is to be signed.
     pub fn is_signed(&self, key: &[u8]) -> bool {
-        let rest = str::from_utf8(key).ok().and_then(|key| key.strip_prefix(&*self.all())?.strip_prefix("v1/"));
+        let rest =
+            str::from_utf8(key).ok().and_then(|key| key.strip_prefix(&*self.all())?.strip_prefix("v1/"));
         let Some(rest) = rest else { return false };
         let place = rest.split_once('/').map_or(rest, |(place, _)| place);
         !matches!(place, "seeding" | "left" | "doubts" | "knows" | "pki")
@@ -456,4 +457,70 @@ pub(super) fn signed(revision: u64) -> i64 {
 
 pub(super) fn unsigned(revision: i64) -> u64 {
     u64::try_from(revision).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As etcd compares.
+    fn holds(compares: &[Compare], value: &[u8]) -> bool {
+        compares.iter().all(|compare| {
+            let Some(Operand::Value(bound)) = &compare.operand else { panic!("a comparison of values") };
+            match Relation::try_from(compare.result).unwrap() {
+                Relation::Greater => value > bound.as_slice(),
+                Relation::Less => value < bound.as_slice(),
+                Relation::Equal => value == bound.as_slice(),
+            }
+        })
+    }
+
+    #[test]
+    fn body_stands_signed_or_not_and_no_other_does() {
+        for body in [&b"300"[..], b"0", br#"{"name":"a","id":"1"}"#] {
+            let compares = stands("k", body.to_vec());
+            assert!(holds(&compares, body));
+            assert!(holds(&compares, &[body, b"\n1 1 7 abc"].concat()));
+            let last = body.len() - 1;
+            let mut less = body.to_vec();
+            less[last] -= 1;
+            let mut more = body.to_vec();
+            more[last] += 1;
+            for other in
+                [&body[..last], &[body, b"0"].concat(), &less, &[&less[..], b"\n1 1 7 abc"].concat(), &more]
+            {
+                assert!(!holds(&compares, other), "{}", String::from_utf8_lossy(other));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_believed_is_signed_and_configuration_is_sealed() {
+        let keys = Keys::new("main");
+        let at = |rest: &str| format!("/nagaya/main/{rest}").into_bytes();
+        for (rest, is_signed, is_sealed) in [
+            ("v1/tenants/t", true, true),
+            ("v1/sites/s", true, true),
+            ("v1/settings/a/b c", true, true),
+            ("v1/rules/r", true, true),
+            ("v1/tickets/keys", true, true),
+            ("v1/nodes/a", true, false),
+            ("v1/placements/s", true, false),
+            ("v1/present/a", true, false),
+            ("v1/removed/a", true, false),
+            ("v1/next_uid", true, false),
+            ("v1/revision", true, false),
+            ("v1/of-a-later-version/x", true, false),
+            ("format", false, false),
+            ("v1/seeding", false, false),
+            ("v1/left/a", false, false),
+            ("v1/doubts/a", false, false),
+            ("v1/knows/a", false, false),
+            ("v1/pki/authority", false, false),
+        ] {
+            assert_eq!(keys.is_signed(&at(rest)), is_signed, "{rest}");
+            assert_eq!(keys.is_sealed(&at(rest)), is_sealed, "{rest}");
+        }
+        assert!(!keys.is_signed(b"/nagaya/other/v1/sites/s"));
+    }
 }

@@ -339,7 +339,8 @@ impl Inner {
         if answer.value.succeeded {
             return Ok(Claim::Won);
         }
-        let [stored, site, node] = super::watch::raw_pairs(answer.value.responses).try_into().unwrap_or_default();
+        let [stored, site, node] =
+            super::watch::raw_pairs(answer.value.responses).try_into().unwrap_or_default();
         let stored = stored.map(|kv| self.opened(kv)).transpose()?;
         let stored = stored.map(|kv| read_placement(&kv.value)).transpose()?;
         if answer.repeated && stored.as_ref() == Some(placement) {

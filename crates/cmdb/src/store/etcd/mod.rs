@@ -58,13 +58,13 @@ use self::keys::Keys;
 pub use self::members::{Basis, Claim, Confirmed, Seen};
 pub use self::pki::{PKI_VALUE_LEN_MAX, Versioned};
 use self::presence::Wanted;
-use self::wire::{KeyValue, Operation, Request, Txn, TxnAnswer};
 pub use self::presence::{PRESENCE_LEN_MAX, Presence};
 pub use self::refusals::Refusals;
 pub use self::resign::Resigned;
 pub use self::seed::{is_initialised, seed};
 use self::signed::Signer;
 pub use self::signed::{RECORD_SECRET_LEN, RecordKeys, RecordSigning};
+use self::wire::{KeyValue, Operation, Request, Txn, TxnAnswer};
 use super::redb::{Reached, RedbStore};
 use super::{Committed, Counts, Mode, Select, Store, StoreError, TransactionError, Visitor};
 use crate::names::NodeName;
@@ -359,7 +359,10 @@ impl Inner {
 
     /// What each of these reads has found, as [`Inner::opened`].
     fn found(&self, outcomes: Vec<wire::Outcome>) -> Result<Vec<Option<KeyValue>>, ClusterError> {
-        watch::raw_pairs(outcomes).into_iter().map(|pair| pair.map(|kv| self.opened(kv)).transpose()).collect()
+        watch::raw_pairs(outcomes)
+            .into_iter()
+            .map(|pair| pair.map(|kv| self.opened(kv)).transpose())
+            .collect()
     }
 
     /// What the first of these reads has found.

@@ -57,10 +57,10 @@ impl Inner {
     }
 
     /// A value stands there that counts, or none.
-    pub(super) fn accepted(&self, place: &str) {
+    pub(super) fn accepted(&self, key: &[u8]) {
         let refused = &mut self.state.lock().refused;
         if !refused.reasons.is_empty() {
-            refused.reasons.remove(place);
+            refused.reasons.remove(&self.keys.label(key));
         }
     }
 

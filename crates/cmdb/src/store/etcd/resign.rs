@@ -197,7 +197,9 @@ impl Inner {
                 let count = replica.reached()?.count;
                 Some(keys::json(&Count { count, by: super::write::name()? }))
             }
-            _ if key == self.keys.next_uid().as_bytes() => Some(self.next_free_uid()?.to_string().into_bytes()),
+            _ if key == self.keys.next_uid().as_bytes() => {
+                Some(self.next_free_uid()?.to_string().into_bytes())
+            }
             // How long a removed node may have served is not known then, which is what 0 says.
             _ if self.keys.label(key).starts_with("removed/") => Some(b"0".to_vec()),
             _ => None,

@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::client::{Client, EtcdOptions, RAW_TXN};
 use super::error::ClusterError;
 use super::keys::{self, Count, FORMAT, Keys};
-use super::signed::{RecordKeys, RecordSigning, Signer};
 use super::parts::OPERATIONS_MAX;
+use super::signed::{RecordKeys, RecordSigning, Signer};
 use super::wire::{KeyValue, Operation, Txn, TxnAnswer};
 use crate::store::{Kind, RECORD_LEN_MAX, Select, Store, StoreError};
 

@@ -14,6 +14,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use data_encoding::{BASE64URL_NOPAD, HEXLOWER};
@@ -245,13 +246,25 @@ pub(super) struct Signer {
     sequences: Mutex<Sequences>,
 }
 
+/// The latest sequence of each key, by a hash of the key that nobody outside knows. That two of a million keys share one is as likely as
+/// one in ten million; then the older of their values is taken for one that was put back.
 #[derive(Default)]
 struct Sequences {
-    latest: HashMap<Vec<u8>, u64>,
+    hasher: RandomState,
+    latest: HashMap<u64, u64>,
     prune_at: usize,
 }
 
 impl Sequences {
+    fn of(&self, key: &[u8]) -> Option<u64> {
+        self.latest.get(&self.hasher.hash_one(key)).copied()
+    }
+
+    fn note(&mut self, key: &[u8], sequence: u64) {
+        let latest = self.latest.entry(self.hasher.hash_one(key)).or_default();
+        *latest = sequence.max(*latest);
+    }
+
     /// What `GAP_MAX` refuses in any case need not be known.
     fn prune(&mut self, revision: u64) {
         if self.latest.len() >= self.prune_at.max(SEQUENCES_PRUNE_MIN) {
@@ -302,7 +315,7 @@ impl Signer {
         let ring = self.ring.read();
         let Some(ring) = ring.as_ref().filter(|_| self.keys.is_signed(key)) else { return Ok(body) };
         // Later than all before it, also if the revisions of etcd were set back.
-        let before = self.sequences.lock().latest.get(key).copied();
+        let before = self.sequences.lock().of(key);
         let sequence = before.map_or(known, |before| known.max(before.saturating_add(1)));
         let mut value = if self.keys.is_sealed(key) { ring.current.seal(key, body)? } else { body };
         let mac = ring.current.mac(key, sequence, &value);
@@ -339,7 +352,7 @@ impl Signer {
         }
         let sequence = signature.sequence;
         let is_late = sequence.saturating_add(GAP_MAX) < revision;
-        if is_late || self.sequences.lock().latest.get(key).is_some_and(|latest| sequence < *latest) {
+        if is_late || self.sequences.lock().of(key).is_some_and(|latest| sequence < latest) {
             return Err(SignatureError::Replayed);
         }
         let is_sealed = body.first() == Some(&SEALED);
@@ -359,16 +372,14 @@ impl Signer {
         }
         let mut sequences = self.sequences.lock();
         sequences.prune(revision);
-        match sequences.latest.get_mut(key) {
-            Some(latest) => *latest = sequence.max(*latest),
-            None => drop(sequences.latest.insert(key.to_vec(), sequence)),
-        }
+        sequences.note(key, sequence);
     }
 
     /// The key has no value any more: its last one does not come back.
     pub fn note_gone(&self, key: &[u8]) {
-        if let Some(latest) = self.sequences.lock().latest.get_mut(key) {
-            *latest = latest.saturating_add(1);
+        let mut sequences = self.sequences.lock();
+        if let Some(latest) = sequences.of(key) {
+            sequences.note(key, latest.saturating_add(1));
         }
     }
 

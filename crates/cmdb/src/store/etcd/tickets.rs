@@ -32,7 +32,11 @@ pub(super) async fn put(
         return Ok(None);
     }
     let txn = Txn {
-        compare: vec![keys::is_there(&inner.keys.revision()), keys::is_absent(&inner.keys.seeding()), keys::is_of(&key, stands_at)],
+        compare: vec![
+            keys::is_there(&inner.keys.revision()),
+            keys::is_absent(&inner.keys.seeding()),
+            keys::is_of(&key, stands_at),
+        ],
         success: vec![keys::putting(&key, value.clone())],
         failure: vec![keys::getting(&key)],
     };

@@ -18,8 +18,8 @@ use super::client::{Failure, RANGE, RAW_TXN, Talk};
 use super::error::ClusterError;
 use super::keys::{self, Count, Meaning, signed, unsigned};
 use super::wire::{
-    Event, KeyValue, Range, RangeAnswer, Response, Txn, TxnAnswer, Watch, WatchAnswer, WatchCreate, WatchProgress,
-    WatchRequest,
+    Event, KeyValue, Range, RangeAnswer, Response, Txn, TxnAnswer, Watch, WatchAnswer, WatchCreate,
+    WatchProgress, WatchRequest,
 };
 use super::{Inner, lost};
 use crate::feed::BATCH_MAX;
@@ -504,7 +504,7 @@ impl Watching<'_> {
             if !is_put {
                 inner.signer.note_gone(&kv.key);
             }
-            inner.accepted(&inner.keys.label(&kv.key));
+            inner.accepted(&kv.key);
             self.take_value(&mut batch, &kv, value.as_deref())?;
         }
         inner.client.note_revision(batch.revision);

@@ -19,7 +19,9 @@ use super::load;
 use super::member::{Etcd, Member, MemberError};
 use super::membership::Membership;
 use super::pki::{self, PkiError, Secret, Stored};
-use super::{Context, INSECURE, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials};
+use super::{
+    Context, INSECURE, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials,
+};
 use crate::admin::{Ask, Found, Join, Problem};
 
 /// Where the authority lies in the store.
@@ -31,6 +33,8 @@ type Answer = Result<Value, Box<Problem>>;
 pub struct Desk {
     context: Rc<Context>,
     membership: RefCell<Option<Rc<Membership>>>,
+    /// This node is a member by its file, and does not follow its cluster: why.
+    left_out: RefCell<Option<String>>,
     /// One at a time: becoming a member.
     entering: tokio::sync::Mutex<()>,
 }
@@ -40,6 +44,7 @@ impl Desk {
         Self {
             context: Rc::new(context),
             membership: RefCell::default(),
+            left_out: RefCell::default(),
             entering: tokio::sync::Mutex::default(),
         }
     }
@@ -48,6 +53,7 @@ impl Desk {
     pub fn resume(&self, member: Member) {
         if let Err(problem) = self.enter(member) {
             tracing::error!(code = problem.code, "{}; this node serves what it knows", problem.detail);
+            *self.left_out.borrow_mut() = Some(problem.detail.clone());
         }
     }
 
@@ -141,6 +147,10 @@ impl Desk {
 
     fn member(&self) -> Result<Rc<Membership>, Box<Problem>> {
         self.membership.borrow().clone().ok_or_else(|| {
+            if let Some(why) = &*self.left_out.borrow() {
+                let detail = format!("this node does not follow its cluster: {why}");
+                return Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail);
+            }
             let detail = "this node is in no cluster: `nagaya cluster init` makes one, `nagaya cluster join` enters one";
             Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail)
         })
@@ -148,7 +158,13 @@ impl Desk {
 
     fn no_member_yet(&self) -> Result<(), Box<Problem>> {
         match &*self.membership.borrow() {
-            None => Ok(()),
+            None => match &*self.left_out.borrow() {
+                None => Ok(()),
+                Some(why) => {
+                    let detail = format!("this node is a member of a cluster, and does not follow it: {why}");
+                    Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
+                }
+            },
             Some(membership) => {
                 let detail = format!("this node is a member of cluster '{}'", membership.member().cluster);
                 Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
@@ -339,7 +355,8 @@ impl Desk {
         let file = Arc::new(RedbStore::open(&looking.path().join("looking.redb"))?);
         let store = ClusterStore::open(&options, before.signing(), file, Arc::new(|_, _| {}))?;
         let stored = store.get(AUTHORITY).await?;
-        let stored = stored.ok_or_else(|| ClusterError::NotInitialised { cluster: before.cluster.clone() })?;
+        let stored =
+            stored.ok_or_else(|| ClusterError::NotInitialised { cluster: before.cluster.clone() })?;
         let stored: Stored = serde_json::from_slice(&stored.value).map_err(PkiError::from)?;
         stored.open(&before.cluster, &Secret::from_token(&before.token)?)?;
         let membership = self.membership.borrow().clone();
@@ -350,6 +367,7 @@ impl Desk {
                 let member = Member { etcd, ..before };
                 member.save(&self.context.dir)?;
                 self.enter(member)?;
+                *self.left_out.borrow_mut() = None;
             }
         }
         Ok(json!({ "etcd": endpoints, "needs_restart": self.is_using_other(&options) }))

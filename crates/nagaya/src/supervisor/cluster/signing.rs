@@ -11,7 +11,7 @@
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::store::etcd::{Refusals, RecordKeys};
+use nagaya_cmdb::store::etcd::{RecordKeys, Refusals};
 use serde_json::{Value, json};
 
 use super::FORGED;
@@ -43,7 +43,11 @@ impl Membership {
             if let Err(problem) = self.advance_signing(&mut resigned).await {
                 // The store says by itself that it is out of reach; what else it is is said once.
                 if said != problem.detail {
-                    tracing::warn!(code = problem.code, "signatures of the cluster's records: {}", problem.detail);
+                    tracing::warn!(
+                        code = problem.code,
+                        "signatures of the cluster's records: {}",
+                        problem.detail
+                    );
                     said = problem.detail.clone();
                 }
             }

@@ -80,7 +80,14 @@ fn runtime() -> Result<Runtime> {
 
 fn options(lab: &Lab, cluster: &str) -> Result<EtcdOptions> {
     let endpoints = lab.endpoints()?;
-    Ok(EtcdOptions { endpoints, cluster: cluster.into(), ca: None, identity: None, login: None, insecure: true })
+    Ok(EtcdOptions {
+        endpoints,
+        cluster: cluster.into(),
+        ca: None,
+        identity: None,
+        login: None,
+        insecure: true,
+    })
 }
 
 /// Signs the records, as in every cluster.

@@ -52,8 +52,7 @@ pub fn measure(
     fs::write(&token, first.run(&["cluster", "token"])?).context("keeping the cluster's token")?;
     fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).context("hiding the cluster's token")?;
     let token = token.to_string_lossy();
-    let words =
-        ["cluster", "join", "--name", CLUSTER, "--etcd", &etcd, "--insecure", "--token-file", &token];
+    let words = ["cluster", "join", "--name", CLUSTER, "--etcd", &etcd, "--insecure", "--token-file", &token];
     let wire = || lab.as_machine("n2", bytes_here)?;
     let (begun, before) = (Instant::now(), wire()?);
     lab.node("n2")?.run(&words)?;

@@ -791,7 +791,10 @@ fn a_newer_format_is_refused_and_nothing_is_touched() {
     late.until("it says so too", knows);
     let (from, _directory) = replica();
     let options = etcd.options(&cluster);
-    assert_eq!(etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap_err().code().0, 233);
+    assert_eq!(
+        etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap_err().code().0,
+        233
+    );
     assert_eq!(etcd.runtime.block_on(is_initialised(&options)).unwrap_err().code().0, 233);
     assert_eq!(etcd.write(Vec::new()), before, "somebody wrote");
 }
