@@ -136,7 +136,15 @@ impl ClusterStore {
         let handle = runtime.handle().clone();
         let client = {
             let _entered = handle.enter();
-            Client::new(options)?
+            Client::new(options)
+        };
+        let client = match client {
+            Ok(client) => client,
+            Err(error) => {
+                // Whoever asks may be within another runtime, where this one must not be waited for.
+                runtime.shutdown_background();
+                return Err(error.into());
+            }
         };
         let inner = Arc::new(Inner {
             client,

@@ -346,8 +346,11 @@ fn store_that_others_reach_is_refused_unless_it_is_named() {
     ] {
         let (replica, _directory) = replica();
         let refused = options(endpoint, login, false);
-        let opened =
-            ClusterStore::open(&refused, RecordSigning::Unsigned, Arc::new(replica), Arc::new(|_, _| {}));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        // As the supervisor does, within a runtime of its own.
+        let opened = runtime.block_on(async {
+            ClusterStore::open(&refused, RecordSigning::Unsigned, Arc::new(replica), Arc::new(|_, _| {}))
+        });
         let error = opened.err().unwrap();
         assert_eq!(error.code().0, 239, "{error}");
         for part in parts {
