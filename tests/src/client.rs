@@ -8,8 +8,10 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::Duration;
 
+use crate::wait;
+
 /// Longest wait for the next bytes; only reached when a test fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = wait::SOON.saturating_mul(wait::STRETCH_MAX);
 
 /// One response as it was on the wire.
 #[derive(Clone, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
@@ -14,6 +14,9 @@ use crate::world::World;
 
 /// Tests mostly wait for timeouts and processes, so more of them run at once than there are cores.
 const THREADS: usize = 6;
+
+/// Held for reading by each test that runs, and for writing by one that runs alone.
+static PROCESSORS: RwLock<()> = RwLock::new(());
 
 /// Tests of one topic.
 pub struct Suite {
@@ -59,19 +62,22 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
 }
 
-/// Runs the tests that the command line selects. Takes libtest's arguments.
-pub fn run(suites: Vec<Suite>) -> ExitCode {
+/// Runs the tests that the command line selects. Takes libtest's arguments. No other test runs beside one whose name begins with
+/// one of `saturating`: it takes all processors that it gets.
+pub fn run(suites: Vec<Suite>, saturating: &'static [&'static str]) -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(THREADS);
     let (mut trials, mut nodes) = (Vec::new(), Vec::new());
     for suite in suites {
         match suite.tests {
-            Tests::Alone(tests) => trials.extend(tests.iter().map(|(name, test)| trial(&suite, name, *test))),
+            Tests::Alone(tests) => {
+                trials.extend(tests.iter().map(|(name, test)| trial(&suite, name, saturating, *test)));
+            }
             Tests::Sharing(start, tests) => {
                 let node = Arc::new(Shared { name: suite.name, start, world: OnceLock::new() });
                 trials.extend(tests.iter().map(|(name, test)| {
                     let (node, test) = (Arc::clone(&node), *test);
-                    trial(&suite, name, move || in_shared(&node, test))
+                    trial(&suite, name, saturating, move || in_shared(&node, test))
                 }));
                 nodes.push(node);
             }
@@ -102,13 +108,15 @@ fn in_shared(node: &Shared, test: fn(&World)) {
     }
 }
 
-fn trial(suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) -> Trial {
+fn trial(suite: &Suite, name: &str, saturating: &[&str], test: impl FnOnce() + Send + 'static) -> Trial {
     let needs_root = suite.needs_root;
-    Trial::ignorable_test(format!("{}::{name}", suite.name), move || {
+    let name = format!("{}::{name}", suite.name);
+    let is_saturating = saturating.iter().any(|beginning| name.starts_with(beginning));
+    Trial::ignorable_test(name, move || {
         if needs_root && !machine::is_root() {
             return Ok(Completion::ignored_with("needs root"));
         }
-        match catch_unwind(AssertUnwindSafe(test)) {
+        match catch_unwind(AssertUnwindSafe(|| run_within(is_saturating, test))) {
             Ok(()) => Ok(Completion::Completed),
             Err(panic) => match panic.downcast::<Skipped>() {
                 Ok(skipped) => Ok(Completion::ignored_with(skipped.0)),
@@ -116,6 +124,17 @@ fn trial(suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) -> Tri
             },
         }
     })
+}
+
+fn run_within(is_saturating: bool, test: impl FnOnce()) {
+    // A test that panicked leaves nothing behind that the lock guards.
+    if is_saturating {
+        let _processors = PROCESSORS.write().unwrap_or_else(PoisonError::into_inner);
+        test();
+    } else {
+        let _processors = PROCESSORS.read().unwrap_or_else(PoisonError::into_inner);
+        test();
+    }
 }
 
 /// Why a test ended before it had shown anything.

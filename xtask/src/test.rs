@@ -12,6 +12,12 @@ use rustix::process::setpriority_process;
 
 use crate::{guest, workspace};
 
+/// All packages but that of the end-to-end tests. Always the same: others would have cargo build dependencies anew.
+const PACKAGES: &[&str] = &["--workspace", "--exclude", "nagaya-tests"];
+
+/// The program that tries the kernel.
+const KERNEL: &str = "kernel";
+
 /// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
 const NICE_BESIDE: i32 = 10;
 
@@ -51,15 +57,15 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(sum.tell(succeeded))
 }
 
-/// An emulated guest takes what others leave of the processors meanwhile; one with KVM is alone, as its clock is this machine's.
+/// An emulated guest takes what modules' tests leave of the processors, and has ended before this machine's kernel and the built
+/// server are tried. One with KVM is alone, as its clock is this machine's.
 fn all(sum: &mut Sum) -> Result<bool> {
-    let on_this_machine = |sum: &mut Sum| Ok(unit(sum)? & end_to_end(sum)?);
     if !guest::is_possible(sum) {
-        return on_this_machine(sum);
+        return Ok(unit(sum)? & end_to_end(sum)?);
     }
     let suite = guest::Suite::build()?;
     if !suite.is_emulated()? {
-        return Ok(on_this_machine(sum)? & suite.run(sum)?);
+        return Ok(unit(sum)? & end_to_end(sum)? & suite.run(sum)?);
     }
     let beside = thread::spawn(move || {
         // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
@@ -67,21 +73,48 @@ fn all(sum: &mut Sum) -> Result<bool> {
         let mut sum = Sum::default();
         suite.run(&mut sum).map(|succeeded| (succeeded, sum))
     });
-    let here = on_this_machine(sum);
+    let here = modules(sum);
     // It ends by itself, and is not left alone.
     let inside = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
     let (succeeded, more) = inside?;
     sum.take_in(more);
-    Ok(here? & succeeded)
+    Ok(here? & succeeded & kernel(sum)? & end_to_end(sum)?)
+}
+
+/// Everything that needs no built server.
+fn unit(sum: &mut Sum) -> Result<bool> {
+    Ok(modules(sum)? & kernel(sum)?)
 }
 
 /// Everything that needs neither root nor a built server: modules, simulations, house style.
-fn unit(sum: &mut Sum) -> Result<bool> {
-    let packages = ["--workspace", "--exclude", "nagaya-tests"];
-    let mut succeeded = cargo_test(&[&["test", "--no-fail-fast"], &packages[..]].concat(), sum)?;
+fn modules(sum: &mut Sum) -> Result<bool> {
+    let targets = test_targets()?;
+    let mut arguments = [&["test", "--no-fail-fast", "--lib", "--bins"], PACKAGES].concat();
+    for target in targets.iter().filter(|target| *target != KERNEL) {
+        arguments.extend(["--test", target.as_str()]);
+    }
+    let mut succeeded = cargo_test(&arguments, sum)?;
     succeeded &=
         cargo_test(&["test", "--no-fail-fast", "--package", "nagaya-tests", "--lib", "--test", "tidy"], sum)?;
     Ok(succeeded)
+}
+
+/// The keeper's process on this machine's kernel.
+fn kernel(sum: &mut Sum) -> Result<bool> {
+    cargo_test(&[&["test", "--no-fail-fast", "--test", KERNEL], PACKAGES].concat(), sum)
+}
+
+/// Names of what lies in `tests` of our crates: one file or one directory for each program.
+fn test_targets() -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for package in std::fs::read_dir(workspace::root().join("crates")).context("listing our crates")? {
+        let Ok(tests) = std::fs::read_dir(package?.path().join("tests")) else { continue };
+        for test in tests {
+            found.extend(test?.path().file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 /// The built server, visited from outside.

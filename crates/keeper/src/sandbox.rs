@@ -16,6 +16,7 @@ mod capture;
 mod cgroup;
 mod channel;
 mod checkpoint;
+mod ending;
 mod failure;
 mod filling;
 mod filter;
@@ -51,6 +52,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::protocol::Exit;
 
+use ending::Endings;
 use kernel::{Alone, Fork};
 use order::{Ask, Birth, Bound, Order, Role, Run, Told};
 
@@ -264,6 +266,7 @@ pub struct Launcher {
     settled: OnceLock<()>,
     /// Connections with births that wait for their orders, the oldest first.
     ahead: Mutex<VecDeque<OwnedFd>>,
+    endings: Endings,
 }
 
 impl Launcher {
@@ -280,7 +283,14 @@ impl Launcher {
             let (ours, theirs) = channel::pair()?;
             let keeper = rustix::process::getpid().as_raw_nonzero().get();
             let (pid, pidfd) = alone.fork(&Fork::default(), |alone| launcher::run(alone, &theirs, keeper))?;
-            Ok(Self { orders: ours, pid, pidfd, settled: OnceLock::new(), ahead: Mutex::default() })
+            Ok(Self {
+                orders: ours,
+                pid,
+                pidfd,
+                settled: OnceLock::new(),
+                ahead: Mutex::default(),
+                endings: Endings::default(),
+            })
         };
         start().map_err(SandboxError::Start)
     }
@@ -307,21 +317,29 @@ impl Launcher {
             }
         });
         let init = self.order(spec)?;
-        let made = Self::made(init, spec);
+        let made = self.made(init, spec);
         self.think_ahead();
         made
     }
 
-    fn made(init: OwnedFd, spec: &Spec) -> Result<Sandbox, SandboxError> {
+    fn made(&self, init: OwnedFd, spec: &Spec) -> Result<Sandbox, SandboxError> {
         let failed = |error: io::Error| SandboxError::Create { step: "be made".into(), error };
         match channel::receive_within::<Told>(&init, CREATE_TIMEOUT).map_err(failed)? {
             Some((Told::Ready, fds)) => {
                 let mut fds = fds.into_iter();
-                let (Some(pidfd), Some(root)) = (fds.next(), fds.next()) else {
+                let (Some(pidfd), Some(root), Some(mount_namespace)) = (fds.next(), fds.next(), fds.next())
+                else {
                     return Err(failed(io::ErrorKind::InvalidData.into()));
                 };
-                let is_of_image = AtomicBool::new(false);
-                Ok(Sandbox { init: Mutex::new(init), pidfd, root, identity: spec.identity, is_of_image })
+                Ok(Sandbox {
+                    init: Mutex::new(init),
+                    pidfd,
+                    root,
+                    mount_namespace: Some(mount_namespace),
+                    identity: spec.identity,
+                    is_of_image: AtomicBool::new(false),
+                    endings: self.endings.clone(),
+                })
             }
             Some((Told::Failed { step, errno }, _)) => {
                 Err(SandboxError::Create { step, error: io::Error::from_raw_os_error(errno) })
@@ -419,16 +437,22 @@ pub struct Sandbox {
     init: Mutex<OwnedFd>,
     pidfd: OwnedFd,
     root: OwnedFd,
+    /// `None` once the sandbox is dropped.
+    mount_namespace: Option<OwnedFd>,
     identity: Identity,
     /// Its processes are an image's, and behind a filter that only a tool puts on: files show their memory, or it was written
     /// while they were brought back.
     is_of_image: AtomicBool,
+    endings: Endings,
 }
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
         // Ended already is as good.
         let _ = self.end();
+        if let (Some(mount_namespace), Ok(init)) = (self.mount_namespace.take(), self.pidfd.try_clone()) {
+            self.endings.release_later(init, mount_namespace);
+        }
     }
 }
 

@@ -69,7 +69,7 @@ pub fn node_of(builder: Builder, held: &Held) -> World {
     let mut line: Vec<_> = (0..12).map(|n| ask(&world, RUNNING, n, "")).collect();
     for connection in &mut line {
         // The time an answer takes.
-        let _ = wait::within(Duration::from_millis(SERVICE_MS), || None::<()>);
+        wait::pause(Duration::from_millis(SERVICE_MS));
         held.let_go(1);
         connection.response().expect(200);
     }

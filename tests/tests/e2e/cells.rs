@@ -32,8 +32,15 @@ pub const SUITE: Suite = Suite {
     ]),
 };
 
-const COUNT: &str = "#!/bin/sh\nn=${QUERY_STRING#n=}\ni=0\nwhile [ $i -lt $n ]; do i=$((i+1)); done\n\
-                     printf 'Content-Type: text/plain\\n\\n%s' $i\n";
+/// Uses at least a hundredth of a millisecond of CPU time for each of `n`, and says `n`.
+const COUNT: &str = "#!/usr/bin/perl\nmy ($n) = $ENV{QUERY_STRING} =~ /n=(\\d+)/;\n\
+                     while ((times)[0] + (times)[1] < $n / 1e5) { my $i; $i++ for 1 .. 1000; }\n\
+                     print \"Content-Type: text/plain\\n\\n$n\";\n";
+
+/// Uses a twentieth of a second of CPU time.
+const SLOW_PHP: &str = "<?php $used = function () { $all = getrusage();
+    return ($all['ru_utime.tv_sec'] + $all['ru_stime.tv_sec']) * 1e6 + $all['ru_utime.tv_usec'] + $all['ru_stime.tv_usec']; };
+    $end = $used() + 50000; while ($used() < $end); echo getmypid();";
 
 fn builder() -> Builder {
     World::builder().site_of("alice", "a", json!({ "kind": "cgi", "root": "cgi" })).site_of(
@@ -258,7 +265,7 @@ fn workers_are_confined_for_each_request() {
         .site_of("alice", "two", json!({ "kind": "php", "root": "php" }))
         .rule("one", "access_checker", rule, "")
         .start();
-    world.write("alice", "php/slow.php", "<?php for ($i = 0; $i < 3000000; $i++); echo getmypid();");
+    world.write("alice", "php/slow.php", SLOW_PHP);
     world.write("alice", "php/fast.php", "<?php echo getmypid();");
     let first = world.get("one.test", "/slow.php?1").expect(200).text();
     let second = world.get("two.test", "/fast.php?2").expect(200).text();

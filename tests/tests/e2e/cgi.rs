@@ -155,7 +155,7 @@ fn bad_output_is_502_with_the_requests_id(world: &World) {
     raw_program(world, "nph.cgi", "printf 'HTTP/1.1 200 OK\\r\\n\\r\\nfine'");
     raw_program(world, "split.cgi", "printf 'Content-Type: a/b\\rX-Injected: 1\\n\\nx'");
     raw_program(world, "status.cgi", "printf 'Status: fine\\n\\nx'");
-    world.write_program("alice", "cgi/no-interpreter.cgi", "#!/nonexistent/interpreter\n");
+    world.write_program("alice", "cgi/no-interpreter.cgi", "#!/proc/nonexistent/interpreter\n");
     for name in
         ["nothing", "failing", "no-head", "no-end", "huge-head", "nph", "split", "status", "no-interpreter"]
     {

@@ -41,8 +41,19 @@ mod tls;
 
 use std::process::ExitCode;
 
+/// Tests that run alone: their programs use all processors, or a browser does.
+const SATURATING: &[&str] = &[
+    "rules::a_request_goes_on_in_ten_percent_of_a_core",
+    "request_cells::",
+    "cells::a_limit_slows_and_refuses_nobody",
+    "cells::a_fork_bomb",
+    "balance::",
+    "browser::",
+    "receipts::a_program_too_short",
+];
+
 fn main() -> ExitCode {
-    nagaya_tests::suite::run(vec![
+    let suites = vec![
         static_files::SUITE,
         http1::SUITE,
         http2::SUITE,
@@ -77,5 +88,6 @@ fn main() -> ExitCode {
         lab::SUITE,
         icmp::SUITE,
         partitions::SUITE,
-    ])
+    ];
+    nagaya_tests::suite::run(suites, SATURATING)
 }

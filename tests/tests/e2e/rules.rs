@@ -239,7 +239,9 @@ fn a_request_goes_on_in_ten_percent_of_a_core() {
     world.write_program(
         "alice",
         "cgi/cpu.cgi",
-        "#!/bin/sh\ni=0\nwhile [ $i -lt 30000 ]; do i=$((i+1)); done\nprintf 'Content-Type: text/plain\\n\\n%s' $i\n",
+        // A tenth of a second of CPU time, however fast the processor is.
+        "#!/usr/bin/perl\nmy $n; do { $n++ for 1 .. 1000 } while ((times)[0] + (times)[1] < 0.1);\n\
+         print \"Content-Type: text/plain\\n\\n$n\";\n",
     );
     let line = logged(&world, "a.test", "/cpu.cgi", 200);
     let number = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("no {name} in {line}"));

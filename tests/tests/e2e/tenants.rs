@@ -26,6 +26,7 @@ pub const SUITE: Suite = Suite {
             no_tenant_speaks_to_the_node,
             no_tenant_signals_another,
             the_edge_has_no_rights_to_give_away,
+            each_thread_of_the_edge_has_a_filter_of_system_calls,
             the_edge_holds_nothing_of_the_store,
         ],
     ),
@@ -232,6 +233,20 @@ fn the_edge_has_no_rights_to_give_away(world: &World) {
         machine::run("sh", &["-c", &format!("cat /proc/{edge}/oom_score >/dev/null; echo ok")]),
         "ok\n"
     );
+}
+
+fn each_thread_of_the_edge_has_a_filter_of_system_calls(world: &World) {
+    let edge = world.pid_of("edge");
+    world.get("static.test", "/index.html").expect(200);
+    let threads = std::fs::read_dir(format!("/proc/{edge}/task")).expect("root may look");
+    let statuses: Vec<_> = threads
+        .map(|thread| std::fs::read_to_string(thread.expect("a thread").path().join("status")))
+        .map(|status| status.expect("a thread that lives"))
+        .collect();
+    assert!(statuses.len() > 1);
+    for status in statuses {
+        assert!(status.contains("Seccomp:\t2\n"), "{status}");
+    }
 }
 
 fn the_edge_holds_nothing_of_the_store(world: &World) {

@@ -61,7 +61,7 @@ use crate::shared::Shared;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Where nobody needs one.
-const NO_KEEPER: &str = "/nonexistent/keeper.sock";
+const NO_KEEPER: &str = "/proc/nonexistent/keeper.sock";
 
 // === A cluster ===
 

@@ -24,9 +24,10 @@ struct Given {
     tasks: Vec<OwnedFd>,
 }
 
-/// Makes the sandbox once it is ordered, and tells the keeper where it cannot. The init tells where it can.
-pub fn run(alone: &Alone, keeper: &OwnedFd) -> u8 {
-    let Ok(ahead) = begin(alone, keeper) else { return 1 };
+/// Makes the sandbox once it is ordered, and tells the keeper where it cannot. The init tells where it can. The launcher begins no
+/// other ahead until `begun` is closed.
+pub fn run(alone: &Alone, keeper: &OwnedFd, begun: OwnedFd) -> u8 {
+    let Ok(ahead) = begin(alone, keeper, begun) else { return 1 };
     // None: the keeper has gone, and wants none.
     let Ok(Some((birth, fds))) = channel::receive::<Birth>(keeper) else { return 1 };
     let Some(given) = take(&birth, fds) else { return 1 };
@@ -45,11 +46,12 @@ pub fn run(alone: &Alone, keeper: &OwnedFd) -> u8 {
 }
 
 /// What it has made ahead, if there is no order yet. What did not work is tried again for the order.
-fn begin(alone: &Alone, keeper: &OwnedFd) -> io::Result<Option<Namespaces>> {
+fn begin(alone: &Alone, keeper: &OwnedFd, begun: OwnedFd) -> io::Result<Option<Namespaces>> {
     rustix::thread::set_name(c"nagaya-birth")?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     // The launcher's connection with the keeper, and nobody else's: this one may live for long.
-    kernel::close_all_but(&mut [0, 1, 2, keeper.as_raw_fd()])?;
+    kernel::close_all_but(&mut [0, 1, 2, keeper.as_raw_fd(), begun.as_raw_fd()])?;
+    let _begun = begun;
     match channel::wait_readable(keeper, Duration::ZERO) {
         Err(error) if error.kind() == io::ErrorKind::TimedOut => Ok(Namespaces::make(alone).ok()),
         waited => waited.map(|()| None),
@@ -75,12 +77,14 @@ fn make(
     namespaces.map(birth.uid, birth.gid)?;
     namespaces.enter(!birth.host_network).step("enter its namespaces")?;
     alone.go_on_as(INIT, given.cgroup.as_ref().map(AsFd::as_fd)).step("make its init")?;
-    settle(birth, given)?;
+    become_root(birth)?;
     let shm_device = tree::attach(&namespaces.root, &sources, birth)?;
-    answer(keeper)?;
-    // The keeper need not wait for what follows; it is done before anything else that it asks for. Nothing of the node's stays open
-    // in an init.
+    // To unmount takes a lock of the whole machine (`ending`). In a cell that is short of CPU time it would be kept for long, so
+    // the cell is entered after that. On cgroup v2 the init is born there.
     tree::forget_node().step("let go of the node's /proc")?;
+    enter_cell(given)?;
+    answer(keeper, &namespaces.mount)?;
+    // The keeper need not wait for this. Nothing of the node's stays open in an init.
     kernel::close_all_but(&mut [keeper.as_raw_fd()]).step("close what it does not need")?;
     // Closed just now, and so is what came with the order.
     std::mem::forget((namespaces, sources));
@@ -89,12 +93,7 @@ fn make(
 
 // === In the init ===
 
-fn settle(birth: &Birth, given: &Given) -> Result<(), Failure> {
-    for tasks in &given.tasks {
-        rustix::io::write(tasks, b"0").step("enter its cell")?;
-    }
-    // After the way into the cell, so that the cell is all it can see.
-    kernel::new_cgroup_namespace().step("make its cgroup namespace")?;
+fn become_root(birth: &Birth) -> Result<(), Failure> {
     let (uid, gid) = (Uid::from_raw(0), Gid::from_raw(0));
     nix::unistd::setgroups(&[]).step("leave the keeper's groups")?;
     nix::unistd::setresgid(gid, gid, gid).step("become its root")?;
@@ -105,9 +104,18 @@ fn settle(birth: &Birth, given: &Given) -> Result<(), Failure> {
     rustix::system::sethostname(birth.hostname.as_bytes()).step("name it")
 }
 
-fn answer(keeper: &OwnedFd) -> Result<(), Failure> {
+fn enter_cell(given: &Given) -> Result<(), Failure> {
+    for tasks in &given.tasks {
+        rustix::io::write(tasks, b"0").step("enter its cell")?;
+    }
+    // After the way into the cell, so that the cell is all it can see.
+    kernel::new_cgroup_namespace().step("make its cgroup namespace")
+}
+
+fn answer(keeper: &OwnedFd, mount_namespace: &OwnedFd) -> Result<(), Failure> {
     let own = rustix::process::pidfd_open(Pid::INIT, PidfdFlags::empty()).step("open its init")?;
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;
     let root = rustix::fs::open("/", flags, rustix::fs::Mode::empty()).step("open its root")?;
-    channel::send(keeper, &Told::Ready, &[own.as_fd(), root.as_fd()]).step("answer the keeper")
+    channel::send(keeper, &Told::Ready, &[own.as_fd(), root.as_fd(), mount_namespace.as_fd()])
+        .step("answer the keeper")
 }

@@ -16,6 +16,7 @@ use std::time::Duration;
 use nix::libc;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::pipe::PipeFlags;
 use rustix::process::{DumpableBehavior, Signal};
 
 use super::kernel::{self, Alone, Fork};
@@ -67,8 +68,10 @@ fn set_up(orders: &OwnedFd, keeper: i32) -> io::Result<()> {
 fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
     // Connections of births that are not forked yet.
     let mut unborn = VecDeque::new();
+    // Closed by the other side when the birth that was forked last has its namespaces, or has an order.
+    let mut making: Option<OwnedFd> = None;
     loop {
-        let Some(index) = ripe(orders, &unborn)? else {
+        let Some(index) = ripe(orders, &unborn, &mut making)? else {
             match channel::receive::<Order>(orders) {
                 Ok(Some((order, fds))) => match (order, fds.into_iter().next()) {
                     (Order::Sandbox, Some(keeper)) => unborn.push_back(keeper),
@@ -85,30 +88,44 @@ fn serve(alone: &Alone, orders: &OwnedFd) -> io::Result<()> {
             continue;
         };
         if let Some(keeper) = unborn.remove(index) {
-            fork(alone, |alone| birth::run(alone, &keeper));
+            let (made, begun) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+            fork(alone, |alone| birth::run(alone, &keeper, begun));
+            // The end of one that was ordered is not told: who waits for it is the keeper.
+            making = Some(made);
         }
     }
 }
 
 /// Waits until something is to be done. Which of these is to be forked now: one that has its order, or the first if nothing is
-/// ordered for a moment. None: there is something from the keeper.
-fn ripe(orders: &OwnedFd, unborn: &VecDeque<OwnedFd>) -> io::Result<Option<usize>> {
+/// ordered for a moment and no other is being made. None: there is something from the keeper.
+fn ripe(
+    orders: &OwnedFd,
+    unborn: &VecDeque<OwnedFd>,
+    making: &mut Option<OwnedFd>,
+) -> io::Result<Option<usize>> {
     if unborn.len() > AHEAD_MAX {
         return Ok(Some(0));
     }
-    let mut watched: Vec<_> =
-        unborn.iter().chain([orders]).map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-    let quiet = (!unborn.is_empty()).then(|| kernel::timespec(QUIET));
     loop {
+        let quiet = (!unborn.is_empty() && making.is_none()).then(|| kernel::timespec(QUIET));
+        let mut watched: Vec<_> = unborn
+            .iter()
+            .chain([orders])
+            .chain(making.as_ref())
+            .map(|fd| PollFd::new(fd, PollFlags::IN))
+            .collect();
         match poll(&mut watched, quiet.as_ref()) {
             Ok(0) => return Ok(Some(0)),
-            Ok(_) => break,
-            Err(Errno::INTR) => {}
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
             Err(errno) => return Err(errno.into()),
         }
+        let ready = watched.iter().position(|one| !one.revents().is_empty());
+        match ready.filter(|index| *index <= unborn.len()) {
+            Some(index) => return Ok((index < unborn.len()).then_some(index)),
+            None => *making = None,
+        }
     }
-    let ready = watched.iter().position(|one| !one.revents().is_empty());
-    Ok(ready.filter(|index| *index < unborn.len()))
 }
 
 /// What is forked answers the keeper itself. Where that fails its connection is closed, which is an answer too.

@@ -21,7 +21,7 @@ pub struct Namespaces {
     /// The root directory of the mount namespace, still open to who has the node's rights.
     pub root: OwnedFd,
     user: OwnedFd,
-    mount: OwnedFd,
+    pub mount: OwnedFd,
     network: OwnedFd,
     ipc: OwnedFd,
     uts: OwnedFd,

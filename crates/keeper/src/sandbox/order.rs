@@ -146,7 +146,7 @@ pub struct Fill {
 /// From an init.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Told {
-    /// It is ready. With it come the descriptor of its process and its root directory.
+    /// It is ready. With it come descriptors: of its process, its root directory and its mount namespace.
     Ready,
     /// There will be no sandbox.
     Failed {

@@ -8,7 +8,6 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::{Act, Stage, Tier};
 use nagaya_keeper::client::Keeper;
@@ -17,6 +16,7 @@ use serde_json::{Value, json};
 use crate::outbound::{is_refused, record, told};
 use crate::python::application;
 use crate::rest::{get, pids, show, until_idle};
+use crate::scene::until;
 use crate::wake::until_images;
 use crate::world::{ALICE, World, set_mode, site_name, until_so, wait_dead};
 use crate::{Fact, FoundFact, image};
@@ -42,9 +42,6 @@ pub const FOUND: &[FoundFact] = &[
 
 /// Whose the databases' processes are.
 const SERVER: u32 = 61_009;
-
-/// The longest that a new database takes until it answers, on an emulated machine.
-const START_MAX: Duration = Duration::from_secs(120);
 
 /// Listens at the path it is given, and tells each connection who the kernel says has made it, and who has written.
 const ASKING: &str = r#"
@@ -140,14 +137,6 @@ fn asking(path: &Path, name: &str) -> Server {
 
 fn until_connected(path: &Path) {
     until(&format!("a server listens at {}", path.display()), || UnixStream::connect(path).is_ok());
-}
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + START_MAX;
-    while !is_so() {
-        assert!(Instant::now() < until, "it never came: {what}");
-        std::thread::park_timeout(Duration::from_millis(20));
-    }
 }
 
 /// A site whose application has this socket of the node for its database, at another path.

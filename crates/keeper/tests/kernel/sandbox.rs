@@ -35,6 +35,7 @@ pub const ROOT: &[Fact] = &[
     ("a fork bomb ends with its sandbox on cgroup v2", bomb_v2),
     ("a daemon that has left everything ends with its sandbox", daemon),
     ("a sandbox ends with what holds it, and its program's end is told", ends),
+    ("the keeper lets go of a sandbox' mount namespace last", taken_apart_by_keeper),
     ("many sandboxes are made at once", many),
 ];
 
@@ -581,6 +582,27 @@ fn ends() {
     rustix::process::pidfd_send_signal(sandbox.init_pidfd(), Signal::KILL).unwrap();
     scene::wait_ended(&sandbox);
     assert!(matches!(sandbox.run(&program(&["true"])), Err(SandboxError::Ended(_))));
+}
+
+/// Who lets go of it last takes a lock of the whole machine, and a tenant short of CPU time would keep it.
+fn taken_apart_by_keeper() {
+    let scene = Scene::new();
+    let sandbox = scene.create();
+    let namespace = shell(&sandbox, "readlink /proc/self/ns/mnt");
+    assert!(namespace.starts_with("mnt:["), "{namespace}");
+    sandbox.end().unwrap();
+    scene::wait_ended(&sandbox);
+    assert!(holds(&namespace), "{namespace} went with the sandbox' last process");
+    drop(sandbox);
+    scene::until("the namespace is let go of", || !holds(&namespace));
+}
+
+/// Whether this process has something open with this name.
+fn holds(name: &str) -> bool {
+    fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+        .any(|target| target.as_os_str() == name)
 }
 
 fn many() {

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::chown;
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_keeper::protocol::Exit;
 use nagaya_keeper::sandbox::{Bind, Entrance, Identity, Launcher, Program, ROOT_PID, Sandbox, Spec, Task};
@@ -17,8 +17,8 @@ use tempfile::TempDir;
 
 use crate::world::{ALICE, set_mode};
 
-/// No program of a test takes this long unless something hangs.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
+/// Nothing in a test takes this long unless something hangs, a new database on an emulated machine included.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 static LAUNCHER: OnceLock<Launcher> = OnceLock::new();
 
@@ -157,4 +157,14 @@ pub fn wait_readable(fd: impl AsFd) {
 #[track_caller]
 pub fn wait_ended(sandbox: &Sandbox) {
     wait_readable(sandbox.init_pidfd());
+}
+
+/// Waits until it is so; panics if it never is.
+#[track_caller]
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + TIMEOUT;
+    while !is_so() {
+        assert!(Instant::now() < until, "it never came: {what}");
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
 }

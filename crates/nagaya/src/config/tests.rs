@@ -55,7 +55,7 @@ body_bytes = "10KB"
 [logs]
 level = "info"
 [tls]
-certificates = "/nonexistent/certificates"
+certificates = "/proc/nonexistent/certificates"
 "#;
     let found = places(text);
     assert_eq!(

@@ -196,9 +196,9 @@ mod tests {
 
     #[test]
     fn mounts_of_both_versions_are_told_apart() {
-        let mounts = "cgroup2 /nonexistent/unified cgroup2 rw,nosuid,favordynmods 0 0\n\
-                      cgroup /nonexistent/cpu cgroup ro,nosuid,cpu,cpuacct 0 0\n\
-                      cgroup /nonexistent/systemd cgroup rw,xattr,name=systemd 0 0\n\
+        let mounts = "cgroup2 /proc/nonexistent/unified cgroup2 rw,nosuid,favordynmods 0 0\n\
+                      cgroup /proc/nonexistent/cpu cgroup ro,nosuid,cpu,cpuacct 0 0\n\
+                      cgroup /proc/nonexistent/systemd cgroup rw,xattr,name=systemd 0 0\n\
                       tmpfs /run tmpfs rw 0 0\n";
         let found = hierarchies(mounts, "");
         let told: Vec<_> = found.iter().map(|h| (h.version, h.read_only, h.writable)).collect();

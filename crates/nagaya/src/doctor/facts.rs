@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there_has_no_version() {
-        assert_eq!(first_line(Path::new("/nonexistent/php-cgi"), "-v"), None);
+        assert_eq!(first_line(Path::new("/proc/nonexistent/php-cgi"), "-v"), None);
         assert_eq!(first_line(Path::new("/bin/echo"), "PHP 8"), Some("PHP 8".into()));
     }
 

@@ -6,6 +6,7 @@
 
 mod backoff;
 mod balance;
+mod call_filter;
 mod child;
 mod cluster;
 mod error;

@@ -11,6 +11,7 @@ use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
+use super::call_filter;
 use super::child::Role;
 use crate::inherit::{InheritError, Inherited, InheritedPeers, Taker, described};
 use crate::logging::{self, Sink};
@@ -69,6 +70,9 @@ fn begin(role: Role) -> Result<(Inherited, Taker), RightsError> {
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
     if parent != Some(inherited.supervisor) {
         return Err(RightsError::Orphaned);
+    }
+    if role == Role::Edge {
+        call_filter::install().map_err(system("the filter of system calls cannot be put on"))?;
     }
     Ok((inherited, Taker::default()))
 }

@@ -222,7 +222,7 @@ fn a_local_redirect_is_handed_back() {
 #[test]
 fn what_cannot_be_started_is_refused() {
     let world = world();
-    world.file("broken.cgi", "#!/nonexistent/interpreter\n");
+    world.file("broken.cgi", "#!/proc/nonexistent/interpreter\n");
     world.run(async |thread| {
         assert_eq!(thread.refusal("absent.cgi", get()).await, Refusal::NotFound);
         let refusal = thread.refusal("broken.cgi", get()).await;
