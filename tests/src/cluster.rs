@@ -123,7 +123,7 @@ impl Etcd {
         self.ask_openly("deleterange", &json!({ "key": BASE64.encode(key.as_bytes()) }));
     }
 
-    /// All keys and values, as they lie there.
+    /// All keys and values, as they lie there. The gateway leaves out what is empty.
     #[track_caller]
     pub fn values(&self) -> Vec<(String, Vec<u8>)> {
         let all = BASE64.encode(b"\0");
@@ -131,7 +131,7 @@ impl Etcd {
         let read = |field: &Value| {
             BASE64.decode(field.as_str().unwrap_or_default().as_bytes()).expect("the gateway speaks base64")
         };
-        let pairs = told["kvs"].as_array().expect("it has keys").iter();
+        let pairs = told["kvs"].as_array().into_iter().flatten();
         pairs
             .map(|kv| (String::from_utf8_lossy(&read(&kv["key"])).into_owned(), read(&kv["value"])))
             .collect()
