@@ -65,13 +65,17 @@ impl Membership {
         let secret = Secret::from_token(&member.token)?;
         let keys = stored.open(&member.cluster, &secret)?;
         let Some(record_keys) = keys.record_keys() else {
-            // What this node knows already it does not give up for what the store says.
-            if member.records.is_none() {
+            // Nothing is signed yet. Later on this node does not give up what it knows for what the store says.
+            if !member.records_required && self.store.format().holds < SIGNED_FORMAT {
                 let next = stored.with_record_secret(&member.cluster, &secret)?;
                 self.store.put_if(AUTHORITY, to_bytes(&next), Some(revision)).await?;
             }
             return Ok(());
         };
+        // Somebody put an older authority back.
+        if member.records.as_ref().is_some_and(|known| record_keys.current.0 < known.current.0) {
+            return Ok(());
+        }
         if member.records.as_ref() != Some(&record_keys) {
             self.change_member(|member| member.records = Some(record_keys.clone()))?;
             self.store.set_record_keys(&record_keys);
