@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use data_encoding::BASE64;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, IsCa, KeyPair};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::world::{Builder, World};
@@ -110,6 +111,40 @@ impl Etcd {
         machine::run("curl", &words);
     }
 
+    /// As anybody who reaches it does: writes a value, by etcd's gateway.
+    #[track_caller]
+    pub fn put(&self, key: &str, value: &[u8]) {
+        let body = json!({ "key": BASE64.encode(key.as_bytes()), "value": BASE64.encode(value) });
+        self.ask_openly("put", &body);
+    }
+
+    #[track_caller]
+    pub fn delete(&self, key: &str) {
+        self.ask_openly("deleterange", &json!({ "key": BASE64.encode(key.as_bytes()) }));
+    }
+
+    /// All keys and values, as they lie there. The gateway leaves out what is empty.
+    #[track_caller]
+    pub fn values(&self) -> Vec<(String, Vec<u8>)> {
+        let all = BASE64.encode(b"\0");
+        let told = self.ask_openly("range", &json!({ "key": all, "range_end": all }));
+        let read = |field: &Value| {
+            BASE64.decode(field.as_str().unwrap_or_default().as_bytes()).expect("the gateway speaks base64")
+        };
+        let pairs = told["kvs"].as_array().into_iter().flatten();
+        pairs
+            .map(|kv| (String::from_utf8_lossy(&read(&kv["key"])).into_owned(), read(&kv["value"])))
+            .collect()
+    }
+
+    #[track_caller]
+    fn ask_openly(&self, what: &str, body: &Value) -> Value {
+        let url = format!("{}/v3/kv/{what}", self.url_of(&self.members[0]));
+        let told = machine::output("curl", &["-sSf", "--max-time", "10", "-d", &body.to_string(), &url]);
+        assert!(told.status.success(), "{what}: {}", String::from_utf8_lossy(&told.stderr));
+        serde_json::from_slice(&told.stdout).expect("the gateway speaks JSON")
+    }
+
     /// What a node is told of where it is.
     pub fn words(&self) -> Vec<String> {
         let mut words = vec!["--etcd".to_owned(), self.url()];
@@ -120,6 +155,8 @@ impl Etcd {
             words.extend(more.iter().map(|word| (*word).to_owned()));
             let login = ["--etcd-user", USER, "--etcd-password-file", &password];
             words.extend(login.iter().map(|word| (*word).to_owned()));
+        } else {
+            words.push("--insecure".to_owned());
         }
         words
     }

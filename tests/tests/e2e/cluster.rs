@@ -134,7 +134,7 @@ fn a_node_becomes_a_cluster_while_it_serves() {
         })
     };
     let before = (world.pid_of("edge"), world.pid_of("keeper"));
-    let made = world.cli(&["cluster", "init", "--etcd", &etcd.url(), "--json"]);
+    let made = world.cli(&["cluster", "init", "--etcd", &etcd.url(), "--insecure", "--json"]);
     let made: Value = serde_json::from_str(&made).expect("it is JSON");
     assert_eq!((made["node"].as_str(), made["sites"].as_u64()), (Some("a"), Some(1)));
     wait::until("it is in step and may serve", || {
@@ -146,7 +146,7 @@ fn a_node_becomes_a_cluster_while_it_serves() {
     assert_eq!(failed.load(Ordering::Relaxed), 0);
     assert_eq!((world.pid_of("edge"), world.pid_of("keeper")), before, "no process was started anew");
     assert_eq!(sites(&world), ["plain"]);
-    let again = world.try_cli(&["cluster", "init", "--etcd", &etcd.url()]);
+    let again = world.try_cli(&["cluster", "init", "--etcd", &etcd.url(), "--insecure"]);
     assert!(String::from_utf8_lossy(&again.stderr).contains("NGY0242"), "{again:?}");
     world.stop();
 }
@@ -209,7 +209,7 @@ fn who_may_not_join_changes_nothing() {
         machine::write(&stranger.path("token"), token);
         let url = cluster.etcd.url();
         let path = stranger.path("token");
-        let mut words = vec!["cluster", "join", "--etcd", &url, "--token-file"];
+        let mut words = vec!["cluster", "join", "--etcd", &url, "--insecure", "--token-file"];
         let path = path.to_string_lossy();
         words.push(&path);
         words.extend(more);
@@ -547,7 +547,8 @@ fn a_node_name_belongs_to_one_machine() {
     machine::write(&twin.path("token"), cluster.nodes[0].cli(&["cluster", "token"]));
     let path = twin.path("token");
     let (url, path) = (cluster.etcd.url(), path.to_string_lossy());
-    let refused = twin.try_cli(&["cluster", "join", "--etcd", &url, "--token-file", &path]);
+    let words = ["cluster", "join", "--etcd", &url, "--insecure", "--token-file", &path];
+    let refused = twin.try_cli(&words);
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("NGY0235"), "{said}");
     let status = twin.try_cli(&["cluster", "status"]);
@@ -706,7 +707,8 @@ fn an_etcd_that_wants_certificates_and_a_password_gets_them() {
     }
     cluster.nodes[1].cli(&["site", "remove", "plain"]);
     let stranger = cluster::node(2).start();
-    let refused = stranger.try_cli(&["cluster", "init", "--name", "other", "--etcd", &cluster.etcd.url()]);
+    let words = ["cluster", "init", "--name", "other", "--etcd", &cluster.etcd.url(), "--insecure"];
+    let refused = stranger.try_cli(&words);
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("NGY0232") && said.contains("ca"), "{said}");
     stranger.stop();

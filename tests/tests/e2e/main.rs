@@ -11,6 +11,7 @@ mod browser;
 mod cells;
 mod cgi;
 mod cluster;
+mod etcd_trust;
 mod failures;
 mod fastcgi;
 mod http1;
@@ -89,6 +90,7 @@ fn main() -> ExitCode {
         membership::SUITE,
         moved_tickets::SUITE,
         balance::SUITE,
+        etcd_trust::SUITE,
         failures::SUITE,
         lab::SUITE,
         icmp::SUITE,

@@ -64,7 +64,7 @@ impl Lab {
         let etcd = self.endpoints()?.join(",");
         let names = self.node_names();
         let first = self.node(&names[0])?;
-        first.run(&["cluster", "init", "--name", CLUSTER, "--etcd", &etcd])?;
+        first.run(&["cluster", "init", "--name", CLUSTER, "--etcd", &etcd, "--insecure"])?;
         let token = self.dir.join("token");
         fs::write(&token, "")
             .and_then(|()| fs::set_permissions(&token, fs::Permissions::from_mode(0o600)))?;
@@ -78,6 +78,7 @@ impl Lab {
                 CLUSTER,
                 "--etcd",
                 &etcd,
+                "--insecure",
                 "--token-file",
                 &token.to_string_lossy(),
             ];

@@ -7,6 +7,8 @@
 //! | `POST /v1/cluster/join` | makes this node a member: [`Join`] |
 //! | `GET /v1/cluster/token` | what another machine needs to join |
 //! | `POST /v1/cluster/authority?finish=true\|false` | exchanges the authority of certificates, in two steps |
+//! | `POST /v1/cluster/store` | how this member reaches the store from now on: [`Etcd`] |
+//! | `POST /v1/cluster/repair` | writes what this node knows in the place of values that do not count |
 //! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true` | its nodes |
 //! | `GET /v1/placements` | where applications run: `after=SITE`, `limit=N`, `node=NAME` |
 //! | `GET /v1/placements/SITE` | where one runs, why there, and how it came there |
@@ -43,6 +45,10 @@ pub enum Ask {
     Authority {
         finish: bool,
     },
+    /// How this member reaches the store from now on.
+    Store(Etcd),
+    /// Values that do not count are written anew from what this node knows.
+    Repair,
     Nodes,
     Drain {
         node: String,
@@ -134,6 +140,9 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
         (["cluster", "join"], _) => return Err(api::wrong_method(method, "POST")),
         (["cluster", "token"], _) => (Method::GET, Ask::Token),
         (["cluster", "authority"], _) => (Method::POST, Ask::Authority { finish: flag("finish") }),
+        (["cluster", "store"], &Method::POST) => return Ok(Ask::Store(parse(body)?)),
+        (["cluster", "store"], _) => return Err(api::wrong_method(method, "POST")),
+        (["cluster", "repair"], _) => (Method::POST, Ask::Repair),
         (["nodes"], _) => (Method::GET, Ask::Nodes),
         (["nodes", node], _) => (Method::DELETE, Ask::Remove { node: name(node), force: flag("force") }),
         (["nodes", node, word @ ("drain" | "undrain")], _) => {
@@ -191,6 +200,10 @@ mod tests {
         assert_eq!(status(Method::GET, "/v1/events", "limit=none"), Err(400));
         assert_eq!(status(Method::POST, "/v1/events", ""), Err(405));
         assert_eq!(status(Method::GET, "/v1/cluster/join", ""), Err(405));
+        assert_eq!(status(Method::GET, "/v1/cluster/store", ""), Err(405));
+        assert_eq!(status(Method::POST, "/v1/cluster/store", ""), Err(400), "the body says nothing");
+        assert_eq!(status(Method::POST, "/v1/cluster/repair", ""), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/cluster/repair", ""), Err(405));
     }
 
     #[test]

@@ -45,6 +45,13 @@ pub enum Command {
     },
     /// Show this node as a member, and how old what it knows is
     Status(Format),
+    /// Change how this member reaches etcd, such as from http:// to https:// with a certificate
+    Store {
+        #[command(flatten)]
+        store: StoreAt,
+    },
+    /// Write what this node knows in the place of values in etcd that do not count
+    Repair,
     /// Print what another machine needs to join
     Token,
     /// Exchange the authority of the nodes' certificates: once, and after all nodes have new ones again with --finish
@@ -92,6 +99,9 @@ pub struct StoreAt {
     pub user: Option<String>,
     #[arg(long = "etcd-password-file", value_name = "FILE", id = "password", requires = "user")]
     pub password: Option<PathBuf>,
+    /// Although etcd is reached in clear text or without a login: whoever reaches it, each tenant too, can stop the cluster
+    #[arg(long)]
+    pub insecure: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -118,6 +128,7 @@ impl StoreAt {
             key: self.key.as_deref().map(file).transpose()?,
             user: self.user.clone(),
             password: self.password.as_deref().map(file).transpose()?.map(|text| text.trim().to_owned()),
+            insecure: self.insecure,
         })
     }
 }
@@ -139,6 +150,8 @@ pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
             (join(name, store, token_file, *discard, *format, place), *format)
         }
         Command::Status(format) => (status(*format, place), *format),
+        Command::Store { store } => (change_store(store, place), text),
+        Command::Repair => (repair(place), text),
         Command::Token => (token(place), text),
         Command::Rotate { finish } => (rotate(*finish, place), text),
         Command::Drain { node } => (drain(node, "drain", place), text),
@@ -156,10 +169,11 @@ fn init(name: &str, store: &StoreAt, format: Format, place: &Place) -> Result<()
         return output::print_json(&made);
     }
     output::print(&format!(
-        "cluster '{name}' begins with node '{}' and its {} sites\nother machines join with: nagaya cluster join --name {name} --etcd {} --token-file FILE\nFILE: what `nagaya cluster token` prints here; keep it as secret as a key",
+        "cluster '{name}' begins with node '{}' and its {} sites\nother machines join with: nagaya cluster join --name {name} --etcd {}{} --token-file FILE\nFILE: what `nagaya cluster token` prints here; keep it as secret as a key",
         plain(&made["node"]),
         made["sites"],
-        store.endpoints.join(",")
+        store.endpoints.join(","),
+        if store.insecure { " --insecure" } else { "" }
     ))
 }
 
@@ -188,6 +202,22 @@ fn join(
 fn status(format: Format, place: &Place) -> Result<(), CliError> {
     let status = output::ask_node(place, "/v1/cluster")?;
     if format.json { output::print_json(&status) } else { output::print_fields(&status) }
+}
+
+fn change_store(store: &StoreAt, place: &Place) -> Result<(), CliError> {
+    let done = output::send_node(place, "/v1/cluster/store", &json!(store.read()?))?;
+    output::print(match done["needs_restart"] == true {
+        true => "this node reaches the store so when it is started anew: systemctl restart nagaya",
+        false => "this node reaches the store so",
+    })
+}
+
+fn repair(place: &Place) -> Result<(), CliError> {
+    let done = output::tell_node(place, "/v1/cluster/repair")?;
+    output::print(&format!(
+        "{} values that did not count were written from what this node knows, {} were signed anew",
+        done["repaired"], done["signed"]
+    ))
 }
 
 fn token(place: &Place) -> Result<(), CliError> {

@@ -78,6 +78,7 @@ fn screen(status: &Value) -> String {
     if let Some(error) = status["store_error"].as_str() {
         let _ = writeln!(out, "store: {error}");
     }
+    cluster_store(&mut out, &status["cluster_store"]);
     section(&mut out, "listening", &status["listen"], |at| {
         let tls = if at["tls"] == Value::Bool(true) { "https" } else { "http" };
         format!("{tls:5}  {}", plain(&at["address"]))
@@ -100,6 +101,19 @@ fn screen(status: &Value) -> String {
         }
     }
     out
+}
+
+/// What is wrong with the cluster's store, if anything is.
+fn cluster_store(out: &mut String, store: &Value) {
+    if let Some(insecure) = store["insecure"].as_str() {
+        let _ = writeln!(out, "INSECURE: {insecure}");
+    }
+    if let Some(refused @ 1..) = store["refused"].as_u64() {
+        let _ = writeln!(out, "REFUSED: {refused} values in the cluster's store do not count (NGY0238)");
+        for value in store["refused_values"].as_array().into_iter().flatten() {
+            let _ = writeln!(out, "  {}", plain(value));
+        }
+    }
 }
 
 fn section(out: &mut String, title: &str, rows: &Value, line: impl Fn(&Value) -> String) {
@@ -136,6 +150,7 @@ mod tests {
             "listen": [{"address": "127.0.0.1:8080", "tls": false}],
             "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (SIGKILL)"}],
             "protections": [{"name": "tenant-uids", "on": false, "why": "one uid for all", "how": "start as root"}],
+            "cluster_store": {"insecure": "it is in clear text", "refused": 2, "refused_values": ["sites/bob: it is not signed"]},
             "needs_restart": ["listen"], "edge": null, "keeper": {"fence": "cgroup-v1"},
         }));
         assert!(
@@ -146,6 +161,8 @@ mod tests {
         );
         for part in [
             "OFF  tenant-uids",
+            "\nINSECURE: it is in clear text\n",
+            "\nREFUSED: 2 values in the cluster's store do not count (NGY0238)\n  sites/bob: it is not signed\n",
             "; start as root",
             "2 restarts, the last after signal 9",
             "http   127.0.0.1:8080",

@@ -9,6 +9,7 @@ use super::cgroups::Version;
 use super::facts::Facts;
 use super::tenants::Found;
 use super::{cells, instances};
+use crate::supervisor::StoreAccess;
 
 /// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
 const OPEN_FILES_WANTED: u64 = 262_144;
@@ -218,6 +219,18 @@ static ROWS: &[Row] = &[
         how: "let the machine collect some; a virtual machine needs virtio-rng",
         judge: |facts| (present(facts.entropy_ready), yes_no(facts.entropy_ready)),
     },
+    Row {
+        name: "cluster-store",
+        why: "whoever reaches etcd can stop the cluster, and programs of tenants reach what this machine reaches",
+        how: "give etcd TLS with client certificates, then nagaya cluster store --etcd https://... (nagaya error NGY0239); as \
+              root this can be looked at",
+        judge: |facts| match &facts.cluster_store {
+            StoreAccess::None => (State::Ok, "in no cluster".into()),
+            StoreAccess::Safe => (State::Ok, "encrypted, with a login".into()),
+            StoreAccess::Weak(why) => (State::Warn, format!("INSECURE: {why}")),
+            StoreAccess::Unknown(why) => (State::Warn, format!("unknown: {why}")),
+        },
+    },
 ];
 
 fn present(there: bool) -> State {
@@ -322,6 +335,16 @@ mod tests {
         assert_eq!(keys, ["how", "name", "state", "value", "why"]);
         assert_eq!(json["state"], "off");
         assert!(json.as_object().unwrap().values().all(serde_json::Value::is_string));
+    }
+
+    #[test]
+    fn store_that_others_reach_is_not_fine() {
+        let judged = |cluster_store| state(&Facts { cluster_store, ..Facts::default() }, "cluster-store");
+        assert_eq!(judged(StoreAccess::Safe).0, State::Ok);
+        assert_eq!(judged(StoreAccess::None).0, State::Ok);
+        let weak = judged(StoreAccess::Weak("http://a is in clear text".into()));
+        assert_eq!(weak, (State::Warn, "INSECURE: http://a is in clear text".into()));
+        assert_eq!(judged(StoreAccess::Unknown("no right".into())).0, State::Warn);
     }
 
     #[test]

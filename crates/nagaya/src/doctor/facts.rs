@@ -24,6 +24,7 @@ use super::rule_files;
 use super::tenants::Found;
 use crate::config::Settings;
 use crate::inherit;
+use crate::supervisor::StoreAccess;
 
 /// How long a program may take to print its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -74,6 +75,7 @@ pub struct Facts {
     /// The running node's answer to that, with the rights it has. None: none runs, or it does not say.
     pub node_sandbox: Option<String>,
     pub tenants: Found,
+    pub cluster_store: StoreAccess,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
 }
@@ -172,6 +174,7 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
         sandbox: asked.sandbox,
         node_sandbox: asked.node_sandbox,
         tenants: asked.tenants,
+        cluster_store: StoreAccess::of_member(&settings.cluster_dir()),
         rule_files: settings.edge.rules.len(),
         rule_troubles: rule_files::troubles(settings),
     }

@@ -31,7 +31,7 @@ use nagaya_cmdb::store::{RedbStore, Store};
 use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
-pub use cluster::Etcd;
+pub use cluster::{Etcd, StoreAccess};
 pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;

@@ -219,6 +219,7 @@ impl Node {
             "processes": processes(&state),
             "protections": protections,
             "needs_restart": state.needs_restart,
+            "cluster_store": self.cluster.as_ref().map(|cluster| cluster.health.status()),
             "edge": parsed(edge),
             "keeper": keeper,
         })
@@ -286,6 +287,9 @@ impl Node {
             ("result=\"refused\"".into(), state.reloads_refused),
         ];
         page.family("nagaya_config_reloads_total", "counter", "Reloads of the configuration.", &reloads);
+        if let Some(cluster) = &self.cluster {
+            cluster.health.expose(&mut page);
+        }
         self.balance.told.expose(&mut page);
         page.into_text()
     }

@@ -6,7 +6,7 @@
 use std::error::Error as _;
 use std::fmt;
 use std::pin::pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use http::uri::PathAndQuery;
@@ -23,10 +23,10 @@ use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 use super::error::ClusterError;
-use super::wire::{Authenticate, Authenticated, WatchAnswer, WatchRequest};
+use super::wire::{Authenticate, Authenticated, Headed, WatchAnswer, WatchRequest};
 
 /// How to reach etcd, and what is ours in it.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
     /// `http://host:port` or `https://host:port` of the members. All are equal; the first that answers is used.
     pub endpoints: Vec<String>,
@@ -38,6 +38,30 @@ pub struct EtcdOptions {
     pub identity: Option<(Vec<u8>, Vec<u8>)>,
     /// User and password, where etcd has authentication on.
     pub login: Option<(String, String)>,
+    /// It may be reached in clear text, or by anybody.
+    pub insecure: bool,
+}
+
+impl EtcdOptions {
+    /// Why others than this cluster's nodes can read or write what is there. `None`: they cannot. An address of this machine's own is no
+    /// better: each program on it reaches that.
+    pub fn weakness(&self) -> Option<String> {
+        let clear = self.endpoints.iter().find(|address| !address.starts_with("https://"));
+        let clear = clear.map(|address| format!("{address} is in clear text"));
+        let has_login = self.identity.is_some() || self.login.is_some();
+        let open = (!has_login).then(|| "it is asked without a client certificate or a user".to_owned());
+        let all: Vec<String> = clear.into_iter().chain(open).collect();
+        (!all.is_empty())
+            .then(|| format!("the cluster's store is not safe from others: {}", all.join(", and ")))
+    }
+
+    /// Fails unless the store is safe from others, or need not be.
+    pub fn check_access(&self) -> Result<(), ClusterError> {
+        match self.weakness() {
+            Some(detail) if !self.insecure => Err(ClusterError::Insecure { detail }),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl fmt::Debug for EtcdOptions {
@@ -70,7 +94,8 @@ const PING_WAIT: Duration = Duration::from_secs(3);
 pub(super) const ANSWER_LEN_MAX: usize = 64 << 20;
 
 pub(super) const RANGE: &str = "/etcdserverpb.KV/Range";
-pub(super) const TXN: &str = "/etcdserverpb.KV/Txn";
+/// Its values are neither signed nor opened: see `Inner::change` and `Inner::found`.
+pub(super) const RAW_TXN: &str = "/etcdserverpb.KV/Txn";
 pub(super) const LEASE_GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 pub(super) const LEASE_REVOKE: &str = "/etcdserverpb.Lease/LeaseRevoke";
 pub(super) const LEASE_KEEP: &str = "/etcdserverpb.Lease/LeaseKeepAlive";
@@ -113,6 +138,8 @@ pub(super) struct Client {
     logging_in: tokio::sync::Mutex<()>,
     /// Why the last attempt had no answer, until one has.
     latest: Mutex<Option<String>>,
+    /// The latest revision of etcd that any answer has told.
+    newest: AtomicU64,
 }
 
 struct Member {
@@ -133,6 +160,7 @@ impl Client {
     /// Connects to nobody yet. Must be called within the runtime that is to carry the connections.
     pub fn new(options: &EtcdOptions) -> Result<Self, ClusterError> {
         let wrong = |option, detail: String| ClusterError::Options { option, detail };
+        options.check_access()?;
         if !(1..=ENDPOINTS_MAX).contains(&options.endpoints.len()) {
             return Err(wrong("endpoints", format!("give 1 to {ENDPOINTS_MAX} of them")));
         }
@@ -164,7 +192,23 @@ impl Client {
             token: RwLock::default(),
             logging_in: tokio::sync::Mutex::default(),
             latest: Mutex::default(),
+            newest: AtomicU64::new(0),
         })
+    }
+
+    /// The latest revision of etcd that is known. 0: none yet.
+    pub fn newest(&self) -> u64 {
+        self.newest.load(Ordering::Relaxed)
+    }
+
+    /// etcd has reached this revision.
+    pub fn note_revision(&self, revision: u64) {
+        self.newest.fetch_max(revision, Ordering::Relaxed);
+    }
+
+    /// Another etcd, or one whose past was restored: it counts from here.
+    pub fn reset_revision(&self, revision: u64) {
+        self.newest.store(revision, Ordering::Relaxed);
     }
 
     /// No answer, and why. What tells more is kept.
@@ -189,7 +233,7 @@ impl Client {
     ) -> Result<Answer<A>, Failure>
     where
         Q: Message + Clone + 'static,
-        A: Message + Default + 'static,
+        A: Message + Headed + Default + 'static,
     {
         let deadline = Instant::now() + within;
         for attempt in 0_usize.. {
@@ -232,7 +276,7 @@ impl Client {
     ) -> Result<A, Failure>
     where
         Q: Message + Clone + 'static,
-        A: Message + Default + 'static,
+        A: Message + Headed + Default + 'static,
     {
         let deadline = Instant::now() + within;
         let at = self.preferred.load(Ordering::Relaxed);
@@ -347,7 +391,7 @@ impl Client {
     ) -> Result<A, Refusal>
     where
         Q: Message + 'static,
-        A: Message + Default + 'static,
+        A: Message + Headed + Default + 'static,
     {
         let address = &self.members[at].address;
         let asking = async {
@@ -362,7 +406,12 @@ impl Client {
             answer.await.map(tonic::Response::into_inner).map_err(|status| refusal(&status, address))
         };
         match timeout(within, asking).await {
-            Ok(answer) => answer,
+            Ok(answer) => {
+                if let Some(header) = answer.as_ref().ok().and_then(A::header) {
+                    self.note_revision(u64::try_from(header.revision).unwrap_or(0));
+                }
+                answer
+            }
             Err(_) => Err(Refusal::Elsewhere(format!("{address}: no answer"))),
         }
     }

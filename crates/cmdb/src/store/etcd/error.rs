@@ -20,6 +20,10 @@ pub enum ClusterError {
     #[error("the cluster's store cannot be spoken to: {option}: {detail}")]
     Options { option: &'static str, detail: String },
     #[error(
+        "{detail}: use https:// with --etcd-ca and a client certificate (--etcd-cert, --etcd-key) or a user, at `nagaya cluster store` if this node is a member already; or name the risk with --insecure"
+    )]
+    Insecure { detail: String },
+    #[error(
         "the store of cluster '{cluster}' has format {found}, this program knows formats up to {known}: use the nagaya that the other nodes have"
     )]
     Version { cluster: String, found: String, known: u64 },
@@ -53,6 +57,10 @@ pub enum ClusterError {
     Partly { done: usize, parts: usize, cause: Box<ClusterError> },
     #[error("{tenants} tenants exchange their uids in one change: at most {max} can: do it in steps")]
     Entangled { tenants: usize, max: usize },
+    #[error(
+        "{place} in the cluster's store does not count: {why}; `nagaya cluster repair` writes what this node knows in its place"
+    )]
+    Forged { place: String, why: String },
     #[error("this node's file of the cluster's records failed: {detail}")]
     Replica { detail: String, code: Code },
 }
@@ -67,6 +75,8 @@ impl ClusterError {
             Self::NotRaised { .. } => Code(237),
             Self::NotInitialised { .. } | Self::BeingFilled { .. } | Self::NotEmpty { .. } => Code(234),
             Self::NameTaken { .. } | Self::NoNode { .. } | Self::NodeInUse { .. } => Code(235),
+            Self::Forged { .. } => Code(238),
+            Self::Insecure { .. } => Code(239),
             Self::Contended { .. } | Self::Partly { .. } | Self::Entangled { .. } => Code(236),
             Self::Replica { code, .. } => *code,
         }

@@ -16,6 +16,10 @@
 //! | `v1/knows/NODE` | the newest format that a node's program knows, under the same lease; none of a program that knows only format 1 |
 //! | `v1/pki/KEY` | bytes |
 //!
+//! From format 3 on values are signed (`signed`), but not all: of `seeding`, `left` and `doubts` only counts that they are there and
+//! since when; older programs have to read `format` and `knows`; and what is in `pki` is read by machines that have no keys yet, and
+//! proves itself to them. Tenants, sites, settings, rules and ticket keys are sealed as well.
+//!
 //! What lies here is changed to a newer form only when all members know that one, and `format` says it from then on (`raise`).
 //! Whoever does not know the number touches nothing. Not here: reading and writing (`watch`, `write`).
 
@@ -29,13 +33,16 @@ use crate::record::{Change, Copied, Placement, Why};
 use crate::store::Kind;
 
 /// The newest format this program knows. It reads and writes the older ones too, as long as the cluster has them.
-pub(super) const FORMAT: u64 = 2;
+pub(super) const FORMAT: u64 = 3;
 
 /// The oldest one it knows.
 pub(super) const OLDEST: u64 = 1;
 
 /// The first one that has rules.
 pub(super) const HAS_RULES: u64 = 2;
+
+/// The first one whose values are signed.
+pub(super) const HAS_SIGNATURES: u64 = 3;
 
 /// The name of the one record of its kind.
 pub(super) const TICKET_KEYS: &str = "keys";
@@ -141,6 +148,34 @@ impl Keys {
         }
     }
 
+    /// Whether the value at this key is to be signed.
+    pub fn is_signed(&self, key: &[u8]) -> bool {
+        let rest =
+            str::from_utf8(key).ok().and_then(|key| key.strip_prefix(&*self.all())?.strip_prefix("v1/"));
+        let Some(rest) = rest else { return false };
+        let place = rest.split_once('/').map_or(rest, |(place, _)| place);
+        !matches!(place, "seeding" | "left" | "doubts" | "knows" | "pki")
+    }
+
+    /// Whether nobody who reads etcd alone is to know the value at this key.
+    pub fn is_sealed(&self, key: &[u8]) -> bool {
+        match self.meaning(key) {
+            Meaning::Record(kind, _) => match kind {
+                Kind::Tenant | Kind::Site | Kind::Setting | Kind::Rule | Kind::TicketKeys => true,
+                // etcd compares their beginnings.
+                Kind::Node | Kind::Placement => false,
+            },
+            _ => false,
+        }
+    }
+
+    /// The key as people are told it: without what all keys of the cluster begin with.
+    pub fn label(&self, key: &[u8]) -> String {
+        let key = String::from_utf8_lossy(key);
+        let rest = key.strip_prefix(&*self.all()).unwrap_or(&key);
+        rest.strip_prefix("v1/").unwrap_or(rest).to_owned()
+    }
+
     fn below(&self, rest: &str) -> String {
         format!("/nagaya/{}/v1/{rest}", self.cluster)
     }
@@ -166,6 +201,11 @@ fn place(kind: Kind) -> &'static str {
         Kind::Placement => "placements",
         Kind::TicketKeys => "tickets",
     }
+}
+
+/// A record's key as people are told it.
+pub(super) fn place_of(kind: Kind, name: &str) -> String {
+    format!("{}/{name}", place(kind))
 }
 
 // === Values ===
@@ -238,8 +278,7 @@ pub(super) fn json(value: &impl Serialize) -> Vec<u8> {
 
 /// The change that this key's new value, or its end, is. An error says what is wrong with the record.
 pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Change, String> {
-    let wrong = |what: String| format!("{}/{name}: {what}", place(kind));
-    let Some(value) = value else { return dropped(kind, name).map_err(wrong) };
+    let Some(value) = value else { return dropped(kind, name) };
     let read = || -> Result<Change, serde_json::Error> {
         Ok(match kind {
             Kind::Tenant => Change::PutTenant(serde_json::from_slice(value)?),
@@ -253,8 +292,8 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
     };
     let change = read().map_err(|error| match kind {
         // What it says of a secret may show it.
-        Kind::TicketKeys => wrong("it cannot be read".into()),
-        _ => wrong(error.to_string()),
+        Kind::TicketKeys => "it cannot be read".into(),
+        _ => error.to_string(),
     })?;
     let named = match &change {
         Change::PutTenant(tenant) => tenant.name.as_str(),
@@ -266,7 +305,7 @@ pub(super) fn change(kind: Kind, name: &str, value: Option<&[u8]>) -> Result<Cha
         Change::PutTicketKeys(_) => TICKET_KEYS,
         _ => name,
     };
-    if named == name { Ok(change) } else { Err(wrong(format!("the record there is of '{named}'"))) }
+    if named == name { Ok(change) } else { Err(format!("the record there is of '{named}'")) }
 }
 
 fn dropped(kind: Kind, name: &str) -> Result<Change, String> {
@@ -366,6 +405,26 @@ pub(super) fn is_value(key: &str, value: impl Into<Vec<u8>>) -> Compare {
     }
 }
 
+/// Holds if this body stands at the key, whoever signed it: the value is the body, or goes on after it with a newline. The bodies are
+/// JSON objects and numbers, so nothing else that anybody writes lies between the two bounds.
+pub(super) fn stands(key: &str, body: Vec<u8>) -> [Compare; 2] {
+    let mut low = body.clone();
+    if let Some(last) = low.last_mut() {
+        *last -= 1;
+    }
+    low.push(u8::MAX);
+    let mut high = body;
+    high.push(b'\n' + 1);
+    let side = |relation: Relation, bound: Vec<u8>| Compare {
+        result: relation.into(),
+        target: Target::Value.into(),
+        key: key.into(),
+        operand: Some(Operand::Value(bound)),
+        range_end: Vec::new(),
+    };
+    [side(Relation::Greater, low), side(Relation::Less, high)]
+}
+
 /// Holds if the key was last changed in exactly this revision; for 0, if it is absent.
 pub(super) fn is_of(key: &str, revision: u64) -> Compare {
     modified(key, Relation::Equal, revision, Vec::new())
@@ -398,4 +457,70 @@ pub(super) fn signed(revision: u64) -> i64 {
 
 pub(super) fn unsigned(revision: i64) -> u64 {
     u64::try_from(revision).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As etcd compares.
+    fn holds(compares: &[Compare], value: &[u8]) -> bool {
+        compares.iter().all(|compare| {
+            let Some(Operand::Value(bound)) = &compare.operand else { panic!("a comparison of values") };
+            match Relation::try_from(compare.result).unwrap() {
+                Relation::Greater => value > bound.as_slice(),
+                Relation::Less => value < bound.as_slice(),
+                Relation::Equal => value == bound.as_slice(),
+            }
+        })
+    }
+
+    #[test]
+    fn body_stands_signed_or_not_and_no_other_does() {
+        for body in [&b"300"[..], b"0", br#"{"name":"a","id":"1"}"#] {
+            let compares = stands("k", body.to_vec());
+            assert!(holds(&compares, body));
+            assert!(holds(&compares, &[body, b"\n1 1 7 abc"].concat()));
+            let last = body.len() - 1;
+            let mut less = body.to_vec();
+            less[last] -= 1;
+            let mut more = body.to_vec();
+            more[last] += 1;
+            for other in
+                [&body[..last], &[body, b"0"].concat(), &less, &[&less[..], b"\n1 1 7 abc"].concat(), &more]
+            {
+                assert!(!holds(&compares, other), "{}", String::from_utf8_lossy(other));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_believed_is_signed_and_configuration_is_sealed() {
+        let keys = Keys::new("main");
+        let at = |rest: &str| format!("/nagaya/main/{rest}").into_bytes();
+        for (rest, is_signed, is_sealed) in [
+            ("v1/tenants/t", true, true),
+            ("v1/sites/s", true, true),
+            ("v1/settings/a/b c", true, true),
+            ("v1/rules/r", true, true),
+            ("v1/tickets/keys", true, true),
+            ("v1/nodes/a", true, false),
+            ("v1/placements/s", true, false),
+            ("v1/present/a", true, false),
+            ("v1/removed/a", true, false),
+            ("v1/next_uid", true, false),
+            ("v1/revision", true, false),
+            ("v1/of-a-later-version/x", true, false),
+            ("format", false, false),
+            ("v1/seeding", false, false),
+            ("v1/left/a", false, false),
+            ("v1/doubts/a", false, false),
+            ("v1/knows/a", false, false),
+            ("v1/pki/authority", false, false),
+        ] {
+            assert_eq!(keys.is_signed(&at(rest)), is_signed, "{rest}");
+            assert_eq!(keys.is_sealed(&at(rest)), is_sealed, "{rest}");
+        }
+        assert!(!keys.is_signed(b"/nagaya/other/v1/sites/s"));
+    }
 }

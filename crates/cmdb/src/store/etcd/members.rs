@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use super::client::{RANGE, TXN};
+use super::client::{RANGE, RAW_TXN};
 use super::error::ClusterError;
 use super::keys::{self, placement_value};
 use super::wire::{Compare, RangeAnswer, Txn, TxnAnswer};
@@ -118,19 +118,19 @@ impl ClusterStore {
     pub async fn doubt(&self, node: &NodeRecord, by: &NodeName) -> Result<Option<u64>, ClusterError> {
         let inner = self.inner.clone();
         let (key, record) = (inner.keys.doubt(&node.name), inner.keys.record(Kind::Node, node.name.as_str()));
-        let (by, is_same) = (by.to_string(), keys::is_value(&record, keys::json(node)));
+        let (by, is_same) = (by.to_string(), keys::stands(&record, keys::json(node)));
         self.on_own(async move {
             let txn = Txn {
-                compare: vec![is_same, keys::is_absent(&key)],
+                compare: [&is_same[..], &[keys::is_absent(&key)]].concat(),
                 success: vec![keys::putting(&key, by)],
                 failure: vec![keys::getting(&key)],
             };
-            let answer: TxnAnswer = inner.client.ask(TXN, txn, DOUBT_WAIT).await?.value;
+            let answer = inner.change(txn, DOUBT_WAIT).await?.value;
             if answer.succeeded {
                 return Ok(Some(keys::unsigned(answer.header.unwrap_or_default().revision)));
             }
             // Whoever counts on it compares the record anew.
-            let stands = super::watch::pairs(answer.responses).into_iter().next().flatten();
+            let stands = super::watch::raw_pairs(answer.responses).into_iter().next().flatten();
             Ok(stands.map(|stands| keys::unsigned(stands.create_revision)))
         })
         .await
@@ -142,12 +142,12 @@ impl ClusterStore {
         let keys = [inner.keys.record(Kind::Node, node.as_str()), inner.keys.removed(node)];
         self.on_own(async move {
             let look = Txn { success: keys.iter().map(|key| keys::getting(key)).collect(), ..Txn::default() };
-            let answer: TxnAnswer = inner.client.ask(TXN, look, CHANGE_WAIT).await?.value;
-            let [record, removed] = super::watch::values(answer.responses).try_into().unwrap_or_default();
+            let answer: TxnAnswer = inner.client.ask(RAW_TXN, look, CHANGE_WAIT).await?.value;
+            let [record, removed] = inner.found(answer.responses)?.try_into().unwrap_or_default();
             if let Some(record) = record {
-                return Ok(Some(Seen::Member(Box::new(read_node(&record)?))));
+                return Ok(Some(Seen::Member(Box::new(read_node(&record.value)?))));
             }
-            Ok(removed.map(|removed| Seen::Removed { fence_ms: read_fence(&removed) }))
+            Ok(removed.map(|removed| Seen::Removed { fence_ms: read_fence(&removed.value) }))
         })
         .await
     }
@@ -158,7 +158,8 @@ impl ClusterStore {
         let key = inner.keys.record(Kind::Placement, site.as_str());
         self.on_own(async move {
             let answer: RangeAnswer = inner.client.ask(RANGE, keys::get(&key), CHANGE_WAIT).await?.value;
-            answer.kvs.first().map(|kv| read_placement(&kv.value)).transpose()
+            let found = answer.kvs.into_iter().next().map(|kv| inner.opened(kv)).transpose()?;
+            found.map(|kv| read_placement(&kv.value)).transpose()
         })
         .await
     }
@@ -209,10 +210,9 @@ impl ClusterStore {
                 ..Txn::default()
             };
             for _ in 0..TRIES_MAX {
-                let answer: TxnAnswer = inner.client.ask_soon(TXN, look, within).await?;
+                let answer: TxnAnswer = inner.client.ask_soon(RAW_TXN, look, within).await?;
                 let revision = keys::unsigned(answer.header.unwrap_or_default().revision);
-                let [record, left_by, mark] =
-                    super::watch::pairs(answer.responses).try_into().unwrap_or_default();
+                let [record, left_by, mark] = inner.found(answer.responses)?.try_into().unwrap_or_default();
                 let Some(record) = record else { return Ok(Confirmed::Gone) };
                 let node = read_node(&record.value)?;
                 if node.id != id {
@@ -335,13 +335,14 @@ impl Inner {
             success,
             failure: vec![keys::getting(&key), keys::getting(&site), keys::getting(&node)],
         };
-        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+        let answer = self.change(txn, CHANGE_WAIT).await?;
         if answer.value.succeeded {
             return Ok(Claim::Won);
         }
-        let values = super::watch::values(answer.value.responses);
-        let [stored, site, node] = values.try_into().unwrap_or_default();
-        let stored = stored.as_deref().map(read_placement).transpose()?;
+        let [stored, site, node] =
+            super::watch::raw_pairs(answer.value.responses).try_into().unwrap_or_default();
+        let stored = stored.map(|kv| self.opened(kv)).transpose()?;
+        let stored = stored.map(|kv| read_placement(&kv.value)).transpose()?;
         if answer.repeated && stored.as_ref() == Some(placement) {
             return Ok(Claim::Won);
         }
@@ -357,11 +358,11 @@ impl Inner {
         let record = self.keys.record(Kind::Node, from.as_str());
         let mut compare = Vec::new();
         match &basis.from {
-            Some(Seen::Member(seen)) => compare.push(keys::is_value(&record, keys::json(seen))),
-            Some(Seen::Removed { fence_ms }) => compare.extend([
-                keys::is_absent(&record),
-                keys::is_value(&self.keys.removed(from), fence_ms.to_string()),
-            ]),
+            Some(Seen::Member(seen)) => compare.extend(keys::stands(&record, keys::json(seen))),
+            Some(Seen::Removed { fence_ms }) => {
+                compare.push(keys::is_absent(&record));
+                compare.extend(keys::stands(&self.keys.removed(from), fence_ms.to_string().into_bytes()));
+            }
             None => {}
         }
         if let Some(mark) = basis.mark {
@@ -379,8 +380,8 @@ impl Inner {
         let mut compare = vec![keys::is_absent(&self.keys.record(Kind::Site, site.as_str()))];
         compare.extend(keys::epoch_is(&key, epoch));
         let txn = Txn { compare, success: vec![keys::deleting(&key)], failure: vec![keys::getting(&key)] };
-        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
-        let stands = super::watch::values(answer.value.responses).into_iter().next().flatten();
+        let answer = self.change(txn, CHANGE_WAIT).await?;
+        let stands = super::watch::raw_pairs(answer.value.responses).into_iter().next().flatten();
         // An earlier attempt whose answer was lost may have done it.
         Ok(answer.value.succeeded || (answer.repeated && stands.is_none()))
     }
@@ -400,8 +401,8 @@ impl Inner {
             ],
             failure: vec![keys::getting(&key)],
         };
-        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
-        let stands = super::watch::values(answer.value.responses).into_iter().next().flatten();
+        let answer = self.change(txn, CHANGE_WAIT).await?;
+        let stands = self.found_first(answer.value.responses)?;
         let is_ours = || stands.is_some_and(|stands| stands == placement_value(placement));
         Ok(answer.value.succeeded || (answer.repeated && is_ours()))
     }
@@ -424,12 +425,12 @@ impl Inner {
                 keys::getting(&self.keys.seeding()),
             ],
         };
-        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value;
+        let answer = self.change(txn, CHANGE_WAIT).await?.value;
         if answer.succeeded {
             return Ok(node);
         }
         let [format, revision, seeding] =
-            super::watch::values(answer.responses).try_into().unwrap_or_default();
+            super::watch::raw_values(answer.responses).try_into().unwrap_or_default();
         super::watch::check_head(self, format.as_deref(), revision.is_some(), seeding.is_some())?;
         // Also where that changes nothing: what this machine has asked for in an earlier life of it, and lies somewhere, is void then.
         self.write_node(&node.name, |found| {
@@ -470,13 +471,14 @@ impl Inner {
             let Some(kv) = answer.value.kvs.into_iter().next() else {
                 return Err(ClusterError::NoNode { name: name.to_string() });
             };
-            let Some(after) = change(&read_node(&kv.value)?)? else { return Ok(None) };
+            let written_at = keys::unsigned(kv.mod_revision);
+            let Some(after) = change(&read_node(&self.opened(kv)?.value)?)? else { return Ok(None) };
             let txn = Txn {
-                compare: vec![keys::is_of(&key, keys::unsigned(kv.mod_revision))],
+                compare: vec![keys::is_of(&key, written_at)],
                 success: vec![keys::putting(&key, keys::json(&after))],
                 failure: Vec::new(),
             };
-            if self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?.value.succeeded {
+            if self.change(txn, CHANGE_WAIT).await?.value.succeeded {
                 return Ok(Some(after));
             }
         }
@@ -492,7 +494,8 @@ impl Inner {
                 return Err(ClusterError::NoNode { name: name.to_string() });
             };
             // One that cannot be read is removed all the same: what it said is not known then.
-            let fence_ms = read_node(&kv.value).map_or(0, |record| record.fence_ms);
+            let record = self.opened(kv.clone()).and_then(|kv| read_node(&kv.value));
+            let fence_ms = record.map_or(0, |record| record.fence_ms);
             let mut compare = vec![keys::is_of(&key, keys::unsigned(kv.mod_revision))];
             if !forced {
                 self.wait_in_step(CHANGE_WAIT).await?;
@@ -508,7 +511,7 @@ impl Inner {
                 keys::putting(&self.keys.removed(name), fence_ms.to_string()),
             ];
             let txn = Txn { compare, success, failure: Vec::new() };
-            let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, CHANGE_WAIT).await?;
+            let answer = self.change(txn, CHANGE_WAIT).await?;
             if answer.value.succeeded || answer.repeated {
                 return Ok(());
             }

@@ -13,6 +13,9 @@
 //! | `members` | nodes, placements, and whether we are still a member |
 //! | `presence` | who is there, under a lease, and which formats it knows |
 //! | `raise` | going over to a newer format while nodes of older versions are updated |
+//! | `signed` | which values count: signatures, and what is sealed |
+//! | `resign` | writing values anew with the current key, and repairing those that do not count |
+//! | `refusals` | values that do not count or cannot be read |
 //! | `pki` | small values that the cluster's nodes share |
 //! | `tickets` | the keys that sign tickets |
 //! | `seed` | filling an empty cluster from an embedded store |
@@ -27,7 +30,10 @@ mod parts;
 mod pki;
 mod presence;
 mod raise;
+mod refusals;
+mod resign;
 mod seed;
+mod signed;
 mod tickets;
 mod watch;
 mod wire;
@@ -45,7 +51,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::{Notify, oneshot, watch as channel};
 use tokio::time::{Instant, timeout_at};
 
-use self::client::Client;
+use self::client::{Answer, Client, Failure, RAW_TXN};
 pub use self::client::{ENDPOINTS_MAX, EtcdOptions};
 pub use self::error::ClusterError;
 use self::keys::Keys;
@@ -53,7 +59,12 @@ pub use self::members::{Basis, Claim, Confirmed, Seen};
 pub use self::pki::{PKI_VALUE_LEN_MAX, Versioned};
 use self::presence::Wanted;
 pub use self::presence::{PRESENCE_LEN_MAX, Presence};
+pub use self::refusals::Refusals;
+pub use self::resign::Resigned;
 pub use self::seed::{is_initialised, seed};
+use self::signed::Signer;
+pub use self::signed::{RECORD_SECRET_LEN, RecordKeys, RecordSigning};
+use self::wire::{KeyValue, Operation, Request, Txn, TxnAnswer};
 use super::redb::{Reached, RedbStore};
 use super::{Committed, Counts, Mode, Select, Store, StoreError, TransactionError, Visitor};
 use crate::names::NodeName;
@@ -61,9 +72,6 @@ use crate::record::{Change, NodeRecord, Placement, Rule, Setting, Site, Tenant, 
 
 /// Told what changed, in an order in which `Table::apply` takes it, and the replica's revision after it.
 pub type OnChange = Arc<dyn Fn(Vec<Change>, u64) + Send + Sync>;
-
-/// Most reasons kept of records that could not be taken over.
-const UNREADABLE_MAX: usize = 20;
 
 /// For what was written to be visible here.
 const VISIBLE_WAIT: Duration = Duration::from_secs(2);
@@ -81,6 +89,7 @@ pub struct ClusterStore {
 pub(super) struct Inner {
     client: Client,
     keys: Keys,
+    signer: Signer,
     replica: Arc<RedbStore>,
     on_change: OnChange,
     /// etcd's revision up to which everything is in the replica. 0: nothing was loaded since this process began.
@@ -89,6 +98,8 @@ pub(super) struct Inner {
     in_step: channel::Sender<Option<Instant>>,
     /// Asks the watch to find out now whether it is in step.
     nudge: Notify,
+    /// Asks the watch to compare everything anew.
+    reload: Notify,
     state: Mutex<State>,
     presences: Mutex<BTreeMap<NodeName, Presence>>,
     present: channel::Sender<Option<Wanted>>,
@@ -99,7 +110,7 @@ pub(super) struct Inner {
 
 struct State {
     trouble: Option<ClusterError>,
-    unreadable: Vec<String>,
+    refused: refusals::Standing,
     synced: Instant,
     dirty: bool,
     /// Members that do not say that they know the next format.
@@ -111,6 +122,7 @@ impl ClusterStore {
     /// changes, `on_change` is called from a thread that may block.
     pub fn open(
         options: &EtcdOptions,
+        signing: RecordSigning,
         replica: Arc<RedbStore>,
         on_change: OnChange,
     ) -> Result<Arc<Self>, StoreError> {
@@ -124,19 +136,29 @@ impl ClusterStore {
         let handle = runtime.handle().clone();
         let client = {
             let _entered = handle.enter();
-            Client::new(options)?
+            Client::new(options)
+        };
+        let client = match client {
+            Ok(client) => client,
+            Err(error) => {
+                // Whoever asks may be within another runtime, where this one must not be waited for.
+                runtime.shutdown_background();
+                return Err(error.into());
+            }
         };
         let inner = Arc::new(Inner {
             client,
             keys: Keys::new(&options.cluster),
+            signer: Signer::new(Keys::new(&options.cluster), signing),
             replica,
             on_change,
             applied: channel::Sender::new(0),
             in_step: channel::Sender::new(None),
             nudge: Notify::new(),
+            reload: Notify::new(),
             state: Mutex::new(State {
                 trouble: None,
-                unreadable: Vec::new(),
+                refused: refusals::Standing::default(),
                 synced: Instant::now(),
                 dirty: false,
                 behind: Vec::new(),
@@ -179,10 +201,17 @@ impl ClusterStore {
         self.inner.state.lock().trouble.clone()
     }
 
-    /// Records of the cluster that this node could not take over and has as they were before, each with why. The first
-    /// `UNREADABLE_MAX`.
-    pub fn unreadable(&self) -> Vec<String> {
-        self.inner.state.lock().unreadable.clone()
+    /// From now on values are signed with these keys, and those of all of them count. Everything is compared anew.
+    pub fn set_record_keys(&self, keys: &RecordKeys) {
+        self.inner.signer.set_keys(keys);
+        self.inner.reload.notify_one();
+    }
+
+    /// From now on nothing counts that is not signed, while this process runs.
+    pub fn require_signatures(&self) {
+        if self.inner.signer.require() {
+            self.inner.reload.notify_one();
+        }
     }
 
     /// Runs on the store's own thread.
@@ -289,14 +318,64 @@ impl Inner {
         known.unwrap_or_else(late)
     }
 
-    fn unreadable(&self, reasons: impl Iterator<Item = String>) {
-        let mut state = self.state.lock();
-        let room = UNREADABLE_MAX.saturating_sub(state.unreadable.len());
-        state.unreadable.extend(reasons.take(room));
+    /// Sends a change. The values that it puts are signed, if the cluster's format has that.
+    async fn change(&self, mut txn: Txn, within: Duration) -> Result<Answer<TxnAnswer>, Failure> {
+        let is_signed = |operation: &Operation| match &operation.request {
+            Some(Request::Put(put)) => self.keys.is_signed(&put.key),
+            _ => false,
+        };
+        if txn.success.iter().any(is_signed) && self.is_signing(within).await.map_err(Failure::Error)? {
+            for operation in &mut txn.success {
+                self.signer.sign_put(operation, self.client.newest()).map_err(Failure::Error)?;
+            }
+        }
+        self.client.ask(RAW_TXN, txn, within).await
     }
 
-    fn forget_unreadable(&self) {
-        self.state.lock().unreadable.clear();
+    /// Whether this node signs what it writes. Fails if it should and has no keys yet.
+    async fn is_signing(&self, within: Duration) -> Result<bool, ClusterError> {
+        if self.signer.is_required() {
+            return Ok(true);
+        }
+        let mut known = self.format.subscribe();
+        let format = match tokio::time::timeout(within, known.wait_for(|format| *format > 0)).await {
+            Ok(Ok(format)) => *format,
+            Ok(Err(_)) | Err(_) => return Err(self.behind(within)),
+        };
+        match format >= keys::HAS_SIGNATURES {
+            true if !self.signer.has_keys() => Err(ClusterError::Behind {
+                detail: "the cluster's records are signed, and it has not got their key yet".into(),
+            }),
+            is_signing => Ok(is_signing),
+        }
+    }
+
+    /// What was read, with the body as value. Fails if it does not count.
+    fn opened(&self, mut kv: KeyValue) -> Result<KeyValue, ClusterError> {
+        match self.signer.open(&kv.key, &kv.value, keys::unsigned(kv.mod_revision)) {
+            Ok(opened) => {
+                kv.value = opened.body;
+                Ok(kv)
+            }
+            Err(error) => {
+                let place = self.keys.label(&kv.key);
+                self.refused(&place, error.to_string());
+                Err(ClusterError::Forged { place, why: error.to_string() })
+            }
+        }
+    }
+
+    /// What each of these reads has found, as [`Inner::opened`].
+    fn found(&self, outcomes: Vec<wire::Outcome>) -> Result<Vec<Option<KeyValue>>, ClusterError> {
+        watch::raw_pairs(outcomes)
+            .into_iter()
+            .map(|pair| pair.map(|kv| self.opened(kv)).transpose())
+            .collect()
+    }
+
+    /// What the first of these reads has found.
+    fn found_first(&self, outcomes: Vec<wire::Outcome>) -> Result<Option<Vec<u8>>, ClusterError> {
+        Ok(self.found(outcomes)?.into_iter().next().flatten().map(|kv| kv.value))
     }
 
     fn is_sync_due(&self, every: Duration) -> bool {

@@ -1,5 +1,6 @@
 //! Small values that the nodes of a cluster share, such as the certificate of its authority: read from etcd itself, because
-//! they are needed before there is a replica, and secrets are not to lie in every node's file.
+//! they are needed before there is a replica, and secrets are not to lie in every node's file. They are not signed, because a machine
+//! reads them before it has the keys: each proves itself.
 //!
 //! Not here: what they are (`nagaya`'s cluster commands).
 
@@ -7,9 +8,9 @@ use std::time::Duration;
 
 use tokio::sync::watch::Receiver;
 
-use super::client::{RANGE, TXN};
+use super::client::RANGE;
 use super::error::ClusterError;
-use super::wire::{RangeAnswer, Txn, TxnAnswer};
+use super::wire::{RangeAnswer, Txn};
 use super::{ClusterStore, keys};
 
 /// Longest value, in bytes.
@@ -61,8 +62,8 @@ impl ClusterStore {
                 success: vec![keys::putting(&key, value.clone())],
                 failure: vec![keys::getting(&key)],
             };
-            let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WAIT).await?;
-            let found = super::watch::values(answer.value.responses).into_iter().next().flatten();
+            let answer = inner.change(txn, WAIT).await?;
+            let found = inner.found_first(answer.value.responses)?;
             // An earlier attempt whose answer was lost may have done it.
             Ok(answer.value.succeeded || (answer.repeated && found == Some(value)))
         })

@@ -11,9 +11,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::client::{Failure, LEASE_GRANT, LEASE_KEEP, LEASE_REVOKE, TXN};
+use super::client::{Failure, LEASE_GRANT, LEASE_KEEP, LEASE_REVOKE};
 use super::error::ClusterError;
-use super::wire::{Done, LeaseGrant, LeaseGranted, LeaseId, Operation, Put, Request, Txn, TxnAnswer};
+use super::wire::{Done, LeaseGrant, LeaseGranted, LeaseId, Operation, Put, Request, Txn};
 use super::{ClusterStore, Inner, keys};
 use crate::names::NodeName;
 
@@ -131,6 +131,11 @@ async fn stay(
             () = sleep_until(renew_at) => {
                 renew(inner, lease, every).await?;
                 renew_at = Instant::now() + every;
+                // What has not changed is told anew, signed with the key that counts now.
+                if told.elapsed() >= every {
+                    tell_if_room(inner, &now, lease).await?;
+                    told = Instant::now();
+                }
             }
             Ok(()) = wanted.changed() => {
                 sleep_until(told + TOLD_EVERY).await;
@@ -138,11 +143,7 @@ async fn stay(
                 match next {
                     Some(next) if next.node == now.node && next.ttl == now.ttl => {
                         now = next;
-                        match tell(inner, &now, lease).await {
-                            // What it tells is old then; that it is there is still seen.
-                            Err(Failure::Error(ClusterError::Full { .. })) | Ok(()) => {}
-                            Err(failure) => return Err(failure),
-                        }
+                        tell_if_room(inner, &now, lease).await?;
                         told = Instant::now();
                     }
                     // Another name or term begins with a lease of its own.
@@ -153,6 +154,14 @@ async fn stay(
                 }
             }
         }
+    }
+}
+
+/// A full etcd takes none: what others see is old then, and that this node is there is still seen.
+async fn tell_if_room(inner: &Inner, wanted: &Wanted, lease: i64) -> Result<(), Failure> {
+    match tell(inner, wanted, lease).await {
+        Err(Failure::Error(ClusterError::Full { .. })) => Ok(()),
+        told => told,
     }
 }
 
@@ -168,7 +177,7 @@ async fn put(inner: &Inner, key: String, value: String, lease: i64) -> Result<()
         success: vec![Operation { request: Some(Request::Put(put)) }],
         failure: Vec::new(),
     };
-    if inner.client.ask::<_, TxnAnswer>(TXN, txn, WAIT).await?.value.succeeded {
+    if inner.change(txn, WAIT).await?.value.succeeded {
         return Ok(());
     }
     let cluster = inner.keys.cluster().to_owned();

@@ -7,8 +7,9 @@
 //! is there, or is removed. Each format is raised to in one transaction that holds only if no member has come or changed since they
 //! were looked at, so it is done once, by one of those that try, or not at all; whoever comes next does it then.
 //!
-//! Format 2 has one kind of record more and leaves the others as they are, so the number is all that is written. A format that changes
-//! records writes them, with the number last, where that is done here; until then they are read in both forms.
+//! Format 2 has one kind of record more and leaves the others as they are, so the number is all that is written. From format 3 on values
+//! are signed as they are written, and what was there before is written anew (`resign`); until that is done both forms count. No node
+//! raises to it that has no keys to sign with.
 //! Not here: what the formats have (`keys`), this node's own file (`redb::migrate`).
 
 use std::sync::Arc;
@@ -16,9 +17,9 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::client::TXN;
+use super::client::RAW_TXN;
 use super::error::ClusterError;
-use super::keys::{self, FORMAT};
+use super::keys::{self, FORMAT, HAS_SIGNATURES};
 use super::wire::{KeyValue, Outcome, Response, Txn, TxnAnswer};
 use super::{ClusterStore, Inner};
 use crate::names::NodeName;
@@ -92,7 +93,8 @@ async fn raise_upon(inner: &Inner, looked: Looked) -> Result<u64, ClusterError> 
     let Looked { format, revision, members } = looked;
     let behind: Vec<String> =
         members.iter().filter(|member| member.knows <= format).map(|member| member.name.clone()).collect();
-    let is_held_back = members.is_empty() || !behind.is_empty();
+    let lacks_keys = format + 1 == HAS_SIGNATURES && !inner.signer.has_keys();
+    let is_held_back = members.is_empty() || !behind.is_empty() || lacks_keys;
     inner.state.lock().behind = behind;
     inner.format_is(format);
     if format >= FORMAT || is_held_back {
@@ -111,12 +113,12 @@ async fn raise_upon(inner: &Inner, looked: Looked) -> Result<u64, ClusterError> 
         success: vec![keys::putting(&keys.format(), next.to_string())],
         failure: vec![keys::getting(&keys.format())],
     };
-    let answer: TxnAnswer = inner.client.ask(TXN, txn, WAIT).await?.value;
+    let answer = inner.change(txn, WAIT).await?.value;
     let format = match answer.succeeded {
         true => next,
         // Another node was faster, or an earlier attempt whose answer was lost has done it.
         false => {
-            let found = super::watch::values(answer.responses).into_iter().next().flatten();
+            let found = super::watch::raw_values(answer.responses).into_iter().next().flatten();
             found.map_or(Ok(format), |found| keys::known_format(keys.cluster(), &found))?
         }
     };
@@ -148,7 +150,7 @@ async fn look(inner: &Inner) -> Result<Looked, ClusterError> {
         keys::getting_all(&nodes),
         keys::getting_all(&knows),
     ];
-    let answer: TxnAnswer = inner.client.ask(TXN, Txn { success, ..Txn::default() }, WAIT).await?.value;
+    let answer: TxnAnswer = inner.client.ask(RAW_TXN, Txn { success, ..Txn::default() }, WAIT).await?.value;
     let revision = keys::unsigned(answer.header.unwrap_or_default().revision);
     let found: Vec<Vec<KeyValue>> = answer.responses.into_iter().map(all).collect();
     let [format, count, seeding, members, said] = found.try_into().unwrap_or_default();

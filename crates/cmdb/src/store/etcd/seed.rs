@@ -5,11 +5,12 @@
 
 use std::time::Duration;
 
-use super::client::{Client, EtcdOptions, TXN};
+use super::client::{Client, EtcdOptions, RAW_TXN};
 use super::error::ClusterError;
 use super::keys::{self, Count, FORMAT, Keys};
 use super::parts::OPERATIONS_MAX;
-use super::wire::{Operation, Txn, TxnAnswer};
+use super::signed::{RecordKeys, RecordSigning, Signer};
+use super::wire::{KeyValue, Operation, Txn, TxnAnswer};
 use crate::store::{Kind, RECORD_LEN_MAX, Select, Store, StoreError};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -33,9 +34,14 @@ pub async fn is_initialised(options: &EtcdOptions) -> Result<bool, ClusterError>
     Ok(format.is_some() && revision.is_some() && seeding.is_none())
 }
 
-/// Makes the cluster and puts all of this store's tenants, sites, settings and rules into it. Refused if it is there already. The
-/// store is read in short steps that block.
-pub async fn seed(options: &EtcdOptions, from: &dyn Store) -> Result<(), StoreError> {
+/// Makes the cluster and puts all of this store's tenants, sites, settings and rules into it, signed with these keys, and with the last
+/// step these small values (`pki`). Refused if it is there already. The store is read in short steps that block.
+pub async fn seed(
+    options: &EtcdOptions,
+    record_keys: &RecordKeys,
+    values: &[(&str, Vec<u8>)],
+    from: &dyn Store,
+) -> Result<(), StoreError> {
     let client = Client::new(options)?;
     let keys = Keys::new(&options.cluster);
     let [format, revision, seeding] = look(&client, &keys).await?;
@@ -43,7 +49,8 @@ pub async fn seed(options: &EtcdOptions, from: &dyn Store) -> Result<(), StoreEr
     if revision.is_some() && seeding.is_none() {
         return Err(ClusterError::NotEmpty { cluster: options.cluster.clone() }.into());
     }
-    let seeder = Seeder { client: &client, keys: &keys, name: super::write::name()? };
+    let signer = Signer::new(keys.clone(), RecordSigning::Required(record_keys.clone()));
+    let seeder = Seeder { client: &client, keys: &keys, signer, name: super::write::name()? };
     seeder.begin(seeding).await?;
     for _ in 0..TRIES_MAX {
         let revision = from.revision()?;
@@ -52,7 +59,7 @@ pub async fn seed(options: &EtcdOptions, from: &dyn Store) -> Result<(), StoreEr
         let next_uid = from.next_uid()?;
         // Pages of different states do not make a state.
         if from.revision()? == revision {
-            return Ok(seeder.finish(next_uid).await?);
+            return Ok(seeder.finish(next_uid, values).await?);
         }
     }
     Err(ClusterError::Contended { tries: TRIES_MAX }.into())
@@ -67,8 +74,8 @@ async fn look(client: &Client, keys: &Keys) -> Result<[Option<Vec<u8>>; 3], Clus
         ],
         ..Txn::default()
     };
-    let answer: TxnAnswer = client.ask(TXN, look, WAIT).await?.value;
-    Ok(super::watch::values(answer.responses).try_into().unwrap_or_default())
+    let answer: TxnAnswer = client.ask(RAW_TXN, look, WAIT).await?.value;
+    Ok(super::watch::raw_values(answer.responses).try_into().unwrap_or_default())
 }
 
 fn check_format(keys: &Keys, format: Option<&[u8]>) -> Result<(), ClusterError> {
@@ -78,6 +85,7 @@ fn check_format(keys: &Keys, format: Option<&[u8]>) -> Result<(), ClusterError> 
 struct Seeder<'a> {
     client: &'a Client,
     keys: &'a Keys,
+    signer: Signer,
     /// Stands in `seeding` while this one fills; an older one finds another's there and ends.
     name: String,
 }
@@ -158,14 +166,15 @@ impl Seeder<'_> {
         Ok(())
     }
 
-    async fn finish(&self, next_uid: u32) -> Result<(), ClusterError> {
+    async fn finish(&self, next_uid: u32, values: &[(&str, Vec<u8>)]) -> Result<(), ClusterError> {
         let count = Count { count: 0, by: self.name.clone() };
         let marker = self.keys.seeding();
-        let done = vec![
+        let mut done = vec![
             keys::putting(&self.keys.next_uid(), next_uid.to_string()),
             keys::putting(&self.keys.revision(), keys::json(&count)),
             keys::deleting(&marker),
         ];
+        done.extend(values.iter().map(|(key, value)| keys::putting(&self.keys.pki(key), value.clone())));
         let txn = Txn {
             compare: vec![keys::is_value(&marker, self.name.clone())],
             success: done,
@@ -180,9 +189,14 @@ impl Seeder<'_> {
         self.send(Txn { compare, success, failure: vec![keys::getting(&marker)] }).await
     }
 
-    async fn send(&self, txn: Txn) -> Result<(), ClusterError> {
-        let answer = self.client.ask::<_, TxnAnswer>(TXN, txn, WAIT).await?;
-        let found = super::watch::values(answer.value.responses).into_iter().next().flatten();
+    async fn send(&self, mut txn: Txn) -> Result<(), ClusterError> {
+        for operation in &mut txn.success {
+            self.signer.sign_put(operation, self.client.newest())?;
+        }
+        let answer = self.client.ask::<_, TxnAnswer>(RAW_TXN, txn, WAIT).await?;
+        let found = super::watch::raw_pairs(answer.value.responses).into_iter().next().flatten();
+        let open = |kv: KeyValue| self.signer.open(&kv.key, &kv.value, keys::unsigned(kv.mod_revision)).ok();
+        let found = found.and_then(open).map(|opened| opened.body);
         // What was sent twice, because no answer came, may have been done the first time: then our name is what it left.
         let was_ours = || {
             answer.repeated

@@ -14,12 +14,12 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use super::client::{Failure, RANGE, TXN, Talk};
+use super::client::{Failure, RANGE, RAW_TXN, Talk};
 use super::error::ClusterError;
 use super::keys::{self, Count, Meaning, signed, unsigned};
 use super::wire::{
-    Event, Range, RangeAnswer, Response, Txn, TxnAnswer, Watch, WatchAnswer, WatchCreate, WatchProgress,
-    WatchRequest,
+    Event, KeyValue, Range, RangeAnswer, Response, Txn, TxnAnswer, Watch, WatchAnswer, WatchCreate,
+    WatchProgress, WatchRequest,
 };
 use super::{Inner, lost};
 use crate::feed::BATCH_MAX;
@@ -102,6 +102,8 @@ async fn try_session(inner: &Arc<Inner>, from: &mut Option<Point>) -> Result<Nev
     if from.is_some_and(|from| from.cluster_id != head.cluster_id || from.revision > head.revision) {
         // Another etcd, or one whose past was restored.
         *from = None;
+        inner.client.reset_revision(head.revision);
+        inner.signer.forget_sequences();
     }
     let at = match *from {
         Some(at) => at,
@@ -164,10 +166,9 @@ async fn head(inner: &Inner) -> Result<Head, Failure> {
         ],
         ..Txn::default()
     };
-    let answer: TxnAnswer = inner.client.ask(TXN, look, LOAD_WAIT).await?.value;
+    let answer: TxnAnswer = inner.client.ask(RAW_TXN, look, LOAD_WAIT).await?.value;
     let header = answer.header.unwrap_or_default();
-    let values: Vec<Option<Vec<u8>>> = values(answer.responses);
-    let [format, revision, seeding] = values.try_into().unwrap_or_default();
+    let [format, revision, seeding] = raw_values(answer.responses).try_into().unwrap_or_default();
     let format = check_head(inner, format.as_deref(), revision.is_some(), seeding.is_some());
     inner.format_is(format.map_err(Failure::Error)?);
     Ok(Head { revision: unsigned(header.revision), cluster_id: header.cluster_id })
@@ -182,19 +183,24 @@ pub(super) fn check_head(
 ) -> Result<u64, ClusterError> {
     let cluster = inner.keys.cluster().to_owned();
     match format.map(|found| keys::known_format(&cluster, found)).transpose()? {
+        // Somebody would have unsigned values count again.
+        Some(format) if inner.signer.is_required() && format < keys::HAS_SIGNATURES => {
+            let why = format!("it says {format}, and the records of this cluster are signed");
+            Err(ClusterError::Forged { place: "format".into(), why })
+        }
         _ if seeding => Err(ClusterError::BeingFilled { cluster }),
         Some(format) if revision => Ok(format),
         _ => Err(ClusterError::NotInitialised { cluster }),
     }
 }
 
-/// The value each of these reads has found.
-pub(super) fn values(outcomes: Vec<super::wire::Outcome>) -> Vec<Option<Vec<u8>>> {
-    pairs(outcomes).into_iter().map(|pair| Some(pair?.value)).collect()
+/// The value each of these reads has found, for those that nobody signs.
+pub(super) fn raw_values(outcomes: Vec<super::wire::Outcome>) -> Vec<Option<Vec<u8>>> {
+    raw_pairs(outcomes).into_iter().map(|pair| Some(pair?.value)).collect()
 }
 
-/// What each of these reads has found.
-pub(super) fn pairs(outcomes: Vec<super::wire::Outcome>) -> Vec<Option<super::wire::KeyValue>> {
+/// What each of these reads has found, as it lies in etcd: see `Inner::found`.
+pub(super) fn raw_pairs(outcomes: Vec<super::wire::Outcome>) -> Vec<Option<super::wire::KeyValue>> {
     let first = |outcome: super::wire::Outcome| match outcome.response {
         Some(Response::Range(range)) => range.kvs.into_iter().next(),
         _ => None,
@@ -218,8 +224,8 @@ async fn load(inner: &Arc<Inner>) -> Result<u64, Failure> {
             revision = page.header.unwrap_or_default().revision;
         }
         let last = page.kvs.last().map(|kv| kv.key.clone());
-        for kv in page.kvs {
-            loaded.take(inner, &kv.key, kv.value);
+        for kv in &page.kvs {
+            loaded.take(inner, kv);
         }
         match last {
             Some(mut last) if page.more => {
@@ -243,32 +249,44 @@ async fn load(inner: &Arc<Inner>) -> Result<u64, Failure> {
 /// Everything below the cluster's prefix, as it is read.
 #[derive(Default)]
 struct Loaded {
-    records: HashMap<(Kind, String), Vec<u8>>,
+    /// `None`: there is a value, and it does not count. What is known of the record stays.
+    records: HashMap<(Kind, String), Option<Vec<u8>>>,
     presences: Vec<(String, Vec<u8>)>,
     count: Option<u64>,
+    refused: Vec<RefusedValue>,
 }
 
 impl Loaded {
-    fn take(&mut self, inner: &Inner, key: &[u8], value: Vec<u8>) {
-        match inner.keys.meaning(key) {
-            Meaning::Record(kind, name) => drop(self.records.insert((kind, name.into()), value)),
-            Meaning::Present(node) => self.presences.push((node.into(), value)),
-            Meaning::Revision => self.count = count(&value),
-            Meaning::Format | Meaning::Pki | Meaning::Other => {}
+    fn take(&mut self, inner: &Inner, kv: &KeyValue) {
+        let value = match open_seen(inner, kv) {
+            Ok(value) => Some(value),
+            Err(refused) => {
+                self.refused.push(refused);
+                None
+            }
+        };
+        match (inner.keys.meaning(&kv.key), value) {
+            (Meaning::Record(kind, name), value) => drop(self.records.insert((kind, name.into()), value)),
+            (Meaning::Present(node), Some(value)) => self.presences.push((node.into(), value)),
+            (Meaning::Revision, Some(value)) => self.count = count(&value),
+            _ => {}
         }
     }
 
     /// What differs from the replica. The same bytes are the same record; what is only written differently is found to be
     /// the same when it is replicated.
     fn against(mut self, inner: &Inner, revision: u64) -> Result<Batch, ClusterError> {
-        let mut batch = Batch { revision, count: self.count, ..Batch::default() };
+        let refused = std::mem::take(&mut self.refused);
+        let mut batch = Batch { revision, count: self.count, refused, ..Batch::default() };
         let mut gone = Vec::new();
         inner
             .replica
             .walk(&mut |kind, json| {
                 let Some(name) = keys::name_in(kind, json) else { return Ok(()) };
                 match self.records.entry((kind, name)) {
-                    Entry::Occupied(found) if found.get() == json.as_bytes() => {
+                    Entry::Occupied(found)
+                        if found.get().as_deref().is_none_or(|found| found == json.as_bytes()) =>
+                    {
                         found.remove();
                     }
                     Entry::Occupied(_) => {}
@@ -278,12 +296,33 @@ impl Loaded {
             })
             .map_err(ClusterError::from)?;
         for (kind, name) in gone {
-            batch.add(keys::change(kind, &name, None));
+            batch.add(kind, &name, None);
         }
         for ((kind, name), value) in self.records {
-            batch.add(keys::change(kind, &name, Some(&value)));
+            if let Some(value) = value {
+                batch.add(kind, &name, Some(&value));
+            }
         }
         Ok(batch)
+    }
+}
+
+/// A value that does not count or cannot be read.
+#[derive(Debug)]
+struct RefusedValue {
+    place: String,
+    why: String,
+}
+
+/// The body of a value that is told in the order in which it was written. What is older than it does not count from then on.
+fn open_seen(inner: &Inner, kv: &KeyValue) -> Result<Vec<u8>, RefusedValue> {
+    let revision = unsigned(kv.mod_revision);
+    match inner.signer.open(&kv.key, &kv.value, revision) {
+        Ok(opened) => {
+            inner.signer.note(&kv.key, &opened, revision);
+            Ok(opened.body)
+        }
+        Err(error) => Err(RefusedValue { place: inner.keys.label(&kv.key), why: error.to_string() }),
     }
 }
 
@@ -346,6 +385,8 @@ impl Watching<'_> {
                 self.ask().await
             }
             () = self.inner.nudge.notified() => self.ask().await,
+            // As after a compaction.
+            () = self.inner.reload.notified() => Err(Failure::Compacted),
         }
     }
 
@@ -451,27 +492,47 @@ impl Watching<'_> {
         for event in events {
             let Some(kv) = event.kv else { continue };
             batch.revision = batch.revision.max(unsigned(kv.mod_revision));
-            let value = (event.kind == 0).then_some(&*kv.value);
-            match inner.keys.meaning(&kv.key) {
-                Meaning::Record(kind, name) => batch.add(keys::change(kind, name, value)),
-                Meaning::Present(node) => inner.presence(node, value),
-                Meaning::Pki => inner.pki_changed(unsigned(kv.mod_revision)),
-                // Somebody removed the cluster's keys, or another version is taking over: what is known here stays.
-                Meaning::Revision | Meaning::Format if value.is_none() => {
-                    let cluster = inner.keys.cluster().to_owned();
-                    return Err(Failure::Error(ClusterError::NotInitialised { cluster }));
+            let is_put = event.kind == 0;
+            let opened = if is_put { open_seen(inner, &kv).map(Some) } else { Ok(None) };
+            let value = match opened {
+                Ok(value) => value,
+                Err(refused) => {
+                    batch.refused.push(refused);
+                    continue;
                 }
-                Meaning::Format => {
-                    inner.format_is(check_head(inner, value, true, false).map_err(Failure::Error)?);
-                }
-                Meaning::Revision => batch.count = value.and_then(count),
-                Meaning::Other => {}
+            };
+            if !is_put {
+                inner.signer.note_gone(&kv.key);
             }
+            inner.accepted(&kv.key);
+            self.take_value(&mut batch, &kv, value.as_deref())?;
         }
+        inner.client.note_revision(batch.revision);
         let revision = batch.revision;
         apply(inner, batch, false).await?;
         self.from.revision = revision;
         inner.applied(revision);
+        Ok(())
+    }
+
+    /// `None`: the key is gone.
+    fn take_value(&self, batch: &mut Batch, kv: &KeyValue, value: Option<&[u8]>) -> Result<(), Failure> {
+        let inner = self.inner;
+        match inner.keys.meaning(&kv.key) {
+            Meaning::Record(kind, name) => batch.add(kind, name, value),
+            Meaning::Present(node) => inner.presence(node, value),
+            Meaning::Pki => inner.pki_changed(unsigned(kv.mod_revision)),
+            // Somebody removed the cluster's keys, or another version is taking over: what is known here stays.
+            Meaning::Revision | Meaning::Format if value.is_none() => {
+                let cluster = inner.keys.cluster().to_owned();
+                return Err(Failure::Error(ClusterError::NotInitialised { cluster }));
+            }
+            Meaning::Format => {
+                inner.format_is(check_head(inner, value, true, false).map_err(Failure::Error)?);
+            }
+            Meaning::Revision => batch.count = value.and_then(count),
+            Meaning::Other => {}
+        }
         Ok(())
     }
 }
@@ -479,29 +540,32 @@ impl Watching<'_> {
 // === Applying ===
 
 #[derive(Debug, Default)]
-pub(super) struct Batch {
-    pub changes: Vec<Change>,
-    pub revision: u64,
+struct Batch {
+    changes: Vec<Change>,
+    revision: u64,
     /// Of changes of configuration, if it is among them.
-    pub count: Option<u64>,
-    /// Records that cannot be read, each with why. They stay as they are here.
-    pub unreadable: Vec<String>,
+    count: Option<u64>,
+    /// Records that do not count or cannot be read. They stay as they are here.
+    refused: Vec<RefusedValue>,
 }
 
 impl Batch {
-    fn add(&mut self, change: Result<Change, String>) {
-        match change {
+    fn add(&mut self, kind: Kind, name: &str, value: Option<&[u8]>) {
+        match keys::change(kind, name, value) {
             Ok(change) => self.changes.push(change),
-            Err(why) => self.unreadable.push(why),
+            Err(why) => self.refused.push(RefusedValue { place: keys::place_of(kind, name), why }),
         }
     }
 }
 
 async fn apply(inner: &Arc<Inner>, batch: Batch, whole: bool) -> Result<(), Failure> {
     if whole {
-        inner.forget_unreadable();
+        inner.keep_refused(&batch.refused.iter().map(|refused| &*refused.place).collect());
     }
-    if !whole && batch.changes.is_empty() && batch.count.is_none() && batch.unreadable.is_empty() {
+    for RefusedValue { place, why } in batch.refused {
+        inner.refused(&place, why);
+    }
+    if !whole && batch.changes.is_empty() && batch.count.is_none() {
         return Ok(());
     }
     let inner = inner.clone();
@@ -511,7 +575,10 @@ async fn apply(inner: &Arc<Inner>, batch: Batch, whole: bool) -> Result<(), Fail
         let reached = Reached { revision: batch.revision, count: batch.count.unwrap_or(before.count) };
         let told = inner.replica.replicate(batch.changes, reached, durable)?;
         inner.synced(durable);
-        inner.unreadable(batch.unreadable.into_iter().chain(told.left_out));
+        for mistake in told.left_out {
+            // It begins with the record's kind and name.
+            inner.refused(&mistake, "this node's copy cannot have it".into());
+        }
         if !told.committed.changes.is_empty() {
             (inner.on_change)(told.committed.changes, told.committed.revision);
         }

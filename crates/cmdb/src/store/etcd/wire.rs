@@ -25,6 +25,35 @@ pub struct KeyValue {
     pub value: Vec<u8>,
 }
 
+/// An answer that may say at which revision etcd is.
+pub trait Headed {
+    fn header(&self) -> Option<&Header>;
+}
+
+macro_rules! headed {
+    ($($answer:ty),*) => {
+        $(impl Headed for $answer {
+            fn header(&self) -> Option<&Header> {
+                self.header.as_ref()
+            }
+        })*
+    };
+}
+
+headed!(RangeAnswer, TxnAnswer, Done);
+
+impl Headed for LeaseGranted {
+    fn header(&self) -> Option<&Header> {
+        None
+    }
+}
+
+impl Headed for Authenticated {
+    fn header(&self) -> Option<&Header> {
+        None
+    }
+}
+
 // === Keys and values ===
 
 #[derive(Clone, PartialEq, Message)]

@@ -10,11 +10,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::client::{RANGE, TXN};
+use super::client::RANGE;
 use super::error::ClusterError;
 use super::keys::{self, Count};
 use super::parts::{self, Part};
-use super::wire::{RangeAnswer, Txn, TxnAnswer};
+use super::wire::{RangeAnswer, Txn};
 use super::{Inner, VISIBLE_WAIT, lost, raise};
 use crate::record::Change;
 use crate::store::redb::Reached;
@@ -100,10 +100,10 @@ async fn commit(
             success,
             failure: vec![keys::getting(&revision_key)],
         };
-        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await?;
+        let answer = inner.change(txn, WRITE_WAIT).await?;
         let header = answer.value.header.unwrap_or_default();
         if !answer.value.succeeded {
-            let found = super::watch::values(answer.value.responses).into_iter().next().flatten();
+            let found = inner.found_first(answer.value.responses)?;
             let found: Option<Count> = found.and_then(|value| serde_json::from_slice(&value).ok());
             // An earlier attempt whose answer was lost has done it.
             if !(answer.repeated && found.is_some_and(|found| found.by == by)) {
@@ -201,7 +201,7 @@ pub(super) async fn allocate_uid(inner: Arc<Inner>, base: u32) -> Result<u32, St
             failure: Vec::new(),
         };
         // If it was done without our learning of it, one uid stays unused.
-        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await;
+        let answer = inner.change(txn, WRITE_WAIT).await;
         if answer.map_err(ClusterError::from)?.value.succeeded {
             return Ok(uid);
         }
@@ -238,6 +238,7 @@ pub(super) async fn next_uid(inner: Arc<Inner>) -> Result<u32, StoreError> {
 async fn read_next_uid(inner: &Inner) -> Result<(u32, u64), ClusterError> {
     let answer = inner.client.ask::<_, RangeAnswer>(RANGE, keys::get(&inner.keys.next_uid()), WRITE_WAIT);
     let Some(kv) = answer.await?.value.kvs.into_iter().next() else { return Ok((0, 0)) };
+    let kv = inner.opened(kv)?;
     let next = str::from_utf8(&kv.value).ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| {
         ClusterError::Refused { detail: "its next_uid is not a number: somebody else wrote there".into() }
     })?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use http::StatusCode;
 use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions, Seen};
+use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions, RecordKeys, RecordSigning, Seen};
 use nagaya_cmdb::store::{ClusterStore, RedbStore, Store as _};
 use nagaya_cmdb::{Change, NodeName, NodeRecord, SiteName, StoreError, Why};
 use nagaya_placement::fence::{outlasting, term_of};
@@ -19,7 +19,9 @@ use super::load;
 use super::member::{Etcd, Member, MemberError};
 use super::membership::Membership;
 use super::pki::{self, PkiError, Secret, Stored};
-use super::{Context, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials};
+use super::{
+    Context, INSECURE, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials,
+};
 use crate::admin::{Ask, Found, Join, Problem};
 
 /// Where the authority lies in the store.
@@ -31,6 +33,8 @@ type Answer = Result<Value, Box<Problem>>;
 pub struct Desk {
     context: Rc<Context>,
     membership: RefCell<Option<Rc<Membership>>>,
+    /// This node is a member by its file, and does not follow its cluster: why.
+    left_out: RefCell<Option<String>>,
     /// One at a time: becoming a member.
     entering: tokio::sync::Mutex<()>,
 }
@@ -40,6 +44,7 @@ impl Desk {
         Self {
             context: Rc::new(context),
             membership: RefCell::default(),
+            left_out: RefCell::default(),
             entering: tokio::sync::Mutex::default(),
         }
     }
@@ -48,6 +53,7 @@ impl Desk {
     pub fn resume(&self, member: Member) {
         if let Err(problem) = self.enter(member) {
             tracing::error!(code = problem.code, "{}; this node serves what it knows", problem.detail);
+            *self.left_out.borrow_mut() = Some(problem.detail.clone());
         }
     }
 
@@ -133,12 +139,18 @@ impl Desk {
             }
             Ask::Placement { site } => self.member()?.explain_placement(&site).await,
             Ask::Events { limit } => Ok(self.member()?.last_events(limit)),
+            Ask::Store(etcd) => self.change_store(etcd).await,
+            Ask::Repair => self.member()?.repair_records().await,
             Ask::Move { site, to } => self.member()?.relocate(&site, to.as_deref()).await,
         }
     }
 
     fn member(&self) -> Result<Rc<Membership>, Box<Problem>> {
         self.membership.borrow().clone().ok_or_else(|| {
+            if let Some(why) = &*self.left_out.borrow() {
+                let detail = format!("this node does not follow its cluster: {why}");
+                return Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail);
+            }
             let detail = "this node is in no cluster: `nagaya cluster init` makes one, `nagaya cluster join` enters one";
             Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail)
         })
@@ -146,7 +158,13 @@ impl Desk {
 
     fn no_member_yet(&self) -> Result<(), Box<Problem>> {
         match &*self.membership.borrow() {
-            None => Ok(()),
+            None => match &*self.left_out.borrow() {
+                None => Ok(()),
+                Some(why) => {
+                    let detail = format!("this node is a member of a cluster, and does not follow it: {why}");
+                    Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
+                }
+            },
             Some(membership) => {
                 let detail = format!("this node is a member of cluster '{}'", membership.member().cluster);
                 Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
@@ -159,8 +177,12 @@ impl Desk {
         let _entering = self.entering.lock().await;
         self.no_member_yet()?;
         let options = etcd_options(&found.cluster, &found.etcd);
+        options.check_access()?;
         let secret = self.secret_of_attempt()?;
-        match etcd::seed(&options, &*self.context.records).await {
+        let stored = Stored::found(&found.cluster, &secret)?;
+        let keys = record_keys(&stored, &found.cluster, &secret)?;
+        let authority = [(AUTHORITY, to_bytes(&stored))];
+        match etcd::seed(&options, &keys, &authority, &*self.context.records).await {
             Ok(()) => {}
             // Perhaps by this node, which was interrupted afterwards: then its secret opens what is there.
             Err(StoreError::Cluster(ClusterError::NotEmpty { .. })) => {}
@@ -216,11 +238,9 @@ impl Desk {
         let looking = tempfile::tempdir_in(&self.context.dir)
             .map_err(|error| MemberError::Io { path: self.context.dir.clone(), error })?;
         let file = Arc::new(RedbStore::open(&looking.path().join("looking.redb"))?);
-        let store = ClusterStore::open(&etcd_options(cluster, &etcd), file, Arc::new(|_, _| {}))?;
-        if is_founder {
-            // Refused if there is one: of this node's own earlier attempt, or of a cluster with this name.
-            store.put_if(AUTHORITY, to_bytes(&Stored::found(cluster, secret)?), None).await?;
-        }
+        // Nothing of it counts yet but the authority, which proves itself by the secret.
+        let options = etcd_options(cluster, &etcd);
+        let store = ClusterStore::open(&options, RecordSigning::Unsigned, file, Arc::new(|_, _| {}))?;
         let stored = store.get(AUTHORITY).await?;
         let stored = stored.ok_or_else(|| ClusterError::NotInitialised { cluster: cluster.into() })?;
         let stored: Stored = serde_json::from_slice(&stored.value).map_err(PkiError::from)?;
@@ -228,6 +248,13 @@ impl Desk {
             PkiError::WrongToken if is_founder => ClusterError::NotEmpty { cluster: cluster.into() }.into(),
             error => Box::<Problem>::from(error),
         })?;
+        // A cluster without signatures is none that a machine may trust which knows nothing else of it.
+        if !keys.records_required {
+            return Err(Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, UNSIGNED));
+        }
+        let record_keys = record_keys(&stored, cluster, secret)?;
+        store.set_record_keys(&record_keys);
+        store.require_signatures();
         let member = Member {
             cluster: cluster.into(),
             node: node.clone(),
@@ -237,6 +264,8 @@ impl Desk {
             probe_key: keys.probe.clone(),
             image_keys: vec![keys.image_key()],
             credentials: stored.issue(cluster, &keys, &node)?,
+            records: Some(record_keys),
+            records_required: true,
             etcd,
         };
         // First kept, then written: interrupted between the two, it goes on as a member when it is started anew. The other way
@@ -271,6 +300,7 @@ impl Desk {
     /// From now on this node follows the cluster's store.
     fn enter(&self, member: Member) -> Result<(), Box<Problem>> {
         let options = etcd_options(&member.cluster, &member.etcd);
+        self.note_access(&member.etcd, &options);
         let node = Arc::clone(&self.context.node);
         let told_of = <[Arc<Touched>; 2]>::default();
         let seen = told_of.clone();
@@ -279,7 +309,10 @@ impl Desk {
             node.committed(super::super::feed::Changes { revision, changes });
         };
         let file = Arc::clone(self.context.records.file());
-        let store = ClusterStore::open(&options, file, Arc::new(told))?;
+        let store = ClusterStore::open(&options, member.signing(), file, Arc::new(told))?;
+        if let Some(handle) = &self.context.node.cluster {
+            handle.health.follow(&store);
+        }
         self.context.records.follow(Arc::clone(&store));
         self.context.node.set_image_keys(&member.image_keys);
         let credentials = credentials(&member, &self.context.configured);
@@ -288,6 +321,64 @@ impl Desk {
         *self.membership.borrow_mut() =
             Some(Membership::begin(Rc::clone(&self.context), member, record, store, told_of));
         Ok(())
+    }
+
+    /// How etcd is reached is part of what the node says of itself, whether it is allowed or refused.
+    fn note_access(&self, etcd: &Etcd, options: &EtcdOptions) {
+        let weakness = options.weakness();
+        if let (Some(weakness), true) = (&weakness, etcd.insecure) {
+            tracing::warn!(
+                code = %INSECURE,
+                "{weakness}; --insecure allows it: whoever reaches etcd can stop this cluster, and read where its applications run"
+            );
+        }
+        if let Some(handle) = &self.context.node.cluster {
+            handle.health.set_weakness(weakness.map(|weakness| match etcd.insecure {
+                true => format!("{weakness}; --insecure allows it"),
+                false => format!("{weakness}; this node does not follow it ({INSECURE})"),
+            }));
+        }
+    }
+
+    /// From now on this member reaches the store in this way. It goes over to it when it is started anew, or now if it was refused.
+    async fn change_store(&self, etcd: Etcd) -> Answer {
+        let _entering = self.entering.lock().await;
+        let before = match &*self.membership.borrow() {
+            Some(membership) => Some(membership.member()),
+            None => Member::load(&self.context.dir)?,
+        };
+        let Some(before) = before else {
+            let detail = "this node is in no cluster: `nagaya cluster join` says how the store is reached";
+            return Err(Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail));
+        };
+        let options = etcd_options(&before.cluster, &etcd);
+        let looking = tempfile::tempdir_in(&self.context.dir)
+            .map_err(|error| MemberError::Io { path: self.context.dir.clone(), error })?;
+        let file = Arc::new(RedbStore::open(&looking.path().join("looking.redb"))?);
+        let store = ClusterStore::open(&options, before.signing(), file, Arc::new(|_, _| {}))?;
+        let stored = store.get(AUTHORITY).await?;
+        let stored =
+            stored.ok_or_else(|| ClusterError::NotInitialised { cluster: before.cluster.clone() })?;
+        let stored: Stored = serde_json::from_slice(&stored.value).map_err(PkiError::from)?;
+        stored.open(&before.cluster, &Secret::from_token(&before.token)?)?;
+        let membership = self.membership.borrow().clone();
+        let endpoints = etcd.endpoints.clone();
+        match membership {
+            Some(membership) => membership.keep_etcd(etcd)?,
+            None => {
+                let member = Member { etcd, ..before };
+                member.save(&self.context.dir)?;
+                self.enter(member)?;
+                *self.left_out.borrow_mut() = None;
+            }
+        }
+        Ok(json!({ "etcd": endpoints, "needs_restart": self.is_using_other(&options) }))
+    }
+
+    /// Whether the store that is followed was opened in another way.
+    fn is_using_other(&self, options: &EtcdOptions) -> bool {
+        let membership = self.membership.borrow();
+        membership.as_ref().is_some_and(|membership| membership.options != *options)
     }
 
     /// The secret of a cluster that is being made, kept until that is done: who was interrupted goes on with the same.
@@ -326,7 +417,18 @@ pub fn etcd_options(cluster: &str, etcd: &Etcd) -> EtcdOptions {
         ca: bytes(&etcd.ca),
         identity: bytes(&etcd.certificate).zip(bytes(&etcd.key)),
         login: etcd.user.clone().zip(etcd.password.clone()),
+        insecure: etcd.insecure,
     }
+}
+
+/// Said to a machine that would join a cluster of an older version.
+const UNSIGNED: &str = "the records of this cluster are not all signed yet: update nagaya on all its nodes; when `nagaya cluster status` \
+                        on one of them shows records_signed: true, join again";
+
+/// What signs the records of a cluster with this authority.
+fn record_keys(stored: &Stored, cluster: &str, secret: &Secret) -> Result<RecordKeys, Box<Problem>> {
+    let keys = stored.open(cluster, secret)?.record_keys();
+    keys.ok_or_else(|| Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, UNSIGNED))
 }
 
 pub fn to_bytes(value: &impl serde::Serialize) -> Vec<u8> {

@@ -8,6 +8,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nagaya_cmdb::NodeName;
+use nagaya_cmdb::store::etcd::{RecordKeys, RecordSigning};
 use nagaya_keeper::image::ClusterKey;
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +45,9 @@ pub struct Etcd {
     pub user: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub password: Option<String>,
+    /// It may be reached in clear text, or without a login: the operator said so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub insecure: bool,
 }
 
 /// This node as a member.
@@ -64,9 +68,24 @@ pub struct Member {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub image_keys: Vec<ClusterKey>,
     pub credentials: Credentials,
+    /// What signs the cluster's records. `None`: they are not signed yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub records: Option<RecordKeys>,
+    /// No record counts that is not signed. Once it is so it stays so, whatever the store says.
+    #[serde(default)]
+    pub records_required: bool,
 }
 
 impl Member {
+    /// How the store's values are read and written.
+    pub fn signing(&self) -> RecordSigning {
+        match (&self.records, self.records_required) {
+            (None, _) => RecordSigning::Unsigned,
+            (Some(keys), false) => RecordSigning::Optional(keys.clone()),
+            (Some(keys), true) => RecordSigning::Required(keys.clone()),
+        }
+    }
+
     /// None: this node is in no cluster.
     pub fn load(dir: &Path) -> Result<Option<Self>, MemberError> {
         let path = dir.join(FILE);
@@ -138,7 +157,24 @@ mod tests {
                 serial: 1,
                 renew_at: 0,
             },
+            records: None,
+            records_required: false,
         }
+    }
+
+    #[test]
+    fn file_of_an_older_version_is_read_and_signs_nothing() {
+        let mut old = serde_json::to_value(member()).unwrap();
+        assert!(old.as_object_mut().unwrap().remove("records_required").is_some());
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(FILE), old.to_string()).unwrap();
+        let read = Member::load(dir.path()).unwrap().unwrap();
+        assert_eq!(read.signing(), RecordSigning::Unsigned);
+        let keys = RecordKeys::from_hex(1, &"ab".repeat(32)).unwrap();
+        let upgraded = Member { records: Some(keys.clone()), records_required: true, ..read };
+        upgraded.save(dir.path()).unwrap();
+        let read = Member::load(dir.path()).unwrap().unwrap();
+        assert_eq!(read.signing(), RecordSigning::Required(keys));
     }
 
     #[test]

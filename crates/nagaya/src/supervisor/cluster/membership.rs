@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use http::StatusCode;
-use nagaya_cmdb::store::etcd::ClusterError;
+use nagaya_cmdb::store::etcd::{ClusterError, EtcdOptions};
 use nagaya_cmdb::store::{ClusterStore, Store, StoreError};
 use nagaya_cmdb::{NodeName, NodeRecord, Placement, SiteName, Why};
 use nagaya_placement::balance::NodeLoad;
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
-use super::asks::{AUTHORITY, to_bytes};
+use super::asks::{AUTHORITY, etcd_options, to_bytes};
 use super::events::Events;
 use super::images::{Images, Touched};
 use super::load::{self, Load, Meter};
@@ -101,6 +101,10 @@ pub struct Membership {
     /// Sites that have changed, for who fetches images and for who sees to what removed ones have left behind.
     pub touched: Arc<Touched>,
     pub removed: Arc<Touched>,
+    /// How its store was opened.
+    pub options: EtcdOptions,
+    /// For who signs records: whether the authority has changed.
+    pub signing_seen: RefCell<tokio::sync::watch::Receiver<u64>>,
     tasks: RefCell<Vec<AbortHandle>>,
 }
 
@@ -113,6 +117,8 @@ impl Membership {
         store: Arc<ClusterStore>,
         [touched, removed]: [Arc<Touched>; 2],
     ) -> Rc<Self> {
+        let options = etcd_options(&member.cluster, &member.etcd);
+        let signing_seen = RefCell::new(store.pki_changes());
         let trust = Trust::new(authority::now(), member.node.clone(), context.fence());
         let membership = Rc::new(Self {
             context,
@@ -140,6 +146,8 @@ impl Membership {
             told: Notify::new(),
             touched,
             removed,
+            options,
+            signing_seen,
             tasks: RefCell::default(),
         });
         let tasks = [
@@ -156,6 +164,7 @@ impl Membership {
             tokio::task::spawn_local(Rc::clone(&membership).clear_leftovers()),
             tokio::task::spawn_local(Rc::clone(&membership).grant_wishes()),
             tokio::task::spawn_local(Rc::clone(&membership).keep_ticket_keys()),
+            tokio::task::spawn_local(Rc::clone(&membership).keep_records_signed()),
         ];
         membership.tasks.borrow_mut().extend(tasks.iter().map(tokio::task::JoinHandle::abort_handle));
         membership
@@ -163,6 +172,10 @@ impl Membership {
 
     pub fn member(&self) -> Member {
         self.member.borrow().clone()
+    }
+
+    pub fn set_member(&self, member: Member) {
+        *self.member.borrow_mut() = member;
     }
 
     pub fn records(&self) -> &dyn Store {
@@ -300,7 +313,7 @@ impl Membership {
             || since.elapsed() >= BELIEVED_WITHIN
     }
 
-    async fn stored_authority(&self) -> Result<Option<(Stored, u64)>, Box<Problem>> {
+    pub async fn stored_authority(&self) -> Result<Option<(Stored, u64)>, Box<Problem>> {
         let Some(found) = self.store.get(AUTHORITY).await? else { return Ok(None) };
         let stored = serde_json::from_slice(&found.value).map_err(super::pki::PkiError::from)?;
         Ok(Some((stored, found.revision)))
@@ -343,6 +356,7 @@ impl Membership {
         let counts = self.records().counts().unwrap_or_default();
         let (images_here, images_wanted) = self.images.borrow().counts();
         let format = self.store.format();
+        let refusals = self.store.refusals();
         let ticket_key = self.store.ticket_keys().ok().flatten().map(|keys| keys.signs);
         json!({
             "cluster": member.cluster,
@@ -356,6 +370,11 @@ impl Membership {
             "format": format.holds,
             "format_known": format.known,
             "format_waits_for": format.behind,
+            "insecure": self.options.weakness(),
+            "records_signed": member.records_required,
+            "records_refused": refusals.standing,
+            "records_refused_total": refusals.total,
+            "records_refused_values": refusals.shown,
             "authority": self.trust.borrow().by(authority::now()).as_str(),
             "vouches": self.trust.borrow().can_vouch(),
             "fence_ms": self.context.configured.fence_ms,

@@ -4,7 +4,7 @@
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
 //! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `pulse` measures what planners have to know, `images` has what they need there before, `moves` empties nodes
 //! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind, `events` keeps what has happened lately,
-//! and `tickets` has the keys that all nodes sign tickets with.
+//! `signing` has records signed, `store_health` says whether the store can be trusted, and `tickets` has the keys that all nodes sign tickets with.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
@@ -25,6 +25,8 @@ mod placing;
 mod pulse;
 mod records;
 mod relocating;
+mod signing;
+mod store_health;
 mod suspects;
 mod tickets;
 mod trust;
@@ -33,7 +35,7 @@ mod wishes;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,6 +59,7 @@ pub use authority::now;
 pub use member::{Etcd, Member, MemberError};
 pub use membership::unix_ms;
 pub use records::Records;
+pub use store_health::StoreHealth;
 
 use self::asks::Desk;
 
@@ -68,12 +71,16 @@ pub const NO_MEMBER: Code = Code(241);
 pub const MEMBER_ALREADY: Code = Code(242);
 pub const NOT_JOINED: Code = Code(243);
 pub const NOWHERE: Code = Code(244);
+pub const INSECURE: Code = Code(239);
+pub const FORGED: Code = Code(238);
 pub const NO_AUTHORITY: Code = Code(520);
 
 /// How the rest of the supervisor reaches the cluster's thread.
 #[derive(Clone)]
 pub struct Handle {
     orders: mpsc::Sender<Order>,
+    /// Of the cluster's store, for who asks about the node.
+    pub health: Arc<StoreHealth>,
 }
 
 /// The edge asks where a site's application is to run.
@@ -200,10 +207,34 @@ impl Handle {
     }
 }
 
+/// How the member whose file is in a directory reaches the cluster's store.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum StoreAccess {
+    /// There is no member.
+    #[default]
+    None,
+    Safe,
+    /// Others reach it, too; and why.
+    Weak(String),
+    /// The file cannot be read, and why.
+    Unknown(String),
+}
+
+impl StoreAccess {
+    pub fn of_member(dir: &Path) -> Self {
+        let weakness = |member: Member| asks::etcd_options(&member.cluster, &member.etcd).weakness();
+        match Member::load(dir) {
+            Ok(None) => Self::None,
+            Ok(Some(member)) => weakness(member).map_or(Self::Safe, Self::Weak),
+            Err(error) => Self::Unknown(error.to_string()),
+        }
+    }
+}
+
 /// Both ends of what the cluster's thread is told. It need not run yet.
 pub fn channel() -> (Handle, mpsc::Receiver<Order>) {
     let (orders, taken) = mpsc::channel(ORDERS_MAX);
-    (Handle { orders }, taken)
+    (Handle { orders, health: Arc::default() }, taken)
 }
 
 /// What a node without `[cluster] listen` says to all commands about clusters.

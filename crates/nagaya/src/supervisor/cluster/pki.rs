@@ -8,6 +8,7 @@
 use std::time::{Duration, SystemTime};
 
 use nagaya_cmdb::NodeName;
+use nagaya_cmdb::store::etcd::RecordKeys;
 use nagaya_keeper::image::{ClusterKey, KEY_LEN};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
@@ -94,6 +95,22 @@ pub struct Keys {
     authority: String,
     /// 64 hexadecimal digits.
     pub probe: String,
+    /// The secret that signs the cluster's records, 64 hexadecimal digits, and its id. Empty: the cluster was made by a version that
+    /// signs none.
+    #[serde(default)]
+    records: String,
+    #[serde(default)]
+    records_id: u32,
+    /// All records are signed, and none counts that is not.
+    #[serde(default)]
+    pub records_required: bool,
+}
+
+impl Keys {
+    /// `None`: the cluster's records are not signed yet.
+    pub fn record_keys(&self) -> Option<RecordKeys> {
+        RecordKeys::from_hex(self.records_id, &self.records)
+    }
 }
 
 impl Keys {
@@ -131,7 +148,10 @@ impl Stored {
         let key = KeyPair::generate()?;
         let probe = to_hex(&random::<SECRET_LEN>()?);
         let authorities = authority(cluster, 1)?.self_signed(&key)?.pem();
-        Self::seal(cluster, secret, 1, authorities, &Keys { authority: key.serialize_pem(), probe })
+        let records = to_hex(&random::<SECRET_LEN>()?);
+        let authority = key.serialize_pem();
+        let keys = Keys { authority, probe, records, records_id: 1, records_required: true };
+        Self::seal(cluster, secret, 1, authorities, &keys)
     }
 
     /// The authority after this one. Both are believed until `forget_old`.
@@ -141,7 +161,7 @@ impl Stored {
         let serial = self.serial + 1;
         let newest = authority(cluster, serial)?.self_signed(&key)?.pem();
         let before = first_certificate(&self.authorities);
-        let keys = Keys { authority: key.serialize_pem(), probe: keys.probe };
+        let keys = Keys { authority: key.serialize_pem(), ..keys };
         Self::seal(cluster, secret, serial, format!("{newest}{before}"), &keys)
     }
 
@@ -153,6 +173,19 @@ impl Stored {
     /// Only the newest authority is believed from now on.
     pub fn forget_old(&self) -> Self {
         Self { authorities: first_certificate(&self.authorities).into(), ..self.clone() }
+    }
+
+    /// The same authority with a secret that signs records, for a cluster that has none.
+    pub fn with_record_secret(&self, cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
+        let records = to_hex(&random::<SECRET_LEN>()?);
+        let keys = Keys { records, records_id: 1, ..self.open(cluster, secret)? };
+        Self::seal(cluster, secret, self.serial, self.authorities.clone(), &keys)
+    }
+
+    /// The same authority, which says from now on that all records are signed.
+    pub fn with_records_required(&self, cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
+        let keys = Keys { records_required: true, ..self.open(cluster, secret)? };
+        Self::seal(cluster, secret, self.serial, self.authorities.clone(), &keys)
     }
 
     /// Opens what is sealed. A wrong secret is told as such.
@@ -309,6 +342,35 @@ mod tests {
             first.open("main", &secret).unwrap().probe,
             "probes go on meanwhile"
         );
+    }
+
+    #[test]
+    fn record_secret_stays_over_an_exchange() {
+        let secret = Secret::generate().unwrap();
+        let stored = Stored::found("main", &secret).unwrap();
+        let keys = stored.open("main", &secret).unwrap();
+        assert!(keys.records_required, "a new cluster has no record that is not signed");
+        let exchanged = stored.exchange("main", &secret).unwrap().open("main", &secret).unwrap();
+        assert_eq!(exchanged.record_keys(), keys.record_keys());
+        assert!(keys.record_keys().is_some());
+    }
+
+    #[test]
+    fn authority_of_an_older_version_gets_a_record_secret_once() {
+        let secret = Secret::generate().unwrap();
+        let stored = Stored::found("main", &secret).unwrap();
+        let keys = stored.open("main", &secret).unwrap();
+        // As that version sealed it.
+        let old = Keys { records: String::new(), records_id: 0, records_required: false, ..keys };
+        let old = Stored::seal("main", &secret, 1, stored.authorities.clone(), &old).unwrap();
+        assert_eq!(old.open("main", &secret).unwrap().record_keys(), None);
+        let given = old.with_record_secret("main", &secret).unwrap();
+        let keys = given.open("main", &secret).unwrap();
+        assert!(keys.record_keys().is_some());
+        assert!(!keys.records_required);
+        let required = given.with_records_required("main", &secret).unwrap().open("main", &secret).unwrap();
+        assert!(required.records_required);
+        assert_eq!(required.record_keys(), keys.record_keys());
     }
 
     #[test]

@@ -87,7 +87,7 @@ fn found(options: &EtcdOptions, sites: &Population, dir: &Path) -> Result<Follow
     let mut records = Vec::new();
     sites.write_records(&mut records)?;
     import(&from, &records[..], Mode::Merge)?;
-    runtime()?.block_on(seed(options, &from))?;
+    runtime()?.block_on(seed(options, &super::record_keys(), &[], &from))?;
     let writer = Follower::open(options, dir, None)?;
     writer.until_told(SITES)?;
     Ok(writer)

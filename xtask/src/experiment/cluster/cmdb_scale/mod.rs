@@ -12,7 +12,7 @@ mod stores;
 mod wire;
 
 use anyhow::{Context as _, Result};
-use nagaya_cmdb::store::etcd::{ClusterStore, EtcdOptions};
+use nagaya_cmdb::store::etcd::{ClusterStore, EtcdOptions, RECORD_SECRET_LEN, RecordKeys};
 use nagaya_cmdb::{Change, NodeName, NodeRecord, Placement, Site, SiteName, Why};
 use serde_json::json;
 use tokio::runtime::{Builder, Runtime};
@@ -80,7 +80,19 @@ fn runtime() -> Result<Runtime> {
 
 fn options(lab: &Lab, cluster: &str) -> Result<EtcdOptions> {
     let endpoints = lab.endpoints()?;
-    Ok(EtcdOptions { endpoints, cluster: cluster.into(), ca: None, identity: None, login: None })
+    Ok(EtcdOptions {
+        endpoints,
+        cluster: cluster.into(),
+        ca: None,
+        identity: None,
+        login: None,
+        insecure: true,
+    })
+}
+
+/// Signs the records, as in every cluster.
+fn record_keys() -> RecordKeys {
+    RecordKeys { current: (1, [7; RECORD_SECRET_LEN]), older: Vec::new() }
 }
 
 // === What is changed ===

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use nagaya_cmdb::store::etcd::{ClusterStore, EtcdOptions};
+use nagaya_cmdb::store::etcd::{ClusterStore, EtcdOptions, RecordSigning};
 use nagaya_cmdb::store::{RedbStore, Store as _};
 use nagaya_cmdb::{Backend, Change};
 use tempfile::TempDir;
@@ -58,7 +58,8 @@ impl Follower {
                 }
             }
         };
-        let store = ClusterStore::open(options, Arc::new(copy), Arc::new(on_change))?;
+        let signing = RecordSigning::Required(super::record_keys());
+        let store = ClusterStore::open(options, signing, Arc::new(copy), Arc::new(on_change))?;
         Ok(Self { store, sites, _dir: dir })
     }
 

@@ -4,7 +4,8 @@
 
 use super::*;
 use crate::record::{Change, Rule, Setting};
-use crate::store::etcd::tests::rig::{Etcd, Node, PATIENCE, until};
+use crate::store::etcd::RecordSigning;
+use crate::store::etcd::tests::rig::{Etcd, Node, PATIENCE, record_keys, until};
 use crate::store::{Mode, Store, TransactionError, suite};
 use crate::{RuleName, SettingValue};
 
@@ -24,7 +25,7 @@ fn format_1(etcd: &Etcd, members: &[&str]) -> String {
         record(Kind::Setting, suite::OLD_SETTING),
     ];
     operations.extend(members.iter().map(|member| record(Kind::Node, (member, &node_json(member)))));
-    etcd.write(operations);
+    etcd.write_raw(operations);
     cluster
 }
 
@@ -34,16 +35,21 @@ fn node_json(name: &str) -> String {
     )
 }
 
+/// A node of this version, which has the key to sign with.
+fn open(etcd: &Etcd, cluster: &str) -> Node {
+    Node::open_signing(&etcd.options(cluster), RecordSigning::Optional(record_keys()))
+}
+
 /// A node of this version that is there.
 fn present(etcd: &Etcd, cluster: &str, name: &str) -> Node {
-    let node = etcd.node(cluster);
+    let node = open(etcd, cluster);
     node.store.present(&NodeName::new(name).unwrap(), "{}".into(), TTL).unwrap();
     node
 }
 
 fn remove(etcd: &Etcd, cluster: &str, member: &str) {
     let keys = keys::Keys::new(cluster);
-    etcd.write(vec![keys::deleting(&keys.record(Kind::Node, member))]);
+    etcd.write_raw(vec![keys::deleting(&keys.record(Kind::Node, member))]);
 }
 
 fn rule(name: &str) -> Change {
@@ -90,7 +96,7 @@ fn while_a_member_is_older_the_cluster_keeps_its_format_and_takes_what_that_has(
     let keys = keys::Keys::new(&cluster);
     let (a, b) = (present(&etcd, &cluster, "a"), present(&etcd, &cluster, "b"));
     // An older program says that it is there, and nothing of formats.
-    etcd.write(vec![keys::putting(&keys.present(&NodeName::new("c").unwrap()), "{}")]);
+    etcd.write_raw(vec![keys::putting(&keys.present(&NodeName::new("c").unwrap()), "{}")]);
     waits_for(&a, &["c"]);
     waits_for(&b, &["c"]);
     put(&a, setting("new")).unwrap();
@@ -120,7 +126,27 @@ fn a_rule_may_be_kept_as_soon_as_the_last_member_is_new_enough() {
     waits_for(&a, &["b"]);
     remove(&etcd, &cluster, "b");
     put(&a, rule("r")).unwrap();
-    assert_eq!(a.store.format().holds, FORMAT);
+    is_raised(&a);
+}
+
+#[test]
+fn format_that_signs_waits_for_a_node_with_the_key() {
+    let etcd = Etcd::start(1);
+    let cluster = format_1(&etcd, &["a"]);
+    let a = Node::open_signing(&etcd.options(&cluster), RecordSigning::Unsigned);
+    a.store.present(&NodeName::new("a").unwrap(), "{}".into(), TTL).unwrap();
+    put(&a, rule("r")).unwrap();
+    let raised = etcd.runtime.block_on({
+        let inner = a.store.inner.clone();
+        async move { raise(&inner).await }
+    });
+    assert_eq!(raised, Ok(HAS_SIGNATURES - 1));
+    a.store.set_record_keys(&record_keys());
+    is_raised(&a);
+    put(&a, setting("signed")).unwrap();
+    let keys = keys::Keys::new(&cluster);
+    let value = etcd.read_raw(&keys.record(Kind::Setting, "signed")).unwrap().value;
+    assert!(!value.starts_with(b"{"), "it is sealed");
 }
 
 #[test]
@@ -147,7 +173,7 @@ fn a_member_that_comes_while_others_are_looked_at_is_not_passed_over() {
     let mut looked = etcd.runtime.block_on(look(&inner)).unwrap();
     looked.members.retain(|member| member.name != "b");
     remove(&etcd, &cluster, "b");
-    etcd.write(vec![keys::putting(&keys.record(Kind::Node, "c"), node_json("c"))]);
+    etcd.write_raw(vec![keys::putting(&keys.record(Kind::Node, "c"), node_json("c"))]);
     assert_eq!(etcd.runtime.block_on(raise_upon(&inner, looked)), Ok(1));
     waits_for(&a, &["c"]);
 }
@@ -164,12 +190,13 @@ fn what_was_interrupted_is_done_by_whoever_comes_next() {
     let (file, directory) = a.close();
     assert_eq!(file.site("one").unwrap().unwrap().name.as_str(), "one");
     etcd.revive(0);
-    let again = Node::open_with(&etcd.options(&cluster), file, directory);
+    let signing = RecordSigning::Optional(record_keys());
+    let again = Node::open_all(&etcd.options(&cluster), signing, file, directory);
     again.store.present(&NodeName::new("a").unwrap(), "{}".into(), TTL).unwrap();
     is_raised(&again);
     put(&again, rule("r")).unwrap();
     // And it is done once, however many try.
-    let others: Vec<Node> = (0..3).map(|_| etcd.node(&cluster)).collect();
+    let others: Vec<Node> = (0..3).map(|_| open(&etcd, &cluster)).collect();
     for other in &others {
         is_raised(other);
         until("the rule", || other.store.rule("r").unwrap().is_some());

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::rig::{Etcd, Node, PATIENCE, until};
+use super::rig::{Etcd, Node, PATIENCE, record_keys, until};
 use super::*;
 
 /// Within which a write that cannot succeed must have failed: twice what it says it waits.
@@ -186,6 +186,12 @@ struct Alarms {
     all: Vec<Raised>,
 }
 
+impl wire::Headed for Alarms {
+    fn header(&self) -> Option<&wire::Header> {
+        None
+    }
+}
+
 #[derive(Clone, PartialEq, prost::Message)]
 struct Raised {
     #[prost(uint64, tag = "1")]
@@ -310,7 +316,9 @@ fn whoever_removes_the_clusters_keys_does_not_take_the_nodes_records() {
     node.until("it says so", |store| matches!(store.trouble(), Some(ClusterError::NotInitialised { .. })));
     assert_eq!(node.store.counts().unwrap().sites, 1);
     // From a node's own copy the cluster is made again.
-    etcd.runtime.block_on(seed(&etcd.options(&cluster), &*node.store.inner.replica)).unwrap();
+    etcd.runtime
+        .block_on(seed(&etcd.options(&cluster), &record_keys(), &[], &*node.store.inner.replica))
+        .unwrap();
     node.in_step(&etcd);
     node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap();
     node.is_fed();

@@ -1,8 +1,9 @@
 //! The cluster's store against a real etcd: the suite of all stores, and several nodes at once.
 //!
-//! Not here: older formats (`raise::tests`), members that fail (`faults`), certificates and logins (`secured`), a recorded history of placements (`history`).
+//! Not here: older formats (`raise::tests`), members that fail (`faults`), values that others write (`forged`), certificates and logins (`secured`), a recorded history of placements (`history`).
 
 mod faults;
+mod forged;
 mod history;
 pub(super) mod rig;
 mod secured;
@@ -165,8 +166,9 @@ fn keys_of_tickets_are_made_by_one_of_two_and_known_to_both() {
     // What cannot be read changes nothing, and is not shown.
     let key = nodes[0].store.inner.keys.record(crate::store::Kind::TicketKeys, keys::TICKET_KEYS);
     etcd.write(vec![keys::putting(&key, r#"{"signs":"a secret"}"#)]);
-    nodes[0].until("it is told", |store| !store.unreadable().is_empty());
-    assert!(!nodes[0].store.unreadable()[0].contains("secret"), "{:?}", nodes[0].store.unreadable());
+    nodes[0].until("it is told", |store| !store.refusals().shown.is_empty());
+    let shown = nodes[0].store.refusals().shown;
+    assert!(!shown[0].contains("secret"), "{shown:?}");
     assert_eq!(nodes[0].store.ticket_keys().unwrap(), Some(stand));
     etcd.write(vec![keys::deleting(&key)]);
     for node in &nodes {
@@ -698,14 +700,14 @@ fn an_embedded_store_moves_into_an_empty_cluster_only() {
     let error = early.store.transaction(vec![setting("a", "b")], Mode::Merge).unwrap_err();
     assert_eq!(error.code().0, 234, "{error}");
     assert_eq!(early.store.counts().unwrap().sites, 1);
-    etcd.runtime.block_on(seed(&options, &from)).unwrap();
+    etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap();
     assert!(initialised());
     early.until("the records", |store| store.counts().unwrap().sites == 1000);
     early.in_step(&etcd);
     assert!(text(&*early.store) == text(&from), "they differ");
     assert_eq!(early.store.allocate_uid(5000).unwrap(), uid + 1, "what was given out stays so");
     early.is_fed();
-    let error = etcd.runtime.block_on(seed(&options, &from)).unwrap_err();
+    let error = etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap_err();
     assert!(matches!(error, StoreError::Cluster(ClusterError::NotEmpty { .. })), "{error}");
     assert_eq!(error.code().0, 234);
 }
@@ -730,7 +732,8 @@ fn an_interrupted_seeding_is_begun_anew_and_nobody_takes_it_for_a_cluster() {
     };
     // Given up as soon as some of it is there, as when the process is killed.
     etcd.runtime.block_on(async {
-        let filling = seed(&options, &from);
+        let record_keys = rig::record_keys();
+        let filling = seed(&options, &record_keys, &[], &from);
         let some_is_there = async {
             let client = Client::new(&options).unwrap();
             loop {
@@ -754,7 +757,7 @@ fn an_interrupted_seeding_is_begun_anew_and_nobody_takes_it_for_a_cluster() {
     assert_eq!(node.store.counts().unwrap().sites, 0);
     // Meanwhile the embedded store has lost a site that was there already.
     from.transaction(vec![Change::DropSite(SiteName::new("s1000").unwrap())], Mode::Merge).unwrap();
-    etcd.runtime.block_on(seed(&options, &from)).unwrap();
+    etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap();
     node.until("all of it", |store| store.counts().unwrap().sites == 1999);
     assert_eq!(text(&*node.store), text(&from));
     node.is_fed();
@@ -769,7 +772,7 @@ fn a_newer_format_is_refused_and_nothing_is_touched() {
     let keys = Keys::new(&cluster);
     // As another version's migration would leave it, under the eyes of a node of this one.
     etcd.write(vec![
-        keys::putting(&keys.format(), "3"),
+        keys::putting(&keys.format(), (keys::FORMAT + 1).to_string()),
         keys::deleting_all(&keys.records(crate::store::Kind::Site)),
     ]);
     let knows = |store: &ClusterStore| matches!(store.trouble(), Some(ClusterError::Version { .. }));
@@ -782,7 +785,10 @@ fn a_newer_format_is_refused_and_nothing_is_touched() {
     late.until("it says so too", knows);
     let (from, _directory) = replica();
     let options = etcd.options(&cluster);
-    assert_eq!(etcd.runtime.block_on(seed(&options, &from)).unwrap_err().code().0, 233);
+    assert_eq!(
+        etcd.runtime.block_on(seed(&options, &rig::record_keys(), &[], &from)).unwrap_err().code().0,
+        233
+    );
     assert_eq!(etcd.runtime.block_on(is_initialised(&options)).unwrap_err().code().0, 233);
     assert_eq!(etcd.write(Vec::new()), before, "somebody wrote");
 }
@@ -875,7 +881,7 @@ fn a_record_that_cannot_be_read_stays_as_it_was_and_is_named() {
     node.until("what can be read", |store| store.setting("k").unwrap().is_some());
     assert_eq!(node.store.counts().unwrap().sites, 2);
     assert_eq!(node.store.site("two").unwrap().unwrap().hosts[0].as_str(), "two.test");
-    assert_eq!(node.store.unreadable().len(), 3, "{:?}", node.store.unreadable());
+    assert_eq!(node.store.refusals().standing, 3, "{:?}", node.store.refusals());
     assert_eq!(node.store.trouble(), None);
     node.is_fed();
 }

@@ -12,9 +12,10 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-use super::super::client::{Client, RANGE, TXN};
-use super::super::wire::{Done, Operation, RangeAnswer, Txn, TxnAnswer};
-use super::super::{ClusterStore, EtcdOptions, keys, seed};
+use super::super::client::{Client, RANGE, RAW_TXN};
+use super::super::signed::Signer;
+use super::super::wire::{Done, Headed, KeyValue, Operation, Range, RangeAnswer, Request, Txn, TxnAnswer};
+use super::super::{ClusterStore, EtcdOptions, RECORD_SECRET_LEN, RecordKeys, RecordSigning, keys, seed};
 use crate::record::Change;
 use crate::store::{RedbStore, Store, StoreError};
 use crate::table::Table;
@@ -161,14 +162,14 @@ impl Etcd {
     pub fn options_of(&self, cluster: &str, access: &Access) -> EtcdOptions {
         let Access { ca, identity, login } = access.clone();
         let endpoints = self.members.iter().map(|member| member.client.clone()).collect();
-        EtcdOptions { endpoints, cluster: cluster.into(), ca, identity, login }
+        EtcdOptions { endpoints, cluster: cluster.into(), ca, identity, login, insecure: true }
     }
 
     /// A new cluster without records.
     pub fn cluster(&self) -> String {
         let cluster = format!("c{}", self.clusters.fetch_add(1, Ordering::Relaxed));
         let (empty, _directory) = replica();
-        self.runtime.block_on(seed(&self.options(&cluster), &empty)).unwrap();
+        self.runtime.block_on(seed(&self.options(&cluster), &record_keys(), &[], &empty)).unwrap();
         cluster
     }
 
@@ -176,13 +177,36 @@ impl Etcd {
         Node::open(&self.options(cluster))
     }
 
-    /// Writes behind the backs of all stores.
-    pub fn write(&self, success: Vec<Operation>) -> u64 {
+    /// Writes behind the backs of all stores, signed as they do it.
+    pub fn write(&self, mut success: Vec<Operation>) -> u64 {
+        let known = self.write_raw(Vec::new());
+        for operation in &mut success {
+            if let Some(Request::Put(put)) = &mut operation.request {
+                put.value = sign(&put.key, &put.value, known);
+            }
+        }
+        self.write_raw(success)
+    }
+
+    /// What lies at a key, as it lies there.
+    pub fn read_raw(&self, key: &str) -> Option<KeyValue> {
+        self.ask::<_, RangeAnswer>(RANGE, keys::get(key)).kvs.into_iter().next()
+    }
+
+    /// Everything of a cluster, as it lies there.
+    pub fn read_all_raw(&self, cluster: &str) -> Vec<KeyValue> {
+        let all = keys::Keys::new(cluster).all();
+        let range_end = keys::after_all(&all);
+        self.ask::<_, RangeAnswer>(RANGE, Range { key: all.into(), range_end, ..Range::default() }).kvs
+    }
+
+    /// Writes as whoever reaches etcd can, without the cluster's key.
+    pub fn write_raw(&self, success: Vec<Operation>) -> u64 {
         let options = self.options("none");
         let txn = Txn { success, ..Txn::default() };
         self.runtime.block_on(async {
             let client = Client::new(&options).unwrap();
-            let answer = client.ask::<_, TxnAnswer>(TXN, txn, PATIENCE).await.unwrap();
+            let answer = client.ask::<_, TxnAnswer>(RAW_TXN, txn, PATIENCE).await.unwrap();
             keys::unsigned(answer.value.header.unwrap().revision)
         })
     }
@@ -197,7 +221,7 @@ impl Etcd {
     pub fn ask<Q, A>(&self, method: &'static str, request: Q) -> A
     where
         Q: prost::Message + Clone + 'static,
-        A: prost::Message + Default + 'static,
+        A: prost::Message + Headed + Default + 'static,
     {
         let options = self.options("none");
         self.runtime.block_on(async {
@@ -226,6 +250,21 @@ impl Drop for Etcd {
     }
 }
 
+/// Looked for in what lies in etcd.
+pub const RAW_SECRET: &str = "tell-nobody-in-etcd";
+
+/// Of all clusters here.
+pub fn record_keys() -> RecordKeys {
+    RecordKeys { current: (1, [7; RECORD_SECRET_LEN]), older: Vec::new() }
+}
+
+/// The value as a node of the key's cluster writes it.
+pub fn sign(key: &[u8], body: &[u8], known: u64) -> Vec<u8> {
+    let Some(cluster) = str::from_utf8(key).unwrap().split('/').nth(2) else { return body.to_vec() };
+    let signer = Signer::new(keys::Keys::new(cluster), RecordSigning::Required(record_keys()));
+    signer.sign(key, body.to_vec(), known).unwrap()
+}
+
 pub fn replica() -> (RedbStore, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     (RedbStore::open(&directory.path().join("store.redb")).unwrap(), directory)
@@ -252,8 +291,22 @@ impl Node {
         Self::open_with(options, replica, directory)
     }
 
+    pub fn open_signing(options: &EtcdOptions, signing: RecordSigning) -> Self {
+        let (replica, directory) = replica();
+        Self::open_all(options, signing, replica, directory)
+    }
+
     /// The table has what the replica has, as that of a process which was just started.
     pub fn open_with(options: &EtcdOptions, replica: RedbStore, directory: TempDir) -> Self {
+        Self::open_all(options, RecordSigning::Required(record_keys()), replica, directory)
+    }
+
+    pub fn open_all(
+        options: &EtcdOptions,
+        signing: RecordSigning,
+        replica: RedbStore,
+        directory: TempDir,
+    ) -> Self {
         let fed = Arc::new(Mutex::new(Fed::default()));
         crate::store::snapshot_frames(&replica, &mut |mut frame| {
             let Some(crate::feed::Down::Apply(changes)) = crate::feed::read(&mut frame)? else {
@@ -276,7 +329,7 @@ impl Node {
             fed.revision = revision;
             fed.take(changes);
         };
-        let store = ClusterStore::open(options, Arc::new(replica), Arc::new(on_change)).unwrap();
+        let store = ClusterStore::open(options, signing, Arc::new(replica), Arc::new(on_change)).unwrap();
         Self { store, fed, directory }
     }
 

@@ -131,10 +131,16 @@ fn what_is_no_certificate_is_refused_before_anybody_is_asked() {
         ca: access.ca.clone(),
         identity: access.identity.clone(),
         login: None,
+        insecure: true,
     };
     let refused = |access: &Access| {
         let (replica, _directory) = replica();
-        let opened = ClusterStore::open(&options(access), Arc::new(replica), Arc::new(|_, _| {}));
+        let opened = ClusterStore::open(
+            &options(access),
+            RecordSigning::Unsigned,
+            Arc::new(replica),
+            Arc::new(|_, _| {}),
+        );
         opened.err().map(|error| error.code().0)
     };
     let (certificate, key) = ca.certificate("node");
