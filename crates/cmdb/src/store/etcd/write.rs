@@ -222,7 +222,7 @@ pub(super) async fn raise_next_uid(inner: &Inner, to: u32) -> Result<(), StoreEr
             success: vec![keys::putting(&key, to.to_string())],
             failure: Vec::new(),
         };
-        let answer = inner.client.ask::<_, TxnAnswer>(TXN, txn, WRITE_WAIT).await;
+        let answer = inner.change(txn, WRITE_WAIT).await;
         if answer.map_err(ClusterError::from)?.value.succeeded {
             return Ok(());
         }

@@ -51,7 +51,7 @@ pub fn etcd(
     let dir = tempfile::tempdir_in(setting.dir()).context("making a directory")?;
     let empty = RedbStore::open(&dir.path().join("empty.redb"))?;
     let writer = lab.as_machine(WRITER, || -> Result<Follower> {
-        super::runtime()?.block_on(seed(&options, &empty))?;
+        super::runtime()?.block_on(seed(&options, &super::record_keys(), &[], &empty))?;
         Follower::open(&options, dir.path(), None)
     })??;
     let store = &*writer.store;
