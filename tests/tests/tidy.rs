@@ -55,7 +55,13 @@ const PATH_OPENERS: &[(&str, &str)] = &[
         "crates/keeper/src/cells/",
         "control groups, and what the kernel tells of processes and devices, are root's",
     ),
+    ("crates/keeper/src/enclosure.rs", "namespaces of its own thread"),
+    (
+        "crates/keeper/src/enclosure/",
+        "the keeper's own directories, and places of the node's that mounts go on",
+    ),
     ("crates/keeper/src/engine.rs", "makes the keeper's own directories"),
+    ("crates/keeper/src/gate/scripts.rs", "only asks whether a script is there; its tenant opens it"),
     ("crates/keeper/src/huge_pages.rs", "a file of the kernel's"),
     ("crates/keeper/src/image/", "images are root's, in a directory that only root enters"),
     (
@@ -89,9 +95,11 @@ const PATH_OPENERS: &[(&str, &str)] = &[
         "looks up in a sandbox as if it were all there is, or a path of the keeper's",
     ),
     ("crates/keeper/src/sandbox/program.rs", "runs in a sandbox, as its tenant"),
+    ("crates/keeper/src/sandbox/rights.rs", "what the kernel tells of processes in its sandbox"),
     ("crates/keeper/src/sandbox/session.rs", "runs in an init, whose mounts are its sandbox' alone"),
     ("crates/keeper/src/sandbox/shm.rs", "runs in an init, whose mounts are its sandbox' alone"),
     ("crates/keeper/src/sandbox/terminal.rs", "looks up in a sandbox as if it were all there is"),
+    ("crates/keeper/src/sandbox/trial.rs", "what the kernel tells of itself"),
     (
         "crates/keeper/src/sandbox/tree.rs",
         "beneath an open base without following a link, or the keeper's own paths",

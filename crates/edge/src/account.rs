@@ -133,6 +133,12 @@ impl Release {
         })
     }
 
+    /// What its instance has waited for databases, until now or until its answer was complete.
+    fn database_time(&self) -> Option<Duration> {
+        let working = self.working.borrow();
+        self.database.get().or_else(|| working.hold.as_ref()?.database_time())
+    }
+
     /// The backend has said all, or broken off. Only the first call counts.
     pub fn end(&self, is_whole: bool) {
         let working = self.working.take();
@@ -534,8 +540,11 @@ impl Account {
 impl Account {
     /// What its site's instance has waited for databases until now, as far as it is this request's doing.
     fn note_database(&mut self) {
-        let Some(hold) = &self.working.hold else { return };
-        let waited = hold.database_time();
+        let waited = match (&self.lent, &self.working.hold) {
+            (Some(lent), _) => lent.database_time(),
+            (None, Some(hold)) => hold.database_time(),
+            (None, None) => return,
+        };
         if waited.is_some() || self.record().more.is_some() {
             self.more().database = waited;
         }

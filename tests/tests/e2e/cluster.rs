@@ -188,7 +188,7 @@ fn a_rule_that_is_set_at_one_node_holds_at_all() {
     let b = named(cluster::node(1)).start();
     cluster::join(&b, &a, &etcd);
     assert_eq!((status(&a), status(&b)), (403, 403));
-    assert_eq!(cluster_status(&b)["format"], 2);
+    wait::until("records are signed", || cluster_status(&b)["format"] == 3);
     for (at, other, answer) in [(&b, &a, 404), (&a, &b, 410)] {
         at.set_rule("gate", &format!("answer {answer}\n"));
         assert_eq!(status(at), answer, "it was told as done");

@@ -133,7 +133,12 @@ fn echo(peer: &mut Peer) {
     let mut read = Vec::new();
     let is_whole = |read: &[u8]| {
         let text = String::from_utf8_lossy(read);
-        text.ends_with("\r\n\r\n") && (!text.contains("chunked") || text.contains("\r\n0\r\n"))
+        let Some((head, body)) = text.split_once("\r\n\r\n") else { return false };
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+        match length {
+            Some(length) => body.len() >= length,
+            None => !head.contains("chunked") || (text.contains("\r\n0\r\n") && text.ends_with("\r\n\r\n")),
+        }
     };
     while let Some(bytes) = peer.some_bytes() {
         read.extend_from_slice(&bytes);

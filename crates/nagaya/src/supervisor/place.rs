@@ -171,7 +171,7 @@ fn prepare_log_dir(dir: &Path, identity: Option<Identity>, own: Option<OsString>
 /// The directory in which the edge keeps what it promised, made for it and opened. Without one it serves and promises nothing.
 pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
     let path = settings.state_dir.join("tickets");
-    own_directory(&path, identity)
+    own_directory(settings, &path, identity)
         .inspect_err(|error| {
             tracing::error!(
                 code = "NGY0513",
@@ -186,7 +186,7 @@ pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Optio
 pub fn prepare_spool(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
     let path = settings.spool_dir();
     let open = || {
-        let directory = own_directory(&path, identity)?;
+        let directory = own_directory(settings, &path, identity)?;
         // A file system without nameless files is found out now, and not by the first upload.
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         rustix::fs::openat(&directory, ".", flags, rustix::fs::Mode::RUSR)?;
@@ -203,9 +203,9 @@ pub fn prepare_spool(settings: &Settings, identity: Option<Identity>) -> Option<
         .ok()
 }
 
-/// A directory that nobody but the edge enters, made if it is not there. One that others may enter is left as it is: giving it to
-/// the edge could give away somebody else's.
-fn own_directory(path: &Path, identity: Option<Identity>) -> io::Result<OwnedFd> {
+/// A directory that nobody but the edge enters, made if it is not there. One that others may enter is left as it is, because it could
+/// be somebody else's, unless it lies in the node's own: a disk that was mounted there, for one.
+fn own_directory(settings: &Settings, path: &Path, identity: Option<Identity>) -> io::Result<OwnedFd> {
     let is_new = match DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
@@ -218,7 +218,8 @@ fn own_directory(path: &Path, identity: Option<Identity>) -> io::Result<OwnedFd>
     let found = directory.metadata()?;
     let is_ours = found.uid() == rustix::process::geteuid().as_raw()
         || identity.is_some_and(|identity| found.uid() == identity.uid);
-    if !is_new && (!is_ours || found.mode() & 0o077 != 0) {
+    let is_ours_to_give = is_ours && found.mode() & 0o077 == 0;
+    if !is_new && !is_ours_to_give && path.parent() != Some(&*settings.state_dir) {
         let what = "it is there and others may enter it: name a directory that nagaya may make";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
     }
