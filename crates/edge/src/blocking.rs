@@ -9,7 +9,7 @@
 //! more than `SHARE_QUEUE_MAX`.
 
 use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasher, Hash, Hasher};
+use std::hash::{BuildHasher, Hash};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,9 +54,7 @@ pub struct Share {
 
 impl Share {
     pub fn new(device: Device, owner: &impl Hash) -> Self {
-        let mut hasher = FixedState::default().build_hasher();
-        owner.hash(&mut hasher);
-        Self { device, owner: hasher.finish() }
+        Self { device, owner: FixedState::default().hash_one(owner) }
     }
 }
 

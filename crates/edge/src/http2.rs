@@ -115,9 +115,11 @@ where
     ended
 }
 
+type GuardedConnection<IO, H> = Connection<TokioIo<GuardedIo<IO>>, Exchange<H>, Streams>;
+
 /// Serves until the client has had enough, or is told that it has.
 async fn until_end<IO, H>(
-    mut connection: Pin<Box<Connection<TokioIo<GuardedIo<IO>>, Exchange<H>, Streams>>>,
+    mut connection: Pin<Box<GuardedConnection<IO, H>>>,
     streams: &Streams,
     entered: &Entered,
     idle: Duration,

@@ -158,7 +158,9 @@ fn the_client_is_the_nearest_address_nobody_vouches_for() {
 fn the_client_is_seen_past_trusted_proxies() {
     let trusting = forwarding(&["10.0.0.0/8"]);
     let direct = ("10.0.0.1", Some(5000), "http", None, 41780);
-    let table: &[(&[(&'static str, &str)], (&str, Option<u16>, &str, Option<&str>, u16))] = &[
+    type Fields = &'static [(&'static str, &'static str)];
+    type Seen = (&'static str, Option<u16>, &'static str, Option<&'static str>, u16);
+    let table: &[(Fields, Seen)] = &[
         (&[], direct),
         (&[("x-forwarded-for", "203.0.113.9")], ("203.0.113.9", None, "http", None, 41780)),
         (&[("x-forwarded-for", "203.0.113.9:4711")], ("203.0.113.9", Some(4711), "http", None, 41780)),

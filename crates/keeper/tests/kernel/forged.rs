@@ -129,7 +129,7 @@ fn written(fields: &[(u32, Field)]) -> Vec<u8> {
 }
 
 /// Changes the message in this field.
-fn within(fields: &mut [(u32, Field)], number: u32, change: &dyn Fn(&mut Vec<(u32, Field)>)) {
+fn within(fields: &mut [(u32, Field)], number: u32, change: impl Fn(&mut Vec<(u32, Field)>)) {
     for (_, field) in fields.iter_mut().filter(|(found, _)| *found == number) {
         let Field::Bytes(bytes) = field else { panic!("{number} is no message") };
         let mut inner = read(bytes);
@@ -150,17 +150,17 @@ type Change = fn(&mut Vec<(u32, Field)>);
 const CHANGES: &[(&str, Change)] = &[
     ("Seccomp", |thread| thread.retain(|(number, _)| ![THREAD_SECCOMP, THREAD_SECCOMP + 1].contains(number))),
     ("Cap", |thread| {
-        within(thread, THREAD_CREDS, &|creds| {
+        within(thread, THREAD_CREDS, |creds| {
             for number in CREDS_CAPABILITIES {
                 fill(creds, number, 0xffff_ffff);
             }
         });
     }),
-    ("NoNewPrivs", |thread| within(thread, THREAD_CREDS, &|creds| set(creds, CREDS_NO_NEW_PRIVS, 0))),
+    ("NoNewPrivs", |thread| within(thread, THREAD_CREDS, |creds| set(creds, CREDS_NO_NEW_PRIVS, 0))),
     ("Uid", |thread| {
-        within(thread, THREAD_CREDS, &|creds| CREDS_UIDS.iter().for_each(|number| set(creds, *number, 0)));
+        within(thread, THREAD_CREDS, |creds| CREDS_UIDS.iter().for_each(|number| set(creds, *number, 0)));
     }),
-    ("Groups", |thread| within(thread, THREAD_CREDS, &|creds| creds.push((CREDS_GROUPS, Field::Number(0))))),
+    ("Groups", |thread| within(thread, THREAD_CREDS, |creds| creds.push((CREDS_GROUPS, Field::Number(0))))),
 ];
 
 /// Every value of a repeated field, packed or not.
@@ -211,9 +211,9 @@ fn forge_file(header: &Path, name: &str, key: Option<&[u8]>, change: FileChange<
 
 fn forge_thread(header: &Path, thread: &str, key: Option<&[u8]>, change: Change) {
     forge_file(header, &format!("core-{thread}.img"), key, &|core| {
-        within(core, CORE_THREAD, &|fields| change(fields));
+        within(core, CORE_THREAD, &change);
         // Of CRIU before it knew of threads.
-        within(core, CORE_TASK, &|task| {
+        within(core, CORE_TASK, |task| {
             task.retain(|(number, _)| ![TASK_OLD_SECCOMP, TASK_OLD_SECCOMP + 1].contains(number));
         });
     });
@@ -308,7 +308,7 @@ fn filter_holds() {
     drop(life);
     // As many filters as it should have, of which its own allows everything.
     forge_file(&image_file(&stage, "header"), "seccomp.img", None, &|fields| {
-        within(fields, FILTERS, &|filter| {
+        within(fields, FILTERS, |filter| {
             filter.retain(|(number, _)| *number != FILTER_PROGRAM);
             filter.push((FILTER_PROGRAM, Field::Bytes(ALLOW_ALL.into())));
         });
