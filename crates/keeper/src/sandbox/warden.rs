@@ -112,9 +112,13 @@ impl Warden {
                 Err(Errno::INTR) => continue,
                 Err(errno) => return Err(errno.into()),
             }
+            let has_rung = !watched[0].revents().is_empty();
             let is_told = !watched[1].revents().is_empty();
             // First, whatever is to be read.
             self.look()?;
+            if has_rung && self.is_fenced {
+                self.silence();
+            }
             if is_told {
                 match channel::receive::<Ward>(&self.keeper)? {
                     Some((ward, fds)) => self.obey(ward, fds)?,
@@ -133,11 +137,16 @@ impl Warden {
         self.is_fenced = true;
         self.stop_all();
         let after_ns = now_ns().saturating_sub(self.until_ns);
-        let mut buffer = [0; 8];
-        // It has rung, or its time was moved just now.
-        let _ = rustix::io::read(&self.clock, &mut buffer);
         let count = u32::try_from(self.guarded.len()).unwrap_or(u32::MAX);
         self.tell(Warded::Fenced { after_ns, count })
+    }
+
+    /// A clock that rings while all is stopped wakes nobody but this process, which would never sleep again: without pause, before
+    /// everything else of the machine. It rings then because a time was told when it was over, or just after that was seen here.
+    fn silence(&self) {
+        let mut buffer = [0; 8];
+        // Nothing to read is as good.
+        let _ = rustix::io::read(&self.clock, &mut buffer);
     }
 
     fn obey(&mut self, ward: Ward, fds: Vec<OwnedFd>) -> io::Result<()> {
