@@ -41,6 +41,24 @@ const GEMS: &[&str] = &[
     "mruby-catch",
 ];
 
+/// Functions of the C library that mruby calls and that take a lock. A rule that is ended in one of them would keep the lock for
+/// ever; `c/vm.c` has a guarded form of each.
+const TAKE_LOCKS: &[&str] = &["gmtime_r", "localtime_r", "mktime", "strftime"];
+
+/// What mruby 3.4.0 does wrong and a later version does right, as file, text and replacement. A version without the text must not
+/// need it: then the row goes. `docs/bundled-c.md` says what each is.
+const CORRECTIONS: &[(&str, &[(&str, &str)])] = &[(
+    "src/array.c",
+    // CVE-2025-13120: a block that shortens the array it sorts.
+    &[
+        (
+            "  mrb_int cmp;\n\n  if (mrb_nil_p(blk)) {",
+            "  mrb_int cmp;\n  const mrb_int had = RARRAY_LEN(ary);\n\n  if (mrb_nil_p(blk)) {",
+        ),
+        ("RARRAY_PTR(ary) != p || size < a || size < b", "RARRAY_PTR(ary) != p || size != had"),
+    ],
+)];
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=c");
@@ -51,6 +69,7 @@ fn main() {
     let mut files = sources(&mruby.join("src"), "c");
     // The allocator is ours.
     files.retain(|path| !path.ends_with("allocf.c"));
+    correct(&mruby, &out, &mut files);
     files.extend(["codegen.c", "y.tab.c"].map(|name| mruby.join("mrbgems/mruby-compiler/core").join(name)));
     let mut units = vec![Unit::new(&mruby, "mrblib", &mruby)];
     for gem in GEMS {
@@ -67,12 +86,38 @@ fn main() {
     write(&table, &units_table(&units));
 
     let mut library = compiler(&mruby, &generated);
+    for name in TAKE_LOCKS {
+        library.define(name, format!("ng_guarded_{name}").as_str());
+    }
     library.warnings(false).files(files).file(table).include("c").compile("nagaya_mruby");
     let mut shim = compiler(&mruby, &generated);
-    shim.warnings(true).extra_warnings(true).file("c/vm.c").compile("nagaya_rules_vm");
+    shim.warnings(true).extra_warnings(true).files(["c/vm.c", "c/watch.c"]).compile("nagaya_rules_vm");
     // The shim and mruby call each other; named once more behind the shim, the linker finds what it still misses.
     println!("cargo:rustc-link-lib=static=nagaya_mruby");
     println!("cargo:rustc-link-lib=m");
+}
+
+/// Puts a corrected copy in place of each file that `CORRECTIONS` names.
+fn correct(mruby: &Path, out: &Path, files: &mut [PathBuf]) {
+    for (name, replacements) in CORRECTIONS {
+        let path = mruby.join(name);
+        let mut text =
+            fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        for (from, to) in *replacements {
+            assert_eq!(
+                text.matches(from).count(),
+                1,
+                "{} has another text: is CORRECTIONS still right?",
+                path.display()
+            );
+            text = text.replace(from, to);
+        }
+        let copy = out.join(path.file_name().expect("a file has a name"));
+        write(&copy, &text);
+        let place =
+            files.iter_mut().find(|file| **file == path).expect("a corrected file is one that is compiled");
+        *place = copy;
+    }
 }
 
 /// What the source says of itself: `3.4.0`.

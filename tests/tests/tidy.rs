@@ -407,6 +407,25 @@ fn facts_named_in_the_threat_model_are_tested() {
     fail_if(&wrong, "docs/threat-model.md promises a test of the keeper's; name the one that shows it now");
 }
 
+/// A package that compiles C needs the package `cc` or `cmake`.
+#[test]
+fn packages_with_c_are_listed_with_their_version() {
+    let list = read(&root().join("docs/bundled-c.md"));
+    let lock = read(&root().join("Cargo.lock"));
+    let value = |package: &str, key: &str| {
+        let line = package.lines().find_map(|line| line.strip_prefix(&format!("{key} = \"")));
+        line.map(|rest| rest.trim_end_matches('"').to_owned()).unwrap_or_default()
+    };
+    let builds_c = |package: &&str| ["\n \"cc\"", "\n \"cmake\""].iter().any(|tool| package.contains(tool));
+    let packages = lock.split("[[package]]").filter(builds_c).filter(|package| package.contains("source = "));
+    let rows: Vec<_> = packages
+        .map(|package| format!("| `{}` | {} |", value(package, "name"), value(package, "version")))
+        .collect();
+    assert!(rows.iter().any(|row| row.contains("ring")), "Cargo.lock is read wrongly: {rows:?}");
+    let missing: Vec<_> = rows.into_iter().filter(|row| !list.contains(row.as_str())).collect();
+    fail_if(&missing, "look for advisories of the C in this version, then correct docs/bundled-c.md");
+}
+
 #[test]
 fn the_changelog_is_open_for_the_next_change() {
     let text = read(&root().join("CHANGELOG.md"));

@@ -132,6 +132,15 @@ impl Drop for Passing<'_> {
     }
 }
 
+/// Closes all descriptors but the standard streams. For a process that takes over none, before it has opened any.
+pub fn close_all_but_standard() -> io::Result<()> {
+    // SAFETY: no `OwnedFd` of this process owns one of them: it has just begun, and only the standard streams are used.
+    match unsafe { nix::libc::close_range(FIRST.unsigned_abs(), u32::MAX, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The number under which a process that inherits the descriptor finds it.
 pub fn number(descriptor: &impl AsFd) -> RawFd {
     descriptor.as_fd().as_raw_fd()

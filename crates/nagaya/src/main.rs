@@ -9,6 +9,7 @@ mod config;
 mod doctor;
 mod inherit;
 mod logging;
+mod rule_check;
 mod supervisor;
 mod tenant_ids;
 

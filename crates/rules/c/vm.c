@@ -2,13 +2,15 @@
  *
  * 1. Rust calls only the functions of vm.h; each runs mruby under `mrb_protect_error`.
  * 2. A native's Rust function returns before anything is raised in its name.
- * 3. Rust's functions never call the VM, so that ending a run (a longjmp out of the hook) crosses frames of C only.
+ * 3. Rust's functions never call the VM, so that ending a run (a longjmp out of the hook, or out of the watchdog's signal, which
+ *    waits while Rust runs) crosses frames of C only.
  *
  * A VM that was ended from outside is in no defined state and is only ever closed, by freeing its blocks. */
 #include <limits.h>
 #include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include <mruby.h>
 #include <mruby/array.h>
@@ -29,6 +31,7 @@
 #include <mruby/variable.h>
 
 #include "vm.h"
+#include "watch.h"
 
 #ifndef MRB_USE_DEBUG_HOOK
 #error "without the hook no run can be ended"
@@ -70,7 +73,12 @@ struct ng_vm {
   int32_t until;
   int64_t left;
   uint32_t symbols_max;
-  /* Where the hook goes to end the run; set by each run. */
+  /* The latest instruction that has a line: of a rule, not of the library. */
+  const mrb_irep *at_irep;
+  const mrb_code *at_pc;
+  /* The compiler does not survive a refused allocation: it is ended instead. */
+  int is_compiling;
+  /* Where a run or compilation goes that is ended; set by each. */
   jmp_buf end;
   enum ng_status ended;
   mrb_value programs[PROGRAMS_MAX];
@@ -97,6 +105,10 @@ static int32_t line_of(mrb_state *mrb) {
 static __thread ng_vm *current;
 
 static void *refuse(ng_vm *vm) {
+  if (vm->is_compiling) {
+    vm->ended = NG_MEMORY;
+    longjmp(vm->end, 1);
+  }
   if (++vm->refusals > 1 && !vm->is_exhausted) {
     vm->is_exhausted = 1;
     vm->exhausted_at = line_of(vm->mrb);
@@ -113,11 +125,36 @@ static void release(ng_vm *vm, block *b) {
   free(b);
 }
 
+/* Changes the list of blocks; a jump may come before and after it. NULL: there is no memory. */
+static block *resize(ng_vm *vm, block *old, size_t size, size_t had) {
+  ng_guard();
+  block *b = realloc(old, sizeof(block) + size);
+  if (b) {
+    if (!old) {
+      b->prev = NULL;
+      b->next = vm->blocks;
+      if (b->next) b->next->prev = b;
+      vm->blocks = b;
+    }
+    else if (b != old) {
+      if (b->prev) b->prev->next = b; else vm->blocks = b;
+      if (b->next) b->next->prev = b;
+    }
+    b->size = size;
+    vm->memory += size - had;
+  }
+  ng_unguard();
+  return b;
+}
+
 void *mrb_basic_alloc_func(void *p, size_t size) {
   ng_vm *vm = current;
   block *old = p ? (block*)p - 1 : NULL;
   if (size == 0) {
-    if (old) release(vm, old);
+    if (!old) return NULL;
+    ng_guard();
+    release(vm, old);
+    ng_unguard();
     return NULL;
   }
   size_t had = old ? old->size : 0;
@@ -125,30 +162,36 @@ void *mrb_basic_alloc_func(void *p, size_t size) {
   if (size > SIZE_MAX / 2 || more > vm->limits.memory || vm->memory > vm->limits.memory - more) {
     return more ? refuse(vm) : p;
   }
-  block *b = realloc(old, sizeof(block) + size);
+  block *b = resize(vm, old, size, had);
   if (!b) return refuse(vm);
-  if (!old) {
-    b->prev = NULL;
-    b->next = vm->blocks;
-    if (b->next) b->next->prev = b;
-    vm->blocks = b;
-  }
-  else if (b != old) {
-    if (b->prev) b->prev->next = b; else vm->blocks = b;
-    if (b->next) b->next->prev = b;
-  }
-  b->size = size;
-  vm->memory += size - had;
   vm->left -= (int64_t)(more / BYTES_PER_INSTRUCTION);
   vm->refusals = 0;
   return b + 1;
 }
 
+/* Functions of the C library that take a lock. `build.rs` has mruby call these in their place. */
+#define GUARDED(type, name, parameters, ...)       \
+  type ng_guarded_##name parameters;               \
+  type ng_guarded_##name parameters {              \
+    ng_guard();                                    \
+    type result = name(__VA_ARGS__);               \
+    ng_unguard();                                  \
+    return result;                                 \
+  }
+GUARDED(struct tm*, gmtime_r, (const time_t *t, struct tm *to), t, to)
+GUARDED(struct tm*, localtime_r, (const time_t *t, struct tm *to), t, to)
+GUARDED(time_t, mktime, (struct tm *from), from)
+GUARDED(size_t, strftime, (char *to, size_t cap, const char *format, const struct tm *from), to, cap, format, from)
+
 /* === Budgets === */
 
 static void hook(mrb_state *mrb, const mrb_irep *irep, const mrb_code *pc, mrb_value *regs) {
   ng_vm *vm = mrb->ud;
-  (void)irep; (void)pc; (void)regs;
+  (void)regs;
+  if (irep->debug_info) {
+    vm->at_irep = irep;
+    vm->at_pc = pc;
+  }
   if (--vm->until > 0) return;
   if (vm->is_exhausted) vm->ended = NG_MEMORY;
   else if (vm->left <= 0) vm->ended = NG_INSTRUCTIONS;
@@ -159,6 +202,28 @@ static void hook(mrb_state *mrb, const mrb_irep *irep, const mrb_code *pc, mrb_v
     return;
   }
   longjmp(vm->end, 1);
+}
+
+/* The line of an instruction of this program; 0 if it has none. */
+static int32_t line_within(mrb_state *mrb, const mrb_irep *tree, const mrb_irep *irep, const mrb_code *pc) {
+  if (tree == irep) return pc < irep->iseq ? 0 : mrb_debug_get_line(mrb, irep, (uint32_t)(pc - irep->iseq));
+  for (uint16_t at = 0; at < tree->rlen; at++) {
+    int32_t line = line_within(mrb, tree->reps[at], irep, pc);
+    if (line > 0) return line;
+  }
+  return 0;
+}
+
+/* The line that a rule had come to. For a VM that was left at any place: it reads only programs, which do not change. */
+static int32_t line_reached(ng_vm *vm) {
+  for (size_t at = 0; at < PROGRAMS_MAX && vm->at_irep; at++) {
+    if (!vm->is_loaded[at]) continue;
+    const struct RProc *proc = mrb_proc_ptr(vm->programs[at]);
+    if (MRB_PROC_CFUNC_P(proc)) continue;
+    int32_t line = line_within(vm->mrb, proc->body.irep, vm->at_irep, vm->at_pc);
+    if (line > 0) return line;
+  }
+  return 0;
 }
 
 static void allow(ng_vm *vm, uint64_t instructions) {
@@ -210,6 +275,8 @@ static void describe(mrb_state *mrb, mrb_value exception, ng_error *error) {
   mrb_protect_error(mrb, describe_body, &d, &failed);
   mrb->exc = NULL;
 }
+
+static const char no_watchdog[] = "the watchdog of rules cannot be started; look at the limits of threads and memory";
 
 static void clear(ng_error *error) {
   error->line = 0;
@@ -344,7 +411,10 @@ static mrb_value ruby_of(mrb_state *mrb, mrb_value self, const ng_value *v) {
 
 static void drop_object(mrb_state *mrb, void *handle) {
   ng_vm *vm = mrb->ud;
-  if (handle) vm->host.drop(vm->host.state, (uintptr_t)handle);
+  if (!handle) return;
+  ng_guard();
+  vm->host.drop(vm->host.state, (uintptr_t)handle);
+  ng_unguard();
 }
 
 static const mrb_data_type object_type = { "native", drop_object };
@@ -361,11 +431,15 @@ static mrb_value call_native(mrb_state *mrb, mrb_value self, uint32_t id, mrb_in
   uintptr_t handle = is_ours ? (uintptr_t)DATA_PTR(self) : 0;
   const uintptr_t had = handle;
   ng_value result = { .tag = NG_NIL };
+  ng_guard();
   int32_t answer = vm->host.call(vm->host.state, id, &handle, values.value, (size_t)argc, &result);
+  ng_unguard();
   /* Rust's frames are gone from here on, and raising is safe. */
   if (handle != had) {
     if (!is_ours) {
+      ng_guard();
       vm->host.drop(vm->host.state, handle);
+      ng_unguard();
       mrb_raise(mrb, E_TYPE_ERROR, "the object cannot keep a native's state");
     }
     mrb_data_init(self, (void*)handle, &object_type);
@@ -585,8 +659,26 @@ static mrb_value compile_body(mrb_state *mrb, void *data) {
 int32_t ng_compile(ng_vm *vm, const char *text, size_t n, const char *file, int32_t with_lines,
                    uint8_t **code, size_t *code_len, ng_error *error) {
   struct compilation c = { text, file, n, with_lines, error, NULL, 0, 0 };
+  if (vm->ended != NG_OK) return NG_FAILED;
+  const int is_watched = vm->limits.nanoseconds != UINT64_MAX;
+  switch (setjmp(vm->end)) {
+    case 0: break;
+    case NG_JUMP_TIME: vm->ended = NG_TIME; /* fallthrough */
+    default:
+      if (is_watched) ng_watch_end();
+      clear(error);
+      return vm->ended;
+  }
+  if (is_watched && !ng_watch_begin(&vm->end, vm->limits.nanoseconds)) {
+    copy(error->message, sizeof error->message, no_watchdog, sizeof no_watchdog - 1);
+    return NG_FAILED;
+  }
+  vm->is_compiling = 1;
+  int32_t status = protect(vm, compile_body, &c, error);
+  vm->is_compiling = 0;
+  if (is_watched) ng_watch_end();
   /* The generator of code raises for what it cannot express: that too is the text's fault. */
-  if (protect(vm, compile_body, &c, error) != NG_OK || c.is_syntax) return NG_SYNTAX;
+  if (status != NG_OK || c.is_syntax) return NG_SYNTAX;
   *code = c.code;
   *code_len = c.code_len;
   return c.code ? NG_OK : NG_FAILED;
@@ -676,11 +768,28 @@ int32_t ng_run(ng_vm *vm, uint32_t program, ng_error *error) {
   ((struct RException*)vm->mrb->stack_err)->backtrace = NULL;
   allow(vm, vm->limits.instructions);
   vm->mrb->code_fetch_hook = hook;
-  if (setjmp(vm->end)) {
-    error->line = vm->is_exhausted ? vm->exhausted_at : line_of(vm->mrb);
-    return vm->ended;
+  vm->at_irep = NULL;
+  const int is_watched = vm->limits.nanoseconds != UINT64_MAX;
+  switch (setjmp(vm->end)) {
+    case 0: break;
+    case NG_JUMP_TIME:
+      ng_watch_end();
+      vm->ended = NG_TIME;
+      clear(error);
+      error->line = line_reached(vm);
+      return NG_TIME;
+    default:
+      if (is_watched) ng_watch_end();
+      error->line = vm->is_exhausted ? vm->exhausted_at : line_of(vm->mrb);
+      return vm->ended;
   }
-  return run_to_end(vm, program, error);
+  if (is_watched && !ng_watch_begin(&vm->end, vm->limits.nanoseconds)) {
+    copy(error->message, sizeof error->message, no_watchdog, sizeof no_watchdog - 1);
+    return NG_FAILED;
+  }
+  int32_t status = run_to_end(vm, program, error);
+  if (is_watched) ng_watch_end();
+  return status;
 }
 
 /* === What a program uses === */
@@ -757,7 +866,8 @@ ng_vm *ng_open(const ng_host *host) {
   ng_vm *vm = calloc(1, sizeof *vm);
   if (!vm) return NULL;
   vm->host = *host;
-  vm->limits = (ng_limits){ .instructions = INT64_MAX, .memory = SIZE_MAX / 2, .symbols = UINT32_MAX };
+  vm->limits = (ng_limits){ .instructions = INT64_MAX, .memory = SIZE_MAX / 2, .symbols = UINT32_MAX,
+                              .nanoseconds = UINT64_MAX };
   vm->left = INT64_MAX;
   current = vm;
   vm->mrb = mrb_open_core();

@@ -32,6 +32,7 @@ enum ng_status {
   NG_INSTRUCTIONS,   /* ended from outside; the VM can only be closed */
   NG_MEMORY,         /* likewise */
   NG_SYMBOLS,        /* likewise */
+  NG_TIME,           /* likewise */
   NG_FAILED          /* the VM cannot do it */
 };
 
@@ -62,6 +63,8 @@ typedef struct ng_limits {
   uint64_t instructions;
   size_t memory;
   uint32_t symbols;   /* new ones in one run */
+  /* Processor time of one run or compilation, also of one that makes no instruction. UINT64_MAX: any. */
+  uint64_t nanoseconds;
 } ng_limits;
 
 /* A part of mruby's own library: its classes in C, and its Ruby text. */
@@ -84,7 +87,7 @@ int32_t ng_define_native(ng_vm *vm, const char *class_name, const char *name, in
 int32_t ng_define_constant(ng_vm *vm, const char *class_name, const char *name, int32_t is_module, int64_t value,
                            ng_error *error);
 
-/* Bytecode of a Ruby text, with line numbers if wanted; `ng_release` it. */
+/* Bytecode of a Ruby text, with line numbers if wanted; `ng_release` it. Ended by the limits of memory and time. */
 int32_t ng_compile(ng_vm *vm, const char *text, size_t n, const char *file, int32_t with_lines,
                    uint8_t **code, size_t *code_len, ng_error *error);
 void ng_release(ng_vm *vm, uint8_t *code);
@@ -101,5 +104,8 @@ int32_t ng_names(ng_vm *vm, uint32_t program, void (*tell)(void *state, const ch
 size_t ng_memory(const ng_vm *vm);
 uint32_t ng_symbols(const ng_vm *vm);
 void ng_collect(ng_vm *vm);
+
+/* How often a run of this thread had to go on for a moment after its time was used up. For tests. */
+uint64_t ng_deferred(void);
 
 #endif

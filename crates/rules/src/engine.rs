@@ -75,7 +75,10 @@ impl Engine {
             return false;
         }
         let Some((found, files)) = self.remembered[phase as usize].find(facts) else { return false };
-        self.of(phase).take(files).for_each(|loaded| loaded.tally.evaluated());
+        for loaded in self.of(phase).take(files) {
+            loaded.tally.evaluated();
+            loaded.rule.survived();
+        }
         *verdict = found;
         true
     }
@@ -147,8 +150,7 @@ impl Engine {
 
     fn evaluate_one(&mut self, at: usize, facts: &dyn Facts, verdict: &mut Verdict) -> Result<(), RuleFault> {
         let loaded = &mut self.loaded[at];
-        // Logged when the file was read.
-        let code = loaded.rule.program.as_ref().map_err(RuleFault::clone)?;
+        let code = loaded.rule.runnable()?;
         loaded.tally.evaluated();
         let phase = loaded.rule.file.phase;
         let checkpoint = verdict.checkpoint();

@@ -32,6 +32,12 @@ pub enum FaultKind {
     Instructions,
     /// It needed more memory than a VM may.
     Memory,
+    /// It used more processor time than an evaluation may.
+    Time,
+    /// It takes too much time or memory to compile.
+    Compile,
+    /// The process that was to check it ended without a verdict.
+    Check,
     /// The VM itself could not be made.
     Vm,
 }
@@ -45,6 +51,9 @@ impl FaultKind {
             Self::Instructions => Code(604),
             Self::Memory => Code(605),
             Self::Vm => Code(606),
+            Self::Time => Code(609),
+            Self::Compile => Code(610),
+            Self::Check => Code(611),
         }
     }
 
@@ -55,7 +64,7 @@ impl FaultKind {
 
     /// Whether the evaluation was ended from outside because of its budget.
     pub fn is_kill(self) -> bool {
-        matches!(self, Self::Instructions | Self::Memory)
+        matches!(self, Self::Instructions | Self::Memory | Self::Time)
     }
 }
 

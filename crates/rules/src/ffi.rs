@@ -46,6 +46,8 @@ pub struct Limits {
     pub memory: usize,
     /// New symbols.
     pub symbols: u32,
+    /// Processor time, also within one call of C. `u64::MAX`: any.
+    pub nanoseconds: u64,
 }
 
 /// Why the VM did not do something.
@@ -63,10 +65,11 @@ pub struct Failure {
 pub enum Status {
     Syntax,
     Exception,
-    /// This one and the next two: the run was ended, and the machine can only be dropped.
+    /// This one and the next three: the work was ended, and the machine can only be dropped.
     Instructions,
     Memory,
     Symbols,
+    Time,
     Failed,
 }
 
@@ -165,8 +168,7 @@ impl Machine {
         self.outcome(status)
     }
 
-    /// Bytecode of a Ruby text. For machines without a limit of memory: mruby's compiler does not survive a refused
-    /// allocation.
+    /// Bytecode of a Ruby text. A text that needs more memory or time than the limits say is ended like a run.
     pub fn compile(&mut self, text: &[u8], file: &CStr, with_lines: bool) -> Result<Code, Failure> {
         let (mut code, mut len) = (ptr::null_mut(), 0);
         // SAFETY: the VM is open; the text is read during the call only.
@@ -262,6 +264,7 @@ impl Machine {
             3 => Status::Instructions,
             4 => Status::Memory,
             5 => Status::Symbols,
+            6 => Status::Time,
             _ => Status::Failed,
         };
         Err(Failure {
@@ -298,6 +301,13 @@ impl Failure {
 
 fn c_string(text: &str) -> Result<CString, Failure> {
     CString::new(text).map_err(|_| Failure::of("a name holds NUL"))
+}
+
+/// How often a run of this thread had to go on for a moment after its time was used up.
+#[cfg(test)]
+fn deferred() -> u64 {
+    // SAFETY: it reads a number of this thread.
+    unsafe { ng_deferred() }
 }
 
 /// A text of a fixed array, up to its NUL.
@@ -643,6 +653,8 @@ unsafe extern "C" {
     fn ng_memory(vm: *const RawVm) -> usize;
     fn ng_symbols(vm: *const RawVm) -> u32;
     fn ng_collect(vm: *mut RawVm);
+    #[cfg(test)]
+    fn ng_deferred() -> u64;
 }
 
 #[cfg(test)]

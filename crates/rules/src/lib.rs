@@ -23,6 +23,10 @@ mod verdict;
 mod vm;
 mod vocabulary;
 
+use std::path::Path;
+
+use self::source::Source;
+
 /// `docs/rules-compatibility.md`: every method of mod_mruby and ngx_mruby, and whether it is here.
 pub use api::compatibility::page as compatibility_page;
 pub use engine::Engine;
@@ -36,8 +40,19 @@ pub use verdict::{
 };
 
 /// Whether this text can be a rule file, which messages call `file`: it compiles. Nothing of it is run.
-pub fn check(text: &str, file: &str) -> Result<(), RuleFault> {
-    vm::compile(text.as_bytes(), &file.into()).map(drop)
+pub fn check(text: &[u8], file: &str) -> Result<(), RuleFault> {
+    vm::compile(text, &file.into()).map(drop)
+}
+
+/// The text of a rule file, for `check`.
+pub fn read(path: &Path) -> Result<Box<[u8]>, RuleFault> {
+    let message = match source::read(path, &mut None) {
+        Source::Text(text) => return Ok(text),
+        Source::Unreadable(message) => message,
+        // It was never seen before.
+        Source::Same => return Ok(Box::default()),
+    };
+    Err(RuleFault { kind: FaultKind::Unreadable, file: path.to_string_lossy().into(), line: None, message })
 }
 
 /// Of the mruby that is built in.

@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
@@ -21,6 +21,10 @@ pub const RULE_FILES_MAX: usize = 64;
 
 /// Evaluations ended by their budget, one after another, from which on the log and the status say so.
 const KILLS_IN_A_ROW_TOLD: u32 = 10;
+
+/// Evaluations ended because of their processor time, one after another, after which a file is not evaluated again until it
+/// changes. Each of them stopped a thread with all its requests for `vm::RUN_TIME_MAX`.
+const TIME_KILLS_MAX: u32 = 3;
 
 /// When in the life of a request a rule runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -119,6 +123,8 @@ pub enum RuleState {
     InForce,
     /// The file as it is now cannot be evaluated.
     Broken(RuleFault),
+    /// Its evaluations took too much processor time, the latest with this fault. It is not evaluated until it changes.
+    SetAside(RuleFault),
 }
 
 /// The rule files of a process.
@@ -153,8 +159,11 @@ pub(crate) struct Rule {
     /// The same for all versions of the file.
     pub counters: Arc<Counters>,
     /// Kinds of faults of this version that were logged, and the latest one.
-    told: AtomicU8,
+    told: AtomicU16,
     last_fault: Mutex<Option<RuleFault>>,
+    /// Evaluations of this version that were ended because of their time, without one between that was not.
+    time_kills_in_a_row: AtomicU32,
+    is_set_aside: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -296,7 +305,7 @@ impl Entry {
     }
 
     fn is_looked_at(&self) -> bool {
-        !self.file.cache || self.rule.program.is_err()
+        !self.file.cache || self.rule.program.is_err() || self.rule.is_set_aside()
     }
 
     /// Reads and compiles the file if it changed; whether there is a new version of it.
@@ -317,7 +326,7 @@ impl Entry {
     }
 
     fn replace(&mut self, program: Result<Code, RuleFault>) -> bool {
-        let was_broken = self.rule.program.is_err() && self.rule.has_told();
+        let was_broken = self.rule.is_set_aside() || self.rule.program.is_err() && self.rule.has_told();
         self.rule = Arc::new(Rule::new(&self.file, &self.name, program, Arc::clone(&self.rule.counters)));
         self.rule.counters.kills_in_a_row.store(0, Ordering::Relaxed);
         match &self.rule.program {
@@ -341,7 +350,62 @@ impl Rule {
         counters: Arc<Counters>,
     ) -> Self {
         let (file, name) = (file.clone(), Arc::clone(name));
-        Self { file, name, program, counters, told: AtomicU8::new(0), last_fault: Mutex::new(None) }
+        Self {
+            file,
+            name,
+            program,
+            counters,
+            told: AtomicU16::new(0),
+            last_fault: Mutex::new(None),
+            time_kills_in_a_row: AtomicU32::new(0),
+            is_set_aside: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether it is not to be evaluated any more.
+    #[inline]
+    pub fn is_set_aside(&self) -> bool {
+        self.is_set_aside.load(Ordering::Relaxed)
+    }
+
+    /// What to run; an error if there is nothing that may be run.
+    pub fn runnable(&self) -> Result<&Code, RuleFault> {
+        // Both were logged when it came so far.
+        if self.is_set_aside() {
+            return Err(self.fault_of_time());
+        }
+        self.program.as_ref().map_err(RuleFault::clone)
+    }
+
+    fn fault_of_time(&self) -> RuleFault {
+        self.last_fault.lock().clone().unwrap_or_else(|| RuleFault {
+            kind: FaultKind::Time,
+            file: Arc::clone(&self.name),
+            line: None,
+            message: "set aside".into(),
+        })
+    }
+
+    /// Counts an evaluation that was ended because of its time, and sets the file aside if it was one too many.
+    fn count_time_kill(&self) {
+        let in_a_row = self.time_kills_in_a_row.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        if in_a_row < TIME_KILLS_MAX || self.is_set_aside.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let requests = self.without_rule();
+        tracing::error!(
+            code = "NGY0612",
+            file = %self.name,
+            "the rule is set aside until the file changes: it was ended {in_a_row} times in a row because of its processor time; {requests}"
+        );
+    }
+
+    /// What a failure of the rule means for requests.
+    fn without_rule(&self) -> &'static str {
+        match self.file.on_error {
+            OnError::Pass => "requests go on without this rule",
+            OnError::Refuse => "requests are refused",
+        }
     }
 
     /// Logs a fault, once for each kind of each version of the file; whether this was the time.
@@ -353,10 +417,7 @@ impl Rule {
             return false;
         }
         let (code, phase) = (fault.kind.code(), self.file.phase.as_str());
-        let requests = match self.file.on_error {
-            OnError::Pass => "requests go on without this rule",
-            OnError::Refuse => "requests are refused",
-        };
+        let requests = self.without_rule();
         tracing::error!(%code, phase, "{fault}; {requests}");
         true
     }
@@ -370,6 +431,9 @@ impl Rule {
             return;
         }
         tally.add(&tally.killed);
+        if fault.kind == FaultKind::Time {
+            self.count_time_kill();
+        }
         let in_a_row = self.counters.kills_in_a_row.fetch_add(1, Ordering::Relaxed).saturating_add(1);
         if in_a_row == KILLS_IN_A_ROW_TOLD {
             tracing::error!(
@@ -386,6 +450,7 @@ impl Rule {
         // Only read, unless it has to change: the line stays shared between threads.
         if self.counters.kills_in_a_row.load(Ordering::Relaxed) != 0 {
             self.counters.kills_in_a_row.store(0, Ordering::Relaxed);
+            self.time_kills_in_a_row.store(0, Ordering::Relaxed);
         }
     }
 
@@ -395,8 +460,9 @@ impl Rule {
 
     fn status(&self) -> RuleStatus {
         let state = match &self.program {
-            Ok(_) => RuleState::InForce,
             Err(fault) => RuleState::Broken(fault.clone()),
+            Ok(_) if self.is_set_aside() => RuleState::SetAside(self.fault_of_time()),
+            Ok(_) => RuleState::InForce,
         };
         let tallies = self.counters.tallies.lock();
         let sum = |of: fn(&Tally) -> &AtomicU64| {

@@ -68,9 +68,7 @@ fn read_changed(path: &Path, seen: &mut Option<Stamp>) -> io::Result<Source> {
     let mut text = Vec::new();
     file.take(SOURCE_LEN_MAX as u64 + 1).read_to_end(&mut text)?;
     if text.len() > SOURCE_LEN_MAX {
-        let why =
-            format!("is longer than {SOURCE_LEN_MAX} bytes; keep lists of hosts as settings of the store");
-        return Ok(Source::Unreadable(why));
+        return Ok(Source::Unreadable(too_long()));
     }
     let text = text.into_boxed_slice();
     let had = seen.take();
@@ -79,6 +77,10 @@ fn read_changed(path: &Path, seen: &mut Option<Stamp>) -> io::Result<Source> {
         .is_some_and(|had| had.identity == identity && had.unsettled.as_ref().is_none_or(|had| *had == text));
     *seen = Some(Stamp { identity, unsettled });
     Ok(if is_same { Source::Same } else { Source::Text(text) })
+}
+
+pub fn too_long() -> String {
+    format!("is longer than {SOURCE_LEN_MAX} bytes; keep lists of hosts as settings of the store")
 }
 
 impl Identity {

@@ -142,6 +142,11 @@ impl Rules {
         self.files.last_mut().unwrap()
     }
 
+    /// The first file, to change how it is configured.
+    pub fn first(&mut self) -> &mut RuleFile {
+        &mut self.files[0]
+    }
+
     pub fn path(&self, at: usize) -> PathBuf {
         self.directory.path().join(format!("{at}.rb"))
     }

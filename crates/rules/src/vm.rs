@@ -4,12 +4,13 @@
 //! load bytecode. A VM whose run was ended, or that has grown old, is dropped whole. Not here: which programs, and
 //! when (`engine`); the calls into C (`ffi`).
 //!
-//! Bounded are instructions, memory and symbols, and with them whatever Ruby does in loops or recursion. Not bounded is
-//! the time of one single method of mruby written in C, such as a search in a string; strings end at 1 MiB and arrays at 131,072
-//! elements.
+//! Bounded are instructions, memory and symbols, and with them whatever Ruby does in loops or recursion. One single method of
+//! mruby written in C, such as a search in a string, is ended by the watchdog (`c/watch.c`). It counts the thread's own
+//! processor time, so a thread that waits for a processor loses nothing.
 
 use std::ffi::CString;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use crate::api;
 use crate::fault::{FaultKind, RuleFault};
@@ -17,6 +18,7 @@ use crate::ffi::{Code, Failure, Limits, Machine, Program, Scope, Status, Unit};
 use crate::native::Native;
 use crate::regexp;
 use crate::ruleset::Budget;
+use crate::source::{self, SOURCE_LEN_MAX};
 use crate::vocabulary;
 
 /// New symbols of one evaluation. Ruby never forgets a symbol, and finds each more slowly.
@@ -27,6 +29,18 @@ const SYMBOLS_KEPT_MAX: u32 = 8 * SYMBOLS_PER_RUN;
 
 /// Smallest memory a VM is given, in bytes: its library alone takes a third of it.
 pub const MEMORY_MIN: u64 = 1 << 20;
+
+/// Processor time of one evaluation, if its budget of instructions does not call for more. The default budget takes a
+/// hundredth of it.
+pub const RUN_TIME_MAX: Duration = Duration::from_millis(100);
+
+/// Processor time each instruction of a larger budget may take on average, and the most that a budget can give.
+const INSTRUCTION_TIME: Duration = Duration::from_nanos(200);
+const RUN_TIME_LONGEST: Duration = Duration::from_secs(2);
+
+/// Processor time and memory for compiling one text. Usual texts take some milliseconds and less than 1 MiB.
+pub const COMPILE_TIME_MAX: Duration = Duration::from_millis(500);
+pub const COMPILE_MEMORY_MAX: usize = 128 << 20;
 
 pub struct Vm {
     machine: Machine,
@@ -63,7 +77,12 @@ impl Vm {
             .map_err(|failure| Failed::vm(&format!("{} ({})", failure.message, failure.class)))?;
         machine.collect();
         let memory = usize::try_from(budget.memory.max(MEMORY_MIN)).unwrap_or(usize::MAX);
-        let limits = Limits { instructions: budget.instructions.max(1), memory, symbols: SYMBOLS_PER_RUN };
+        let limits = Limits {
+            instructions: budget.instructions.max(1),
+            memory,
+            symbols: SYMBOLS_PER_RUN,
+            nanoseconds: nanoseconds(run_time(budget)),
+        };
         machine.limit(limits);
         let (symbols, memory) = (machine.symbols(), machine.memory());
         Ok(Self { machine, limits, symbols, memory, programs: 0 })
@@ -135,14 +154,34 @@ pub fn compile(text: &[u8], file: &Arc<str>) -> Result<Code, RuleFault> {
     let compiled = check_text(text).and_then(|()| {
         let name =
             CString::new(&**file).map_err(|_| Failed::syntax(None, "the path of the file holds NUL"))?;
-        // A VM of its own each time, without limits: what one text leaves behind is no matter to the next.
-        Ok(compiler()?.compile(text, &name, true)?)
+        // A VM of its own each time: what one text leaves behind is no matter to the next.
+        let mut machine = compiler()?;
+        machine.limit(Limits {
+            instructions: u64::MAX,
+            memory: COMPILE_MEMORY_MAX,
+            symbols: u32::MAX,
+            nanoseconds: nanoseconds(COMPILE_TIME_MAX),
+        });
+        machine.compile(text, &name, true).map_err(Failed::of_compiler)
     });
     compiled.map_err(|failed| failed.fault(file))
 }
 
+/// Processor time of one evaluation within this budget.
+fn run_time(budget: Budget) -> Duration {
+    let instructions = u32::try_from(budget.instructions).unwrap_or(u32::MAX);
+    INSTRUCTION_TIME.saturating_mul(instructions).clamp(RUN_TIME_MAX, RUN_TIME_LONGEST)
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// mruby takes any byte above 127 as a letter, and NUL, which a file has after a crash, as the end of the text.
 fn check_text(text: &[u8]) -> Result<(), Failed> {
+    if text.len() > SOURCE_LEN_MAX {
+        return Err(Failed { kind: FaultKind::Unreadable, line: None, message: source::too_long() });
+    }
     let (at, what) = match (text.iter().position(|b| *b == 0), std::str::from_utf8(text)) {
         (Some(at), _) => (at, "the file holds NUL: it is damaged or no text"),
         (None, Err(error)) => (error.valid_up_to(), "the file is not UTF-8"),
@@ -171,6 +210,21 @@ impl Failed {
 
     fn vm(message: &str) -> Self {
         Self { kind: FaultKind::Vm, line: None, message: format!("no Ruby VM can be made: {message}") }
+    }
+
+    /// A text that takes too much is the text's fault, not that of a budget of evaluations.
+    fn of_compiler(failure: Failure) -> Self {
+        let message = match failure.status {
+            Status::Time => {
+                format!("compiling it takes more than {} ms of processor time", COMPILE_TIME_MAX.as_millis())
+            }
+            Status::Memory => {
+                format!("compiling it takes more than {} MiB of memory", COMPILE_MEMORY_MAX >> 20)
+            }
+            _ => return Self::from(failure),
+        };
+        let message = format!("{message}: split long lists of arguments and deeply nested expressions");
+        Self { kind: FaultKind::Compile, line: failure.line, message }
     }
 
     /// The line is that of the rule itself, if one of its frames is in the backtrace.
@@ -203,6 +257,10 @@ impl From<Failure> for Failed {
                 format!(
                     "stopped: it made more than {SYMBOLS_PER_RUN} new symbols; use strings for what requests bring"
                 ),
+            ),
+            Status::Time => (
+                FaultKind::Time,
+                "stopped: it used more processor time than one evaluation may; look for a search in a long text".into(),
             ),
             Status::Failed => (FaultKind::Vm, format!("the Ruby VM failed: {message}")),
         };

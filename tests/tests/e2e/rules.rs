@@ -29,6 +29,9 @@ pub const SUITE: Suite = Suite {
         a_deleted_rule_is_said_and_harms_nobody,
         bad_rules_are_said_once_with_their_line_and_harm_nobody,
         a_rule_that_must_not_fail_refuses_instead,
+        one_long_call_of_a_rule_is_ended_and_others_are_answered,
+        a_text_that_takes_long_to_compile_is_refused,
+        the_check_of_a_rule_has_no_rights,
         figure_4_runs_unchanged,
         a_request_goes_on_in_ten_percent_of_a_core,
         settings_come_from_the_store,
@@ -195,6 +198,121 @@ fn a_rule_that_must_not_fail_refuses_instead() {
     world.write_rule("one", "# nothing\n");
     world.get("a.test", "/x.cgi").expect(200);
     world.stop();
+}
+
+/// How the only rule fares.
+fn rule_status(world: &World) -> Value {
+    fn find(value: &Value) -> Option<&Value> {
+        match value {
+            Value::Object(map) => map
+                .get("rules")
+                .filter(|rules| rules[0]["killed"].is_u64())
+                .or_else(|| map.values().find_map(find)),
+            Value::Array(list) => list.iter().find_map(find),
+            _ => None,
+        }
+    }
+    let status = world.status();
+    find(&status).unwrap_or_else(|| panic!("no rule in {status}"))[0].clone()
+}
+
+fn one_long_call_of_a_rule_is_ended_and_others_are_answered() {
+    // Twenty seconds of one thread, in one instruction.
+    const LONG: &str = "(\"a\" * 800_000).index(\"a\" * 400_000 + \"b\")";
+    let text = format!("x = 1\n{LONG} if request.path == \"/long.cgi\"\n");
+    let world = start(builder().rule("one", "access_checker", &text, "").set("edge", "threads = 1"));
+    world.write_program("alice", "cgi/long.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\n\\nfine'\n");
+    let (mut long, mut other) = (Connection::open(world.http()), Connection::open(world.http()));
+    for _ in 0..4 {
+        long.send("GET /long.cgi HTTP/1.1\r\nHost: a.test\r\n\r\n");
+        other.send(format!("GET {} HTTP/1.1\r\nHost: b.test\r\n\r\n", fresh("/x.cgi")));
+        assert_eq!(other.response().status, 200);
+        assert_eq!(long.response().status, 200, "it goes on without the rule");
+    }
+    wait::until("the log names file and line", || {
+        world.log().lines().any(|line| line.contains("NGY0609") && line.contains("one.rb:2"))
+    });
+    let status = rule_status(&world);
+    assert_eq!(status["killed"], 4, "{status}");
+    assert_eq!(status["state"], "in_force", "others in between were fine: {status}");
+
+    world.write_rule("one", &format!("{LONG}\n"));
+    for _ in 0..5 {
+        world.get("a.test", "/x.cgi").expect(200);
+    }
+    let status = rule_status(&world);
+    assert_eq!(status["killed"], 7, "a rule that is set aside is not evaluated: {status}");
+    assert_eq!(status["state"]["set_aside"]["kind"], "time", "{status}");
+    wait::until("it is said", || world.log().matches("NGY0612").count() == 1);
+    world.write_rule("one", "answer 410\n");
+    world.get("a.test", "/x.cgi").expect(410);
+    assert_eq!(rule_status(&world)["state"], "in_force");
+    world.stop();
+}
+
+/// Short for a text, long for a compiler.
+fn long_to_compile() -> String {
+    format!("f({}1)\n", "1,".repeat(23_000))
+}
+
+fn a_text_that_takes_long_to_compile_is_refused() {
+    let world = start(builder().stored_rule("limits", "access_checker", ""));
+    let refused = world.try_set_rule("limits", &long_to_compile());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("NGY0610"), "{said}");
+    // The supervisor itself is asked here.
+    let line = json!({ "rule": { "name": "limits", "text": long_to_compile() } }).to_string();
+    let refused = world.try_import(&line);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("compiling it takes more than"), "{said}");
+    world.set_rule("limits", "answer 410\n");
+    world.get("a.test", "/x.cgi").expect(410);
+    world.stop();
+}
+
+fn the_check_of_a_rule_has_no_rights() {
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+    let check = |text: &str, look: &dyn Fn(u32)| {
+        let mut command = Command::new(nagaya_tests::world::program());
+        let command = command.args(["rule-check", "probe.rb"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("the built program starts");
+        look(child.id());
+        let mut text_to = child.stdin.take().expect("it is piped");
+        text_to.write_all(text.as_bytes()).expect("it reads");
+        drop(text_to);
+        let output = child.wait_with_output().expect("it ends");
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice::<Value>(&output.stdout).expect("a verdict")
+    };
+    let has_no_rights = |pid: u32| {
+        let status = |task: &std::path::Path| fs::read_to_string(task.join("status")).unwrap_or_default();
+        let tasks = || fs::read_dir(format!("/proc/{pid}/task")).expect("it waits for its text");
+        wait::until("each thread has its filter", || {
+            let tasks: Vec<_> = tasks().map(|task| status(&task.expect("it is there").path())).collect();
+            tasks.len() == 2 && tasks.iter().all(|status| status.contains("Seccomp:\t2\n"))
+        });
+        for task in tasks() {
+            let status = status(&task.expect("it is there").path());
+            for line in [
+                "Uid:\t65534\t65534\t65534\t65534",
+                "Gid:\t65534\t65534\t65534\t65534",
+                "NoNewPrivs:\t1",
+                "CapEff:\t0000000000000000",
+                "CapPrm:\t0000000000000000",
+                "CapBnd:\t0000000000000000",
+                "Groups:\t ",
+            ] {
+                assert!(status.contains(&format!("{line}\n")), "{line}: {status}");
+            }
+        }
+        let open = fs::read_dir(format!("/proc/{pid}/fd")).expect("root may look").count();
+        assert_eq!(open, 3, "the standard streams alone");
+    };
+    assert_eq!(check("answer 410\n", &has_no_rights), Value::Null);
+    let verdict = check("if request.path ==\nend\n", &|_| ());
+    assert_eq!((&verdict["kind"], &verdict["line"]), (&json!("syntax"), &json!(2)), "{verdict}");
+    assert_eq!(check(&long_to_compile(), &|_| ())["kind"], "compile");
 }
 
 /// The named cell of the node with this name, while it is listed.

@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use super::{OnChange, Problem, problem};
 use crate::config::settings::STORED;
+use crate::rule_check;
 use crate::tenant_ids::IdSource;
 
 /// Users of the machine in a row, where tenants' uids are to begin, that are passed over for one tenant.
@@ -339,7 +340,7 @@ impl Api {
 }
 
 fn compile(rule: &Rule) -> Result<(), RuleFault> {
-    nagaya_rules::check(&rule.text, &format!("{STORED}{}", rule.name))
+    rule_check::check(rule.text.as_bytes(), &format!("{STORED}{}", rule.name))
 }
 
 /// A problem tells the code apart.

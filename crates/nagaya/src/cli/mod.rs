@@ -143,6 +143,9 @@ enum Command {
     Edge,
     #[command(hide = true)]
     Keeper,
+    /// Checks the rule on standard input without any rights; messages call it FILE
+    #[command(hide = true)]
+    RuleCheck { file: String },
 }
 
 const SERVE_EXAMPLES: &str = "\
@@ -206,6 +209,7 @@ pub fn run() -> ExitCode {
     let result = match command {
         Command::Edge => return supervisor::run_edge(),
         Command::Keeper => return supervisor::run_keeper(),
+        Command::RuleCheck { file } => return supervisor::run_rule_check(&file),
         Command::Serve { log } => return serve(Serve { config, log }),
         Command::CheckConfig(format) => config::check(config.as_deref(), format),
         Command::Config(command) => config::run(&command, config.as_deref()),

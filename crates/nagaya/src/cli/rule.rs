@@ -1,6 +1,6 @@
 //! `nagaya rule`: rules that the store keeps, for every node whose configuration names them.
 //!
-//! Not here: Ruby (`nagaya_rules`), when a rule runs (`[[rules]]` in the configuration), where commands work (`output`).
+//! Not here: Ruby (`nagaya_rules`), the process that checks it (`rule_check`), when a rule runs (`[[rules]]` in the configuration), where commands work (`output`).
 
 use std::fs::File;
 use std::io::{self, Read, Write as _};
@@ -12,6 +12,7 @@ use serde_json::json;
 
 use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
 use crate::admin::{Problem, place_and_message};
+use crate::rule_check;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -68,7 +69,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     // The node does so, too, but knows neither the file nor whether it was one.
     let file =
         if command.file == Path::new("-") { "standard input".into() } else { command.file.to_string_lossy() };
-    nagaya_rules::check(&text, &file).map_err(|fault| {
+    rule_check::check(text.as_bytes(), &file).map_err(|fault| {
         CliError::Refused(Problem::broken_rule(fault.kind.code(), place_and_message(&fault)))
     })?;
     let reply = Access::open(place, Intent::Change)?.put(&path, &json!({ "text": text }))?;

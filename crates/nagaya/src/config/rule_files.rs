@@ -1,26 +1,28 @@
 //! What is wrong with the rule files that a configuration names, found before a request meets it.
 //!
-//! Not here: compiling them (`nagaya_rules`), the keys that name them (`schema`).
+//! Not here: compiling them (`rule_check`), the keys that name them (`schema`).
 
 use std::path::PathBuf;
 
-use nagaya_rules::{FaultKind, RuleFault, RuleFile, RuleSet, RuleState};
+use nagaya_rules::{FaultKind, RULE_FILES_MAX, RuleFault, RuleFile};
 
 use super::mistake::{Mistake, Severity};
 use super::settings::Settings;
+use crate::rule_check;
 
-/// Compiles every rule file, with the rights of the caller. A missing one is a warning: it may come later, and is in
+/// Reads every rule file with the rights of the caller, and has it compiled by a process without any. A missing one is a warning: it may come later, and is in
 /// force then. A rule of the store was compiled before it was stored; whether it is there is known where the node runs.
 pub fn check_rules(settings: &Settings) -> Vec<Mistake> {
     let is_file = |rule: &&RuleFile| settings.stored_rule(rule).is_none();
-    let files = settings.edge.rules.iter().filter(is_file).cloned().collect();
-    let rules = RuleSet::new(files, settings.edge.rule_limits);
-    let broken = rules.status().into_iter().filter_map(|status| match status.state {
-        RuleState::Broken(fault) => Some(mistake(fault)),
-        RuleState::InForce => None,
-    });
+    let files = settings.edge.rules.iter().take(RULE_FILES_MAX).filter(is_file);
+    let broken = files.filter_map(|rule| check_file(rule).err()).map(mistake);
     let missing = settings.edge.rules.iter().filter_map(|rule| missing(settings, rule));
     broken.chain(missing).collect()
+}
+
+fn check_file(rule: &RuleFile) -> Result<(), RuleFault> {
+    let text = nagaya_rules::read(&rule.path)?;
+    rule_check::check(&text, &rule.path.to_string_lossy())
 }
 
 /// A rule of the store that the running node has not got.

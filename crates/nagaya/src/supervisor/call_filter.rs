@@ -1,4 +1,4 @@
-//! The edge's filter of system calls (seccomp, Documentation/userspace-api/seccomp_filter.rst): a list of what it may do.
+//! The filters of system calls of the edge, and of the process that checks rules (seccomp, Documentation/userspace-api/seccomp_filter.rst): a list of what it may do.
 //!
 //! The edge parses the network. If somebody takes it over, no program can be started from it, no other process be looked into,
 //! and most of the kernel is out of reach. A call that is not listed fails with `EPERM`; `clone3` fails with `ENOSYS`, because a
@@ -183,6 +183,55 @@ const PROCESS_REQUESTS: [libc::c_int; 6] = [
     libc::PR_CAPBSET_READ,
 ];
 
+/// Of a process that only reads a text, compiles it and writes a verdict. Memory and waiting as the allocator and the
+/// watchdog of the compiler need them. No files, no sockets, no processes, no new threads.
+const ALLOWED_FOR_RULE_CHECK: &[libc::c_long] = &[
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_getrandom,
+    libc::SYS_futex,
+    libc::SYS_sched_yield,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_clock_gettime,
+    libc::SYS_restart_syscall,
+    // The watchdog's thread may begin only now. Without these the C library aborts.
+    libc::SYS_rseq,
+    libc::SYS_set_robust_list,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+];
+
+/// Puts the filter of a rule check on all threads of this process for good. It must have `no_new_privs`.
+pub fn install_for_rule_check() -> io::Result<()> {
+    let filter = program(rule_check_rules().map_err(io::Error::other)?, Action::Allow)?;
+    seccompiler::apply_filter_all_threads(&filter).map_err(io::Error::other)
+}
+
+fn rule_check_rules() -> Result<Rules, seccompiler::BackendError> {
+    let mut rules: Rules = ALLOWED_FOR_RULE_CHECK.iter().map(|number| (*number, Vec::new())).collect();
+    // Memory that cannot be run.
+    let executable = u64::from(libc::PROT_EXEC.unsigned_abs());
+    for number in [libc::SYS_mmap, libc::SYS_mprotect] {
+        let plain = SeccompCmpOp::MaskedEq(executable);
+        let protection = SeccompCondition::new(2, SeccompCmpArgLen::Dword, plain, 0)?;
+        rules.insert(number, vec![SeccompRule::new(vec![protection])?]);
+    }
+    // The watchdog's signal to this process.
+    let own = u64::from(std::process::id());
+    rules.insert(libc::SYS_tgkill, vec![first_argument(SeccompCmpOp::Eq, own)?]);
+    Ok(rules)
+}
+
 /// Puts the filter on this process for good. It must have one thread and `no_new_privs`.
 pub fn install() -> io::Result<()> {
     let missing = program(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), Action::Missing)?;
@@ -273,6 +322,45 @@ mod tests {
             assert_eq!(packet.unwrap_err(), rustix::io::Errno::PERM);
             assert_eq!(nix::sys::prctl::set_dumpable(true), Err(Errno::EPERM));
         });
+    }
+
+    /// The filter of a rule check, on one thread that ends with it.
+    fn behind_filter_of_rule_check<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+        let thread = thread::spawn(|| {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            let filter = program(rule_check_rules().unwrap(), Action::Allow).unwrap();
+            seccompiler::apply_filter(&filter).unwrap();
+            act()
+        });
+        thread.join().unwrap()
+    }
+
+    #[test]
+    fn a_rule_check_reaches_no_file_socket_or_process() {
+        behind_filter_of_rule_check(|| {
+            let denied = Some(libc::EPERM);
+            assert_eq!(std::fs::read("/etc/passwd").unwrap_err().raw_os_error(), denied);
+            assert_eq!(TcpListener::bind("127.0.0.1:0").unwrap_err().raw_os_error(), denied);
+            assert_eq!(Command::new("true").status().unwrap_err().raw_os_error(), denied);
+            assert_eq!(thread::Builder::new().spawn(|| ()).unwrap_err().raw_os_error(), denied);
+            assert_eq!(nix::sys::signal::kill(nix::unistd::getppid(), None), Err(Errno::EPERM));
+            let none = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0);
+            assert_eq!(none, Err(Errno::EPERM));
+        });
+    }
+
+    #[test]
+    fn a_rule_check_compiles_and_is_ended_behind_its_filter() {
+        // The watchdog is there before the filter, as in the process.
+        nagaya_rules::check(b"", "empty").unwrap();
+        let (good, bad, long) = behind_filter_of_rule_check(|| {
+            let long = format!("f({}1)", "1,".repeat(24_000));
+            let check = |text: &str| nagaya_rules::check(text.as_bytes(), "a.rb").map_err(|fault| fault.kind);
+            (check("x = [1, 2].map { |n| n.to_s }"), check("if x =="), check(&long))
+        });
+        assert_eq!(good, Ok(()));
+        assert_eq!(bad, Err(nagaya_rules::FaultKind::Syntax));
+        assert_eq!(long, Err(nagaya_rules::FaultKind::Compile));
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod place;
 mod priority;
 mod reload;
 mod rights;
+mod rule_checker;
 mod sockets;
 mod stored_rules;
 
@@ -36,6 +37,7 @@ pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;
 pub use rights::{run_edge, run_keeper};
+pub use rule_checker::run_rule_check;
 
 use self::cluster::Records;
 use self::feed::Changes;

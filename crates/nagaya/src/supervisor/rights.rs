@@ -28,7 +28,7 @@ pub enum RightsError {
     NoSocket(&'static str),
 }
 
-fn system<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> RightsError {
+pub(super) fn system<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce(E) -> RightsError {
     move |error| RightsError::System { what, error: error.into() }
 }
 
@@ -84,7 +84,7 @@ fn raise_open_files() -> rustix::io::Result<()> {
 }
 
 /// From root to a user that owns nothing, for good.
-fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
+pub(super) fn give_up(identity: Option<(u32, u32)>) -> Result<(), RightsError> {
     if let Some((uid, gid)) = identity {
         drop_bounding_set().map_err(system("the capability bounding set cannot be emptied"))?;
         setgroups(&[]).map_err(system("supplementary groups cannot be dropped"))?;

@@ -231,7 +231,8 @@ fn what_takes_all_memory_is_ended() {
 #[test]
 fn memory_that_is_only_copied_counts_as_work() {
     let fault = killed("loop { 'x' * 1_000_000 }");
-    assert_eq!(fault.kind, FaultKind::Instructions, "{fault}");
+    // A slow machine needs about the time of an evaluation for as many bytes.
+    assert!(matches!(fault.kind, FaultKind::Instructions | FaultKind::Time), "{fault}");
 }
 
 #[test]
@@ -402,4 +403,104 @@ fn rules_change_under_evaluations_of_other_threads() {
     }
     thread.join().unwrap();
     assert_eq!(status(&set).errors, 0);
+}
+
+// === Time ===
+
+/// One call of C, of seconds.
+const LONG_CALL: &str = "('a' * 800_000).index('a' * 400_000 + 'b')";
+
+#[test]
+fn one_call_that_takes_long_is_ended() {
+    let fault = killed(LONG_CALL);
+    assert_eq!((fault.kind, fault.line), (FaultKind::Time, Some(2)), "{fault}");
+    assert!(fault.to_string().starts_with("NGY0609: "), "{fault}");
+    // An exception's own method is asked for its message.
+    let fault =
+        killed(&format!("class X < StandardError\n  def message\n    {LONG_CALL}\n  end\nend\nraise X"));
+    assert_eq!((fault.kind, fault.line), (FaultKind::Time, Some(4)), "{fault}");
+}
+
+#[test]
+fn a_file_that_takes_long_again_and_again_is_set_aside_until_it_changes() {
+    for cache in [false, true] {
+        let mut rules = Rules::of(LONG_CALL);
+        rules.add("Apache.rputs 'next'");
+        rules.first().cache = cache;
+        let (set, mut engine) = rules.engine();
+        for _ in 0..5 {
+            assert_eq!(answer_of(&mut engine), "next");
+        }
+        let now = status(&set);
+        assert_eq!((now.evaluations, now.killed), (3, 3), "two more would have stopped the thread");
+        let RuleState::SetAside(fault) = now.state else { panic!("{:?}", now.state) };
+        assert_eq!(fault.kind, FaultKind::Time);
+        assert_eq!(answer_of(&mut Engine::new(Arc::clone(&set))), "next", "another thread knows it too");
+        rules.write(0, "Apache.rputs 'mended'");
+        set.refresh();
+        assert_eq!(answer_of(&mut engine), "mended");
+        assert_eq!(status(&set).state, RuleState::InForce);
+    }
+}
+
+#[test]
+fn a_file_that_takes_long_for_some_requests_stays() {
+    let source =
+        format!("$n = 0 unless $n\n{LONG_CALL} if Apache::Request.new.uri == '/long'\nApache.rputs 'fine'");
+    let (set, mut engine) = Rules::of(&source).engine();
+    let ask = |engine: &mut Engine, path: &str| {
+        let mut verdict = engine.blank();
+        engine.evaluate(Phase::AccessChecker, &crate::testing::Asked::get(path), &mut verdict).unwrap();
+        verdict.answer.is_some()
+    };
+    for _ in 0..2 {
+        assert!(!ask(&mut engine, "/long"));
+        assert!(!ask(&mut engine, "/long"));
+        assert!(ask(&mut engine, "/"));
+    }
+    assert_eq!((status(&set).state, status(&set).killed), (RuleState::InForce, 4));
+}
+
+#[test]
+fn a_set_aside_file_that_must_not_fail_refuses() {
+    let mut rules = Rules::of(LONG_CALL);
+    rules.first().on_error = OnError::Refuse;
+    let (_set, mut engine) = rules.engine();
+    for _ in 0..4 {
+        assert_eq!(evaluate(&mut engine).1.unwrap_err().kind, FaultKind::Time);
+    }
+}
+
+#[test]
+fn a_text_that_takes_long_to_compile_is_refused() {
+    let fault = crate::check(format!("f({}1)", "1,".repeat(24_000)).as_bytes(), "store:a").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Compile, "{fault}");
+    assert!(fault.to_string().starts_with("NGY0610: store:a: "), "{fault}");
+    let fault = crate::check(&vec![b'#'; crate::SOURCE_LEN_MAX + 1], "store:a").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Unreadable, "{fault}");
+    let usual = "answer 403 if request.path =~ /wiki/ && [1, 2].map { |n| n.to_s }.include?(request.host)\n";
+    assert_eq!(crate::check(usual.repeat(200).as_bytes(), "store:a"), Ok(()), "far from the limit");
+}
+
+#[test]
+fn a_list_that_shrinks_while_it_is_sorted_is_noticed() {
+    let source = |list: &str| {
+        format!(
+            "begin\n  a = {list}\n  a.sort! {{ a.pop; 1 }}\nrescue => error\n  Apache.rputs error.message\nend"
+        )
+    };
+    for list in ["[3, 2, 1]", "(0..99).to_a"] {
+        assert_eq!(written(&source(list)), "array modified during sort", "{list}");
+    }
+    assert_eq!(written("Apache.rputs [3, 1, 2].sort { |a, b| b <=> a }.inspect"), "[3, 2, 1]");
+}
+
+#[test]
+fn the_mruby_that_is_built_in_is_the_one_whose_faults_are_listed() {
+    let list = include_str!("../../../../docs/bundled-c.md");
+    let row = format!("| mruby | {} | `libnghttp2-sys` ", crate::MRUBY_VERSION);
+    assert!(
+        list.contains(&row),
+        "look for advisories of this version, then list it in docs/bundled-c.md: {row}"
+    );
 }

@@ -26,6 +26,18 @@ const NATIVES: &[Native] = &[
         })
     }),
     Native::singleton("Probe", "panic", |_| panic!("a defect of a native")),
+    Native::singleton("Probe", "work", |_| {
+        let before = deferred();
+        while deferred() == before {}
+        WORKED.set(WORKED.get() + 1);
+        Ok(Value::Nil)
+    }),
+    Native::singleton("Probe", "wait", |_| {
+        let (_sender, nothing) = std::sync::mpsc::channel::<()>();
+        let waited = nothing.recv_timeout(20 * TIME);
+        assert_eq!(waited, Err(std::sync::mpsc::RecvTimeoutError::Timeout));
+        Ok(Value::Nil)
+    }),
     Native::method("Probe", "initialize", |call| {
         let guard = Guard::new(call.text(0)?);
         call.keep(guard);
@@ -34,8 +46,13 @@ const NATIVES: &[Native] = &[
     Native::method("Probe", "name", |call| Ok(call.this::<Guard>()?.0.clone().into())),
 ];
 
+/// Processor time of a run in the tests of the watchdog.
+const TIME: std::time::Duration = std::time::Duration::from_millis(10);
+
 thread_local! {
     static GUARDS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    /// Calls of `Probe.work` that came to their end.
+    static WORKED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// The state of a Ruby object, counted.
@@ -72,7 +89,7 @@ fn machine() -> Machine {
 }
 
 fn limits() -> Limits {
-    Limits { instructions: 100_000, memory: 16 << 20, symbols: 100 }
+    Limits { instructions: 100_000, memory: 16 << 20, symbols: 100, nanoseconds: u64::MAX }
 }
 
 fn load(machine: &mut Machine, source: &str) -> Program {
@@ -245,4 +262,168 @@ fn programs_are_replaced_without_end() {
     }
     machine.collect();
     assert!(machine.memory() <= early + 4096, "{early} {}", machine.memory());
+}
+
+/// Runs it with `TIME` and any number of instructions, in a machine of its own.
+fn run_watched(source: &str) -> Result<String, Failure> {
+    let mut machine = machine();
+    machine.limit(Limits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    run(&mut machine, source)
+}
+
+#[test]
+fn one_call_of_c_is_ended_where_the_rule_was() {
+    let search = "a = 'a'\nb = a * 400_000 + 'b'\n\n(a * 800_000).index(b)\nProbe.show(1)";
+    let failure = run_watched(search).unwrap_err();
+    assert_eq!((failure.status, failure.line), (Status::Time, Some(4)));
+    assert_eq!((&*failure.class, &*failure.message), ("", ""));
+    // Within a block that the library calls.
+    let failure = run_watched(&format!("[1].each do\n{search}\nend")).unwrap_err();
+    assert_eq!((failure.status, failure.line), (Status::Time, Some(5)));
+    assert_eq!(run_watched("Probe.show(2)").unwrap(), "Int(2)");
+}
+
+#[test]
+fn a_machine_that_was_ended_runs_nothing_more() {
+    let mut machine = machine();
+    machine.limit(Limits { instructions: u64::MAX, nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    assert_eq!(run(&mut machine, "loop {}").unwrap_err().status, Status::Time);
+    let program = Program(0);
+    assert_eq!(machine.run(program, None).unwrap_err().status, Status::Failed);
+    let compiled = machine.compile(b"1", c"probe.rb", true);
+    assert_eq!(compiled.unwrap_err().status, Status::Failed);
+}
+
+#[test]
+fn rust_is_never_left_in_the_middle() {
+    let failure = run_watched("Probe.work\nProbe.work").unwrap_err();
+    assert_eq!((failure.status, failure.line), (Status::Time, Some(1)));
+    assert_eq!(WORKED.get(), 1, "the first call came to its end, and the second one never began");
+    let program = "made = Probe.new('kept')\nProbe.work";
+    assert_eq!(run_watched(program).unwrap_err().status, Status::Time);
+    assert_eq!(GUARDS.get(), 0, "what the machine kept is dropped with it");
+}
+
+#[test]
+fn the_allocator_is_never_left_in_the_middle() {
+    let before = deferred();
+    // Each round the signal comes at some other place; many of them are in the allocator.
+    for _ in 0..200 {
+        let failure = run_watched("while true\n  'x' * 1_000_000\nend").unwrap_err();
+        assert_eq!(failure.status, Status::Time);
+        assert_eq!(run_watched("Probe.show('x' * 3)").unwrap(), "Text([120, 120, 120])");
+        if deferred() > before {
+            return;
+        }
+    }
+    panic!("no signal came while memory was allocated");
+}
+
+#[test]
+fn a_run_that_only_waits_keeps_its_time() {
+    assert_eq!(run_watched("Probe.wait\nProbe.show(1)").unwrap(), "Int(1)");
+}
+
+#[test]
+fn threads_are_watched_each_by_itself() {
+    let ends = || assert_eq!(run_watched("loop {}").unwrap_err().status, Status::Time);
+    let lives = || assert_eq!(run_watched("Probe.wait\nProbe.show(1)").unwrap(), "Int(1)");
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(ends);
+            scope.spawn(lives);
+        }
+    });
+}
+
+#[test]
+fn a_text_that_takes_long_to_compile_is_ended() {
+    let text = format!("f({}1)", "1,".repeat(24_000));
+    let mut machine = Machine::open(NATIVES).unwrap();
+    machine.limit(Limits { nanoseconds: TIME.as_nanos() as u64, ..limits() });
+    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, Status::Time);
+    let mut machine = Machine::open(NATIVES).unwrap();
+    machine.limit(Limits { memory: 1 << 20, ..limits() });
+    assert_eq!(machine.compile(text.as_bytes(), c"probe.rb", true).unwrap_err().status, Status::Memory);
+}
+
+/// Functions of the C library that mruby calls: none takes a lock or allocates, so that a run may be ended in any of them.
+/// Those that do have a guarded form (`build.rs`).
+const CALLED_BY_MRUBY: &[&str] = &[
+    "__ctype_tolower_loc",
+    "__ctype_toupper_loc",
+    "__errno_location",
+    "_setjmp",
+    "abort",
+    "acos",
+    "acosh",
+    "asctime_r",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "cbrt",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exit",
+    "exp",
+    "floor",
+    "fmod",
+    "frexp",
+    "hypot",
+    "ldexp",
+    "log",
+    "log10",
+    "log2",
+    "longjmp",
+    "memchr",
+    "memcmp",
+    "memcpy",
+    "memmove",
+    "memset",
+    "pow",
+    "round",
+    "sin",
+    "sinh",
+    "sqrt",
+    "strchr",
+    "strcmp",
+    "strlen",
+    "strncat",
+    "strncmp",
+    "strncpy",
+    "tan",
+    "tanh",
+    "time",
+    "timespec_get",
+];
+
+#[test]
+fn mruby_calls_nothing_that_keeps_a_lock() {
+    let library = concat!(env!("OUT_DIR"), "/libnagaya_mruby.a");
+    let names = |option: &str| {
+        let out = std::process::Command::new("nm").args(["-P", option, library]).output().unwrap();
+        let text = String::from_utf8(out.stdout).unwrap();
+        let names: std::collections::BTreeSet<String> =
+            text.lines().filter_map(|line| line.split_once(' ')).map(|(name, _)| name.to_owned()).collect();
+        names
+    };
+    let (used, defined) = (names("-u"), names("--defined-only"));
+    assert!(used.contains("ng_guarded_mktime"));
+    // The linker's own, and our side of the shim.
+    let is_ours = |name: &str| {
+        name.starts_with("ng_")
+            || name.starts_with("_GLOBAL_")
+            || ["mrb_basic_alloc_func", "mrb_init_mrblib", "edata", "etext"].contains(&name)
+    };
+    // Another compiler may call the same functions in their checked forms.
+    let plain = |name: &str| name.trim_start_matches("__").trim_end_matches("_chk").to_owned();
+    let known =
+        |name: &String| CALLED_BY_MRUBY.iter().any(|known| known == name || plain(known) == plain(name));
+    let others: Vec<_> = used.difference(&defined).filter(|name| !is_ours(name) && !known(name)).collect();
+    assert!(others.is_empty(), "guard it, or list it here if it takes no lock: {others:?}");
 }

@@ -9,7 +9,7 @@ use crate::{Engine, FaultKind};
 fn kind(set: &RuleSet) -> Option<FaultKind> {
     match set.status().remove(0).state {
         RuleState::InForce => None,
-        RuleState::Broken(fault) => Some(fault.kind),
+        RuleState::Broken(fault) | RuleState::SetAside(fault) => Some(fault.kind),
     }
 }
 

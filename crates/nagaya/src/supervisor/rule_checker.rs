@@ -1,0 +1,64 @@
+//! The process that checks one text of a rule: it gives up everything, compiles the text, and says what is wrong with it.
+//!
+//! The text stands on its standard input, the verdict goes to its standard output as JSON: `null` or a fault.
+//! Invariant: no byte of the text is read before the rights are gone and the filter of system calls is on.
+//!
+//! Not here: starting it and its time (`crate::rule_check`), compiling (`nagaya_rules`).
+
+use std::io::{self, Read as _, Write as _};
+use std::process::ExitCode;
+
+use nagaya_rules::{RuleFault, SOURCE_LEN_MAX};
+use nix::unistd::Uid;
+use rustix::process::{Resource, Rlimit};
+
+use super::call_filter;
+use super::rights::{self, RightsError};
+use crate::inherit;
+
+/// The user and group it becomes when root starts it: those that own nothing by convention.
+const NOBODY: u32 = 65_534;
+
+/// Bounds of the process should its own limits (`nagaya_rules`) fail: seconds of processor time, and bytes of addresses.
+/// The allocator reserves 1 GiB of addresses at once.
+const PROCESSOR_SECONDS_MAX: u64 = 3;
+const ADDRESS_BYTES_MAX: u64 = 4 << 30;
+
+/// `nagaya rule-check`.
+pub fn run_rule_check(file: &str) -> ExitCode {
+    let done = give_up_all().and_then(|()| answer(file).map_err(rights::system("the text or the verdict")));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nobody reads it if the supervisor has started this process.
+            eprintln!("nagaya rule-check: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn give_up_all() -> Result<(), RightsError> {
+    // The supervisor may be passing sockets to another process at this moment.
+    inherit::close_all_but_standard().map_err(rights::system("inherited descriptors cannot be closed"))?;
+    for (resource, most) in
+        [(Resource::Cpu, PROCESSOR_SECONDS_MAX), (Resource::As, ADDRESS_BYTES_MAX), (Resource::Core, 0)]
+    {
+        rustix::process::setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })
+            .map_err(rights::system("a limit cannot be set"))?;
+    }
+    let identity = Uid::effective().is_root().then_some((NOBODY, NOBODY));
+    rights::give_up(identity)?;
+    // The compiler's watchdog is a thread, and the filter allows no new one.
+    let _ = nagaya_rules::check(b"", "empty");
+    call_filter::install_for_rule_check()
+        .map_err(rights::system("the filter of system calls cannot be put on"))
+}
+
+fn answer(file: &str) -> io::Result<()> {
+    let mut text = Vec::new();
+    io::stdin().lock().take(SOURCE_LEN_MAX as u64 + 1).read_to_end(&mut text)?;
+    let verdict: Option<RuleFault> = nagaya_rules::check(&text, file).err();
+    let mut output = io::stdout().lock();
+    output.write_all(&serde_json::to_vec(&verdict)?)?;
+    output.flush()
+}
