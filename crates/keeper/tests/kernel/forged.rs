@@ -211,7 +211,7 @@ fn forge_file(header: &Path, name: &str, key: Option<&[u8]>, change: FileChange<
 
 fn forge_thread(header: &Path, thread: &str, key: Option<&[u8]>, change: Change) {
     forge_file(header, &format!("core-{thread}.img"), key, &|core| {
-        within(core, CORE_THREAD, &change);
+        within(core, CORE_THREAD, change);
         // Of CRIU before it knew of threads.
         within(core, CORE_TASK, |task| {
             task.retain(|(number, _)| ![TASK_OLD_SECCOMP, TASK_OLD_SECCOMP + 1].contains(number));

@@ -46,6 +46,7 @@ pub const CELLS: &[CellFact] = &[
     ),
     (&[], "an instance that is given up lets its uses end, and does not run again under its epoch", given_up),
     (&[], "a site that always runs does so only where it is placed", kept_where_placed),
+    (&[], "a warden sleeps while all is stopped, whatever time it is told", warden_sleeps),
     (&[], "a keeper whose warden was killed ends, and all instances with it", killed_warden),
     (&[], "nothing that is fenced outlives a killed keeper", killed_keeper),
 ];
@@ -612,6 +613,27 @@ fn warden_of(keeper: u32) -> i32 {
         name.trim() == "nagaya-warden" && parent_of(*pid).and_then(parent_of) == Some(keeper)
     };
     all.into_iter().find(is_its).expect("a node of a cluster has a warden")
+}
+
+/// One that did not would take a processor before everything else of the machine.
+fn warden_sleeps() {
+    let world = world(&["app"]);
+    let warden = warden_of(world.keeper_pid());
+    let sleeps = || {
+        let stat = fs::read_to_string(format!("/proc/{warden}/stat")).unwrap();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
+    };
+    world.run(async |_| {
+        // A time that has passed, one that passes soon, and both again once there was authority.
+        for _ in 0..2 {
+            world.tell(&Down::Authority { until_ns: boottime_ns() - MS });
+            assert_eq!(status(&world)["fenced"], true);
+            until_so(sleeps).await;
+            authority_that_holds(&world, 200);
+            until_fenced(&world, true).await;
+            until_so(sleeps).await;
+        }
+    });
 }
 
 fn killed_warden() {
