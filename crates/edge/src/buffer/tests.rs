@@ -83,7 +83,8 @@ async fn a_backend_is_free_before_its_client_reads() {
                 let right =
                     whole.chunks(len).enumerate().all(|(n, piece)| piece.iter().all(|&b| b == n as u8));
                 assert!(right, "{pieces} pieces of {len} come in their order");
-                assert_eq!(spool.usage(), (0, 0), "and their room is given back");
+                // Their room is given back; a file's by another thread.
+                until(|| spool.usage() == (0, 0)).await;
             }
         })
         .await;

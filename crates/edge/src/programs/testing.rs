@@ -70,7 +70,7 @@ impl World {
         std::fs::create_dir(home.join("notes")).unwrap();
         std::fs::set_permissions(home.join("notes"), PermissionsExt::from_mode(0o777)).unwrap();
         let tenant =
-            format!(r#"{{"name":"demo","uid":65534,"gid":65534,"home":{home:?},"php_workers":{}}}"#, 4);
+            format!(r#"{{"name":"demo","uid":61007,"gid":61007,"home":{home:?},"php_workers":{}}}"#, 4);
         let tenant: Tenant = serde_json::from_str(&tenant).unwrap();
         let site = format!(
             r#"{{"name":"demo","tenant":"demo","hosts":["demo"],"backend":{{"kind":"{kind}","root":"web"{more}}}}}"#
