@@ -83,6 +83,7 @@ async fn a_backend_is_free_before_its_client_reads() {
                 let right =
                     whole.chunks(len).enumerate().all(|(n, piece)| piece.iter().all(|&b| b == n as u8));
                 assert!(right, "{pieces} pieces of {len} come in their order");
+                drop(answer);
                 // Their room is given back; a file's by another thread.
                 until(|| spool.usage() == (0, 0)).await;
             }

@@ -93,11 +93,12 @@ fn a_worker_serves_one_request_after_the_other() {
             (302, &"/there".parse().unwrap())
         );
         assert_eq!(thread.response("fails.php", get()).await.status, 500);
-        assert_eq!(thread.response("absent.php", get()).await.status, 404);
         let head = thread.response("length.php", request(Method::HEAD, RequestBody::empty())).await;
         assert!(head.body.len().is_none(), "its length is not known");
         assert_eq!(pid(&thread).await, first);
         assert_eq!(thread.running("php").await, 1);
+        // A script that is not there is not asked for, and its worker is replaced.
+        assert_eq!(thread.response("absent.php", get()).await.status, 404);
     });
 }
 
