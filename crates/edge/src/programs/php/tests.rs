@@ -232,7 +232,7 @@ fn an_idle_worker_that_died_is_replaced_unnoticed() {
     world.run(async |thread| {
         let first = pid(&thread).await;
         signal(first, rustix::process::Signal::KILL);
-        until("the worker is gone", || !is_running(first)).await;
+        thread.until_none_runs("php").await;
         assert_eq!(text(thread.response("length.php", post("hello")).await).await, "5");
         let second = pid(&thread).await;
 
