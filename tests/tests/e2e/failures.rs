@@ -208,12 +208,12 @@ fn a_full_disk_stops_the_log_and_no_request() {
 }
 
 fn running_out_of_descriptors_passes() {
-    let world = builder().before(&["prlimit", "--nofile=64:64"]).start();
+    let world = builder().before(&["prlimit", "--nofile=96:96"]).start();
     fill(&world);
     let mut running = Connection::open(world.http());
     running.send("GET /gated.cgi HTTP/1.1\r\nHost: cgi.test\r\nConnection: close\r\n\r\n");
     // More clients than it has room for; the kernel takes them in.
-    let mut crowd: Vec<_> = (0..100).map(|_| Connection::open(world.http())).collect();
+    let mut crowd: Vec<_> = (0..200).map(|_| Connection::open(world.http())).collect();
     for connection in &mut crowd {
         connection.send("GET /a.txt HTTP/1.1\r\nHost: www.test\r\n\r\n");
     }
@@ -222,7 +222,7 @@ fn running_out_of_descriptors_passes() {
     world.write("alice", "cgi/gate", "open");
     assert_eq!(running.response().expect(200).text(), "begun\nfinished\n");
     // Those that wait get their turn when others leave.
-    let mut last = crowd.pop().expect("a hundred");
+    let mut last = crowd.pop().expect("two hundred");
     drop(crowd);
     assert_eq!(last.response().expect(200).text(), "alpha");
     assert_eq!(world.get("cgi.test", "/quick.cgi").expect(200).text(), "quick\n");
