@@ -230,6 +230,14 @@ impl Etcd {
         serde_json::from_slice(&told.stdout).ok()
     }
 
+    /// The text that stands at a key, which is to be there.
+    #[track_caller]
+    pub fn value(&self, key: &str) -> String {
+        let told = self.ask_openly("range", &json!({ "key": BASE64.encode(key.as_bytes()) }));
+        let value = told["kvs"][0]["value"].as_str().unwrap_or_else(|| panic!("nothing stands at {key}"));
+        String::from_utf8(BASE64.decode(value.as_bytes()).expect("it is base64")).expect("it is text")
+    }
+
     fn url_of(&self, member: &Member) -> String {
         let scheme = if self.files.is_some() { "https" } else { "http" };
         format!("{scheme}://{}", member.client)

@@ -58,8 +58,11 @@ pub struct ClusterOptions {
     /// PEM: this node's chain, whose DNS name is `NODE.nagaya.internal`, and its key.
     pub certificate: String,
     pub key: String,
-    /// Key of the probes' HMAC-SHA256: 64 hexadecimal digits, the same on all nodes.
+    /// Key of the probes' HMAC-SHA256 that this node signs with: 64 hexadecimal digits.
     pub probe_key: String,
+    /// Keys that other nodes may sign with, too, while the cluster's keys are exchanged.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub probe_keys_also: Vec<String>,
     pub probe: ProbeKind,
     /// Longest that a probe waits for an answer, milliseconds, 5 to 100: what is measured only shortens it.
     pub probe_ms: u64,

@@ -6,11 +6,9 @@ use nagaya_tests::cluster::{self, Cluster, Etcd};
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use ring::hkdf::{HKDF_SHA256, Salt};
 use serde_json::{Value, json};
 
-use crate::cluster::{cluster_status, cluster_with, imageless, sites, until_the_store_confirms, with_alice};
+use crate::cluster::{cluster_status, sites, until_the_store_confirms, with_alice};
 
 pub const SUITE: Suite = Suite {
     name: "etcd_trust",
@@ -20,7 +18,6 @@ pub const SUITE: Suite = Suite {
         etcd_shows_no_secret_of_a_record,
         clear_text_to_etcd_is_refused_unless_it_is_named,
         a_member_of_an_older_version_is_told_how_to_reach_etcd,
-        a_cluster_of_an_older_version_is_signed_while_it_serves,
     ]),
 };
 
@@ -201,131 +198,4 @@ fn a_member_of_an_older_version_is_told_how_to_reach_etcd() {
         serde_json::from_slice::<Value>(&status.stdout).is_ok_and(|status| status["in_step"] == true)
     });
     world.stop();
-}
-
-// === A cluster of an older version ===
-
-/// The sealed keys of the authority, opened, changed and sealed again with the token's secret.
-fn reseal(stored: &mut Value, token: &str, change: impl Fn(&mut Value)) {
-    let digits = token.trim().strip_prefix("nagaya-").expect("a token");
-    let secret = data_encoding::HEXLOWER.decode(digits.as_bytes()).expect("digits");
-    let key = Salt::new(HKDF_SHA256, b"nagaya cluster authority").extract(&secret);
-    let info = [&b"main"[..]];
-    let key = key.expand(&info, &AES_256_GCM).expect("a short key");
-    let key = LessSafeKey::new(UnboundKey::from(key));
-    let sealed = stored["sealed"].as_str().expect("digits");
-    let mut bytes = data_encoding::HEXLOWER.decode(sealed.as_bytes()).expect("digits");
-    let (nonce, body) = bytes.split_at_mut(NONCE_LEN);
-    let nonce: [u8; NONCE_LEN] = (&*nonce).try_into().expect("a nonce");
-    let opened =
-        key.open_in_place(Nonce::assume_unique_for_key(nonce), Aad::empty(), body).expect("the secret");
-    let mut keys = serde_json::from_slice(opened).expect("keys are JSON");
-    change(&mut keys);
-    let mut body = keys.to_string().into_bytes();
-    let nonce = [7; NONCE_LEN];
-    key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::empty(), &mut body)
-        .expect("short");
-    let sealed = data_encoding::HEXLOWER.encode(&nonce) + &data_encoding::HEXLOWER.encode(&body);
-    stored["sealed"] = json!(sealed);
-}
-
-/// Writes everything in etcd as a version did that signed nothing, whose nodes are stopped. `exported`: lines of records.
-fn unsign(etcd: &Etcd, exported: &str, token: &str) {
-    const ALL: &str = "/nagaya/main/";
-    let records: Vec<Value> =
-        exported.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    for (key, value) in etcd.values() {
-        let rest = key.strip_prefix(ALL).expect("a key of the cluster");
-        let place = rest.trim_start_matches("v1/");
-        let (kind, name) = place.split_once('/').unwrap_or((place, ""));
-        let record = |kind: &str, field: &str| {
-            let found = records.iter().find(|line| line[kind][field] == name).expect("it was exported");
-            found[kind].to_string().into_bytes()
-        };
-        let bare = match kind {
-            "format" => b"2".to_vec(),
-            "tenants" => record("tenant", "name"),
-            "sites" => record("site", "name"),
-            "settings" => record("setting", "key"),
-            "pki" => {
-                let mut stored = serde_json::from_slice(&value).expect("the authority is JSON");
-                reseal(&mut stored, token, |keys| {
-                    let keys = keys.as_object_mut().expect("keys have names");
-                    for field in ["records", "records_id", "records_required"] {
-                        assert!(keys.remove(field).is_some(), "{field}");
-                    }
-                });
-                stored.to_string().into_bytes()
-            }
-            "tickets" | "present" | "knows" => {
-                etcd.delete(&key);
-                continue;
-            }
-            _ => match value.iter().rposition(|byte| *byte == b'\n') {
-                Some(at) => value[..at].to_vec(),
-                None => value,
-            },
-        };
-        etcd.put(&key, &bare);
-    }
-}
-
-fn a_cluster_of_an_older_version_is_signed_while_it_serves() {
-    let cluster = cluster_with(2, imageless);
-    let [node, other] = [&cluster.nodes[0], &cluster.nodes[1]];
-    let backend =
-        json!({ "kind": "app", "directory": "app", "command": ["./app"], "env": { "DB_PASS": SECRET } });
-    node.import(&[json!({ "name": "secret", "tenant": "alice", "hosts": ["s.test"], "backend": backend })]);
-    node.cli(&["setting", "set", "k", "v"]);
-    let run = node.get("app.test", "/run").expect(200);
-    assert!(!run.text().is_empty());
-    let (exported, token) = (node.cli(&["site", "export"]), node.cli(&["cluster", "token"]));
-    for world in [node, other] {
-        machine::signal(world.pid(), "TERM");
-        assert!(world.wait_for_end().success());
-        edit_member(world, |member| {
-            let member = member.as_object_mut().expect("a member has fields");
-            assert!(member.remove("records").is_some());
-            assert!(member.remove("records_required").is_some());
-        });
-    }
-    unsign(&cluster.etcd, &exported, &token);
-    let shows_secret = || {
-        let values = cluster.etcd.values();
-        values.iter().any(|(_, value)| String::from_utf8_lossy(value).contains(SECRET))
-    };
-    assert!(shows_secret(), "it is as that version had it");
-    // The first node is updated, then the second: until then nothing is signed.
-    node.spawn();
-    wait::until("it is in step", || {
-        let status = node.try_cli(&["cluster", "status", "--json"]);
-        serde_json::from_slice::<Value>(&status.stdout).is_ok_and(|status| status["in_step"] == true)
-    });
-    wait::until("it waits for the other", || {
-        cluster_status(node)["format_waits_for"] == json!([cluster::name_of(1)])
-    });
-    assert_eq!(cluster_status(node)["records_signed"], false);
-    assert!(shows_secret());
-    other.spawn();
-    for world in [node, other] {
-        wait::until("the records are signed", || {
-            let status = world.try_cli(&["cluster", "status", "--json"]);
-            let status = serde_json::from_slice::<Value>(&status.stdout).unwrap_or_default();
-            status["records_signed"] == true && status["format"] == 3 && status["in_step"] == true
-        });
-        assert_eq!(cluster_status(world)["records_refused"], 0, "{}", cluster_status(world));
-        assert_eq!(sites(world), ["app", "plain", "secret"]);
-        assert_eq!(world.get("plain.test", "/").expect(200).text(), "plain words");
-    }
-    until_the_store_confirms(&cluster);
-    node.get("app.test", "/run").expect(200);
-    assert!(!shows_secret(), "a secret is still in clear");
-    let evil = evil_record(node).to_string();
-    cluster.etcd.put(&format!("{SITES}plain"), evil.as_bytes());
-    settle(&cluster, "after");
-    for world in [node, other] {
-        assert_eq!(world.get("plain.test", "/").expect(200).text(), "plain words");
-        assert_eq!(cluster_status(world)["records_refused"], 1);
-    }
-    cluster.stop();
 }

@@ -25,6 +25,7 @@ pub const SUITE: Suite = Suite {
         a_paused_node_stands_still_as_a_whole,
         a_killed_node_refuses_and_starts_again,
         a_member_of_etcd_stops_and_comes_back_to_the_others,
+        etcd_lets_in_nodes_by_their_certificates_alone,
         two_labs_have_the_same_addresses_and_do_not_meet,
         nothing_is_left_after_down,
         nothing_is_left_when_the_owner_is_killed,
@@ -196,6 +197,44 @@ fn two_labs_have_the_same_addresses_and_do_not_meet() {
     assert!(answers(&other, "n1"));
     drop(one);
     assert!(answers(&other, "n1"));
+}
+
+fn etcd_lets_in_nodes_by_their_certificates_alone() {
+    let lab = Lab::up(&["2", "--etcd", "1"]);
+    let pki = lab.dir().join("pki");
+    let file = |name: &str| pki.join(name).to_string_lossy().into_owned();
+    let ask = |host: &str, port: u16, words: &[&str]| {
+        let (url, ca) = (format!("https://{host}:{port}/version"), file("ca.pem"));
+        let curl = ["in", "clients", "--", "curl", "-sf", "--max-time", "15", "--cacert", &ca];
+        lab.output(&[&curl, words, &[&url]].concat()).status.success()
+    };
+    let etcd = lab.machine("e1")["address"].as_str().expect("an address").to_owned();
+    let as_node = |node: &str| [file(&format!("{node}.pem")), file(&format!("{node}.key"))];
+    let [certificate, key] = as_node("node-n2");
+    let n2 = ["--cert", &certificate, "--key", &key];
+    assert!(ask(&etcd, 2379, &n2), "a node is let in");
+    assert!(!ask(&etcd, 2379, &[]), "who shows nothing is not");
+    let [peer, peer_key] = as_node("member-e1-peer");
+    assert!(!ask(&etcd, 2379, &["--cert", &peer, "--key", &peer_key]), "nor who shows another authority's");
+    let peers = file("peer-ca.pem");
+    let as_peer = ["--cacert", &peers, "--cert", &certificate, "--key", &key];
+    assert!(!ask(&etcd, 2380, &as_peer), "a node is no member of etcd");
+    // Both nodes are members by these certificates, the second by what its token carried.
+    let status: serde_json::Value =
+        serde_json::from_str(&lab.run(&["exec", "n2", "--", "cluster", "status", "--json"])).expect("JSON");
+    assert!(status["member"] == true && status["in_step"] == true, "{status}");
+    assert!(status["etcd"][0].as_str().is_some_and(|url| url.starts_with("https://")), "{status}");
+    // Whoever took the node's files has them still.
+    let copies = ["copy.pem", "copy.key"].map(|name| lab.dir().join(name));
+    for (from, to) in [&certificate, &key].into_iter().zip(&copies) {
+        fs::copy(from, to).expect("our own files");
+    }
+    let [copy, copy_key] = copies.each_ref().map(|path| path.to_string_lossy().into_owned());
+    let dir = pki.to_string_lossy();
+    lab.run(&["exec", "n1", "--", "cluster", "etcd-certs", "--dir", &dir, "--revoke", "n2"]);
+    assert!(!ask(&etcd, 2379, &["--cert", &copy, "--key", &copy_key]), "what was taken back counts no more");
+    let [certificate, key] = as_node("node-n1");
+    assert!(ask(&etcd, 2379, &["--cert", &certificate, "--key", &key]));
 }
 
 fn nothing_is_left_after_down() {

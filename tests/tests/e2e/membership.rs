@@ -27,9 +27,12 @@ pub const SUITE: Suite = Suite {
     needs_root: true,
     tests: Tests::Alone(nagaya_tests::tests![
         an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other,
+        a_join_token_is_good_once_and_for_its_time,
+        a_removed_node_keeps_nothing_that_counts,
+        the_keys_of_a_stolen_node_end_at_once,
         a_drained_node_that_is_used_again_gets_sites_and_all_of_it_is_told,
         a_drained_node_can_be_removed_and_one_in_use_cannot,
-        a_drained_node_that_is_removed_while_it_is_down_comes_back_like_one_that_joins,
+        a_drained_node_that_is_removed_while_it_is_down_stays_out,
         a_node_that_is_removed_by_force_serves_nothing_more_and_says_so,
         nobody_notices_that_the_store_has_lost_its_leader,
         without_most_of_its_store_a_cluster_serves_what_it_knows_and_moves_nothing,
@@ -114,6 +117,7 @@ fn an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other() {
     };
     let before = serials();
     assert_eq!(before, [before[0]; 3]);
+    let old = kept(&cluster.nodes[0]);
     let visitors: Vec<_> = (0..3).map(|at| Visitor::begin(&cluster.nodes[at], "app.test", "/run")).collect();
     let said = cluster.nodes[1].cli(&["cluster", "rotate"]);
     assert!(said.contains(&format!("authority {} ", before[0] + 1)), "{said}");
@@ -130,10 +134,13 @@ fn an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other() {
         }
     };
     all_answer();
+    // The old one ends by itself; whoever says so as well changes nothing.
+    until_one_authority(&cluster.nodes);
     let said = cluster.nodes[2].cli(&["cluster", "rotate", "--finish"]);
     assert!(said.contains("only authority"), "{said}");
     all_answer();
     visitors.into_iter().for_each(Visitor::saw_no_error);
+    shares_no_key(&old, &cluster.nodes);
     // On connections that know nothing of before, to each node and from each.
     for (n, node) in cluster.nodes.iter().enumerate() {
         if n != at {
@@ -151,6 +158,161 @@ fn an_authority_is_exchanged_and_all_nodes_still_answer_for_each_other() {
     wait::until("and answers for the others", || stranger.get("app.test", "/run").status == 200);
     assert_eq!(run_of(&stranger, "app").text(), run);
     stranger.stop();
+    cluster.stop();
+}
+
+/// What a node keeps of its membership, as who reads its disk has it.
+fn kept(node: &World) -> Value {
+    let text = std::fs::read(node.path("state/cluster/member.json")).expect("it is a member");
+    serde_json::from_slice(&text).expect("what it keeps is JSON")
+}
+
+/// All of them believe one authority, the same, and none has keys of probes or records beside the newest.
+fn until_one_authority(nodes: &[World]) {
+    let are_alone = || {
+        let all: Vec<_> = nodes.iter().map(kept).collect();
+        let is_alone = |one: &Value| {
+            let authorities = one["authorities"].as_str().expect("PEM").matches("BEGIN CERTIFICATE").count();
+            let is_newest = one["records"]["older"].is_null() && one["records"] == all[0]["records"];
+            let is_alone = one["probe_keys_also"].is_null() && one["probe_key"] == all[0]["probe_key"];
+            let has_one_key = one["image_keys"].as_array().is_some_and(|keys| keys.len() == 1);
+            authorities == 1 && is_alone && is_newest && has_one_key
+        };
+        all.iter().all(is_alone)
+    };
+    assert!(
+        wait::within(EXCHANGED_MAX, || are_alone().then_some(())).is_some(),
+        "the old authority ends: {:?}",
+        nodes.iter().map(cluster_status).collect::<Vec<_>>()
+    );
+}
+
+/// Of what somebody kept of before, nothing counts with these nodes: neither certificates nor keys.
+fn shares_no_key(old: &Value, nodes: &[World]) {
+    for node in nodes {
+        let now = kept(node);
+        assert_ne!(now["probe_key"], old["probe_key"], "its probes are somebody else's");
+        assert_ne!(now["known"], old["known"]);
+        let images = |kept: &Value| kept["image_keys"].as_array().expect("a list").clone();
+        assert!(!images(&now).contains(&images(old)[0]), "it takes images by a key of before");
+        assert_ne!(now["records"]["current"], old["records"]["current"], "it signs records with another key");
+        let (certificate, authorities) = (node.path("old.pem"), node.path("believed.pem"));
+        machine::write(&certificate, old["credentials"]["certificate"].as_str().expect("PEM"));
+        machine::write(&authorities, now["authorities"].as_str().expect("PEM"));
+        let verify = |authorities: &Path, certificate: &Path| {
+            let (authorities, certificate) = (authorities.to_string_lossy(), certificate.to_string_lossy());
+            machine::output("openssl", &["verify", "-CAfile", &authorities, &certificate]).status.success()
+        };
+        assert!(!verify(&authorities, &certificate), "a certificate of the old authority is believed");
+        machine::write(&certificate, now["credentials"]["certificate"].as_str().expect("PEM"));
+        assert!(verify(&authorities, &certificate), "its own is believed");
+    }
+}
+
+/// What a join by this token is told.
+fn join_by(stranger: &World, etcd: &Etcd, token: &str) -> Result<(), String> {
+    machine::write(&stranger.path("token"), token);
+    let (url, path) = (etcd.url(), stranger.path("token"));
+    let output = stranger.try_cli(&[
+        "cluster",
+        "join",
+        "--etcd",
+        &url,
+        "--insecure",
+        "--token-file",
+        &path.to_string_lossy(),
+    ]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(()) } else { Err(said) }
+}
+
+fn a_join_token_is_good_once_and_for_its_time() {
+    let cluster = cluster_with(1, imageless);
+    let first = &cluster.nodes[0];
+    let [second, third] = [cluster::node(1).start(), cluster::node(2).start()];
+    let tokens = || -> Vec<Value> {
+        serde_json::from_str(&first.cli(&["cluster", "token", "--list", "--json"])).expect("tokens are JSON")
+    };
+    let make = |ttl: &str| first.cli(&["cluster", "token", "--ttl", ttl]);
+    let is_refused = |token: &str| {
+        let said = join_by(&third, &cluster.etcd, token).expect_err("nobody joins by it");
+        assert!(said.contains("NGY0243") && said.contains("prints a new one"), "{said}");
+        assert_eq!(nodes_of(first).len(), 2);
+    };
+    let used = make("1h");
+    assert_eq!((tokens().len(), tokens()[0]["by"].as_str()), (1, Some("a")));
+    assert!(!tokens()[0].to_string().contains("secret"));
+    assert_eq!(join_by(&second, &cluster.etcd, &used), Ok(()));
+    assert!(tokens().is_empty(), "it is gone with the join");
+    is_refused(&used);
+    let expired = make("1s");
+    wait::until("its time is over", || tokens().is_empty());
+    is_refused(&expired);
+    let revoked = make("10m");
+    let id = tokens()[0]["id"].as_str().expect("an id").to_owned();
+    first.cli(&["cluster", "token", "--revoke", &id]);
+    is_refused(&revoked);
+    let before = make("10m");
+    second.cli(&["cluster", "rotate"]);
+    assert!(tokens().is_empty(), "what it opens is old");
+    is_refused(&before);
+    assert_eq!(join_by(&third, &cluster.etcd, &make("10m")), Ok(()));
+    wait::until("they know each other", || nodes_of(&second).len() == 3);
+    for node in [second, third] {
+        node.stop();
+    }
+    cluster.stop();
+}
+
+fn a_removed_node_keeps_nothing_that_counts() {
+    let mut cluster = cluster_with(3, imageless);
+    let run = run_of(&cluster.nodes[0], "app").text();
+    let out = (cluster.node_of("app") + 1) % 3;
+    let name = cluster::name_of(out);
+    let removed = cluster.nodes.remove(out);
+    let old = kept(&removed);
+    let visitors: Vec<_> =
+        cluster.nodes.iter().map(|node| Visitor::begin(node, "app.test", "/run")).collect();
+    cluster.nodes[0].cli(&["cluster", "remove", &name, "--force"]);
+    // By then what it has in its memory is all that it ever gets.
+    wait::until("it may run nothing", || cluster_status(&removed)["authority"] == "none");
+    until_one_authority(&cluster.nodes);
+    visitors.into_iter().for_each(Visitor::saw_no_error);
+    shares_no_key(&old, &cluster.nodes);
+    assert!(cluster.nodes.iter().all(|node| run_of(node, "app").text() == run), "nothing has changed for it");
+    assert_eq!(kept(&removed)["known"], old["known"], "it has not got the new keys");
+    let stored = cluster.etcd.value("/nagaya/main/v1/pki/authority");
+    let stored: Value = serde_json::from_str(&stored).expect("it is JSON");
+    let members: Vec<_> = stored["members"].as_object().expect("by name").keys().collect();
+    assert!(members.len() == 2 && !members.contains(&&name), "nothing is wrapped for it: {members:?}");
+    // With its disk and another name's place it comes back as nobody.
+    machine::signal(removed.pid(), "KILL");
+    removed.wait_for_end();
+    removed.spawn();
+    wait::until("it says why", || removed.log().contains("no member of the cluster any more"));
+    assert_eq!(nodes_of(&cluster.nodes[0]).len(), 2);
+    removed.stop();
+    cluster.stop();
+}
+
+fn the_keys_of_a_stolen_node_end_at_once() {
+    let mut cluster = cluster_with(3, imageless);
+    let run = run_of(&cluster.nodes[0], "app").text();
+    let out = (cluster.node_of("app") + 1) % 3;
+    let stolen = cluster.nodes.remove(out);
+    let old = kept(&stolen);
+    let said = cluster.nodes[0].cli(&["cluster", "remove", &cluster::name_of(out), "--stolen"]);
+    assert!(said.contains("count no more"), "{said}");
+    // The node that was told has ended them when it answers; nobody waits for the others.
+    shares_no_key(&old, &cluster.nodes[..1]);
+    assert_eq!(cluster_status(&cluster.nodes[0])["certificate_authorities"], 1);
+    until_one_authority(&cluster.nodes);
+    shares_no_key(&old, &cluster.nodes);
+    for node in &cluster.nodes {
+        wait::until("they answer for each other", || node.get("app.test", "/run").status == 200);
+    }
+    assert!(cluster.nodes.iter().all(|node| !run_of(node, "app").text().is_empty()), "was {run}");
+    stolen.stop();
     cluster.stop();
 }
 
@@ -225,20 +387,22 @@ fn a_drained_node_can_be_removed_and_one_in_use_cannot() {
     assert_eq!(run_of(other, "app").text(), run, "nothing has changed for its application");
     // What needs no placement is served on.
     assert_eq!(node.get("plain.test", "/").expect(200).text(), "plain words");
-    // Started anew it is a member like one that has joined.
+    // Started anew it is none either; with a token it is a member like any that has joined.
     machine::signal(node.pid(), "TERM");
     assert!(node.wait_for_end().success());
     node.spawn();
-    wait::until("it is a member again", || {
-        node.try_status().is_some() && cluster_status(node)["member"] == true
-    });
+    wait::until("it says why", || node.log().contains("no member of the cluster any more"));
+    wait::until("it says so, too", || node.try_status().is_some() && cluster_status(node)["member"] == false);
+    assert_eq!(nodes_of(other).len(), 1);
+    cluster::join(node, other, &cluster.etcd);
+    assert_eq!(cluster_status(node)["member"], true);
     wait::until("others see it", || state_of(other, &name) == Some(json!("up")));
     wait::until("it passes requests on", || node.get("app.test", "/run").status == 200);
     assert_eq!(run_of(node, "app").text(), run);
     cluster.stop();
 }
 
-fn a_drained_node_that_is_removed_while_it_is_down_comes_back_like_one_that_joins() {
+fn a_drained_node_that_is_removed_while_it_is_down_stays_out() {
     let cluster = cluster_with(2, imageless);
     let [node, other] = [&cluster.nodes[0], &cluster.nodes[1]];
     let name = cluster::name_of(0);
@@ -254,6 +418,10 @@ fn a_drained_node_that_is_removed_while_it_is_down_comes_back_like_one_that_join
     node.wait_for_end();
     other.cli(&["cluster", "remove", &name, "--force"]);
     node.spawn();
+    wait::until("it says why", || node.log().contains("no member of the cluster any more"));
+    assert_eq!(nodes_of(other).len(), 1);
+    // It is not drained any more then.
+    cluster::join(node, other, &cluster.etcd);
     wait::until("others see it", || state_of(other, &name) == Some(json!("up")));
     cluster.stop();
 }

@@ -61,33 +61,40 @@ impl Lab {
 
     /// The first node makes the cluster, the others join it.
     pub(super) fn join_all(&self) -> Result<()> {
-        let etcd = self.endpoints()?.join(",");
         let names = self.node_names();
-        let first = self.node(&names[0])?;
-        first.run(&["cluster", "init", "--name", CLUSTER, "--etcd", &etcd, "--insecure"])?;
-        let token = self.dir.join("token");
-        fs::write(&token, "")
-            .and_then(|()| fs::set_permissions(&token, fs::Permissions::from_mode(0o600)))?;
-        fs::write(&token, first.run(&["cluster", "token"])?).context("keeping the cluster's token")?;
+        self.found(&names[0], CLUSTER)?;
         for name in &names[1..] {
             interrupt::check()?;
-            let join = [
-                "cluster",
-                "join",
-                "--name",
-                CLUSTER,
-                "--etcd",
-                &etcd,
-                "--insecure",
-                "--token-file",
-                &token.to_string_lossy(),
-            ];
-            self.node(name)?.run(&join).with_context(|| format!("{name} joins"))?;
+            self.join(name, &names[0])?;
         }
         for name in &names {
             self.wait_until_known(name, names.len())?;
         }
         Ok(())
+    }
+
+    /// Makes a cluster of a node.
+    pub fn found(&self, name: &str, cluster: &str) -> Result<()> {
+        let etcd = self.endpoints()?.join(",");
+        let [ca, certificate, key] = self.store_access(name).map(|path| path.to_string_lossy().into_owned());
+        let init = [
+            &["cluster", "init", "--name", cluster, "--etcd", &etcd, "--etcd-ca", &ca][..],
+            &["--etcd-cert", &certificate, "--etcd-key", &key],
+        ];
+        self.node(name)?.run(&init.concat()).map(drop)
+    }
+
+    /// Makes a node a member of the cluster that `member` is in, by a token that has all it needs.
+    pub fn join(&self, name: &str, member: &str) -> Result<()> {
+        let [_, certificate, key] = self.store_access(name).map(|path| path.to_string_lossy().into_owned());
+        let words = ["cluster", "token", "--etcd-cert", &certificate, "--etcd-key", &key];
+        let token = self.node(member)?.run(&words)?;
+        let path = self.dir.join(name).join("token");
+        fs::write(&path, "").and_then(|()| fs::set_permissions(&path, fs::Permissions::from_mode(0o600)))?;
+        fs::write(&path, token).context("keeping a join token")?;
+        let join = ["cluster", "join", "--token-file", &path.to_string_lossy()];
+        self.node(name)?.run(&join).with_context(|| format!("{name} joins"))?;
+        fs::remove_file(&path).context("removing a join token")
     }
 
     /// Each node hears of the others by its watch.

@@ -1,10 +1,13 @@
-//! The lab's etcd: one member, or three.
+//! The lab's etcd: one member, or three, which let in only who shows a certificate that nagaya made for it.
 //!
 //! Not here: what nodes keep there.
 
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 use super::Lab;
 use crate::http;
@@ -12,17 +15,53 @@ use crate::http;
 const CLIENT_PORT: u16 = 2379;
 const PEER_PORT: u16 = 2380;
 
+/// Where a member tells how it is, without TLS and nothing else.
+const HEALTH_PORT: u16 = 2381;
+
+/// Where certificates for etcd lie, in the lab's directory.
+const PKI: &str = "pki";
+
 /// Longest wait until a member has a leader: elections take one to two seconds.
 const START_MAX: Duration = Duration::from_secs(60);
 
 impl Lab {
     /// Where clients of etcd find it.
     pub fn endpoints(&self) -> Result<Vec<String>> {
-        self.store_names().iter().map(|name| Ok(format!("http://{}:{CLIENT_PORT}", self.ip(name)?))).collect()
+        self.store_names()
+            .iter()
+            .map(|name| Ok(format!("https://{}:{CLIENT_PORT}", self.ip(name)?)))
+            .collect()
+    }
+
+    fn pki(&self, name: &str) -> String {
+        self.dir.join(PKI).join(name).to_string_lossy().into_owned()
+    }
+
+    /// Files by which a node is let in by etcd: who signed etcd's certificate, the node's own, and its key.
+    pub fn store_access(&self, node: &str) -> [PathBuf; 3] {
+        ["ca.pem", &format!("node-{node}.pem"), &format!("node-{node}.key")].map(|name| self.pki(name).into())
+    }
+
+    fn make_certificates(&self) -> Result<()> {
+        let mut command = Command::new(&self.program);
+        command.args(["cluster", "etcd-certs", "--dir"]).arg(self.dir.join(PKI));
+        for name in self.store_names() {
+            command.args(["--member", &format!("{name}={}", self.ip(&name)?)]);
+        }
+        for name in self.node_names() {
+            command.args(["--node", &name]);
+        }
+        let output = command.output().context("running nagaya")?;
+        ensure!(output.status.success(), "no certificates: {}", String::from_utf8_lossy(&output.stderr));
+        fs::write(self.dir.join(PKI).join("README"), output.stdout).context("keeping what nagaya said")
     }
 
     /// All at once: a member alone has no leader.
     pub(super) fn start_stores(&self) -> Result<()> {
+        if self.store_names().is_empty() {
+            return Ok(());
+        }
+        self.make_certificates()?;
         for name in self.store_names() {
             self.start_store(&name)?;
         }
@@ -35,10 +74,11 @@ impl Lab {
     pub(super) fn start_store(&self, name: &str) -> Result<()> {
         let address = self.ip(name)?;
         let peer =
-            |name: &str| Ok::<_, anyhow::Error>(format!("{name}=http://{}:{PEER_PORT}", self.ip(name)?));
+            |name: &str| Ok::<_, anyhow::Error>(format!("{name}=https://{}:{PEER_PORT}", self.ip(name)?));
         let peers: Vec<String> = self.store_names().iter().map(|name| peer(name)).collect::<Result<_>>()?;
         let (client_url, peer_url) =
-            (format!("http://{address}:{CLIENT_PORT}"), format!("http://{address}:{PEER_PORT}"));
+            (format!("https://{address}:{CLIENT_PORT}"), format!("https://{address}:{PEER_PORT}"));
+        let health_url = format!("http://{address}:{HEALTH_PORT}");
         let data = self.dir.join(name).join("data").to_string_lossy().into_owned();
         let mut command = vec![String::from("etcd")];
         for (option, value) in [
@@ -51,16 +91,25 @@ impl Lab {
             ("initial-cluster", &peers.join(",")),
             ("initial-cluster-token", &self.tag),
             ("initial-cluster-state", "new"),
+            ("listen-metrics-urls", &health_url),
+            ("trusted-ca-file", &self.pki("ca.pem")),
+            ("client-crl-file", &self.pki("crl.pem")),
+            ("cert-file", &self.pki(&format!("member-{name}.pem"))),
+            ("key-file", &self.pki(&format!("member-{name}.key"))),
+            ("peer-trusted-ca-file", &self.pki("peer-ca.pem")),
+            ("peer-cert-file", &self.pki(&format!("member-{name}-peer.pem"))),
+            ("peer-key-file", &self.pki(&format!("member-{name}-peer.key"))),
             ("logger", "zap"),
             ("log-level", "warn"),
         ] {
             command.extend([format!("--{option}"), value.to_owned()]);
         }
+        command.extend(["--client-cert-auth", "--peer-client-cert-auth"].map(String::from));
         self.machine(name)?.start(&command)
     }
 
     pub(super) fn wait_for_store(&self, name: &str) -> Result<()> {
-        let address = (self.ip(name)?, CLIENT_PORT).into();
+        let address = (self.ip(name)?, HEALTH_PORT).into();
         let is_healthy = || {
             let asked = self.network.within(name, || http::get(address, name, "/health"));
             asked.is_ok_and(|answer| {

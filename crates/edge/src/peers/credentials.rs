@@ -32,7 +32,26 @@ const PROBE_KEY_LEN: usize = 32;
 pub struct Credentials {
     pub client: Arc<ClientConfig>,
     pub server: Arc<ServerConfig>,
-    pub probe_key: hmac::Key,
+    pub probe_keys: ProbeKeys,
+}
+
+/// Keys of the datagrams between members. While they are exchanged several count.
+pub struct ProbeKeys {
+    /// Signs what this node asks.
+    own: hmac::Key,
+    also: Vec<hmac::Key>,
+}
+
+impl ProbeKeys {
+    pub fn own(&self) -> &hmac::Key {
+        &self.own
+    }
+
+    /// Reads a datagram by the first key that fits. An answer is signed with the key that its question had.
+    pub fn read<T>(&self, read: impl Fn(&hmac::Key) -> Option<T>) -> Option<(T, &hmac::Key)> {
+        let mut keys = std::iter::once(&self.own).chain(&self.also);
+        keys.find_map(|key| Some((read(key)?, key)))
+    }
 }
 
 impl std::fmt::Debug for Credentials {
@@ -90,8 +109,10 @@ impl Credentials {
         server.alpn_protocols = vec![ALPN.to_vec()];
         server.ticketer = provider::Ticketer::new()?;
         server.max_early_data_size = 0;
-        let probe_key = hmac::Key::new(hmac::HMAC_SHA256, &probe_key(&options.probe_key)?);
-        Ok(Self { client: Arc::new(client), server: Arc::new(server), probe_key })
+        let key = |text: &String| Ok(hmac::Key::new(hmac::HMAC_SHA256, &probe_key(text)?));
+        let also = options.probe_keys_also.iter().map(key).collect::<Result<_, E>>()?;
+        let probe_keys = ProbeKeys { own: key(&options.probe_key)?, also };
+        Ok(Self { client: Arc::new(client), server: Arc::new(server), probe_keys })
     }
 }
 

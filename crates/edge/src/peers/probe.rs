@@ -331,10 +331,8 @@ impl Prober {
             }
             return;
         }
-        let key = &member.credentials.probe_key;
-        let Some(question) = Datagram::read(bytes, key).filter(|said| said.kind == Kind::Question) else {
-            return;
-        };
+        let read = |key: &_| Datagram::read(bytes, key).filter(|said| said.kind == Kind::Question);
+        let Some((question, key)) = member.credentials.probe_keys.read(read) else { return };
         let answer = Datagram { kind: Kind::Answer, nonce: question.nonce, ..own(&member) };
         if let Some(answer) = answer.write(key) {
             // One that cannot be sent now is as good as lost on the way.

@@ -85,6 +85,7 @@ impl Ca {
             certificate: params.signed_by(&key, &self.0).unwrap().pem(),
             key: key.serialize_pem(),
             probe_key: "5a".repeat(32),
+            probe_keys_also: Vec::new(),
             probe: ProbeKind::Udp,
             probe_ms: 100,
         }

@@ -5,11 +5,12 @@
 //! | `GET /v1/cluster` | this node as a member, and how old what it knows is |
 //! | `POST /v1/cluster` | makes a cluster of this node: [`Found`] |
 //! | `POST /v1/cluster/join` | makes this node a member: [`Join`] |
-//! | `GET /v1/cluster/token` | what another machine needs to join |
+//! | `POST /v1/cluster/tokens` | makes a token by which one machine joins: [`NewToken`] |
+//! | `GET /v1/cluster/tokens`, `DELETE /v1/cluster/tokens/ID` | those that are still good, without what is secret; ends one |
 //! | `POST /v1/cluster/authority?finish=true\|false` | exchanges the authority of certificates, in two steps |
 //! | `POST /v1/cluster/store` | how this member reaches the store from now on: [`Etcd`] |
 //! | `POST /v1/cluster/repair` | writes what this node knows in the place of values that do not count |
-//! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true` | its nodes |
+//! | `GET /v1/nodes`, `POST /v1/nodes/NAME/drain`, `/undrain`, `DELETE /v1/nodes/NAME?force=true&stolen=true` | its nodes |
 //! | `GET /v1/placements` | where applications run: `after=SITE`, `limit=N`, `node=NAME` |
 //! | `GET /v1/placements/SITE` | where one runs, why there, and how it came there |
 //! | `POST /v1/placements/SITE/move?to=NODE` | moves one |
@@ -40,7 +41,11 @@ pub enum Ask {
     Found(Found),
     Join(Join),
     Status,
-    Token,
+    Token(NewToken),
+    Tokens,
+    Revoke {
+        id: String,
+    },
     /// Exchanges the authority; with `finish`, stops believing the one before.
     Authority {
         finish: bool,
@@ -57,6 +62,7 @@ pub enum Ask {
     Remove {
         node: String,
         force: bool,
+        stolen: bool,
     },
     Placements {
         after: Option<String>,
@@ -87,12 +93,28 @@ pub struct Found {
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Join {
-    pub cluster: String,
+    /// `None`: the token's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<String>,
+    /// What is not said here is as the token says it.
     pub etcd: Etcd,
     pub token: String,
     /// Records of its own are dropped; else a node that has any is not taken.
     #[serde(default)]
     pub discard: bool,
+}
+
+/// A token by which one machine becomes a member.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewToken {
+    /// It is good for so long.
+    pub ttl_seconds: u64,
+    /// PEM: what the machine is to show etcd. `None`: it has to bring its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
 }
 
 /// Whether a path is answered here.
@@ -125,7 +147,7 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
     let name = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
     let allowed: &[&str] = match segments[..] {
         ["cluster", "authority"] => &["finish"],
-        ["nodes", _] => &["force"],
+        ["nodes", _] => &["force", "stolen"],
         ["placements"] => &["after", "limit", "node"],
         ["placements", _, "move"] => &["to"],
         ["events"] => &["limit"],
@@ -138,13 +160,18 @@ fn read(method: &Method, path: &str, query: &str, body: &[u8]) -> Result<Ask, Bo
         (["cluster"], _) => (Method::GET, Ask::Status),
         (["cluster", "join"], &Method::POST) => return Ok(Ask::Join(parse(body)?)),
         (["cluster", "join"], _) => return Err(api::wrong_method(method, "POST")),
-        (["cluster", "token"], _) => (Method::GET, Ask::Token),
+        (["cluster", "tokens"], &Method::POST) => return Ok(Ask::Token(parse(body)?)),
+        (["cluster", "tokens"], _) => (Method::GET, Ask::Tokens),
+        (["cluster", "tokens", id], _) => (Method::DELETE, Ask::Revoke { id: name(id) }),
         (["cluster", "authority"], _) => (Method::POST, Ask::Authority { finish: flag("finish") }),
         (["cluster", "store"], &Method::POST) => return Ok(Ask::Store(parse(body)?)),
         (["cluster", "store"], _) => return Err(api::wrong_method(method, "POST")),
         (["cluster", "repair"], _) => (Method::POST, Ask::Repair),
         (["nodes"], _) => (Method::GET, Ask::Nodes),
-        (["nodes", node], _) => (Method::DELETE, Ask::Remove { node: name(node), force: flag("force") }),
+        (["nodes", node], _) => {
+            let (force, stolen) = (flag("force"), flag("stolen"));
+            (Method::DELETE, Ask::Remove { node: name(node), force, stolen })
+        }
         (["nodes", node, word @ ("drain" | "undrain")], _) => {
             (Method::POST, Ask::Drain { node: name(node), on: *word == "drain" })
         }
@@ -188,7 +215,12 @@ mod tests {
         assert_eq!(status(Method::GET, "/v1/cluster", ""), Ok(()));
         assert_eq!(status(Method::POST, "/v1/cluster", ""), Err(400), "the body is not a cluster");
         assert_eq!(status(Method::DELETE, "/v1/nodes/a", "force=true"), Ok(()));
+        assert_eq!(status(Method::DELETE, "/v1/nodes/a", "stolen=true"), Ok(()));
         assert_eq!(status(Method::GET, "/v1/nodes/a", ""), Err(405));
+        assert_eq!(status(Method::GET, "/v1/cluster/tokens", ""), Ok(()));
+        assert_eq!(status(Method::POST, "/v1/cluster/tokens", ""), Err(400), "the body is not a token");
+        assert_eq!(status(Method::DELETE, "/v1/cluster/tokens/12", ""), Ok(()));
+        assert_eq!(status(Method::GET, "/v1/cluster/tokens/12", ""), Err(405));
         assert_eq!(status(Method::POST, "/v1/nodes/a/drain", ""), Ok(()));
         assert_eq!(status(Method::POST, "/v1/nodes/a/dance", ""), Err(404));
         assert_eq!(status(Method::GET, "/v1/placements", "after=b&limit=3"), Ok(()));

@@ -47,7 +47,7 @@ use crate::tenant_ids::IdSource;
 
 pub use api::{Api, Summary, place_and_message};
 pub use client::{Client, ClientError};
-pub use cluster::{Ask, Found, Join, list};
+pub use cluster::{Ask, Found, Join, NewToken, list};
 pub use problem::Problem;
 pub use server::serve;
 

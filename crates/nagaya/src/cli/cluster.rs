@@ -8,8 +8,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use nagaya_base::units::parse_duration;
+
+use super::etcd_certs::{self, EtcdCerts};
 use super::output::{self, CliError, Columns, Format, Place, escape, plain, short_time};
-use crate::admin::{Found, Join};
+use crate::admin::{Found, Join, NewToken};
 use crate::supervisor::Etcd;
 
 /// Placements printed if nobody says how many.
@@ -17,6 +20,8 @@ const PLACEMENTS_SHOWN: usize = 1_000;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
+    /// Make certificates for etcd and for the nodes that use it, in files; no node need run
+    EtcdCerts(EtcdCerts),
     /// Make a cluster of this node: its records move to etcd, while it serves on
     Init {
         /// A name for the cluster; several may share one etcd
@@ -29,9 +34,9 @@ pub enum Command {
     },
     /// Make this node a member of a cluster: it takes over the cluster's records
     Join {
-        /// The cluster's name
-        #[arg(long, default_value = "main")]
-        name: String,
+        /// The cluster's name, if it is to be checked: the token has it
+        #[arg(long)]
+        name: Option<String>,
         #[command(flatten)]
         store: StoreAt,
         /// File with what `nagaya cluster token` prints on a member; `-` is standard input
@@ -52,11 +57,11 @@ pub enum Command {
     },
     /// Write what this node knows in the place of values in etcd that do not count
     Repair,
-    /// Print what another machine needs to join
-    Token,
-    /// Exchange the authority of the nodes' certificates: once, and after all nodes have new ones again with --finish
+    /// Print a token by which one other machine joins, once and within --ttl
+    Token(TokenWords),
+    /// Exchange all keys that members have: the authority of their certificates, and what they sign with. No request is lost
     Rotate {
-        /// Certificates of the authority before are not believed any more
+        /// The keys before end now, not when all nodes have new certificates; refused while one has not
         #[arg(long)]
         finish: bool,
     },
@@ -64,12 +69,15 @@ pub enum Command {
     Drain { node: String },
     /// Let a drained node have applications again
     Undrain { node: String },
-    /// Take a node out of the cluster
+    /// Take a node out of the cluster, and every key that it has out of use
     Remove {
         node: String,
         /// Although applications are placed there: they move when somebody asks for them
         #[arg(long)]
         force: bool,
+        /// Somebody else may have its keys: they end at once. Requests between the other nodes may wait meanwhile. Implies --force
+        #[arg(long)]
+        stolen: bool,
     },
     /// Move one application to another node, without an error
     Move {
@@ -83,8 +91,8 @@ pub enum Command {
 /// Where the cluster's records are.
 #[derive(Debug, clap::Args)]
 pub struct StoreAt {
-    /// etcd's client addresses, as http://ADDRESS:PORT or https://NAME:PORT
-    #[arg(long = "etcd", value_name = "URL", required = true, value_delimiter = ',')]
+    /// etcd's client addresses, as https://ADDRESS:PORT; a join token has them
+    #[arg(long = "etcd", value_name = "URL", value_delimiter = ',')]
     pub endpoints: Vec<String>,
     /// PEM file of who signed etcd's certificate
     #[arg(long = "etcd-ca", value_name = "FILE")]
@@ -105,6 +113,27 @@ pub struct StoreAt {
 }
 
 #[derive(Debug, clap::Args)]
+pub struct TokenWords {
+    /// The token is good for so long, as 30m or 2h
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
+    pub ttl: Duration,
+    /// PEM file of the certificate that the machine is to show etcd; the token has it then, and is as secret as its key for as long
+    #[arg(long = "etcd-cert", value_name = "FILE", requires = "key")]
+    pub certificate: Option<PathBuf>,
+    /// PEM file of its key
+    #[arg(long = "etcd-key", value_name = "FILE", requires = "certificate")]
+    pub key: Option<PathBuf>,
+    /// Show the tokens that are still good, without their secrets
+    #[arg(long, conflicts_with_all = ["certificate", "key", "revoke"])]
+    pub list: bool,
+    /// End a token, by the id that --list shows
+    #[arg(long, value_name = "ID", conflicts_with_all = ["certificate", "key"])]
+    pub revoke: Option<String>,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+#[derive(Debug, clap::Args)]
 pub struct Placements {
     /// Only those on this node
     #[arg(long, value_name = "NODE")]
@@ -120,6 +149,14 @@ pub struct Placements {
 }
 
 impl StoreAt {
+    /// Where no token says it.
+    fn refuse_none(&self) -> Result<(), CliError> {
+        if self.endpoints.is_empty() {
+            return Err(CliError::Usage("say where etcd is: --etcd https://ADDRESS:2379".into()));
+        }
+        Ok(())
+    }
+
     fn read(&self) -> Result<Etcd, CliError> {
         Ok(Etcd {
             endpoints: self.endpoints.clone(),
@@ -145,40 +182,41 @@ fn file(path: &Path) -> Result<String, CliError> {
 pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
     let text = Format { json: false };
     let (result, format) = match &command {
+        Command::EtcdCerts(words) => (etcd_certs::run(words), text),
         Command::Init { name, store, format } => (init(name, store, *format, place), *format),
         Command::Join { name, store, token_file, discard, format } => {
-            (join(name, store, token_file, *discard, *format, place), *format)
+            (join(name.as_deref(), store, token_file, *discard, *format, place), *format)
         }
         Command::Status(format) => (status(*format, place), *format),
         Command::Store { store } => (change_store(store, place), text),
         Command::Repair => (repair(place), text),
-        Command::Token => (token(place), text),
+        Command::Token(words) => (token(words, place), words.format),
         Command::Rotate { finish } => (rotate(*finish, place), text),
         Command::Drain { node } => (drain(node, "drain", place), text),
         Command::Undrain { node } => (drain(node, "undrain", place), text),
-        Command::Remove { node, force } => (remove(node, *force, place), text),
+        Command::Remove { node, force, stolen } => (remove(node, *force, *stolen, place), text),
         Command::Move { site, to } => (relocate(site, to.as_deref(), place), text),
     };
     output::end(result, format)
 }
 
 fn init(name: &str, store: &StoreAt, format: Format, place: &Place) -> Result<(), CliError> {
+    store.refuse_none()?;
     let found = Found { cluster: name.into(), etcd: store.read()? };
     let made = output::send_node(place, "/v1/cluster", &json!(found))?;
     if format.json {
         return output::print_json(&made);
     }
     output::print(&format!(
-        "cluster '{name}' begins with node '{}' and its {} sites\nother machines join with: nagaya cluster join --name {name} --etcd {}{} --token-file FILE\nFILE: what `nagaya cluster token` prints here; keep it as secret as a key",
+        "cluster '{name}' begins with node '{}' and its {} sites\neach other machine joins with: nagaya cluster join{} --token-file FILE\nFILE: what `nagaya cluster token` prints here, one for each machine",
         plain(&made["node"]),
         made["sites"],
-        store.endpoints.join(","),
-        if store.insecure { " --insecure" } else { "" }
+        if store.insecure { " --insecure" } else { "" },
     ))
 }
 
 fn join(
-    name: &str,
+    name: Option<&str>,
     store: &StoreAt,
     token_file: &Path,
     discard: bool,
@@ -186,14 +224,15 @@ fn join(
     place: &Place,
 ) -> Result<(), CliError> {
     let token = file(token_file)?.trim().to_owned();
-    let join = Join { cluster: name.into(), etcd: store.read()?, token, discard };
+    let join = Join { cluster: name.map(Into::into), etcd: store.read()?, token, discard };
     let made = output::send_node(place, "/v1/cluster/join", &json!(join))?;
     if format.json {
         return output::print_json(&made);
     }
     output::print(&format!(
-        "node '{}' is a member of cluster '{name}', which has {} nodes and {} sites",
+        "node '{}' is a member of cluster '{}', which has {} nodes and {} sites",
         plain(&made["node"]),
+        plain(&made["cluster"]),
         made["nodes"],
         made["sites"]
     ))
@@ -205,6 +244,7 @@ fn status(format: Format, place: &Place) -> Result<(), CliError> {
 }
 
 fn change_store(store: &StoreAt, place: &Place) -> Result<(), CliError> {
+    store.refuse_none()?;
     let done = output::send_node(place, "/v1/cluster/store", &json!(store.read()?))?;
     output::print(match done["needs_restart"] == true {
         true => "this node reaches the store so when it is started anew: systemctl restart nagaya",
@@ -220,15 +260,46 @@ fn repair(place: &Place) -> Result<(), CliError> {
     ))
 }
 
-fn token(place: &Place) -> Result<(), CliError> {
-    output::print(&plain(&output::ask_node(place, "/v1/cluster/token")?["token"]))
+fn token(words: &TokenWords, place: &Place) -> Result<(), CliError> {
+    if let Some(id) = &words.revoke {
+        output::remove_at_node(place, &format!("/v1/cluster/tokens/{}", escape(id)))?;
+        return output::print(&format!("nobody joins by token {id} any more"));
+    }
+    if words.list {
+        return list_tokens(words.format, place);
+    }
+    let new = NewToken {
+        ttl_seconds: words.ttl.as_secs(),
+        certificate: words.certificate.as_deref().map(file).transpose()?,
+        key: words.key.as_deref().map(file).transpose()?,
+    };
+    let made = output::send_node(place, "/v1/cluster/tokens", &json!(new))?;
+    if words.format.json {
+        return output::print_json(&made);
+    }
+    // Beside the token, which is most often sent into a file.
+    eprintln!("token {}: one machine joins by it, within {}", plain(&made["id"]), short_time(words.ttl));
+    output::print(&plain(&made["token"]))
+}
+
+fn list_tokens(format: Format, place: &Place) -> Result<(), CliError> {
+    let answer = output::ask_node(place, "/v1/cluster/tokens")?;
+    if format.json {
+        return output::print_json(&answer["tokens"]);
+    }
+    let mut columns = Columns::new(&["TOKEN", "MADE BY", "GOOD FOR"]);
+    for token in answer["tokens"].as_array().into_iter().flatten() {
+        let left = Duration::from_secs(token["seconds_left"].as_u64().unwrap_or_default());
+        columns.add([plain(&token["id"]), plain(&token["by"]), short_time(left)]);
+    }
+    columns.print()
 }
 
 fn rotate(finish: bool, place: &Place) -> Result<(), CliError> {
     let done = output::tell_node(place, &format!("/v1/cluster/authority?finish={finish}"))?;
     output::print(&match finish {
         false => format!(
-            "authority {} is believed beside the one before; when `nagaya nodes` shows it at every node: nagaya cluster rotate --finish",
+            "authority {} is believed beside the one before, which ends when `nagaya nodes` shows the new one at every node",
             done["serial"]
         ),
         true => format!("only authority {} is believed", done["serial"]),
@@ -246,9 +317,15 @@ fn drain(node: &str, word: &str, place: &Place) -> Result<(), CliError> {
     })
 }
 
-fn remove(node: &str, force: bool, place: &Place) -> Result<(), CliError> {
-    output::remove_at_node(place, &format!("/v1/nodes/{}?force={force}", escape(node)))?;
-    output::print(&format!("node '{node}' is no member any more"))
+fn remove(node: &str, force: bool, stolen: bool, place: &Place) -> Result<(), CliError> {
+    let path = format!("/v1/nodes/{}?force={force}&stolen={stolen}", escape(node));
+    let done = output::remove_at_node(place, &path)?;
+    let keys =
+        if stolen { "the keys that it had count no more" } else { "the keys that it had end within seconds" };
+    output::print(&format!(
+        "node '{node}' is no member any more; {keys}, those of authority {} follow",
+        done["serial"]
+    ))
 }
 
 fn relocate(site: &str, to: Option<&str>, place: &Place) -> Result<(), CliError> {

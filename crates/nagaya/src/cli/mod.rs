@@ -9,6 +9,7 @@ mod cluster;
 mod config;
 mod doctor;
 mod error;
+mod etcd_certs;
 mod events;
 mod exec;
 mod explain;

@@ -32,7 +32,7 @@ use nagaya_cmdb::store::{RedbStore, Store};
 use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
-pub use cluster::{Etcd, StoreAccess};
+pub use cluster::{Etcd, StoreAccess, hold_certificate};
 pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;

@@ -14,7 +14,7 @@ use super::client::{RANGE, RAW_TXN};
 use super::error::ClusterError;
 use super::keys::{self, placement_value};
 use super::wire::{Compare, RangeAnswer, Txn, TxnAnswer};
-use super::{ClusterStore, Inner, VISIBLE_WAIT, lost};
+use super::{ClusterStore, Inner, PkiChange, VISIBLE_WAIT, lost};
 use crate::names::{NodeName, SiteName};
 use crate::record::{NodeRecord, Placement};
 use crate::store::{Kind, PAGE_LEN_MAX, Store};
@@ -69,6 +69,14 @@ impl Seen {
             Self::Removed { fence_ms } => *fence_ms,
         }
     }
+}
+
+/// What became of a machine that asks to be a member.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    Joined,
+    /// A value that it counted on is another one, or gone.
+    Changed,
 }
 
 /// Whose a node's record is.
@@ -242,6 +250,19 @@ impl ClusterStore {
         self.on_own(async move { inner.join(node).await }).await
     }
 
+    /// Makes this machine a member together with these changes, in one transaction.
+    pub async fn admit(&self, node: NodeRecord, changes: Vec<PkiChange>) -> Result<Admission, ClusterError> {
+        super::pki::check(&changes)?;
+        let inner = self.inner.clone();
+        self.on_own(async move { inner.admit(&node, &changes).await }).await
+    }
+
+    /// Brings the record of a member up to date, as [`ClusterStore::join`] does. One that was removed stays so.
+    pub async fn refresh(&self, node: NodeRecord) -> Result<NodeRecord, ClusterError> {
+        let inner = self.inner.clone();
+        self.on_own(async move { inner.refresh(&node).await }).await
+    }
+
     pub async fn set_draining(&self, node: &NodeName, draining: bool) -> Result<(), ClusterError> {
         let (inner, name) = (self.inner.clone(), node.clone());
         self.on_own(async move {
@@ -275,11 +296,23 @@ impl ClusterStore {
     /// Takes a node out of the cluster. Refused while placements name it, unless `forced`: then its sites move when somebody
     /// asks for them.
     pub async fn remove(&self, node: &NodeName, forced: bool) -> Result<(), ClusterError> {
+        self.remove_with(node, forced, Vec::new()).await.map(drop)
+    }
+
+    /// The same together with these changes, in one transaction. False: a value that was counted on is another one, and nothing was
+    /// done.
+    pub async fn remove_with(
+        &self,
+        node: &NodeName,
+        forced: bool,
+        changes: Vec<PkiChange>,
+    ) -> Result<bool, ClusterError> {
+        super::pki::check(&changes)?;
         let (inner, name) = (self.inner.clone(), node.clone());
         self.on_own(async move {
-            inner.clone().remove(&name, forced).await?;
+            let is_done = inner.clone().remove(&name, forced, &changes).await?;
             inner.show_written().await;
-            Ok(())
+            Ok(is_done)
         })
         .await
     }
@@ -408,31 +441,50 @@ impl Inner {
     }
 
     async fn join(&self, node: NodeRecord) -> Result<NodeRecord, ClusterError> {
-        let key = self.keys.record(Kind::Node, node.name.as_str());
-        let txn = Txn {
-            compare: vec![
-                keys::is_there(&self.keys.revision()),
-                keys::is_absent(&self.keys.seeding()),
-                keys::is_absent(&key),
-            ],
-            success: vec![
-                keys::putting(&key, keys::json(&node)),
-                keys::deleting(&self.keys.removed(&node.name)),
-            ],
-            failure: vec![
-                keys::getting(&self.keys.format()),
-                keys::getting(&self.keys.revision()),
-                keys::getting(&self.keys.seeding()),
-            ],
-        };
-        let answer = self.change(txn, CHANGE_WAIT).await?.value;
-        if answer.succeeded {
-            return Ok(node);
+        match self.admit(&node, &[]).await {
+            Ok(_) => Ok(node),
+            Err(ClusterError::NameTaken { .. }) => self.refresh(&node).await,
+            Err(error) => Err(error),
         }
-        let [format, revision, seeding] =
-            super::watch::raw_values(answer.responses).try_into().unwrap_or_default();
+    }
+
+    async fn admit(&self, node: &NodeRecord, changes: &[PkiChange]) -> Result<Admission, ClusterError> {
+        let key = self.keys.record(Kind::Node, node.name.as_str());
+        let mut compare = vec![
+            keys::is_there(&self.keys.revision()),
+            keys::is_absent(&self.keys.seeding()),
+            keys::is_absent(&key),
+        ];
+        compare.extend(changes.iter().filter_map(|change| change.compare(&self.keys)));
+        let mut success =
+            vec![keys::putting(&key, keys::json(node)), keys::deleting(&self.keys.removed(&node.name))];
+        success.extend(changes.iter().map(|change| change.operation(&self.keys)));
+        let failure = vec![
+            keys::getting(&self.keys.format()),
+            keys::getting(&self.keys.revision()),
+            keys::getting(&self.keys.seeding()),
+            keys::getting(&key),
+        ];
+        let txn = Txn { compare, success, failure };
+        let answer = self.change(txn, CHANGE_WAIT).await?;
+        if answer.value.succeeded {
+            return Ok(Admission::Joined);
+        }
+        let [format, revision, seeding, found] =
+            super::watch::raw_pairs(answer.value.responses).try_into().unwrap_or_default();
+        let format = format.map(|kv| kv.value);
         super::watch::check_head(self, format.as_deref(), revision.is_some(), seeding.is_some())?;
-        // Also where that changes nothing: what this machine has asked for in an earlier life of it, and lies somewhere, is void then.
+        let Some(found) = found else { return Ok(Admission::Changed) };
+        let found = read_node(&self.opened(found)?.value)?;
+        // An earlier attempt whose answer was lost may have done it.
+        if answer.repeated && found.id == node.id {
+            return Ok(Admission::Joined);
+        }
+        Err(ClusterError::NameTaken { name: found.name.to_string(), peer: found.peer })
+    }
+
+    /// Also where that changes nothing: what this machine has asked for in an earlier life of it, and lies somewhere, is void then.
+    async fn refresh(&self, node: &NodeRecord) -> Result<NodeRecord, ClusterError> {
         self.write_node(&node.name, |found| {
             let found = its_own(found, &node.id)?;
             let next = NodeRecord { draining: found.draining, knows: found.knows, ..node.clone() };
@@ -486,7 +538,12 @@ impl Inner {
     }
 
     /// Only if no placement was written since those that were looked through, so that none names a node that is gone.
-    async fn remove(self: std::sync::Arc<Self>, name: &NodeName, forced: bool) -> Result<(), ClusterError> {
+    async fn remove(
+        self: std::sync::Arc<Self>,
+        name: &NodeName,
+        forced: bool,
+        changes: &[PkiChange],
+    ) -> Result<bool, ClusterError> {
         let key = self.keys.record(Kind::Node, name.as_str());
         for _ in 0..TRIES_MAX {
             let head = self.client.ask::<_, RangeAnswer>(RANGE, keys::get(&key), CHANGE_WAIT).await?.value;
@@ -505,15 +562,31 @@ impl Inner {
                 let seen = keys::unsigned(head.header.clone().unwrap_or_default().revision);
                 compare.push(keys::are_no_newer(&self.keys.records(Kind::Placement), seen));
             }
-            let success = vec![
+            compare.extend(changes.iter().filter_map(|change| change.compare(&self.keys)));
+            let mut success = vec![
                 keys::deleting(&key),
                 keys::deleting(&self.keys.doubt(name)),
                 keys::putting(&self.keys.removed(name), fence_ms.to_string()),
             ];
-            let txn = Txn { compare, success, failure: Vec::new() };
+            success.extend(changes.iter().map(|change| change.operation(&self.keys)));
+            let mut failure = vec![keys::getting(&key)];
+            failure.extend(changes.iter().map(|change| change.getting(&self.keys)));
+            let txn = Txn { compare, success, failure };
             let answer = self.change(txn, CHANGE_WAIT).await?;
-            if answer.value.succeeded || answer.repeated {
-                return Ok(());
+            if answer.value.succeeded {
+                return Ok(true);
+            }
+            let mut found = super::watch::raw_pairs(answer.value.responses).into_iter();
+            let is_gone = found.next().flatten().is_none();
+            let stands = |(change, found): (&PkiChange, Option<super::wire::KeyValue>)| {
+                change.is_as_expected(found.map_or(0, |kv| keys::unsigned(kv.mod_revision)))
+            };
+            // An earlier attempt whose answer was lost may have done it.
+            if answer.repeated && is_gone {
+                return Ok(true);
+            }
+            if !changes.iter().zip(found).all(stands) {
+                return Ok(false);
             }
         }
         Err(ClusterError::Contended { tries: TRIES_MAX })

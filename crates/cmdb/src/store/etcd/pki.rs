@@ -8,13 +8,19 @@ use std::time::Duration;
 
 use tokio::sync::watch::Receiver;
 
-use super::client::RANGE;
+use super::client::{LEASE_GRANT, RANGE};
 use super::error::ClusterError;
-use super::wire::{RangeAnswer, Txn};
-use super::{ClusterStore, keys};
+use super::wire::{Compare, LeaseGrant, LeaseGranted, Operation, Put, Range, RangeAnswer, Request, Txn};
+use super::{ClusterStore, Keys, keys};
 
 /// Longest value, in bytes.
-pub const PKI_VALUE_LEN_MAX: usize = 64 << 10;
+pub const PKI_VALUE_LEN_MAX: usize = 256 << 10;
+
+/// Values that one transaction changes at most: etcd takes 128 operations in one.
+pub const PKI_CHANGES_MAX: usize = 64;
+
+/// Values that one listing shows at most.
+const LISTED_MAX: i64 = 1_000;
 
 const WAIT: Duration = Duration::from_secs(5);
 
@@ -24,6 +30,78 @@ pub struct Versioned {
     pub value: Vec<u8>,
     /// etcd's revision at which it was written.
     pub revision: u64,
+}
+
+/// What a transaction does to one value, beside what else it does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PkiChange {
+    /// Writes it if what stands there was written at the revision `at`. 0: nothing stands there.
+    Put { key: String, value: Vec<u8>, at: u64 },
+    /// Takes it away if it was written at the revision `at`.
+    Take { key: String, at: u64 },
+    /// Takes it away if it is there.
+    Drop { key: String },
+}
+
+impl PkiChange {
+    fn key(&self) -> &str {
+        match self {
+            Self::Put { key, .. } | Self::Take { key, .. } | Self::Drop { key } => key,
+        }
+    }
+
+    pub(super) fn compare(&self, keys: &Keys) -> Option<Compare> {
+        match self {
+            Self::Put { key, at, .. } | Self::Take { key, at } => Some(keys::is_of(&keys.pki(key), *at)),
+            Self::Drop { .. } => None,
+        }
+    }
+
+    pub(super) fn operation(&self, keys: &Keys) -> Operation {
+        match self {
+            Self::Put { key, value, .. } => keys::putting(&keys.pki(key), value.clone()),
+            Self::Take { key, .. } | Self::Drop { key } => keys::deleting(&keys.pki(key)),
+        }
+    }
+
+    /// What shows afterwards whether it was done.
+    pub(super) fn getting(&self, keys: &Keys) -> Operation {
+        keys::getting(&keys.pki(self.key()))
+    }
+
+    /// `found_at`: the revision at which what stands there was written, 0 for nothing.
+    pub(super) fn is_as_expected(&self, found_at: u64) -> bool {
+        match self {
+            Self::Put { at, .. } | Self::Take { at, .. } => *at == found_at,
+            Self::Drop { .. } => true,
+        }
+    }
+
+    fn is_done(&self, found: Option<&Vec<u8>>) -> bool {
+        match self {
+            Self::Put { value, .. } => found == Some(value),
+            Self::Take { .. } | Self::Drop { .. } => found.is_none(),
+        }
+    }
+
+    fn check(&self) -> Result<(), ClusterError> {
+        match self {
+            Self::Put { key, value, .. } if value.len() > PKI_VALUE_LEN_MAX => {
+                let detail = format!("{key}: {} bytes are more than {PKI_VALUE_LEN_MAX}", value.len());
+                Err(ClusterError::Refused { detail })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Refuses what etcd would refuse as well, before anybody is asked.
+pub(super) fn check(changes: &[PkiChange]) -> Result<(), ClusterError> {
+    if changes.len() > PKI_CHANGES_MAX {
+        let detail = format!("{} changes at once are more than {PKI_CHANGES_MAX}", changes.len());
+        return Err(ClusterError::Refused { detail });
+    }
+    changes.iter().try_for_each(PkiChange::check)
 }
 
 impl ClusterStore {
@@ -42,6 +120,24 @@ impl ClusterStore {
         .await
     }
 
+    /// All values whose keys begin with `prefix`, each with what its key has after it.
+    pub async fn list(&self, prefix: &str) -> Result<Vec<(String, Versioned)>, ClusterError> {
+        let inner = self.inner.clone();
+        let prefix = inner.keys.pki(prefix);
+        self.on_own(async move {
+            let range =
+                Range { range_end: keys::after_all(&prefix), limit: LISTED_MAX, ..keys::get(&prefix) };
+            let answer = inner.client.ask::<_, RangeAnswer>(RANGE, range, WAIT).await?.value;
+            let named = |kv: super::wire::KeyValue| {
+                let name = str::from_utf8(kv.key.get(prefix.len()..)?).ok()?.to_owned();
+                let revision = keys::unsigned(kv.mod_revision);
+                Some((name, Versioned { value: kv.value, revision }))
+            };
+            Ok(answer.kvs.into_iter().filter_map(named).collect())
+        })
+        .await
+    }
+
     /// Writes the value if what stands there was written at the revision `expected` (None: nothing stands there). Says
     /// whether it did.
     pub async fn put_if(
@@ -50,22 +146,53 @@ impl ClusterStore {
         value: Vec<u8>,
         expected: Option<u64>,
     ) -> Result<bool, ClusterError> {
-        if value.len() > PKI_VALUE_LEN_MAX {
-            let detail = format!("{key}: {} bytes are more than {PKI_VALUE_LEN_MAX}", value.len());
-            return Err(ClusterError::Refused { detail });
-        }
+        self.change_pki(vec![PkiChange::Put { key: key.into(), value, at: expected.unwrap_or(0) }]).await
+    }
+
+    /// Makes all of these changes, or none. Says which.
+    pub async fn change_pki(&self, changes: Vec<PkiChange>) -> Result<bool, ClusterError> {
+        check(&changes)?;
+        let inner = self.inner.clone();
+        self.on_own(async move {
+            let keys = &inner.keys;
+            let txn = Txn {
+                compare: changes.iter().filter_map(|change| change.compare(keys)).collect(),
+                success: changes.iter().map(|change| change.operation(keys)).collect(),
+                failure: changes.iter().map(|change| change.getting(keys)).collect(),
+            };
+            let answer = inner.change(txn, WAIT).await?;
+            if answer.value.succeeded {
+                return Ok(true);
+            }
+            let found = super::watch::raw_values(answer.value.responses);
+            let are_done = changes.iter().zip(&found).all(|(change, found)| change.is_done(found.as_ref()));
+            // An earlier attempt whose answer was lost may have done it.
+            Ok(answer.repeated && are_done)
+        })
+        .await
+    }
+
+    /// Writes a value that nobody has written, and that the store itself takes away after this time.
+    pub async fn put_for(&self, key: &str, value: Vec<u8>, ttl: Duration) -> Result<(), ClusterError> {
+        check(&[PkiChange::Put { key: key.into(), value: value.clone(), at: 0 }])?;
         let inner = self.inner.clone();
         let key = inner.keys.pki(key);
         self.on_own(async move {
+            let ttl = i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX).max(1);
+            let granted: LeaseGranted = inner.client.ask(LEASE_GRANT, LeaseGrant { ttl }, WAIT).await?.value;
+            let put = Put { key: key.clone().into_bytes(), value: value.clone(), lease: granted.id };
             let txn = Txn {
-                compare: vec![keys::is_of(&key, expected.unwrap_or(0))],
-                success: vec![keys::putting(&key, value.clone())],
+                compare: vec![keys::is_there(&inner.keys.revision()), keys::is_absent(&key)],
+                success: vec![Operation { request: Some(Request::Put(put)) }],
                 failure: vec![keys::getting(&key)],
             };
             let answer = inner.change(txn, WAIT).await?;
-            let found = inner.found_first(answer.value.responses)?;
-            // An earlier attempt whose answer was lost may have done it.
-            Ok(answer.value.succeeded || (answer.repeated && found == Some(value)))
+            let found = super::watch::raw_values(answer.value.responses).into_iter().next().flatten();
+            if answer.value.succeeded || (answer.repeated && found == Some(value)) {
+                return Ok(());
+            }
+            let cluster = inner.keys.cluster().to_owned();
+            Err(ClusterError::NotInitialised { cluster })
         })
         .await
     }

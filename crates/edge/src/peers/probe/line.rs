@@ -253,7 +253,7 @@ impl Line {
             Wire::Datagrams { socket, is_icmp: true, is_ipv6, .. } => send(socket, &echo(&nonce, *is_ipv6)),
             Wire::Datagrams { socket, .. } => {
                 let question = Datagram { kind: Kind::Question, nonce, ..own(&self.member) };
-                let bytes = question.write(&self.member.credentials.probe_key).unwrap_or_default();
+                let bytes = question.write(self.member.credentials.probe_keys.own()).unwrap_or_default();
                 send(socket, &bytes)
             }
             Wire::Connections { address, events } => {
@@ -288,7 +288,8 @@ impl Line {
                 }
             }
             _ => {
-                let Some(said) = Datagram::read(bytes, &self.member.credentials.probe_key) else { return };
+                let keys = &self.member.credentials.probe_keys;
+                let Some((said, _)) = keys.read(|key| Datagram::read(bytes, key)) else { return };
                 let is_it = said.node == self.record.name.as_str() && said.id == self.record.id;
                 if said.kind == Kind::Answer && is_it {
                     self.answered(&said.nonce);

@@ -81,6 +81,8 @@ struct Asked {
     tag: u64,
     at: Instant,
     said: Said,
+    /// The key of its question, which signs the answer.
+    key: hmac::Key,
     from: SocketAddr,
 }
 
@@ -122,19 +124,19 @@ impl Vouching {
                 from: own.options.id.clone(),
                 to: to.clone(),
             };
-            Some((said.write(&own.credentials.probe_key)?, *address))
+            Some((said.write(own.credentials.probe_keys.own())?, *address))
         };
         round.missing.iter().filter_map(question).collect()
     }
 
     /// Takes a datagram in; what is returned is for the supervisor.
     pub fn take(&mut self, now: Instant, bytes: &[u8], from: SocketAddr, own: &Member) -> Option<Up> {
-        let said = Said::read(bytes, &own.credentials.probe_key)?;
+        let (said, key) = own.credentials.probe_keys.read(|key| Said::read(bytes, key))?;
         if said.to != own.options.id {
             return None;
         }
         if said.kind == ASKS {
-            return self.asked(now, said, from);
+            return self.asked(now, said, key.clone(), from);
         }
         let round = self.round.as_mut()?;
         if round.id != said.round || round.nonce != said.nonce {
@@ -145,7 +147,7 @@ impl Vouching {
         Some(Up::Vouched { round: said.round, id, moved: said.moved })
     }
 
-    fn asked(&mut self, now: Instant, said: Said, from: SocketAddr) -> Option<Up> {
+    fn asked(&mut self, now: Instant, said: Said, key: hmac::Key, from: SocketAddr) -> Option<Up> {
         self.asked.retain(|asked| now.duration_since(asked.at) < ASKED_FOR);
         if self.asked.len() >= ASKED_MAX {
             return None;
@@ -153,16 +155,16 @@ impl Vouching {
         let tag = self.next_tag;
         self.next_tag += 1;
         let id = said.from.clone();
-        self.asked.push_back(Asked { tag, at: now, said, from });
+        self.asked.push_back(Asked { tag, at: now, said, key, from });
         Some(Up::VouchAsked { tag, id })
     }
 
     /// The supervisor vouches for whoever asked so.
     pub fn vouch(&mut self, tag: u64, moved: u64, own: &Member) -> Option<(Vec<u8>, SocketAddr)> {
         let at = self.asked.iter().position(|asked| asked.tag == tag)?;
-        let Asked { said, from, .. } = self.asked.remove(at)?;
+        let Asked { said, key, from, .. } = self.asked.remove(at)?;
         let answer = Said { kind: VOUCHES, moved, to: said.from, from: own.options.id.clone(), ..said };
-        Some((answer.write(&own.credentials.probe_key)?, from))
+        Some((answer.write(&key)?, from))
     }
 }
 

@@ -60,3 +60,19 @@ fn a_node_is_let_in_again_with_its_next_certificate() {
         assert_eq!(send(&pool, &record, get()).await.map(|response| response.status), Ok(StatusCode::OK));
     });
 }
+
+#[test]
+fn a_certificate_forged_by_the_old_authority_is_refused() {
+    run(async {
+        let (old, new) = (Ca::new(), Ca::new());
+        let remote = Remote::start(new.options("b", "b"), |_| async { text("served") });
+        let record = record("b", remote.address);
+        // Whoever has the old authority's key makes a certificate for a member, and believes the new authority itself.
+        let forged = ClusterOptions { authorities: new.0.pem(), ..old.options("a", "a") };
+        let pool = Pool::new(shared(forged));
+        assert!(send(&pool, &record, get()).await.is_err());
+        // The member of that name is let in by its own.
+        let pool = Pool::new(shared(new.options("a", "a")));
+        assert_eq!(send(&pool, &record, get()).await.map(|response| response.status), Ok(StatusCode::OK));
+    });
+}

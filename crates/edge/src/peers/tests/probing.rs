@@ -6,7 +6,12 @@ use super::*;
 
 /// Asks whether `record`'s node is there, with this kind of probe; none: nothing was held against it in half a second.
 async fn probed(ca: &Ca, kind: ProbeKind, record: NodeRecord) -> (Option<Verdict>, serde_json::Value) {
-    let shared = shared(ClusterOptions { probe: kind, ..ca.options("a", "a") });
+    probed_as(ClusterOptions { probe: kind, ..ca.options("a", "a") }, record).await
+}
+
+/// The same for a node with these settings.
+async fn probed_as(options: ClusterOptions, record: NodeRecord) -> (Option<Verdict>, serde_json::Value) {
+    let shared = shared(options);
     let (_, own) = sockets();
     probe::start(Arc::clone(&shared), OwnedFd::from(own)).unwrap();
     let record = Arc::new(record);
@@ -37,6 +42,36 @@ fn a_host_that_refuses_is_told_from_one_that_is_silent_and_from_one_that_answers
         other.id = id("other");
         assert_eq!(probed(&ca, ProbeKind::Udp, other).await.0, Some(Verdict::Silent));
         drop((stream, probes));
+    });
+}
+
+/// Node `node` signs probes with the first of these keys, and believes the others, too.
+fn signing(ca: &Ca, node: &str, keys: &[&str]) -> ClusterOptions {
+    let mut keys = keys.iter().map(|key| key.repeat(32));
+    let probe_key = keys.next().unwrap();
+    ClusterOptions { probe_key, probe_keys_also: keys.collect(), ..ca.options(node, node) }
+}
+
+#[test]
+fn probes_of_both_keys_are_answered_during_an_exchange_alone() {
+    run(async {
+        let ca = Ca::new();
+        for (a, b, expected) in [
+            (&["01", "02"][..], &["02", "01"][..], None),
+            (&["02", "01"], &["01", "02"], None),
+            (&["01"], &["02", "01"], None),
+            (&["01"], &["02"], Some(Verdict::Silent)),
+            (&["02"], &["01"], Some(Verdict::Silent)),
+        ] {
+            let there = Remote::start(signing(&ca, "b", b), |_| async { text("b") });
+            let (verdict, counts) = probed_as(signing(&ca, "a", a), record("b", there.address)).await;
+            assert_eq!(verdict, expected, "{a:?} asks {b:?}");
+            assert_eq!(
+                counts["answers"].as_u64() >= Some(1),
+                expected.is_none(),
+                "{a:?} asks {b:?}: {counts}"
+            );
+        }
     });
 }
 

@@ -3,29 +3,41 @@
 //! Not here: the paths they ask by (`admin::cluster`), what goes on while it is a member (`membership`).
 
 use std::cell::RefCell;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::StatusCode;
 use nagaya_cmdb::feed::Placed;
-use nagaya_cmdb::store::etcd::{self, ClusterError, EtcdOptions, RecordKeys, RecordSigning, Seen};
+use nagaya_cmdb::store::etcd::{self, Admission, ClusterError, EtcdOptions, PkiChange, RecordSigning, Seen};
 use nagaya_cmdb::store::{ClusterStore, RedbStore, Store as _};
 use nagaya_cmdb::{Change, NodeName, NodeRecord, SiteName, StoreError, Why};
 use nagaya_placement::fence::{outlasting, term_of};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::images::Touched;
 use super::load;
 use super::member::{Etcd, Member, MemberError};
 use super::membership::Membership;
-use super::pki::{self, PkiError, Secret, Stored};
+use super::pki::token::Token;
+use super::pki::{self, Identity, Keys, Opener, PkiError, Stored};
 use super::{
     Context, INSECURE, MEMBER_ALREADY, NO_MEMBER, NOT_JOINED, NOWHERE, Order, Place, Shift, credentials,
 };
 use crate::admin::{Ask, Found, Join, Problem};
 
-/// Where the authority lies in the store.
+/// Where the keys of members lie in the store, and those that join tokens open.
 pub const AUTHORITY: &str = "authority";
+pub const TOKENS: &str = "tokens/";
+
+/// Tries to become a member, while others become one.
+const TRIES_MAX: u32 = 8;
+
+/// Longest wait for the end of what a former membership was doing, and how often it is looked at.
+const LEAVE_MAX: Duration = Duration::from_secs(30);
+const LEAVE_LOOK: Duration = Duration::from_millis(20);
 
 type Answer = Result<Value, Box<Problem>>;
 
@@ -51,7 +63,7 @@ impl Desk {
 
     /// The node was a member before it was started.
     pub fn resume(&self, member: Member) {
-        if let Err(problem) = self.enter(member) {
+        if let Err(problem) = self.begin(member) {
             tracing::error!(code = problem.code, "{}; this node serves what it knows", problem.detail);
             *self.left_out.borrow_mut() = Some(problem.detail.clone());
         }
@@ -129,11 +141,13 @@ impl Desk {
             Ask::Found(found) => self.found(found).await,
             Ask::Join(join) => self.join(join).await,
             Ask::Status => Ok(self.member()?.status()),
-            Ask::Token => Ok(json!({ "token": self.member()?.member().token })),
-            Ask::Authority { finish } => self.member()?.exchange_authority(finish).await,
+            Ask::Token(new) => self.member()?.make_token(new).await,
+            Ask::Tokens => self.member()?.tokens().await,
+            Ask::Revoke { id } => self.member()?.revoke_token(&id).await,
+            Ask::Authority { finish } => self.member()?.exchange_keys(finish).await,
             Ask::Nodes => self.member()?.nodes().await,
             Ask::Drain { node, on } => self.member()?.set_draining(&node, on).await,
-            Ask::Remove { node, force } => self.member()?.remove(&node, force).await,
+            Ask::Remove { node, force, stolen } => self.member()?.remove(&node, force, stolen).await,
             Ask::Placements { after, limit, node } => {
                 self.member()?.placements(after.as_deref(), limit, node.as_deref())
             }
@@ -156,6 +170,7 @@ impl Desk {
         })
     }
 
+    /// One that was removed may become one again.
     fn no_member_yet(&self) -> Result<(), Box<Problem>> {
         match &*self.membership.borrow() {
             None => match &*self.left_out.borrow() {
@@ -165,10 +180,11 @@ impl Desk {
                     Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
                 }
             },
-            Some(membership) => {
+            Some(membership) if membership.is_member() => {
                 let detail = format!("this node is a member of cluster '{}'", membership.member().cluster);
                 Err(Problem::cluster(StatusCode::CONFLICT, MEMBER_ALREADY, detail))
             }
+            _ => Ok(()),
         }
     }
 
@@ -178,108 +194,168 @@ impl Desk {
         self.no_member_yet()?;
         let options = etcd_options(&found.cluster, &found.etcd);
         options.check_access()?;
-        let secret = self.secret_of_attempt()?;
-        let stored = Stored::found(&found.cluster, &secret)?;
-        let keys = record_keys(&stored, &found.cluster, &secret)?;
+        let attempt = Attempt::begin(&self.context.dir)?;
+        let node = self.node_name()?;
+        let (stored, keys) = Stored::found(&attempt.opener(&found.cluster, &node))?;
         let authority = [(AUTHORITY, to_bytes(&stored))];
-        match etcd::seed(&options, &keys, &authority, &*self.context.records).await {
+        match etcd::seed(&options, &keys.records, &authority, &*self.context.records).await {
             Ok(()) => {}
-            // Perhaps by this node, which was interrupted afterwards: then its secret opens what is there.
+            // Perhaps by this node, which was interrupted afterwards: then its own key opens what is there.
             Err(StoreError::Cluster(ClusterError::NotEmpty { .. })) => {}
             Err(error) => return Err(error.into()),
         }
-        let member = self.become_member(&found.cluster, found.etcd, &secret, true).await?;
-        self.enter(member)?;
-        self.forget_attempt();
+        let glance = self.look_at(&options)?;
+        let (cluster, etcd) = (found.cluster.clone(), found.etcd);
+        let member = self.found_member(&glance.store, cluster, node, etcd, attempt).await?;
+        self.enter(member).await?;
+        Attempt::forget(&self.context.dir);
+        // So that its own record is seen here. If that takes too long, the cluster is made all the same.
+        let _late = self.member()?.in_step().await;
         let counts = self.context.records.counts()?;
         Ok(
             json!({ "node": self.context.node.name, "cluster": found.cluster, "sites": counts.sites, "nodes": 1 }),
         )
     }
 
+    async fn found_member(
+        &self,
+        store: &ClusterStore,
+        cluster: String,
+        node: NodeName,
+        etcd: Etcd,
+        attempt: Attempt,
+    ) -> Result<Member, Box<Problem>> {
+        let (stored, _) = authority_in(store, &cluster).await?;
+        let keys = stored.open_own(&attempt.opener(&cluster, &node)).map_err(|error| match error {
+            PkiError::NotForUs | PkiError::Forged => {
+                ClusterError::NotEmpty { cluster: cluster.clone() }.into()
+            }
+            error => Box::<Problem>::from(error),
+        })?;
+        believe(store, &keys);
+        let Attempt { id, identity } = attempt;
+        let member = new_member(cluster, node, id, identity, etcd, &stored, &keys)?;
+        // First kept, then written: interrupted between the two, it goes on as a member when it is started anew. The other way
+        // round its name would belong to a machine that nobody has.
+        member.save(&self.context.dir)?;
+        if let Err(error) = store.join(self.record(&member)).await {
+            Member::forget(&self.context.dir)?;
+            return Err(error.into());
+        }
+        Ok(member)
+    }
+
     /// Makes this node a member of a cluster there is.
     async fn join(&self, join: Join) -> Answer {
         let _entering = self.entering.lock().await;
         self.no_member_yet()?;
-        let secret = Secret::from_token(&join.token)?;
+        let token = Token::read(&join.token)?;
+        if let Some(wanted) = join.cluster.filter(|wanted| *wanted != token.cluster) {
+            return Err(PkiError::OtherCluster { of: token.cluster, wanted }.into());
+        }
+        if token.is_expired() {
+            return Err(PkiError::Spent.into());
+        }
+        let cluster = token.cluster.clone();
+        self.refuse_own_records(&cluster, join.discard)?;
+        let etcd = join.etcd.or(token.etcd.clone());
+        let options = etcd_options(&cluster, &etcd);
+        options.check_access()?;
+        let glance = self.look_at(&options)?;
+        let before = Member::load(&self.context.dir)?;
+        let member = match self.join_member(&glance.store, &token, &etcd).await {
+            Ok(member) => member,
+            Err(problem) => {
+                match before {
+                    Some(before) => before.save(&self.context.dir)?,
+                    None => Member::forget(&self.context.dir)?,
+                }
+                return Err(problem);
+            }
+        };
+        drop(glance);
+        self.enter(member).await?;
+        let membership = self.member()?;
+        membership.in_step().await?;
+        let counts = self.context.records.counts()?;
+        let nodes = self.context.records.nodes()?.len();
+        Ok(
+            json!({ "node": self.context.node.name, "cluster": cluster, "sites": counts.sites, "nodes": nodes }),
+        )
+    }
+
+    /// What a removed member has is its copy of the cluster's records, and nothing of its own.
+    fn refuse_own_records(&self, cluster: &str, discard: bool) -> Result<(), Box<Problem>> {
+        let is_copy = match &*self.membership.borrow() {
+            Some(membership) => membership.member().cluster == cluster,
+            None => false,
+        };
         let own = self.context.records.counts()?;
-        if !join.discard && own.tenants + own.sites + own.settings > 0 {
+        if !discard && !is_copy && own.tenants + own.sites + own.settings > 0 {
             let detail = format!(
                 "this node has {} tenants, {} sites and {} settings of its own, which the cluster's would replace: export them, and join with --discard",
                 own.tenants, own.sites, own.settings
             );
             return Err(Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, detail));
         }
-        let member = self.become_member(&join.cluster, join.etcd, &secret, false).await?;
-        self.enter(member)?;
-        let membership = self.member()?;
-        membership.in_step().await?;
-        let counts = self.context.records.counts()?;
-        let nodes = self.context.records.nodes()?.len();
-        Ok(
-            json!({ "node": self.context.node.name, "cluster": join.cluster, "sites": counts.sites, "nodes": nodes }),
-        )
+        Ok(())
     }
 
-    /// Writes this node's record and keeps what makes it a member. This node's own records are not touched yet: until the
-    /// secret is seen to be right, the store is looked at through a file that is thrown away.
-    async fn become_member(
+    /// Takes the token, adds this node to those who open the members' keys, and writes its record: all of it or nothing.
+    async fn join_member(
         &self,
-        cluster: &str,
-        etcd: Etcd,
-        secret: &Secret,
-        is_founder: bool,
+        store: &ClusterStore,
+        token: &Token,
+        etcd: &Etcd,
     ) -> Result<Member, Box<Problem>> {
-        let node = NodeName::new(&self.context.node.name).map_err(|error| {
+        let (node, cluster) = (self.node_name()?, token.cluster.clone());
+        let (id, identity) = (pki::node_id()?, Identity::generate());
+        let key = format!("{TOKENS}{}", token.id());
+        for _ in 0..TRIES_MAX {
+            let found = store.get(&key).await?.ok_or(PkiError::Spent)?;
+            let (keys, known) = token.open(&serde_json::from_slice(&found.value).map_err(PkiError::from)?)?;
+            let (stored, revision) = authority_in(store, &cluster).await?;
+            stored.verify(&cluster, &known)?;
+            if stored.edition != known.edition {
+                return Err(PkiError::Spent.into());
+            }
+            believe(store, &keys);
+            let next = stored.with_member(&cluster, &keys, &node, &id, &identity.public())?;
+            let (own_id, own) = (id.clone(), identity.clone());
+            let member = new_member(cluster.clone(), node.clone(), own_id, own, etcd.clone(), &next, &keys)?;
+            // First kept, then written, as of a founder.
+            member.save(&self.context.dir)?;
+            // A node of this name that was removed may not know it yet. What is still placed on the name, this one would serve at once.
+            if let Ok(Some(Seen::Removed { fence_ms })) = store.seen(&node).await {
+                tokio::time::sleep(outlasting(term_of(fence_ms))).await;
+            }
+            let changes = vec![
+                PkiChange::Take { key: key.clone(), at: found.revision },
+                PkiChange::Put { key: AUTHORITY.into(), value: to_bytes(&next), at: revision },
+            ];
+            match store.admit(self.record(&member), changes).await? {
+                Admission::Joined => return Ok(member),
+                Admission::Changed => {}
+            }
+        }
+        Err(ClusterError::Contended { tries: TRIES_MAX }.into())
+    }
+
+    fn node_name(&self) -> Result<NodeName, Box<Problem>> {
+        NodeName::new(&self.context.node.name).map_err(|error| {
             Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, format!("node in the configuration: {error}"))
-        })?;
-        std::fs::create_dir_all(&self.context.dir)
-            .map_err(|error| MemberError::Io { path: self.context.dir.clone(), error })?;
-        let looking = tempfile::tempdir_in(&self.context.dir)
-            .map_err(|error| MemberError::Io { path: self.context.dir.clone(), error })?;
-        let file = Arc::new(RedbStore::open(&looking.path().join("looking.redb"))?);
-        // Nothing of it counts yet but the authority, which proves itself by the secret.
-        let options = etcd_options(cluster, &etcd);
-        let store = ClusterStore::open(&options, RecordSigning::Unsigned, file, Arc::new(|_, _| {}))?;
-        let stored = store.get(AUTHORITY).await?;
-        let stored = stored.ok_or_else(|| ClusterError::NotInitialised { cluster: cluster.into() })?;
-        let stored: Stored = serde_json::from_slice(&stored.value).map_err(PkiError::from)?;
-        let keys = stored.open(cluster, secret).map_err(|error| match error {
-            PkiError::WrongToken if is_founder => ClusterError::NotEmpty { cluster: cluster.into() }.into(),
-            error => Box::<Problem>::from(error),
-        })?;
-        // A cluster without signatures is none that a machine may trust which knows nothing else of it.
-        if !keys.records_required {
-            return Err(Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, UNSIGNED));
-        }
-        let record_keys = record_keys(&stored, cluster, secret)?;
-        store.set_record_keys(&record_keys);
-        store.require_signatures();
-        let member = Member {
-            cluster: cluster.into(),
-            node: node.clone(),
-            id: pki::node_id()?,
-            token: secret.token(),
-            authorities: stored.authorities.clone(),
-            probe_key: keys.probe.clone(),
-            image_keys: vec![keys.image_key()],
-            credentials: stored.issue(cluster, &keys, &node)?,
-            records: Some(record_keys),
-            records_required: true,
-            etcd,
-        };
-        // First kept, then written: interrupted between the two, it goes on as a member when it is started anew. The other way
-        // round its name would belong to a machine that nobody has.
-        member.save(&self.context.dir)?;
-        // A node of this name that was removed may not know it yet. What is still placed on the name, this one would serve at once.
-        if let Ok(Some(Seen::Removed { fence_ms })) = store.seen(&node).await {
-            tokio::time::sleep(outlasting(term_of(fence_ms))).await;
-        }
-        if let Err(error) = store.join(self.record(&member)).await {
-            Member::forget(&self.context.dir)?;
-            return Err(error.into());
-        }
-        Ok(member)
+        })
+    }
+
+    /// The cluster's store through a file that is thrown away: this node's own records are not touched before it is a member. Nothing
+    /// counts of it yet but the members' keys, which prove themselves.
+    fn look_at(&self, options: &EtcdOptions) -> Result<Glance, Box<Problem>> {
+        let io = |error| MemberError::Io { path: self.context.dir.clone(), error };
+        std::fs::create_dir_all(&self.context.dir).map_err(io)?;
+        let dir = tempfile::tempdir_in(&self.context.dir).map_err(io)?;
+        let file = Arc::new(RedbStore::open(&dir.path().join("looking.redb"))?);
+        let store = ClusterStore::open(options, RecordSigning::Unsigned, file, Arc::new(|_, _| {}))?;
+        Ok(Glance { store, _dir: dir })
     }
 
     fn record(&self, member: &Member) -> NodeRecord {
@@ -298,7 +374,30 @@ impl Desk {
     }
 
     /// From now on this node follows the cluster's store.
-    fn enter(&self, member: Member) -> Result<(), Box<Problem>> {
+    async fn enter(&self, member: Member) -> Result<(), Box<Problem>> {
+        self.leave().await?;
+        self.begin(member)
+    }
+
+    /// Ends a membership that was over already. Two stores must not write into this node's copy of the records.
+    async fn leave(&self) -> Result<(), Box<Problem>> {
+        let Some(before) = self.membership.borrow_mut().take() else { return Ok(()) };
+        before.end();
+        let store = Arc::downgrade(&before.store);
+        drop(before);
+        self.context.records.unfollow();
+        let begun = std::time::Instant::now();
+        while store.strong_count() > 0 {
+            if begun.elapsed() >= LEAVE_MAX {
+                let detail = "this node is a member now, and follows the cluster's records once it is started anew: what it did in its former membership does not end";
+                return Err(Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, detail));
+            }
+            tokio::time::sleep(LEAVE_LOOK).await;
+        }
+        Ok(())
+    }
+
+    fn begin(&self, member: Member) -> Result<(), Box<Problem>> {
         let options = etcd_options(&member.cluster, &member.etcd);
         self.note_access(&member.etcd, &options);
         let node = Arc::clone(&self.context.node);
@@ -352,15 +451,11 @@ impl Desk {
             return Err(Problem::cluster(StatusCode::CONFLICT, NO_MEMBER, detail));
         };
         let options = etcd_options(&before.cluster, &etcd);
-        let looking = tempfile::tempdir_in(&self.context.dir)
-            .map_err(|error| MemberError::Io { path: self.context.dir.clone(), error })?;
-        let file = Arc::new(RedbStore::open(&looking.path().join("looking.redb"))?);
-        let store = ClusterStore::open(&options, before.signing(), file, Arc::new(|_, _| {}))?;
-        let stored = store.get(AUTHORITY).await?;
-        let stored =
-            stored.ok_or_else(|| ClusterError::NotInitialised { cluster: before.cluster.clone() })?;
-        let stored: Stored = serde_json::from_slice(&stored.value).map_err(PkiError::from)?;
-        stored.open(&before.cluster, &Secret::from_token(&before.token)?)?;
+        options.check_access()?;
+        let glance = self.look_at(&options)?;
+        let (stored, _) = authority_in(&glance.store, &before.cluster).await?;
+        stored.open(&before.opener(), &before.known)?;
+        drop(glance);
         let membership = self.membership.borrow().clone();
         let endpoints = etcd.endpoints.clone();
         match membership {
@@ -368,7 +463,7 @@ impl Desk {
             None => {
                 let member = Member { etcd, ..before };
                 member.save(&self.context.dir)?;
-                self.enter(member)?;
+                self.begin(member)?;
                 *self.left_out.borrow_mut() = None;
             }
         }
@@ -380,33 +475,92 @@ impl Desk {
         let membership = self.membership.borrow();
         membership.as_ref().is_some_and(|membership| membership.options != *options)
     }
+}
 
-    /// The secret of a cluster that is being made, kept until that is done: who was interrupted goes on with the same.
-    fn secret_of_attempt(&self) -> Result<Secret, Box<Problem>> {
-        let path = self.context.dir.join("token.new");
-        if let Ok(text) = std::fs::read_to_string(&path) {
-            return Ok(Secret::from_token(&text)?);
+/// The cluster's store, looked at before this node follows it.
+struct Glance {
+    store: Arc<ClusterStore>,
+    _dir: tempfile::TempDir,
+}
+
+/// The founder of a cluster that is being made, kept until that is done: who was interrupted goes on as the same.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Attempt {
+    id: String,
+    identity: Identity,
+}
+
+impl Attempt {
+    const FILE: &str = "founder.json";
+
+    fn opener<'a>(&'a self, cluster: &'a str, node: &'a NodeName) -> Opener<'a> {
+        Opener { cluster, node, id: &self.id, identity: &self.identity }
+    }
+
+    fn begin(dir: &Path) -> Result<Self, Box<Problem>> {
+        let path = dir.join(Self::FILE);
+        if let Some(attempt) = std::fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
+            return Ok(attempt);
         }
-        let secret = Secret::generate()?;
+        let attempt = Self { id: pki::node_id()?, identity: Identity::generate() };
         let write = || -> std::io::Result<()> {
             use std::io::Write as _;
             use std::os::unix::fs::OpenOptionsExt as _;
-            std::fs::create_dir_all(&self.context.dir)?;
-            let mut file =
-                std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-            file.write_all(secret.token().as_bytes())?;
+            std::fs::create_dir_all(dir)?;
+            let mut options = std::fs::OpenOptions::new();
+            let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&path)?;
+            file.write_all(&to_bytes(&attempt))?;
             file.sync_all()
         };
         write().map_err(|error| MemberError::Io { path: path.clone(), error })?;
-        Ok(secret)
+        Ok(attempt)
     }
 
-    fn forget_attempt(&self) {
-        let path = self.context.dir.join("token.new");
+    fn forget(dir: &Path) {
+        let path = dir.join(Self::FILE);
         if let Err(error) = std::fs::remove_file(&path) {
             tracing::warn!(path = %path.display(), "it stays behind: {error}");
         }
     }
+}
+
+fn new_member(
+    cluster: String,
+    node: NodeName,
+    id: String,
+    identity: Identity,
+    etcd: Etcd,
+    stored: &Stored,
+    keys: &Keys,
+) -> Result<Member, PkiError> {
+    Ok(Member {
+        known: stored.known(keys)?,
+        records: keys.records.clone(),
+        authorities: stored.authorities.clone(),
+        probe_key: keys.probe.clone(),
+        probe_keys_also: keys.probes_before.clone(),
+        image_keys: vec![keys.image_key()],
+        credentials: stored.issue(&cluster, keys, &node)?,
+        cluster,
+        node,
+        id,
+        etcd,
+        identity,
+    })
+}
+
+/// From now on its records count if a member signed them, and what is written is signed.
+fn believe(store: &ClusterStore, keys: &Keys) {
+    store.set_record_keys(&keys.records);
+    store.require_signatures();
+}
+
+/// The members' keys as the store has them, and at which revision.
+async fn authority_in(store: &ClusterStore, cluster: &str) -> Result<(Stored, u64), Box<Problem>> {
+    let found = store.get(AUTHORITY).await?;
+    let found = found.ok_or_else(|| ClusterError::NotInitialised { cluster: cluster.into() })?;
+    Ok((serde_json::from_slice(&found.value).map_err(PkiError::from)?, found.revision))
 }
 
 pub fn etcd_options(cluster: &str, etcd: &Etcd) -> EtcdOptions {
@@ -419,16 +573,6 @@ pub fn etcd_options(cluster: &str, etcd: &Etcd) -> EtcdOptions {
         login: etcd.user.clone().zip(etcd.password.clone()),
         insecure: etcd.insecure,
     }
-}
-
-/// Said to a machine that would join a cluster of an older version.
-const UNSIGNED: &str = "the records of this cluster are not all signed yet: update nagaya on all its nodes; when `nagaya cluster status` \
-                        on one of them shows records_signed: true, join again";
-
-/// What signs the records of a cluster with this authority.
-fn record_keys(stored: &Stored, cluster: &str, secret: &Secret) -> Result<RecordKeys, Box<Problem>> {
-    let keys = stored.open(cluster, secret)?.record_keys();
-    keys.ok_or_else(|| Problem::cluster(StatusCode::CONFLICT, NOT_JOINED, UNSIGNED))
 }
 
 pub fn to_bytes(value: &impl serde::Serialize) -> Vec<u8> {

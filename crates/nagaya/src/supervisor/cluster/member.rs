@@ -12,7 +12,7 @@ use nagaya_cmdb::store::etcd::{RecordKeys, RecordSigning};
 use nagaya_keeper::image::ClusterKey;
 use serde::{Deserialize, Serialize};
 
-use super::pki::{Credentials, Keys};
+use super::pki::{Credentials, Identity, Keys, Known, Opener, PkiError, Stored};
 
 const FILE: &str = "member.json";
 
@@ -23,7 +23,7 @@ const FILE_LEN_MAX: u64 = 1 << 20;
 pub enum MemberError {
     #[error("{}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
-    #[error("{}: it is not what nagaya wrote: {error}; restore a copy, or move it away and join the cluster again", path.display())]
+    #[error("{}: it is not what this version of nagaya wrote: {error}; restore a copy, or move it away and join the cluster again", path.display())]
     Damaged { path: PathBuf, error: serde_json::Error },
 }
 
@@ -59,31 +59,63 @@ pub struct Member {
     /// As in its record.
     pub id: String,
     pub etcd: Etcd,
-    /// The join token.
-    pub token: String,
+    /// Opens the members' keys in the store, as long as this node is one of them.
+    pub identity: Identity,
+    /// The newest generation of these keys that it has taken over.
+    pub known: Known,
     /// As the store held them last, so that it can start while the store is down.
     pub authorities: String,
+    /// Signs its probes.
     pub probe_key: String,
-    /// Of images, the newest first. Empty: this version has not seen the authority yet.
+    /// Those of others that count, too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub probe_keys_also: Vec<String>,
+    /// Of images, the newest first.
     pub image_keys: Vec<ClusterKey>,
     pub credentials: Credentials,
-    /// What signs the cluster's records. `None`: they are not signed yet.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub records: Option<RecordKeys>,
-    /// No record counts that is not signed. Once it is so it stays so, whatever the store says.
-    #[serde(default)]
-    pub records_required: bool,
+    /// Sign the cluster's records; none counts that is not signed.
+    pub records: RecordKeys,
+}
+
+impl Etcd {
+    /// What is not said here is as in `other`, but for what each operator has to say. A certificate and its key go together.
+    pub fn or(self, other: Self) -> Self {
+        let has_identity = self.certificate.is_some();
+        Self {
+            endpoints: if self.endpoints.is_empty() { other.endpoints } else { self.endpoints },
+            ca: self.ca.or(other.ca),
+            certificate: if has_identity { self.certificate } else { other.certificate },
+            key: if has_identity { self.key } else { other.key },
+            user: self.user.or(other.user),
+            password: self.password.or(other.password),
+            insecure: self.insecure,
+        }
+    }
 }
 
 impl Member {
+    pub fn opener(&self) -> Opener<'_> {
+        Opener { cluster: &self.cluster, node: &self.node, id: &self.id, identity: &self.identity }
+    }
+
     /// How the store's values are read and written.
     pub fn signing(&self) -> RecordSigning {
-        match (&self.records, self.records_required) {
-            (None, _) => RecordSigning::Unsigned,
-            (Some(keys), false) => RecordSigning::Optional(keys.clone()),
-            (Some(keys), true) => RecordSigning::Required(keys.clone()),
+        RecordSigning::Required(self.records.clone())
+    }
+
+    /// Takes over what the store holds of the members' keys. `is_renewed`: with a certificate of the newest authority.
+    pub fn take_over(&mut self, stored: &Stored, keys: &Keys, is_renewed: bool) -> Result<(), PkiError> {
+        if is_renewed {
+            self.credentials = stored.issue(&self.cluster, keys, &self.node)?;
+            self.probe_key.clone_from(&keys.probe);
         }
+        self.known = stored.known(keys)?;
+        self.records = signing_keys(&keys.records, &self.records, is_renewed);
+        self.authorities.clone_from(&stored.authorities);
+        let all = keys.probes_before.iter().chain([&keys.probe]);
+        self.probe_keys_also = all.filter(|key| **key != self.probe_key).cloned().collect();
+        self.take_image_key(keys, stored.count_authorities());
+        Ok(())
     }
 
     /// None: this node is in no cluster.
@@ -116,13 +148,12 @@ impl Member {
         save().map_err(|error| MemberError::Io { path: path.clone(), error })
     }
 
-    /// Takes the newest authority's key for images over. `keeps_old`: that of the authority before counts, too, as long as that one
-    /// is believed.
-    pub fn take_image_key(&mut self, keys: &Keys, keeps_old: bool) {
+    /// Takes the newest authority's key for images over. Those of the authorities before count as long as these are believed.
+    fn take_image_key(&mut self, keys: &Keys, authorities: usize) {
         let newest = keys.image_key();
         self.image_keys.retain(|key| *key != newest);
         self.image_keys.insert(0, newest);
-        self.image_keys.truncate(if keeps_old { 2 } else { 1 });
+        self.image_keys.truncate(authorities);
     }
 
     /// From now on it is in no cluster.
@@ -135,46 +166,85 @@ impl Member {
     }
 }
 
+/// The keys of records as this node uses them. It signs with the key that it had, as long as that counts and others may not know the newest.
+fn signing_keys(keys: &RecordKeys, own: &RecordKeys, is_renewed: bool) -> RecordKeys {
+    let all = || std::iter::once(keys.current).chain(keys.older.iter().copied());
+    let is_kept = !is_renewed && all().any(|key| key == own.current);
+    let current = if is_kept { own.current } else { keys.current };
+    RecordKeys { current, older: all().filter(|key| *key != current).collect() }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
-    fn member() -> Member {
-        Member {
+    fn founded() -> (Member, Stored, Keys) {
+        let (node, identity) = (NodeName::new("a").unwrap(), Identity::generate());
+        let id = "0".repeat(32);
+        let opener = Opener { cluster: "main", node: &node, id: &id, identity: &identity };
+        let (stored, keys) = Stored::found(&opener).unwrap();
+        let member = Member {
             cluster: "main".into(),
-            node: NodeName::new("a").unwrap(),
-            id: "0".repeat(32),
             etcd: Etcd { endpoints: vec!["http://127.0.0.1:2379".into()], ..Etcd::default() },
-            token: "nagaya-x".into(),
-            authorities: String::new(),
-            probe_key: String::new(),
-            image_keys: Vec::new(),
-            credentials: Credentials {
-                certificate: String::new(),
-                key: String::new(),
-                serial: 1,
-                renew_at: 0,
-            },
-            records: None,
-            records_required: false,
-        }
+            known: stored.known(&keys).unwrap(),
+            records: keys.records.clone(),
+            authorities: stored.authorities.clone(),
+            probe_key: keys.probe.clone(),
+            probe_keys_also: Vec::new(),
+            image_keys: vec![keys.image_key()],
+            credentials: stored.issue("main", &keys, &node).unwrap(),
+            node,
+            id,
+            identity,
+        };
+        (member, stored, keys)
+    }
+
+    fn member() -> Member {
+        founded().0
     }
 
     #[test]
-    fn file_of_an_older_version_is_read_and_signs_nothing() {
-        let mut old = serde_json::to_value(member()).unwrap();
-        assert!(old.as_object_mut().unwrap().remove("records_required").is_some());
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join(FILE), old.to_string()).unwrap();
-        let read = Member::load(dir.path()).unwrap().unwrap();
-        assert_eq!(read.signing(), RecordSigning::Unsigned);
-        let keys = RecordKeys::from_hex(1, &"ab".repeat(32)).unwrap();
-        let upgraded = Member { records: Some(keys.clone()), records_required: true, ..read };
-        upgraded.save(dir.path()).unwrap();
-        let read = Member::load(dir.path()).unwrap().unwrap();
-        assert_eq!(read.signing(), RecordSigning::Required(keys));
+    fn probes_and_images_of_both_keys_count_until_the_exchange_is_over() {
+        let (mut member, first, keys) = founded();
+        let old = keys.probe.clone();
+        let (second, next) = first
+            .exchange("main", &keys, crate::supervisor::cluster::pki::Overlap::UntilRenewed, |_, _| true)
+            .unwrap();
+        member.take_over(&second, &next, false).unwrap();
+        assert_eq!((&member.probe_key, &member.probe_keys_also), (&old, &vec![next.probe.clone()]));
+        assert_eq!((member.known.serial, member.credentials.serial), (2, 1));
+        assert_eq!(member.records.current, keys.records.current, "others may not know the newest yet");
+        assert_eq!(member.records.older, [next.records.current]);
+        assert!(member.image_keys == [next.image_key(), keys.image_key()]);
+        member.take_over(&second, &next, true).unwrap();
+        assert_eq!((&member.probe_key, &member.probe_keys_also), (&next.probe, &vec![old]));
+        assert_eq!(member.records, next.records);
+        assert_eq!(member.image_keys.len(), 2);
+        let alone = second.forget_old("main", &next).unwrap();
+        let keys = alone.open(&member.opener(), &member.known).unwrap();
+        assert_eq!(member.records.older.len(), 1, "records of before are signed anew first");
+        member.take_over(&alone, &keys, false).unwrap();
+        assert_eq!((&member.probe_key, member.probe_keys_also.len()), (&next.probe, 0));
+        assert!(member.image_keys == [next.image_key()]);
+    }
+
+    #[test]
+    fn what_is_said_at_a_join_goes_before_the_token() {
+        let one = |word: &str| Some(word.to_owned());
+        let token = Etcd {
+            endpoints: vec!["https://e1:2379".into()],
+            ca: one("ca"),
+            certificate: one("c"),
+            key: one("k"),
+            ..Etcd::default()
+        };
+        assert_eq!(Etcd::default().or(token.clone()), token);
+        let own = Etcd { certificate: one("own"), key: one("own key"), user: one("u"), ..Etcd::default() };
+        let both = own.clone().or(token.clone());
+        assert_eq!((both.certificate, both.key, both.ca), (own.certificate, own.key, token.ca));
     }
 
     #[test]

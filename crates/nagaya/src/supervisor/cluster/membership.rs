@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use http::StatusCode;
 use nagaya_cmdb::store::etcd::{ClusterError, EtcdOptions};
@@ -19,18 +19,19 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
-use super::asks::{AUTHORITY, etcd_options, to_bytes};
+use super::asks::etcd_options;
+use super::certificates::Renewal;
 use super::events::Events;
 use super::images::{Images, Touched};
 use super::load::{self, Load, Meter};
 use super::member::Member;
-use super::pki::{Secret, Stored};
+use super::pki::PkiError;
 use super::pulse::Pulse;
 use super::relocating::Relocating;
 use super::suspects::Suspects;
 use super::trust::{By, Trust};
 use super::wishes::Wishes;
-use super::{Context, NO_AUTHORITY, NOWHERE, Neighbour, authority, credentials};
+use super::{Context, NO_AUTHORITY, NOT_JOINED, NOWHERE, Neighbour, authority};
 use crate::admin::{Problem, list};
 
 /// How often a node tells the others how busy it is, and after how long without that it counts as gone.
@@ -40,13 +41,8 @@ const PRESENT_FOR: Duration = Duration::from_secs(5);
 /// Until its record is written, it is tried so often.
 const LIST_AGAIN: Duration = Duration::from_millis(200);
 
-/// How often the authority's certificates are looked at.
-const AUTHORITY_EVERY: Duration = Duration::from_secs(5);
-
-/// The same while a certificate waits for all members to believe a new authority, and how long it does at most: for one of a version
-/// that does not say so, or that is slow.
-const BELIEF_EVERY: Duration = Duration::from_secs(1);
-const BELIEVED_WITHIN: Duration = Duration::from_secs(30);
+/// The same for a node that is no member any more.
+const REMOVED_AGAIN: Duration = Duration::from_secs(5);
 
 /// How often placements are counted, if there were changes.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
@@ -63,11 +59,9 @@ pub struct Membership {
     /// As in its record.
     pub id: String,
     pub store: Arc<ClusterStore>,
-    member: RefCell<Member>,
-    /// The newest authority of certificates that it believes, by its serial.
-    believes: Cell<u64>,
-    /// An authority of which it has no certificate yet, and since when it knows of it.
-    exchanging: Cell<Option<(u64, Instant)>>,
+    pub member: RefCell<Member>,
+    /// How far it is with the keys of members.
+    pub renewal: Renewal,
     /// Sites that are looked for a place for.
     pub relocating: Relocating,
     pub suspects: RefCell<Suspects>,
@@ -103,8 +97,6 @@ pub struct Membership {
     pub removed: Arc<Touched>,
     /// How its store was opened.
     pub options: EtcdOptions,
-    /// For who signs records: whether the authority has changed.
-    pub signing_seen: RefCell<tokio::sync::watch::Receiver<u64>>,
     tasks: RefCell<Vec<AbortHandle>>,
 }
 
@@ -118,7 +110,6 @@ impl Membership {
         [touched, removed]: [Arc<Touched>; 2],
     ) -> Rc<Self> {
         let options = etcd_options(&member.cluster, &member.etcd);
-        let signing_seen = RefCell::new(store.pki_changes());
         let trust = Trust::new(authority::now(), member.node.clone(), context.fence());
         let membership = Rc::new(Self {
             context,
@@ -126,8 +117,7 @@ impl Membership {
             id: member.id.clone(),
             store,
             member: RefCell::new(member),
-            believes: Cell::new(0),
-            exchanging: Cell::new(None),
+            renewal: Renewal::default(),
             relocating: Relocating::default(),
             suspects: RefCell::default(),
             doubts: RefCell::default(),
@@ -147,14 +137,13 @@ impl Membership {
             touched,
             removed,
             options,
-            signing_seen,
             tasks: RefCell::default(),
         });
         let tasks = [
             tokio::task::spawn_local(Rc::clone(&membership).keep_authority()),
             tokio::task::spawn_local(Rc::clone(&membership).be_listed(record)),
             tokio::task::spawn_local(Rc::clone(&membership).be_present()),
-            tokio::task::spawn_local(Rc::clone(&membership).follow_authority_of_certificates()),
+            tokio::task::spawn_local(Rc::clone(&membership).follow_keys()),
             tokio::task::spawn_local(Rc::clone(&membership).count()),
             tokio::task::spawn_local(Rc::clone(&membership).find_places()),
             tokio::task::spawn_local(Rc::clone(&membership).empty_when_draining()),
@@ -193,8 +182,17 @@ impl Membership {
         let mut said = String::new();
         // Whether it is drained is not asked of this node's copy of the records: one that was removed meanwhile begins anew.
         let stands = loop {
-            match self.store.join(record.clone()).await {
+            match self.store.refresh(record.clone()).await {
                 Ok(stands) => break stands,
+                // Only a join token lets it in again.
+                Err(ClusterError::NoNode { .. }) => {
+                    let text = PkiError::NotForUs.to_string();
+                    if said != text {
+                        tracing::error!(code = %NOT_JOINED, "{text}; this node serves no application");
+                    }
+                    said = text;
+                    tokio::time::sleep(REMOVED_AGAIN).await;
+                }
                 Err(error) => {
                     let text = error.to_string();
                     match &error {
@@ -251,7 +249,7 @@ impl Membership {
             memory_bytes,
             memory_available,
             authority: self.member.borrow().credentials.serial,
-            believes: self.believes.get(),
+            believes: self.renewal.believes.get(),
             serves: self.has_authority(),
             heat: self.pulse.borrow().heat(),
             wakes: self.pulse.borrow().wakes(),
@@ -259,64 +257,6 @@ impl Membership {
             shared: self.context.node.balance.shared.told(),
             ..Load::default()
         }
-    }
-
-    /// Takes over an authority that was exchanged, and has this node's certificate made anew in time.
-    async fn follow_authority_of_certificates(self: Rc<Self>) {
-        loop {
-            let waits = self.renew_credentials().await.unwrap_or_else(|problem| {
-                tracing::warn!(code = problem.code, "certificates of the cluster: {}", problem.detail);
-                false
-            });
-            tokio::time::sleep(if waits { BELIEF_EVERY } else { AUTHORITY_EVERY }).await;
-        }
-    }
-
-    /// True: it waits with its new certificate until the others would believe it.
-    async fn renew_credentials(&self) -> Result<bool, Box<Problem>> {
-        let Some((stored, _)) = self.stored_authority().await? else { return Ok(false) };
-        let mut member = self.member();
-        let is_due = member.credentials.is_due(stored.serial);
-        let is_same = member.credentials.serial == stored.serial;
-        let is_made = is_due && (is_same || self.is_believed(stored.serial));
-        if !is_made && member.authorities == stored.authorities && !member.image_keys.is_empty() {
-            self.believes.set(stored.serial);
-            return Ok(is_due);
-        }
-        let keys = stored.open(&member.cluster, &Secret::from_token(&member.token)?)?;
-        member.take_image_key(&keys, stored.has_two_authorities());
-        if is_made {
-            member.credentials = stored.issue(&member.cluster, &keys, &member.node)?;
-        }
-        member.authorities = stored.authorities;
-        member.save(&self.context.dir)?;
-        self.context.node.set_image_keys(&member.image_keys);
-        let told = credentials(&member, &self.context.configured);
-        *self.member.borrow_mut() = member;
-        self.context.node.credentials.send_replace(Some(told));
-        self.believes.set(stored.serial);
-        tracing::info!(
-            serial = stored.serial,
-            "this node has a new certificate, or believes other authorities"
-        );
-        Ok(is_due && !is_made)
-    }
-
-    /// All members that are there have said that they believe this authority, or had time enough to do so.
-    fn is_believed(&self, serial: u64) -> bool {
-        let known_since = self.exchanging.get().filter(|(known, _)| *known == serial);
-        let (_, since) = known_since.unwrap_or((serial, Instant::now()));
-        self.exchanging.set(Some((serial, since)));
-        let Ok(known) = self.known_nodes() else { return false };
-        let others = known.iter().filter(|node| node.record.name != self.node);
-        others.filter_map(|node| node.load.as_ref()).all(|load| load.believes >= serial)
-            || since.elapsed() >= BELIEVED_WITHIN
-    }
-
-    pub async fn stored_authority(&self) -> Result<Option<(Stored, u64)>, Box<Problem>> {
-        let Some(found) = self.store.get(AUTHORITY).await? else { return Ok(None) };
-        let stored = serde_json::from_slice(&found.value).map_err(super::pki::PkiError::from)?;
-        Ok(Some((stored, found.revision)))
     }
 
     /// Counts placements whenever there were changes.
@@ -371,7 +311,9 @@ impl Membership {
             "format_known": format.known,
             "format_waits_for": format.behind,
             "insecure": self.options.weakness(),
-            "records_signed": member.records_required,
+            "records_signed": true,
+            "record_key": member.records.current.0,
+            "record_keys_before": member.records.older.len(),
             "records_refused": refusals.standing,
             "records_refused_total": refusals.total,
             "records_refused_values": refusals.shown,
@@ -379,6 +321,7 @@ impl Membership {
             "vouches": self.trust.borrow().can_vouch(),
             "fence_ms": self.context.configured.fence_ms,
             "certificate_authority": member.credentials.serial,
+            "certificate_authorities": member.authorities.matches("-----BEGIN CERTIFICATE-----").count(),
             "certificate_renewed_at": member.credentials.renew_at,
             "ticket_key": ticket_key,
             "sites": counts.sites,
@@ -497,50 +440,22 @@ impl Membership {
         Ok(json!({ "node": name, "draining": on, "placements": placements }))
     }
 
-    pub async fn remove(&self, node: &str, force: bool) -> Result<Value, Box<Problem>> {
-        let name = self.named(node)?;
-        self.store.remove(&name, force).await?;
-        Ok(json!({ "node": name }))
-    }
-
-    pub async fn exchange_authority(&self, finish: bool) -> Result<Value, Box<Problem>> {
-        let member = self.member();
-        let stored = self.stored_authority().await?;
-        let (stored, revision) =
-            stored.ok_or_else(|| ClusterError::NotInitialised { cluster: member.cluster.clone() })?;
-        let next = if finish {
-            let known = self.known_nodes().unwrap_or_default();
-            let old = known.iter().filter_map(|node| {
-                let load = node.load.as_ref()?;
-                (load.authority != stored.serial).then(|| node.record.name.to_string())
-            });
-            let old: Vec<_> = old.collect();
-            if !old.is_empty() {
-                let detail = format!("{} still show certificates of the authority before", old.join(", "));
-                return Err(Problem::cluster(StatusCode::CONFLICT, super::NOT_JOINED, detail));
-            }
-            stored.forget_old()
-        } else {
-            stored.exchange(&member.cluster, &Secret::from_token(&member.token)?)?
-        };
-        let serial = next.serial;
-        if !self.store.put_if(AUTHORITY, to_bytes(&next), Some(revision)).await? {
-            let detail = "somebody else exchanged it meanwhile: look at `nagaya nodes` and try again";
-            return Err(Problem::cluster(StatusCode::CONFLICT, super::NOT_JOINED, detail));
-        }
-        self.renew_credentials().await?;
-        Ok(json!({ "serial": serial }))
-    }
-
     pub fn named(&self, node: &str) -> Result<NodeName, Box<Problem>> {
         let known = self.records().node(node)?;
         known.map(|record| record.name).ok_or_else(|| ClusterError::NoNode { name: node.into() }.into())
     }
 }
 
+impl Membership {
+    /// Ends what goes on beside: it holds the membership, too.
+    pub fn end(&self) {
+        self.tasks.borrow().iter().for_each(AbortHandle::abort);
+    }
+}
+
 impl Drop for Membership {
     fn drop(&mut self) {
-        self.tasks.borrow().iter().for_each(AbortHandle::abort);
+        self.end();
     }
 }
 

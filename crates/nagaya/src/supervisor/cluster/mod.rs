@@ -4,13 +4,14 @@
 //! life here: [`Desk`] takes what operators and the edge ask for; `membership` is the cluster while this node is in one;
 //! `authority` renews the right to serve, by `trust`, `relocating` finds sites a place and `placing` chooses it, `doubting` shortens the wait for a node that may be dead, `pulse` measures what planners have to know, `images` has what they need there before, `moves` empties nodes
 //! and moves sites without an error, `wishes` has another node do so, `copies` has one run on several nodes, `leftovers` sees to what removed sites leave behind, `events` keeps what has happened lately,
-//! `signing` has records signed, `store_health` says whether the store can be trusted, and `tickets` has the keys that all nodes sign tickets with.
+//! `signing` has records signed anew, `store_health` says whether the store can be trusted, `tickets` has the keys that all nodes sign tickets with, and `certificates` takes over and exchanges the keys of members.
 //!
 //! Not here: the records and their store (`nagaya_cmdb`), what is decided (`nagaya_placement`), forwarding (`nagaya_edge`).
 
 mod allotment;
 mod asks;
 mod authority;
+mod certificates;
 mod copies;
 mod doubting;
 mod events;
@@ -58,6 +59,7 @@ use crate::config::settings::Cluster as Configured;
 pub use authority::now;
 pub use member::{Etcd, Member, MemberError};
 pub use membership::unix_ms;
+pub use pki::hold as hold_certificate;
 pub use records::Records;
 pub use store_health::StoreHealth;
 
@@ -253,6 +255,7 @@ pub fn credentials(member: &Member, configured: &Configured) -> Arc<ClusterOptio
         certificate: member.credentials.certificate.clone(),
         key: member.credentials.key.clone(),
         probe_key: member.probe_key.clone(),
+        probe_keys_also: member.probe_keys_also.clone(),
         probe: configured.probe,
         probe_ms: configured.probe_ms,
     })

@@ -1,44 +1,83 @@
-//! Who may speak as a node of a cluster: the cluster's authority, the certificates it gives, and the secret that lets a
-//! machine have one.
+//! Who may speak as a node of a cluster: the cluster's authority, the keys that only members have, and the certificates of nodes.
 //!
-//! The authority's key lies in the store, sealed (AES-256-GCM, RFC 5116) with a key made from the secret that is in every join
-//! token (HKDF-SHA256, RFC 5869). So who can read the store alone cannot make itself a node, nor who has a token and cannot
-//! reach the store. Not here: where a node keeps what it got (`member`), TLS (`nagaya_edge`).
+//! The members' keys lie in the store, sealed (AES-256-GCM, RFC 5116) under a random key, which is wrapped for each member's own
+//! public key (HPKE, RFC 9180). So nobody opens them who is not on that list: not by an old join token, not by what another member
+//! keeps. A *generation* is one set of these keys. All that the store holds of it carries an authenticator (HMAC-SHA256, RFC 2104) by the
+//! generation before, so a member takes over no keys that somebody without them wrote.
+//!
+//! Not here: join tokens (`token`), the wrapping (`wrap`), where a node keeps what it got (`member`), TLS (`nagaya_edge`).
 
+pub mod token;
+mod wrap;
+
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use nagaya_cmdb::NodeName;
-use nagaya_cmdb::store::etcd::RecordKeys;
-use nagaya_keeper::image::{ClusterKey, KEY_LEN};
+use nagaya_cmdb::store::etcd::{RECORD_SECRET_LEN, RecordKeys};
+use nagaya_keeper::image::{self, ClusterKey};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose,
 };
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a join token's secret.
-const SECRET_LEN: usize = 32;
+pub use self::wrap::Identity;
 
-/// What a token begins with, so that something else that was pasted is seen as such.
-const TOKEN_PREFIX: &str = "nagaya-";
+/// Bytes of each secret key here.
+const KEY_LEN: usize = 32;
 
-/// How long a node's certificate holds. It is made anew when a third of this is left.
-pub const CERTIFICATE_AGE_MAX: Duration = Duration::from_secs(365 * 86_400);
+/// Age at which a node's certificate ends. It is renewed when a third of this is left.
+pub const CERTIFICATE_AGE_MAX: Duration = Duration::from_secs(7 * 86_400);
 
-/// How long an authority holds: it is exchanged by a command, not by time.
+/// Age at which an authority ends: a command exchanges it, time does not.
 const AUTHORITY_AGE_MAX: Duration = Duration::from_secs(20 * 365 * 86_400);
 
 /// Certificates hold from so long before they were made, for nodes whose clocks are behind.
 const CLOCK_MARGIN: Duration = Duration::from_secs(86_400);
 
+/// Authorities that are believed at once at most: the newest, and those before it until all nodes have new certificates.
+const AUTHORITIES_MAX: usize = 4;
+
+/// Generations that a member may have missed. One that missed more has to join again.
+const GENERATIONS_MAX: usize = 16;
+
+/// Keys of records that are believed beside the newest, until what they signed is signed anew.
+const RECORDS_BEFORE_MAX: usize = 8;
+
+/// Members of one cluster at most: their wrapped keys lie in one value of the store.
+pub const MEMBERS_MAX: usize = 512;
+
 #[derive(Debug, thiserror::Error)]
 pub enum PkiError {
-    #[error("this is no join token: it begins with '{TOKEN_PREFIX}' and has 64 hexadecimal digits after it")]
+    #[error(
+        "this is no join token: `nagaya cluster token` on a member prints one, which begins with '{prefix}'",
+        prefix = token::PREFIX
+    )]
     NoToken,
-    #[error("the token is not of this cluster: `nagaya cluster token` on a member prints the right one")]
-    WrongToken,
+    #[error("the token is of cluster '{of}', not of '{wanted}'")]
+    OtherCluster { of: String, wanted: String },
+    #[error(
+        "this join token is not good any more: it was used, has run out, was revoked, or the cluster's authority was exchanged since; `nagaya cluster token` on a member prints a new one"
+    )]
+    Spent,
+    #[error(
+        "this node is no member of the cluster any more, or never became one: `nagaya cluster join` with a new token (`nagaya cluster token` on a member) makes it one"
+    )]
+    NotForUs,
+    #[error(
+        "the keys in the store were not written by a member that this node knows: somebody else has written into etcd, or this node missed more than {GENERATIONS_MAX} exchanges; if so, remove it and join it again"
+    )]
+    Forged,
+    #[error("a cluster has at most {MEMBERS_MAX} nodes")]
+    TooMany,
+    #[error(
+        "several exchanges of keys are not over yet: wait until `nagaya nodes` shows the newest authority at every node"
+    )]
+    Exchanging,
     #[error("a key or certificate cannot be made: {0}")]
     Made(#[from] rcgen::Error),
     #[error("the system gives no random bytes: {0}")]
@@ -47,70 +86,76 @@ pub enum PkiError {
     Stored(#[from] serde_json::Error),
 }
 
-/// The secret of a cluster.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret([u8; SECRET_LEN]);
-
-impl Secret {
-    pub fn generate() -> Result<Self, PkiError> {
-        Ok(Self(random()?))
-    }
-
-    /// As people carry it from one machine to the next.
-    pub fn token(&self) -> String {
-        format!("{TOKEN_PREFIX}{}", to_hex(&self.0))
-    }
-
-    pub fn from_token(token: &str) -> Result<Self, PkiError> {
-        let digits = token.trim().strip_prefix(TOKEN_PREFIX).ok_or(PkiError::NoToken)?;
-        let bytes = from_hex(digits).ok_or(PkiError::NoToken)?;
-        Ok(Self(bytes.try_into().map_err(|_| PkiError::NoToken)?))
-    }
-
-    /// The key that seals. The cluster's name goes in, so that one secret used twice by mistake makes two keys.
-    fn key(&self, cluster: &str) -> LessSafeKey {
-        let key = Salt::new(HKDF_SHA256, b"nagaya cluster authority").extract(&self.0);
-        let info = [cluster.as_bytes()];
-        let okm = key.expand(&info, &AES_256_GCM).expect("the key is shorter than HKDF's bound");
-        LessSafeKey::new(UnboundKey::from(okm))
-    }
-}
-
-/// The authority as the store holds it.
+/// One generation of the members' keys, as the store holds it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stored {
-    /// One more with each exchange of the authority.
+    /// One more with each exchange.
     pub serial: u64,
-    /// PEM: its certificate, and the one before it until all nodes have new ones.
+    /// One more with each exchange, and when keys of before end. A join changes nothing of it.
+    pub edition: u64,
+    /// PEM: the authority's certificate, and those before it until all nodes have new certificates.
     pub authorities: String,
-    /// Hexadecimal: nonce and sealed `Keys`.
+    /// Members that can open `sealed`.
+    pub members: BTreeMap<NodeName, Recipient>,
+    /// Hexadecimal: nonce and sealed [`Keys`].
     sealed: String,
+    /// Authenticators of all before, by this generation's key and by those of the generations before.
+    proofs: BTreeMap<u64, String>,
 }
 
-/// What only members know.
+/// A member, and the key of `sealed` for it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipient {
+    /// As in its record.
+    pub id: String,
+    /// Public half of its [`Identity`], hexadecimal.
+    pub public: String,
+    wrapped: String,
+}
+
+/// Keys that only members have.
 #[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Keys {
     /// PEM.
     authority: String,
     /// 64 hexadecimal digits.
     pub probe: String,
-    /// The secret that signs the cluster's records, 64 hexadecimal digits, and its id. Empty: the cluster was made by a version that
-    /// signs none.
-    #[serde(default)]
-    records: String,
-    #[serde(default)]
-    records_id: u32,
-    /// All records are signed, and none counts that is not.
-    #[serde(default)]
-    pub records_required: bool,
+    /// Probes signed with these still count: as long as the authorities before are believed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub probes_before: Vec<String>,
+    /// Sign the cluster's records.
+    pub records: RecordKeys,
+    /// Keys of the authenticators, by generation: the newest [`GENERATIONS_MAX`].
+    proofs: BTreeMap<u64, String>,
 }
 
-impl Keys {
-    /// `None`: the cluster's records are not signed yet.
-    pub fn record_keys(&self) -> Option<RecordKeys> {
-        RecordKeys::from_hex(self.records_id, &self.records)
-    }
+/// The newest generation that a node has taken over; only what that one vouches for is newer.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Known {
+    pub serial: u64,
+    pub edition: u64,
+    proof: String,
+}
+
+/// A member that opens the keys.
+pub struct Opener<'a> {
+    pub cluster: &'a str,
+    pub node: &'a NodeName,
+    pub id: &'a str,
+    pub identity: &'a Identity,
+}
+
+/// What becomes of the authority before, and of the probes' key before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overlap {
+    /// They count until all nodes have new certificates: no request is lost.
+    UntilRenewed,
+    /// They end now. Nodes may not understand each other for a moment.
+    None,
 }
 
 impl Keys {
@@ -120,11 +165,11 @@ impl Keys {
         struct Len;
         impl KeyType for Len {
             fn len(&self) -> usize {
-                KEY_LEN
+                image::KEY_LEN
             }
         }
         let key = Salt::new(HKDF_SHA256, b"nagaya images").extract(self.authority.as_bytes());
-        let mut bytes = [0; KEY_LEN];
+        let mut bytes = [0; image::KEY_LEN];
         let okm = key.expand(&[b"orders and streams"], Len).expect("the key is shorter than HKDF's bound");
         okm.fill(&mut bytes).expect("both have the same length");
         ClusterKey::new(bytes)
@@ -143,58 +188,134 @@ pub struct Credentials {
 }
 
 impl Stored {
-    /// A cluster's first authority.
-    pub fn found(cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
+    /// A cluster's first generation, with one member.
+    pub fn found(opener: &Opener<'_>) -> Result<(Self, Keys), PkiError> {
         let key = KeyPair::generate()?;
-        let probe = to_hex(&random::<SECRET_LEN>()?);
-        let authorities = authority(cluster, 1)?.self_signed(&key)?.pem();
-        let records = to_hex(&random::<SECRET_LEN>()?);
-        let authority = key.serialize_pem();
-        let keys = Keys { authority, probe, records, records_id: 1, records_required: true };
-        Self::seal(cluster, secret, 1, authorities, &keys)
+        let keys = Keys {
+            authority: key.serialize_pem(),
+            probe: random_key()?,
+            probes_before: Vec::new(),
+            records: RecordKeys { current: (1, random()?), older: Vec::new() },
+            proofs: BTreeMap::from([(1, random_key()?)]),
+        };
+        let authorities = authority(opener.cluster, 1)?.self_signed(&key)?.pem();
+        let founder = member(opener.node, opener.id, &opener.identity.public());
+        let members = BTreeMap::from([founder]);
+        let first = Self {
+            serial: 1,
+            edition: 1,
+            authorities,
+            members,
+            sealed: String::new(),
+            proofs: BTreeMap::new(),
+        };
+        Ok((first.seal(opener.cluster, &keys)?, keys))
     }
 
-    /// The authority after this one. Both are believed until `forget_old`.
-    pub fn exchange(&self, cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
-        let keys = self.open(cluster, secret)?;
+    /// The next generation: each of its keys is another one. Only those members get it that `stays` names.
+    pub fn exchange(
+        &self,
+        cluster: &str,
+        keys: &Keys,
+        overlap: Overlap,
+        stays: impl Fn(&NodeName, &Recipient) -> bool,
+    ) -> Result<(Self, Keys), PkiError> {
         let key = KeyPair::generate()?;
         let serial = self.serial + 1;
-        let newest = authority(cluster, serial)?.self_signed(&key)?.pem();
-        let before = first_certificate(&self.authorities);
-        let keys = Keys { authority: key.serialize_pem(), ..keys };
-        Self::seal(cluster, secret, serial, format!("{newest}{before}"), &keys)
+        let mut authorities = authority(cluster, serial)?.self_signed(&key)?.pem();
+        let mut next = Keys {
+            authority: key.serialize_pem(),
+            probe: random_key()?,
+            probes_before: Vec::new(),
+            records: next_records(&keys.records)?,
+            proofs: keys.proofs.clone(),
+        };
+        next.proofs.insert(serial, random_key()?);
+        while next.proofs.len() > GENERATIONS_MAX {
+            next.proofs.pop_first();
+        }
+        if overlap == Overlap::UntilRenewed {
+            if self.count_authorities() >= AUTHORITIES_MAX || keys.records.older.len() >= RECORDS_BEFORE_MAX {
+                return Err(PkiError::Exchanging);
+            }
+            authorities += &self.authorities;
+            next.probes_before.push(keys.probe.clone());
+            next.probes_before.extend(keys.probes_before.iter().cloned());
+        }
+        let stay = self.members.iter().filter(|(node, recipient)| stays(node, recipient));
+        let members = stay.map(|(node, recipient)| (node.clone(), recipient.clone())).collect();
+        let edition = self.edition + 1;
+        let stored = Self { serial, edition, authorities, members, ..self.clone() };
+        Ok((stored.seal(cluster, &next)?, next))
     }
 
-    /// The authority before the newest is believed, too.
-    pub fn has_two_authorities(&self) -> bool {
-        first_certificate(&self.authorities).len() < self.authorities.len()
+    /// Only the newest authority and the newest key of probes count from now on.
+    pub fn forget_old(&self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+        let authorities = first_certificate(&self.authorities).to_owned();
+        let keys = Keys { probes_before: Vec::new(), ..keys.clone() };
+        Self { edition: self.edition + 1, authorities, ..self.clone() }.seal(cluster, &keys)
     }
 
-    /// Only the newest authority is believed from now on.
-    pub fn forget_old(&self) -> Self {
-        Self { authorities: first_certificate(&self.authorities).into(), ..self.clone() }
+    /// Only the newest key of records counts from now on.
+    pub fn forget_old_records(&self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+        let records = RecordKeys { older: Vec::new(), ..keys.records.clone() };
+        let keys = Keys { records, ..keys.clone() };
+        Self { edition: self.edition + 1, ..self.clone() }.seal(cluster, &keys)
     }
 
-    /// The same authority with a secret that signs records, for a cluster that has none.
-    pub fn with_record_secret(&self, cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
-        let records = to_hex(&random::<SECRET_LEN>()?);
-        let keys = Keys { records, records_id: 1, ..self.open(cluster, secret)? };
-        Self::seal(cluster, secret, self.serial, self.authorities.clone(), &keys)
+    /// The same generation with one more member.
+    pub fn with_member(
+        &self,
+        cluster: &str,
+        keys: &Keys,
+        node: &NodeName,
+        id: &str,
+        public: &str,
+    ) -> Result<Self, PkiError> {
+        let mut members = self.members.clone();
+        members.extend([member(node, id, public)]);
+        if members.len() > MEMBERS_MAX {
+            return Err(PkiError::TooMany);
+        }
+        Self { members, ..self.clone() }.seal(cluster, keys)
     }
 
-    /// The same authority, which says from now on that all records are signed.
-    pub fn with_records_required(&self, cluster: &str, secret: &Secret) -> Result<Self, PkiError> {
-        let keys = Keys { records_required: true, ..self.open(cluster, secret)? };
-        Self::seal(cluster, secret, self.serial, self.authorities.clone(), &keys)
+    /// Whether the authorities before, and the keys of probes before, still count.
+    pub fn is_exchanging(&self) -> bool {
+        self.count_authorities() > 1
     }
 
-    /// Opens what is sealed. A wrong secret is told as such.
-    pub fn open(&self, cluster: &str, secret: &Secret) -> Result<Keys, PkiError> {
-        let mut bytes = from_hex(&self.sealed).ok_or(PkiError::WrongToken)?;
-        let (nonce, sealed) = bytes.split_at_mut_checked(NONCE_LEN).ok_or(PkiError::WrongToken)?;
-        let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| PkiError::WrongToken)?;
-        let opened = secret.key(cluster).open_in_place(nonce, Aad::empty(), sealed);
-        Ok(serde_json::from_slice(opened.map_err(|_| PkiError::WrongToken)?)?)
+    /// Authorities that are believed.
+    pub fn count_authorities(&self) -> usize {
+        self.authorities.matches("-----BEGIN CERTIFICATE-----").count()
+    }
+
+    /// Opens what is sealed. Refuses what no member of the generation `known` wrote.
+    pub fn open(&self, opener: &Opener<'_>, known: &Known) -> Result<Keys, PkiError> {
+        self.verify(opener.cluster, known)?;
+        self.open_own(opener)
+    }
+
+    /// The same for the node that founded the cluster, which knows no generation yet.
+    pub fn open_own(&self, opener: &Opener<'_>) -> Result<Keys, PkiError> {
+        let recipient = self.members.get(opener.node).filter(|recipient| recipient.id == opener.id);
+        let recipient = recipient.ok_or(PkiError::NotForUs)?;
+        let info = wrap_info(opener.cluster, self.serial, opener.node, opener.id);
+        let key = opener.identity.unwrap(&recipient.wrapped, &info).ok_or(PkiError::NotForUs)?;
+        let bytes = open(&key, &self.sealed, &self.body(opener.cluster)).ok_or(PkiError::Forged)?;
+        Ok(serde_json::from_slice(&bytes)?)
+    }
+
+    /// It was written by who had the keys of this generation.
+    pub fn verify(&self, cluster: &str, known: &Known) -> Result<(), PkiError> {
+        // An older one that somebody put back brings back what has ended.
+        if self.serial < known.serial || self.edition < known.edition {
+            return Err(PkiError::Forged);
+        }
+        let proof =
+            self.proofs.get(&known.serial).and_then(|proof| from_hex(proof)).ok_or(PkiError::Forged)?;
+        let key = proof_key(&known.proof).ok_or(PkiError::Forged)?;
+        hmac::verify(&key, &self.proven(cluster), &proof).map_err(|_| PkiError::Forged)
     }
 
     /// A certificate for the node, from the newest authority.
@@ -202,7 +323,7 @@ impl Stored {
         let key = KeyPair::generate()?;
         let signer = Issuer::new(authority(cluster, self.serial)?, KeyPair::from_pem(&keys.authority)?);
         let mut params = CertificateParams::new(vec![dns_name(node)])?;
-        params.distinguished_name = name(node.as_str());
+        params.distinguished_name = common_name(node.as_str());
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         hold(&mut params, CERTIFICATE_AGE_MAX);
@@ -211,28 +332,69 @@ impl Stored {
         Ok(Credentials { certificate, key: key.serialize_pem(), serial: self.serial, renew_at })
     }
 
-    fn seal(
-        cluster: &str,
-        secret: &Secret,
-        serial: u64,
-        authorities: String,
-        keys: &Keys,
-    ) -> Result<Self, PkiError> {
-        // At random: a cluster seals a few times in its life, far from where 96 bits would repeat.
-        let nonce = random::<NONCE_LEN>()?;
-        let mut bytes = serde_json::to_vec(keys)?;
-        let key = secret.key(cluster);
-        key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::empty(), &mut bytes)
-            .expect("a few kilobytes are shorter than what AES-GCM seals at once");
-        let sealed = to_hex(&nonce) + &to_hex(&bytes);
-        Ok(Self { serial, authorities, sealed })
+    /// What a node remembers of this generation.
+    pub fn known(&self, keys: &Keys) -> Result<Known, PkiError> {
+        let proof = keys.proofs.get(&self.serial).cloned().ok_or(PkiError::Forged)?;
+        Ok(Known { serial: self.serial, edition: self.edition, proof })
     }
+
+    /// With these keys in it, for its members.
+    fn seal(self, cluster: &str, keys: &Keys) -> Result<Self, PkiError> {
+        let mut stored = self;
+        let key = random::<KEY_LEN>()?;
+        for (node, recipient) in &mut stored.members {
+            let info = wrap_info(cluster, stored.serial, node, &recipient.id);
+            // A member whose public key is none cannot be given anything.
+            recipient.wrapped = wrap::wrap(&recipient.public, &key, &info).ok_or(PkiError::NotForUs)?;
+        }
+        stored.sealed = seal(&key, &serde_json::to_vec(keys)?, &stored.body(cluster))?;
+        let proven = stored.proven(cluster);
+        stored.proofs.clear();
+        for (serial, proof) in &keys.proofs {
+            let key = proof_key(proof).ok_or(PkiError::Forged)?;
+            stored.proofs.insert(*serial, to_hex(hmac::sign(&key, &proven).as_ref()));
+        }
+        Ok(stored)
+    }
+
+    /// All but what is sealed and the authenticators.
+    fn body(&self, cluster: &str) -> Vec<u8> {
+        let Self { serial, edition, authorities, members, .. } = self;
+        let body = ("nagaya members' keys", cluster, serial, edition, authorities, members);
+        serde_json::to_vec(&body).expect("it has text keys, and writing to memory works")
+    }
+
+    fn proven(&self, cluster: &str) -> Vec<u8> {
+        [&self.body(cluster), self.sealed.as_bytes()].concat()
+    }
+}
+
+const _: () = assert!(RECORD_SECRET_LEN == KEY_LEN);
+
+/// The next key of records. What those before have signed counts until it is signed anew.
+fn next_records(records: &RecordKeys) -> Result<RecordKeys, PkiError> {
+    let (id, _) = records.current;
+    let older = std::iter::once(records.current).chain(records.older.iter().copied()).collect();
+    Ok(RecordKeys { current: (id + 1, random()?), older })
 }
 
 impl Credentials {
     pub fn is_due(&self, serial: u64) -> bool {
         self.serial != serial || unix_now() >= self.renew_at
     }
+}
+
+fn member(node: &NodeName, id: &str, public: &str) -> (NodeName, Recipient) {
+    (node.clone(), Recipient { id: id.into(), public: public.into(), wrapped: String::new() })
+}
+
+/// Binds a wrapped key to its cluster, generation and member.
+fn wrap_info(cluster: &str, serial: u64, node: &NodeName, id: &str) -> Vec<u8> {
+    format!("nagaya members' keys\n{cluster}\n{serial}\n{node}\n{id}").into_bytes()
+}
+
+fn proof_key(text: &str) -> Option<hmac::Key> {
+    Some(hmac::Key::new(hmac::HMAC_SHA256, &from_hex(text).filter(|key| key.len() == KEY_LEN)?))
 }
 
 /// The name in a node's certificate.
@@ -244,20 +406,21 @@ fn dns_name(node: &NodeName) -> String {
 /// An authority's certificate, the same each time it is asked for, so that only its key has to be kept.
 fn authority(cluster: &str, serial: u64) -> Result<CertificateParams, PkiError> {
     let mut params = CertificateParams::new(Vec::new())?;
-    params.distinguished_name = name(&format!("nagaya {cluster} authority {serial}"));
+    params.distinguished_name = common_name(&format!("nagaya {cluster} authority {serial}"));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
     hold(&mut params, AUTHORITY_AGE_MAX);
     Ok(params)
 }
 
-fn name(common: &str) -> DistinguishedName {
+fn common_name(common: &str) -> DistinguishedName {
     let mut name = DistinguishedName::new();
     name.push(DnType::CommonName, common);
     name
 }
 
-fn hold(params: &mut CertificateParams, age: Duration) {
+/// Sets the times between which a certificate holds.
+pub fn hold(params: &mut CertificateParams, age: Duration) {
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let now = Duration::from_secs(unix_now());
     params.not_before = epoch + now.saturating_sub(CLOCK_MARGIN);
@@ -273,13 +436,40 @@ fn first_certificate(pem: &str) -> &str {
     })
 }
 
-fn unix_now() -> u64 {
+pub fn unix_now() -> u64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs()
 }
 
 /// A new node's id.
 pub fn node_id() -> Result<String, PkiError> {
     Ok(to_hex(&random::<16>()?))
+}
+
+/// Seals under a key that is random or used once.
+fn seal(key: &[u8; KEY_LEN], text: &[u8], bound: &[u8]) -> Result<String, PkiError> {
+    // At random: each key here seals once, far from where 96 bits would repeat.
+    let nonce = random::<NONCE_LEN>()?;
+    let mut bytes = text.to_vec();
+    aead(key)
+        .seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), Aad::from(bound), &mut bytes)
+        .expect("a few kilobytes are shorter than what AES-GCM seals at once");
+    Ok(to_hex(&nonce) + &to_hex(&bytes))
+}
+
+/// `None` if it was sealed under another key, or bound to something else.
+fn open(key: &[u8; KEY_LEN], sealed: &str, bound: &[u8]) -> Option<Vec<u8>> {
+    let mut bytes = from_hex(sealed)?;
+    let (nonce, sealed) = bytes.split_at_mut_checked(NONCE_LEN)?;
+    let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
+    Some(aead(key).open_in_place(nonce, Aad::from(bound), sealed).ok()?.to_vec())
+}
+
+fn aead(key: &[u8; KEY_LEN]) -> LessSafeKey {
+    LessSafeKey::new(UnboundKey::new(&AES_256_GCM, key).expect("AES-256 has keys of 32 bytes"))
+}
+
+fn random_key() -> Result<String, PkiError> {
+    Ok(to_hex(&random::<KEY_LEN>()?))
 }
 
 fn random<const N: usize>() -> Result<[u8; N], PkiError> {
@@ -297,91 +487,4 @@ fn from_hex(text: &str) -> Option<Vec<u8>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn node() -> NodeName {
-        NodeName::new("a").unwrap()
-    }
-
-    #[test]
-    fn a_token_opens_the_authority_of_its_cluster_and_no_other_does() {
-        let secret = Secret::generate().unwrap();
-        let stored = Stored::found("main", &secret).unwrap();
-        let again = Secret::from_token(&secret.token()).unwrap();
-        let keys = stored.open("main", &again).unwrap();
-        assert_eq!(keys.probe.len(), 64);
-        assert!(matches!(stored.open("other", &again), Err(PkiError::WrongToken)));
-        let other = Secret::generate().unwrap();
-        assert!(matches!(stored.open("main", &other), Err(PkiError::WrongToken)));
-        for text in ["", "nagaya-", "nagaya-12", "x", &secret.token()[1..]] {
-            assert!(matches!(Secret::from_token(text), Err(PkiError::NoToken)), "{text}");
-        }
-    }
-
-    #[test]
-    fn after_an_exchange_both_authorities_are_believed_until_the_old_is_forgotten() {
-        let secret = Secret::generate().unwrap();
-        let first = Stored::found("main", &secret).unwrap();
-        let second = first.exchange("main", &secret).unwrap();
-        assert_eq!(second.serial, 2);
-        assert_eq!(second.authorities.matches("BEGIN CERTIFICATE").count(), 2);
-        let image_key = |stored: &Stored| stored.open("main", &secret).unwrap().image_key();
-        assert_eq!(image_key(&first), image_key(&first), "all members make the same");
-        assert_ne!(image_key(&first), image_key(&second));
-        let third = second.exchange("main", &secret).unwrap();
-        assert_eq!(third.authorities.matches("BEGIN CERTIFICATE").count(), 2);
-        assert!(!third.authorities.contains(&first.authorities));
-        assert!(!first.has_two_authorities() && third.has_two_authorities());
-        let alone = third.forget_old();
-        assert!(!alone.has_two_authorities());
-        assert_eq!(alone.authorities.matches("BEGIN CERTIFICATE").count(), 1);
-        assert!(third.authorities.starts_with(&alone.authorities));
-        assert_eq!(
-            alone.open("main", &secret).unwrap().probe,
-            first.open("main", &secret).unwrap().probe,
-            "probes go on meanwhile"
-        );
-    }
-
-    #[test]
-    fn record_secret_stays_over_an_exchange() {
-        let secret = Secret::generate().unwrap();
-        let stored = Stored::found("main", &secret).unwrap();
-        let keys = stored.open("main", &secret).unwrap();
-        assert!(keys.records_required, "a new cluster has no record that is not signed");
-        let exchanged = stored.exchange("main", &secret).unwrap().open("main", &secret).unwrap();
-        assert_eq!(exchanged.record_keys(), keys.record_keys());
-        assert!(keys.record_keys().is_some());
-    }
-
-    #[test]
-    fn authority_of_an_older_version_gets_a_record_secret_once() {
-        let secret = Secret::generate().unwrap();
-        let stored = Stored::found("main", &secret).unwrap();
-        let keys = stored.open("main", &secret).unwrap();
-        // As that version sealed it.
-        let old = Keys { records: String::new(), records_id: 0, records_required: false, ..keys };
-        let old = Stored::seal("main", &secret, 1, stored.authorities.clone(), &old).unwrap();
-        assert_eq!(old.open("main", &secret).unwrap().record_keys(), None);
-        let given = old.with_record_secret("main", &secret).unwrap();
-        let keys = given.open("main", &secret).unwrap();
-        assert!(keys.record_keys().is_some());
-        assert!(!keys.records_required);
-        let required = given.with_records_required("main", &secret).unwrap().open("main", &secret).unwrap();
-        assert!(required.records_required);
-        assert_eq!(required.record_keys(), keys.record_keys());
-    }
-
-    #[test]
-    fn a_certificate_is_due_when_the_authority_is_another_or_time_has_passed() {
-        let secret = Secret::generate().unwrap();
-        let stored = Stored::found("main", &secret).unwrap();
-        let keys = stored.open("main", &secret).unwrap();
-        let mut credentials = stored.issue("main", &keys, &node()).unwrap();
-        assert!(!credentials.is_due(1));
-        assert!(credentials.is_due(2));
-        credentials.renew_at = 0;
-        assert!(credentials.is_due(1));
-    }
-}
+mod tests;

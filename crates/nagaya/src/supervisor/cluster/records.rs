@@ -31,6 +31,11 @@ impl Records {
         *self.cluster.write() = Some(cluster);
     }
 
+    /// Changes go nowhere else than into the file from now on, until a cluster is followed again.
+    pub fn unfollow(&self) {
+        *self.cluster.write() = None;
+    }
+
     fn cluster(&self) -> Option<Arc<ClusterStore>> {
         self.cluster.read().clone()
     }

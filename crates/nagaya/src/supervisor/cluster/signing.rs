@@ -1,24 +1,19 @@
-//! The cluster's records are signed: this node takes over the key, has a cluster of an older version go over to it, and says what
-//! does not count.
+//! The cluster's records are signed anew after an exchange of keys, and what does not count is said.
 //!
-//! A cluster of an older version has no key. The first node that sees it makes one and seals it with the authority. When all members
-//! know the format that signs, one of them raises it (`nagaya_cmdb`), and from then on what is written is signed. The first node of those
-//! that are there writes the rest anew, and then says in the sealed authority that it is done: from then on nothing counts that is not
-//! signed. Each node remembers that in its own file, so nobody takes it back by writing into the store.
+//! After an exchange what the key before has signed still counts. When all nodes that are there sign with the new key, the first
+//! of them writes everything anew that is not signed with it, and then ends the key before.
 //!
-//! Not here: signatures (`nagaya_cmdb`), who has the key (`pki`).
+//! Not here: signatures (`nagaya_cmdb`), who has the keys (`pki`), their exchange (`certificates`).
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use nagaya_cmdb::store::etcd::{RecordKeys, Refusals};
+use nagaya_cmdb::store::etcd::Refusals;
 use serde_json::{Value, json};
 
 use super::FORGED;
-use super::asks::{AUTHORITY, to_bytes};
 use super::member::{Etcd, Member};
 use super::membership::Membership;
-use super::pki::Secret;
 use crate::admin::Problem;
 
 /// How often it is looked.
@@ -30,17 +25,13 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 /// Values that one line names.
 const NAMED_MAX: usize = 3;
 
-/// The first format whose values are signed.
-const SIGNED_FORMAT: u64 = 3;
-
 impl Membership {
     pub(super) async fn keep_records_signed(self: Rc<Self>) {
         let mut refusal_log = RefusalLog::default();
-        let mut resigned = None;
         let mut said = String::new();
         loop {
             refusal_log.look(&self.store.refusals());
-            if let Err(problem) = self.advance_signing(&mut resigned).await {
+            if let Err(problem) = self.sign_anew().await {
                 // The store says by itself that it is out of reach; what else it is is said once.
                 if said != problem.detail {
                     tracing::warn!(
@@ -55,73 +46,31 @@ impl Membership {
         }
     }
 
-    /// Does the next step, if there is one. `resigned`: the keys with which everything was found to be signed.
-    async fn advance_signing(&self, resigned: &mut Option<RecordKeys>) -> Result<(), Box<Problem>> {
+    /// Does the next step, if there is one.
+    async fn sign_anew(&self) -> Result<(), Box<Problem>> {
         let member = self.member();
-        if member.records_required && *resigned == member.records && !self.has_authority_changed() {
+        if member.records.older.is_empty() || !self.is_first_present() || !self.do_all_sign_anew() {
             return Ok(());
         }
-        let Some((stored, revision)) = self.stored_authority().await? else { return Ok(()) };
-        let secret = Secret::from_token(&member.token)?;
-        let keys = stored.open(&member.cluster, &secret)?;
-        let Some(record_keys) = keys.record_keys() else {
-            // Nothing is signed yet. Later on this node does not give up what it knows for what the store says.
-            if !member.records_required && self.store.format().holds < SIGNED_FORMAT {
-                let next = stored.with_record_secret(&member.cluster, &secret)?;
-                self.store.put_if(AUTHORITY, to_bytes(&next), Some(revision)).await?;
-            }
-            return Ok(());
-        };
-        // Somebody put an older authority back.
-        if member.records.as_ref().is_some_and(|known| record_keys.current.0 < known.current.0) {
+        if !self.store.resign_all().await?.is_complete() {
             return Ok(());
         }
-        if member.records.as_ref() != Some(&record_keys) {
-            self.change_member(|member| member.records = Some(record_keys.clone()))?;
-            self.store.set_record_keys(&record_keys);
-        }
-        if keys.records_required && !member.records_required {
-            self.change_member(|member| member.records_required = true)?;
-            self.store.require_signatures();
-            tracing::info!("the cluster's records are signed; from now on nothing counts that is not");
-        }
-        // Nothing of an older key is left to be written anew.
-        if keys.records_required && record_keys.older.is_empty() {
-            *resigned = Some(record_keys);
+        let (stored, keys, revision) = self.open_keys().await?;
+        if keys.records.current != member.records.current || keys.records.older.is_empty() {
             return Ok(());
         }
-        let is_signing = self.store.format().holds >= SIGNED_FORMAT;
-        if resigned.as_ref() == Some(&record_keys) || !is_signing {
-            return Ok(());
-        }
-        if !self.is_first_present() {
-            if keys.records_required {
-                *resigned = Some(record_keys);
-            }
-            return Ok(());
-        }
-        if self.store.resign_all().await?.is_complete() {
-            if !keys.records_required {
-                let next = stored.with_records_required(&member.cluster, &secret)?;
-                self.store.put_if(AUTHORITY, to_bytes(&next), Some(revision)).await?;
-                return Ok(());
-            }
-            *resigned = Some(record_keys);
-        }
+        let next = stored.forget_old_records(&member.cluster, &keys)?;
+        self.store.change_pki(self.change_to(&next, revision).await?).await?;
+        tracing::info!(
+            key = keys.records.current.0,
+            "all records are signed with the newest key, and no other counts"
+        );
         Ok(())
     }
 
     /// So that one node does what one is enough for. Two that do it at once do no harm.
     fn is_first_present(&self) -> bool {
         self.store.presences().first().is_some_and(|first| first.node == self.node)
-    }
-
-    /// Since it was asked the last time.
-    fn has_authority_changed(&self) -> bool {
-        let mut seen = self.signing_seen.borrow_mut();
-        let has_changed = seen.has_changed().unwrap_or(false);
-        seen.mark_unchanged();
-        has_changed
     }
 
     /// Nothing waits in between, so no other change is lost.

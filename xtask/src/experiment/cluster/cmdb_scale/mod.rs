@@ -48,7 +48,7 @@ pub fn run(setting: &Setting) -> Result<()> {
         stores::redb(&mut report, setting, &sites, round).context("redb")?;
         stores::etcd(&mut report, setting, &lab, &sites, round).context("etcd")?;
         crowd::measure(&mut report, setting, &lab, round).context("many watchers")?;
-        nodes::measure(&mut report, setting, &lab, &sites, round).context("nodes")?;
+        nodes::measure(&mut report, &lab, &sites, round).context("nodes")?;
         lab.down()?;
         eprintln!("round {} of {rounds} done", round + 1);
     }
@@ -80,14 +80,13 @@ fn runtime() -> Result<Runtime> {
 
 fn options(lab: &Lab, cluster: &str) -> Result<EtcdOptions> {
     let endpoints = lab.endpoints()?;
-    Ok(EtcdOptions {
-        endpoints,
-        cluster: cluster.into(),
-        ca: None,
-        identity: None,
-        login: None,
-        insecure: true,
-    })
+    let read = |path: &std::path::PathBuf| {
+        std::fs::read(path).with_context(|| format!("reading {}", path.display()))
+    };
+    let [ca, certificate, key] = &lab.store_access("n1");
+    let identity = Some((read(certificate)?, read(key)?));
+    let (ca, cluster) = (Some(read(ca)?), cluster.into());
+    Ok(EtcdOptions { endpoints, cluster, ca, identity, login: None, insecure: false })
 }
 
 /// Signs the records, as in every cluster.

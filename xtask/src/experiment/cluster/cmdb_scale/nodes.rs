@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::super::until;
 use super::wire::bytes_here;
-use crate::experiment::{HELLO, Population, Setting};
+use crate::experiment::{HELLO, Population};
 use crate::http;
 use crate::lab::Lab;
 use crate::report::Report;
@@ -23,13 +23,7 @@ const CLUSTER: &str = "nodes";
 /// What a visitor asks for.
 const PAGE: &str = "hello.txt";
 
-pub fn measure(
-    report: &mut Report,
-    setting: &Setting,
-    lab: &Lab,
-    sites: &Population,
-    round: usize,
-) -> Result<()> {
+pub fn measure(report: &mut Report, lab: &Lab, sites: &Population, round: usize) -> Result<()> {
     eprintln!("starting nodes with all sites");
     // The last in order of name has a page, so that a node which serves it has all of them.
     let root = sites.root(sites.count - 1);
@@ -44,18 +38,12 @@ pub fn measure(
     first.import(&path)?;
     memory(report, lab, sites, round, ("n1", "redb"))?;
 
-    let etcd = lab.endpoints()?.join(",");
     let begun = Instant::now();
-    first.run(&["cluster", "init", "--name", CLUSTER, "--etcd", &etcd, "--insecure"])?;
+    lab.found("n1", CLUSTER)?;
     report.sample(round, "node", "moves into the cluster", "seconds", begun.elapsed().as_secs_f64());
-    let token = setting.dir().join("token");
-    fs::write(&token, first.run(&["cluster", "token"])?).context("keeping the cluster's token")?;
-    fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).context("hiding the cluster's token")?;
-    let token = token.to_string_lossy();
-    let words = ["cluster", "join", "--name", CLUSTER, "--etcd", &etcd, "--insecure", "--token-file", &token];
     let wire = || lab.as_machine("n2", bytes_here)?;
     let (begun, before) = (Instant::now(), wire()?);
-    lab.node("n2")?.run(&words)?;
+    lab.join("n2", "n1")?;
     report.sample(round, "node", "joins", "seconds", begun.elapsed().as_secs_f64());
     report.sample(round, "node", "joins", "bytes", wire()? - before);
     memory(report, lab, sites, round, ("n2", "etcd"))

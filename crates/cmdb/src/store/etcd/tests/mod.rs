@@ -7,6 +7,7 @@ mod forged;
 mod history;
 pub(super) mod rig;
 mod secured;
+mod together;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
