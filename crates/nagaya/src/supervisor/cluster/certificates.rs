@@ -29,6 +29,10 @@ const LOOK_EVERY: Duration = Duration::from_secs(5);
 const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
 const OTHERS_MAX: Duration = Duration::from_secs(30);
 
+/// How long others are waited for that do not say that they sign with the newest key of records. What they still sign with the key
+/// before does not count afterwards. Without a bound, whoever has that key could keep it good by speaking for one of them.
+const SIGNERS_MAX: Duration = Duration::from_secs(120);
+
 /// The old authority ends so long after all nodes have said that they have new certificates: their edges have them by then, too.
 const SETTLED: Duration = Duration::from_secs(2);
 
@@ -150,11 +154,15 @@ impl Membership {
         since(&self.renewal.renewed, serial).elapsed() >= SETTLED
     }
 
-    /// This node and all others that are there sign with the newest keys.
+    /// This node signs with the newest keys, and so do all others that are there, or they had time enough.
     pub fn do_all_sign_anew(&self) -> bool {
         let member = self.member.borrow();
         let serial = member.known.serial;
-        member.credentials.serial == serial && self.do_all_say(|load| load.authority >= serial)
+        if member.credentials.serial != serial {
+            return false;
+        }
+        let known = since(&self.renewal.known, serial);
+        self.do_all_say(|load| load.authority >= serial) || known.elapsed() >= SIGNERS_MAX
     }
 
     fn do_all_say(&self, says: impl Fn(&Load) -> bool) -> bool {

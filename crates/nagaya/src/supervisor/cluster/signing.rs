@@ -68,9 +68,12 @@ impl Membership {
         Ok(())
     }
 
-    /// So that one node does what one is enough for. Two that do it at once do no harm.
+    /// So that one node does what one is enough for. Two that do it at once do no harm. A node that was removed may say that it is
+    /// there, and does nothing.
     fn is_first_present(&self) -> bool {
-        self.store.presences().first().is_some_and(|first| first.node == self.node)
+        let known = self.known_nodes().unwrap_or_default();
+        let first = known.iter().find(|node| node.load.is_some());
+        first.is_some_and(|first| first.record.name == self.node)
     }
 
     /// Nothing waits in between, so no other change is lost.
