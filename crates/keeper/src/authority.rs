@@ -55,6 +55,8 @@ struct Inner {
 struct State {
     /// None: it is alone.
     node: Option<NodeName>,
+    /// Its record was taken out of the cluster while this ran. Where sites are is not told to it rightly any more.
+    is_removed: bool,
     until_ns: u64,
     /// None: alone, or there is none.
     warden: Option<Arc<OwnedFd>>,
@@ -124,6 +126,8 @@ impl Authority {
                 }
                 Change::PutPlacement(placement) => state.leave(&placement.site, commit),
                 Change::DropPlacement(site) => state.leave(site, commit),
+                Change::DropNode(name) if *name == node => state.is_removed = true,
+                Change::PutNode(record) if record.name == node => state.is_removed = false,
                 _ => {}
             }
         }
@@ -173,6 +177,11 @@ impl Authority {
     /// The name of this node in its cluster. None: it is alone.
     pub fn node(&self) -> Option<NodeName> {
         self.inner.state.lock().node.clone()
+    }
+
+    /// Whether this node was taken out of its cluster: nothing is placed on it, whatever placements say.
+    pub fn is_removed(&self) -> bool {
+        self.inner.state.lock().is_removed
     }
 
     /// A number that changes whenever this site's processes are stopped, and is no number while they are.

@@ -278,9 +278,9 @@ impl Engine {
         })
     }
 
-    /// Where a site's application is, for who looks for it here.
+    /// Where a site's application is, for who looks for it here. A node that was removed does not know.
     pub fn elsewhere(&self, name: &SiteName, message: String) -> Reply {
-        let placed = self.table.read().placement(name.as_str());
+        let placed = self.table.read().placement(name.as_str()).filter(|_| !self.authority.is_removed());
         let (node, epoch) = placed.map(|placed| (placed.node, placed.epoch)).unzip();
         Reply::Elsewhere { node, epoch, message }
     }

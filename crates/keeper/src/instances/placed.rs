@@ -71,8 +71,9 @@ pub fn elsewhere(name: &SiteName) -> Fault {
 fn placed(engine: &Engine, name: &SiteName) -> Option<Option<(bool, u64)>> {
     let node = engine.authority.node()?;
     let placement = engine.table().read().placement(name.as_str());
+    let is_removed = engine.authority.is_removed();
     Some(placement.map(|placement| match placement.part(&node) {
-        Some(part) => (true, part.epoch),
+        Some(part) => (!is_removed, part.epoch),
         None => (false, placement.epoch),
     }))
 }

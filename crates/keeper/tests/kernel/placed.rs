@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use nagaya_cmdb::feed::{Down, Question, Up};
 use nagaya_cmdb::instance::{Act, Tier};
-use nagaya_cmdb::record::{Placement, Why};
+use nagaya_cmdb::record::{NodeRecord, Placement, Why};
 use nagaya_cmdb::{Change, NodeName};
 use nagaya_keeper::client::{ClientError, Keeper};
 use nagaya_keeper::protocol::Failure;
@@ -46,6 +46,11 @@ pub const CELLS: &[CellFact] = &[
     ),
     (&[], "an instance that is given up lets its uses end, and does not run again under its epoch", given_up),
     (&[], "a site that always runs does so only where it is placed", kept_where_placed),
+    (
+        &[],
+        "what a node runs ends when it is removed from its cluster, wherever placements say it is",
+        removed_node,
+    ),
     (&[], "a warden sleeps while all is stopped, whatever time it is told", warden_sleeps),
     (&[], "a keeper whose warden was killed ends, and all instances with it", killed_warden),
     (&[], "nothing that is fenced outlives a killed keeper", killed_keeper),
@@ -596,6 +601,27 @@ fn kept_where_placed() {
         all.into_iter().for_each(wait_dead);
         until_so(|| last_tick(&world, "other").is_some()).await;
         assert!(pids(&world, "app").is_empty(), "nor does it start again");
+    });
+}
+
+/// Where its sites went is signed with keys that it never gets.
+fn removed_node() {
+    let world = world(&["app"]);
+    let record = json!({"name": "a", "id": "1", "peer": "10.0.0.1:7443", "cpus": 1, "memory_bytes": 1, "version": "1"});
+    let record: NodeRecord = serde_json::from_value(record).unwrap();
+    world.apply(vec![Change::PutNode(Box::new(record.clone())), placement("app", "a", 1)]);
+    authority_for_long(&world);
+    world.run(async |keeper| {
+        let lease = keeper.use_instance(&site_name("app"), Some(1)).await.unwrap();
+        until_so(|| last_tick(&world, "app").is_some()).await;
+        let all = pids(&world, "app");
+        world.apply(vec![Change::DropNode(record.name.clone())]);
+        all.into_iter().for_each(wait_dead);
+        drop(lease);
+        assert_eq!(refused_elsewhere(&keeper, "app", Some(1)).await.0, None, "it does not know where");
+        // It joins again.
+        world.apply(vec![Change::PutNode(Box::new(record)), placement("app", "a", 3)]);
+        keeper.use_instance(&site_name("app"), Some(3)).await.unwrap();
     });
 }
 
