@@ -253,9 +253,6 @@ impl Desk {
         if let Some(wanted) = join.cluster.filter(|wanted| *wanted != token.cluster) {
             return Err(PkiError::OtherCluster { of: token.cluster, wanted }.into());
         }
-        if token.is_expired() {
-            return Err(PkiError::Spent.into());
-        }
         let cluster = token.cluster.clone();
         self.refuse_own_records(&cluster, join.discard)?;
         let etcd = join.etcd.or(token.etcd.clone());

@@ -327,7 +327,7 @@ impl Membership {
         let now = unix_now();
         let row = |(id, found): (String, Versioned)| {
             let stored: StoredToken = serde_json::from_slice(&found.value).ok()?;
-            let left = stored.expires.checked_sub(now)?;
+            let left = stored.expires.saturating_sub(now);
             Some(json!({ "id": id, "by": stored.by, "expires": stored.expires, "seconds_left": left }))
         };
         let rows = self.store.list(TOKENS).await?.into_iter().filter_map(row).collect();
