@@ -5,7 +5,8 @@
 use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
@@ -17,6 +18,12 @@ const THREADS: usize = 6;
 
 /// Held for reading by each test that runs, and for writing by one that runs alone.
 static PROCESSORS: RwLock<()> = RwLock::new(());
+
+/// How long tests that succeeded took.
+static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
+
+/// So many of them are told at the end.
+const SLOWEST_TOLD: usize = 12;
 
 /// Tests of one topic.
 pub struct Suite {
@@ -67,23 +74,24 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> String {
 pub fn run(suites: Vec<Suite>, saturating: &'static [&'static str]) -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(THREADS);
-    let (mut trials, mut nodes) = (Vec::new(), Vec::new());
+    let (mut trials, mut nodes) = (Trials { saturating, ..Trials::default() }, Vec::new());
     for suite in suites {
         match suite.tests {
             Tests::Alone(tests) => {
-                trials.extend(tests.iter().map(|(name, test)| trial(&suite, name, saturating, *test)));
+                tests.iter().for_each(|(name, test)| trials.add(&suite, name, *test));
             }
             Tests::Sharing(start, tests) => {
                 let node = Arc::new(Shared { name: suite.name, start, world: OnceLock::new() });
-                trials.extend(tests.iter().map(|(name, test)| {
+                for (name, test) in tests {
                     let (node, test) = (Arc::clone(&node), *test);
-                    trial(&suite, name, saturating, move || in_shared(&node, test))
-                }));
+                    trials.add(&suite, name, move || in_shared(&node, test));
+                }
                 nodes.push(node);
             }
         }
     }
-    let conclusion = libtest_mimic::run(&arguments, trials);
+    let conclusion = libtest_mimic::run(&arguments, trials.in_order());
+    tell_slowest();
     let mut stopped = true;
     for node in nodes {
         let name = node.name;
@@ -108,15 +116,34 @@ fn in_shared(node: &Shared, test: fn(&World)) {
     }
 }
 
-fn trial(suite: &Suite, name: &str, saturating: &[&str], test: impl FnOnce() + Send + 'static) -> Trial {
-    let needs_root = suite.needs_root;
-    let name = format!("{}::{name}", suite.name);
-    let is_saturating = saturating.iter().any(|beginning| name.starts_with(beginning));
-    Trial::ignorable_test(name, move || {
+/// What is run.
+#[derive(Default)]
+struct Trials {
+    saturating: &'static [&'static str],
+    beside: Vec<Trial>,
+    alone: Vec<Trial>,
+}
+
+impl Trials {
+    fn add(&mut self, suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) {
+        let name = format!("{}::{name}", suite.name);
+        let is_saturating = self.saturating.iter().any(|beginning| name.starts_with(beginning));
+        let list = if is_saturating { &mut self.alone } else { &mut self.beside };
+        list.push(trial(name, suite.needs_root, is_saturating, test));
+    }
+
+    /// Those that run alone come last: while one of them waits for its turn, no other begins.
+    fn in_order(self) -> Vec<Trial> {
+        self.beside.into_iter().chain(self.alone).collect()
+    }
+}
+
+fn trial(name: String, needs_root: bool, is_saturating: bool, test: impl FnOnce() + Send + 'static) -> Trial {
+    Trial::ignorable_test(name.clone(), move || {
         if needs_root && !machine::is_root() {
             return Ok(Completion::ignored_with("needs root"));
         }
-        match catch_unwind(AssertUnwindSafe(|| run_within(is_saturating, test))) {
+        match catch_unwind(AssertUnwindSafe(|| run_within(name, is_saturating, test))) {
             Ok(()) => Ok(Completion::Completed),
             Err(panic) => match panic.downcast::<Skipped>() {
                 Ok(skipped) => Ok(Completion::ignored_with(skipped.0)),
@@ -126,15 +153,22 @@ fn trial(suite: &Suite, name: &str, saturating: &[&str], test: impl FnOnce() + S
     })
 }
 
-fn run_within(is_saturating: bool, test: impl FnOnce()) {
+fn run_within(name: String, is_saturating: bool, test: impl FnOnce()) {
     // A test that panicked leaves nothing behind that the lock guards.
-    if is_saturating {
-        let _processors = PROCESSORS.write().unwrap_or_else(PoisonError::into_inner);
-        test();
-    } else {
-        let _processors = PROCESSORS.read().unwrap_or_else(PoisonError::into_inner);
-        test();
-    }
+    let _alone = is_saturating.then(|| PROCESSORS.write().unwrap_or_else(PoisonError::into_inner));
+    let _beside = (!is_saturating).then(|| PROCESSORS.read().unwrap_or_else(PoisonError::into_inner));
+    let begun = Instant::now();
+    test();
+    DURATIONS.lock().unwrap_or_else(PoisonError::into_inner).push((begun.elapsed(), name));
+}
+
+/// Where the suite's time goes.
+fn tell_slowest() {
+    let mut all = DURATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    all.sort_unstable_by(|one, other| other.cmp(one));
+    let slowest =
+        all.iter().take(SLOWEST_TOLD).map(|(time, name)| format!("{name} {:.1} s", time.as_secs_f64()));
+    let _ = writeln!(std::io::stderr(), "the slowest tests: {}", slowest.collect::<Vec<_>>().join(", "));
 }
 
 /// Why a test ended before it had shown anything.

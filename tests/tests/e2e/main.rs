@@ -38,6 +38,7 @@ mod sites;
 mod slow_clients;
 mod slow_programs;
 mod smuggling;
+mod starved;
 mod static_files;
 mod tenants;
 mod tls;
@@ -54,6 +55,7 @@ const SATURATING: &[&str] = &[
     "balance::",
     "browser::",
     "receipts::a_program_too_short",
+    "starved::",
 ];
 
 fn main() -> ExitCode {
@@ -92,6 +94,7 @@ fn main() -> ExitCode {
         balance::SUITE,
         etcd_trust::SUITE,
         failures::SUITE,
+        starved::SUITE,
         lab::SUITE,
         icmp::SUITE,
         partitions::SUITE,
