@@ -5,8 +5,10 @@
 
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpStream};
 use std::time::Duration;
+
+use rustix::net::{AddressFamily, SocketType};
 
 use crate::wait;
 
@@ -66,7 +68,22 @@ impl Connection {
     }
 
     pub fn try_open(address: SocketAddr) -> io::Result<Self> {
-        let stream = TcpStream::connect(address)?;
+        Self::of(TcpStream::connect(address)?)
+    }
+
+    /// Connects from this address of the machine, which all of 127.0.0.0/8 are.
+    #[track_caller]
+    pub fn open_from(source: Ipv4Addr, address: SocketAddr) -> Self {
+        let connect = || {
+            let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+            rustix::net::bind(&socket, &SocketAddr::from((source, 0)))?;
+            rustix::net::connect(&socket, &address)?;
+            Self::of(TcpStream::from(socket))
+        };
+        connect().unwrap_or_else(|error: io::Error| panic!("connecting from {source} to {address}: {error}"))
+    }
+
+    fn of(stream: TcpStream) -> io::Result<Self> {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.set_nodelay(true)?;

@@ -71,6 +71,16 @@ impl Builder {
         self
     }
 
+    /// Listens for proxies at 127.0.0.9 that speak the PROXY protocol, without TLS and with it. Needs `tls`.
+    pub fn listen_behind_proxy(mut self) -> Self {
+        for tls in [false, true] {
+            self.listen.push_str(&format!(
+                "[[listen]]\naddress = \"127.0.0.1:0\"\ntls = {tls}\nproxy_protocol = true\nproxy_protocol_from = [\"127.0.0.9\"]\n"
+            ));
+        }
+        self
+    }
+
     /// A rule for requests, as `rules/NAME.rb` in the node's directory. `more` are further lines of its table.
     pub fn rule(mut self, name: &str, phase: &str, text: &str, more: &str) -> Self {
         let file = self.path(&format!("rules/{name}.rb"));
@@ -524,14 +534,25 @@ impl World {
         self.address("127.0.0.1", true)
     }
 
+    /// Where it listens with or without TLS and takes PROXY headers.
+    #[track_caller]
+    pub fn behind_proxy(&self, tls: bool) -> SocketAddr {
+        let status = self.status();
+        let rows = status["listen"].as_array().expect("a list of addresses");
+        let found = rows.iter().find(|row| row["tls"] == tls && row["proxy_protocol"] == true);
+        let address = found.and_then(|row| row["address"].as_str()?.parse().ok());
+        address.unwrap_or_else(|| panic!("it takes no PROXY headers: {rows:?}"))
+    }
+
     /// Where it listens on this IP address.
     #[track_caller]
     pub fn address(&self, ip: &str, tls: bool) -> SocketAddr {
         let status = self.status();
         let rows = status["listen"].as_array().expect("a list of addresses");
-        let texts = rows.iter().filter(|row| row["tls"] == tls).filter_map(|row| row["address"].as_str());
+        let rows = rows.iter().filter(|row| row["tls"] == tls && row["proxy_protocol"] == false);
+        let texts = rows.clone().filter_map(|row| row["address"].as_str());
         let found = texts.filter(|text| text.starts_with(ip)).find_map(|text| text.parse().ok());
-        found.unwrap_or_else(|| panic!("it does not listen on {ip}: {rows:?}"))
+        found.unwrap_or_else(|| panic!("it does not listen on {ip}: {status}"))
     }
 
     /// A GET on a connection of its own.

@@ -1,28 +1,75 @@
-//! The connections of one thread, and how they are told that the node is shutting down.
+//! The connections of one thread: how they are told that the node is shutting down, and that one is closed to make room.
 //!
-//! A connection between two requests ends at once; one with a request running ends after its answer. Not here: the
-//! signal itself (`lib`).
+//! While draining, a connection between two requests ends at once; one with a request running ends after its answer. A
+//! connection that makes room ends at once whatever it does, but an idle one may say goodbye first.
+//! Not here: the signal to drain (`lib`), which connection makes room (`clients::crowd`).
 
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::Waker;
+use std::task::{Poll, Waker};
 
 use slab::Slab;
+use tokio::time::Instant;
+
+use crate::clients::crowd::{Crowd, Group, Phase};
 
 #[derive(Default)]
 pub struct Connections {
     draining: Cell<bool>,
-    idle: RefCell<Slab<Option<Waker>>>,
+    open: RefCell<Slab<Rc<Open>>>,
+    crowd: RefCell<Crowd>,
+    /// Connections that make room and have not ended yet.
+    leaving: Cell<usize>,
+}
+
+struct Open {
+    phase: Cell<Phase>,
+    /// When the phase began.
+    since: Cell<Instant>,
+    /// `None`: it is not a client's, and never makes room.
+    group: Cell<Option<Group>>,
+    /// What it did when it was chosen to make room.
+    evicted: Cell<Option<Phase>>,
+    /// Woken when draining begins, or when it is to make room.
+    idle: RefCell<Option<Waker>>,
+    eviction: RefCell<Option<Waker>>,
 }
 
 impl Connections {
-    /// Counts a connection in for as long as the guard lives.
+    /// Counts a connection in for as long as the guard lives. It never makes room for others.
     pub fn enter(self: &Rc<Self>) -> Entered {
-        Entered { key: self.idle.borrow_mut().insert(None), all: Rc::clone(self) }
+        self.enter_as(None)
+    }
+
+    /// Counts a client's connection in for as long as the guard lives.
+    pub fn enter_from(self: &Rc<Self>, group: Group) -> Entered {
+        self.enter_as(Some(group))
+    }
+
+    fn enter_as(self: &Rc<Self>, group: Option<Group>) -> Entered {
+        let open = Rc::new(Open {
+            phase: Cell::new(Phase::Idle),
+            since: Cell::new(Instant::now()),
+            group: Cell::new(group),
+            evicted: Cell::new(None),
+            idle: RefCell::default(),
+            eviction: RefCell::default(),
+        });
+        let key = self.open.borrow_mut().insert(Rc::clone(&open));
+        if let Some(group) = group {
+            self.crowd.borrow_mut().join(group, key);
+        }
+        Entered { key, open, all: Rc::clone(self) }
     }
 
     pub fn len(&self) -> usize {
-        self.idle.borrow().len()
+        self.open.borrow().len()
+    }
+
+    /// Without those that make room.
+    pub fn places_taken(&self) -> usize {
+        self.len() - self.leaving.get()
     }
 
     pub fn is_empty(&self) -> bool {
@@ -35,11 +82,43 @@ impl Connections {
 
     pub fn drain(&self) {
         self.draining.set(true);
-        for (_, waker) in self.idle.borrow_mut().iter_mut() {
-            if let Some(waker) = waker.take() {
-                waker.wake();
-            }
+        for (_, open) in self.open.borrow().iter() {
+            open.wake_idle();
         }
+    }
+
+    /// Has a connection end for a newcomer of this group. Returns what it did; `None` if none gives way.
+    pub fn make_room(&self, newcomer: Group) -> Option<Phase> {
+        let open = self.open.borrow();
+        let look = |key: usize| (open[key].phase.get(), open[key].since.get());
+        let chosen = self.crowd.borrow().choose(newcomer, look)?;
+        let evicted = &open[chosen];
+        if let Some(group) = evicted.group.take() {
+            self.crowd.borrow_mut().leave(group, chosen);
+        }
+        let phase = evicted.phase.get();
+        evicted.evicted.set(Some(phase));
+        self.leaving.set(self.leaving.get() + 1);
+        evicted.wake_idle();
+        if let Some(waker) = evicted.eviction.take() {
+            waker.wake();
+        }
+        Some(phase)
+    }
+}
+
+impl Open {
+    fn wake_idle(&self) {
+        if let Some(waker) = self.idle.take() {
+            waker.wake();
+        }
+    }
+}
+
+fn keep_waker(slot: &RefCell<Option<Waker>>, waker: &Waker) {
+    let mut slot = slot.borrow_mut();
+    if !slot.as_ref().is_some_and(|known| known.will_wake(waker)) {
+        *slot = Some(waker.clone());
     }
 }
 
@@ -47,25 +126,118 @@ impl Connections {
 pub struct Entered {
     all: Rc<Connections>,
     key: usize,
+    open: Rc<Open>,
 }
 
 impl Entered {
+    /// It is to end before the next request.
     pub fn is_draining(&self) -> bool {
-        self.all.is_draining()
+        self.all.is_draining() || self.open.evicted.get().is_some()
     }
 
-    /// Has `waker` woken when draining begins.
+    /// Has `waker` woken when it is to end before the next request.
     pub fn wake_on_drain(&self, waker: &Waker) {
-        let mut idle = self.all.idle.borrow_mut();
-        let slot = &mut idle[self.key];
-        if !slot.as_ref().is_some_and(|known| known.will_wake(waker)) {
-            *slot = Some(waker.clone());
+        keep_waker(&self.open.idle, waker);
+    }
+
+    /// Another phase begins.
+    pub fn begin(&self, phase: Phase) {
+        self.open.phase.set(phase);
+        self.open.since.set(Instant::now());
+    }
+
+    pub fn phase(&self) -> Phase {
+        self.open.phase.get()
+    }
+
+    /// A handle for whoever says what the connection does.
+    pub fn phases(&self) -> PhaseHandle {
+        PhaseHandle(Rc::clone(&self.open))
+    }
+
+    /// Its client is known, or another one than was thought.
+    pub fn belongs_to(&self, group: Group) {
+        let mut crowd = self.all.crowd.borrow_mut();
+        // Who makes room already is in no group any more.
+        if self.open.evicted.get().is_none()
+            && let Some(before) = self.open.group.replace(Some(group))
+        {
+            crowd.leave(before, self.key);
+            crowd.join(group, self.key);
         }
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        self.all.idle.borrow_mut().remove(self.key);
+        self.all.open.borrow_mut().remove(self.key);
+        if let Some(group) = self.open.group.take() {
+            self.all.crowd.borrow_mut().leave(group, self.key);
+        }
+        if self.open.evicted.get().is_some() {
+            self.all.leaving.set(self.all.leaving.get() - 1);
+        }
+    }
+}
+
+/// Says what one connection does, beside its guard.
+#[derive(Clone)]
+pub struct PhaseHandle(Rc<Open>);
+
+impl std::fmt::Debug for PhaseHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("PhaseHandle").field(&self.0.phase.get()).finish()
+    }
+}
+
+impl PhaseHandle {
+    pub fn begin(&self, phase: Phase) {
+        self.0.phase.set(phase);
+        self.0.since.set(Instant::now());
+    }
+
+    /// Ends when the connection is to make room, with what it did.
+    pub async fn evicted(&self) -> Phase {
+        poll_fn(|cx| match self.0.evicted.get() {
+            Some(phase) => Poll::Ready(phase),
+            None => {
+                keep_waker(&self.0.eviction, cx.waker());
+                Poll::Pending
+            }
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_evicted_connection_is_told_and_has_no_place() {
+        let connections = Rc::<Connections>::default();
+        let entered: Vec<_> = (0..3).map(|_| connections.enter_from(Group::Alone(1))).collect();
+        let _peer = connections.enter();
+        entered[0].begin(Phase::Working);
+        assert_eq!(connections.make_room(Group::Alone(2)), Some(Phase::Idle));
+        assert_eq!((connections.len(), connections.places_taken()), (4, 3));
+        assert!(!entered[0].is_draining());
+        let evicted = entered.iter().position(Entered::is_draining).unwrap();
+        assert_eq!(entered[evicted].phases().evicted().await, Phase::Idle);
+        entered[evicted].belongs_to(Group::Alone(3));
+        assert!(connections.make_room(Group::Alone(2)).is_some());
+        assert_eq!(connections.make_room(Group::Alone(2)), None, "one at work is left, and the peer's");
+        drop(entered);
+        assert_eq!((connections.len(), connections.places_taken()), (1, 1));
+    }
+
+    #[test]
+    fn a_connection_changes_its_group_once_its_client_is_known() {
+        let connections = Rc::<Connections>::default();
+        let first = connections.enter_from(Group::Alone(1));
+        let _second = connections.enter_from(Group::Alone(2));
+        first.belongs_to(Group::Alone(2));
+        let crowd = connections.crowd.borrow();
+        assert_eq!((crowd.size(Group::Alone(1)), crowd.size(Group::Alone(2))), (0, 2));
     }
 }

@@ -85,15 +85,15 @@ pub async fn serve<IO, H>(
     io: IO,
     input: BytesMut,
     conn: Rc<ConnInfo>,
+    entered: Entered,
     host: Rc<H>,
 ) -> Result<(), hyper::Error>
 where
     IO: AsyncRead + AsyncWrite + Unpin + 'static,
     H: Host,
 {
-    let entered = host.enter();
     let limits = host.limits();
-    let streams = Streams::new(&limits);
+    let streams = Streams::new(&limits, entered.phases());
     let peer = conn.peer;
     let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
     let (guarded, shared) = GuardedIo::new(input, io);

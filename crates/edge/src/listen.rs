@@ -1,36 +1,31 @@
-//! One thread of the edge: its runtime, its listening sockets, and each connection until its protocol is known.
+//! One thread of the edge: its runtime and its listening sockets.
 //!
-//! Not here: the protocols (`http1`, `http2`, `tls`), what a thread has (`node`), the process (`lib`).
+//! Not here: a connection (`connection`), what a thread has (`node`), the process (`lib`).
+
+mod connection;
 
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::BytesMut;
 use nagaya_keeper::client::Keeper;
-use tokio::io::AsyncReadExt;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::LocalSet;
 use tokio::time::{sleep, timeout};
 
 use crate::admission;
-use crate::http1;
-use crate::http2;
-use crate::message::ConnInfo;
+use crate::clients::limits::parse_networks;
 use crate::node::Node;
 use crate::peers::acceptor::Acceptor;
 use crate::peers::images;
 use crate::place;
 use crate::rules;
 use crate::shared::Shared;
-use crate::tls::{Alpn, Tls};
-
-/// What an HTTP/2 client with prior knowledge says first (RFC 9113 section 3.4).
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+use crate::tls::Tls;
+use connection::Entrance;
 
 /// When no descriptor is left, accepting pauses this long; the clients wait in the kernel's queue meanwhile.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -46,6 +41,8 @@ const TEND_EVERY: Duration = Duration::from_secs(1);
 pub struct Socket {
     pub fd: OwnedFd,
     pub tls: bool,
+    /// Whose PROXY headers are accepted; if empty, those of trusted proxies. None: there are none.
+    pub proxies: Option<Vec<String>>,
 }
 
 /// What the main thread tells all threads.
@@ -83,8 +80,9 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
             let listener = std::net::TcpListener::from(socket.fd);
             listener.set_nonblocking(true)?;
             let listener = TcpListener::from_std(listener)?;
-            let tls = socket.tls.then(|| Rc::clone(&tls));
-            acceptors.push(tokio::task::spawn_local(accept(listener, tls, Rc::clone(&node))));
+            let proxies = socket.proxies.as_deref().map(parse_networks);
+            let entrance = Entrance { tls: socket.tls.then(|| Rc::clone(&tls)), proxies };
+            acceptors.push(tokio::task::spawn_local(accept(listener, Rc::new(entrance), Rc::clone(&node))));
         }
         let passed_on = Acceptor::new(Arc::clone(&shared), Rc::clone(&node), Rc::clone(&keeper));
         if let Some(fd) = thread.peers {
@@ -95,7 +93,7 @@ pub fn run(shared: Arc<Shared>, thread: Thread) -> io::Result<()> {
         }
         let turns = Rc::clone(&node.turns);
         tokio::task::spawn_local(async move { turns.count().await });
-        let tending = tokio::task::spawn_local(tend(Rc::clone(&node)));
+        let tending = tokio::task::spawn_local(tend(Rc::clone(&node), thread.tends_shared));
         let ruling = tokio::task::spawn_local(rules::follow(Rc::clone(&node), thread.tends_shared));
         let leaving = tokio::task::spawn_local(place::give_up_leaving(Rc::clone(&node)));
         if thread.tends_shared {
@@ -141,14 +139,17 @@ async fn follow(node: &Node, passed_on: &Acceptor<Node>, mut orders: watch::Rece
     }
 }
 
-async fn tend(node: Rc<Node>) {
-    loop {
+async fn tend(node: Rc<Node>, tends_shared: bool) {
+    for round in 0.. {
         sleep(TEND_EVERY).await;
         node.tend();
+        if tends_shared {
+            node.shared.networks.sweep(round);
+        }
     }
 }
 
-async fn accept(listener: TcpListener, tls: Option<Rc<Tls>>, node: Rc<Node>) {
+async fn accept(listener: TcpListener, entrance: Rc<Entrance>, node: Rc<Node>) {
     let reserved = first_reserved();
     let mut newest = 0;
     loop {
@@ -158,13 +159,7 @@ async fn accept(listener: TcpListener, tls: Option<Rc<Tls>>, node: Rc<Node>) {
         match listener.accept().await {
             Ok((stream, peer)) => {
                 newest = stream.as_raw_fd();
-                if node.connections.len() >= node.limits().connections {
-                    // Closing at once tells a balancer to go elsewhere; a response would cost what is short.
-                    node.shared.metrics.connections_refused.inc();
-                    continue;
-                }
-                node.shared.metrics.connections_accepted.inc();
-                tokio::task::spawn_local(connection(stream, peer, tls.clone(), Rc::clone(&node)));
+                connection::begin(stream, peer, &entrance, &node);
             }
             Err(error) if is_of_one_connection(&error) => {}
             Err(error) => {
@@ -197,82 +192,4 @@ async fn wait_for_room(listener: &TcpListener, reserved: RawFd) {
 fn is_of_one_connection(error: &io::Error) -> bool {
     use io::ErrorKind as E;
     matches!(error.kind(), E::ConnectionAborted | E::ConnectionReset | E::Interrupted | E::NetworkUnreachable)
-}
-
-async fn connection(stream: TcpStream, peer: SocketAddr, tls: Option<Rc<Tls>>, node: Rc<Node>) {
-    let open = &node.shared.metrics.connections_open;
-    open.inc();
-    // Without it the last segment of an answer may wait for the acknowledgement of the one before.
-    let _ = stream.set_nodelay(true);
-    if let Ok(local) = stream.local_addr() {
-        match tls {
-            Some(tls) => encrypted(stream, peer, local, &tls, &node).await,
-            None => plain(stream, ConnInfo { peer, local, tls: None, carried: None }, &node).await,
-        }
-    }
-    open.dec();
-}
-
-async fn encrypted(stream: TcpStream, peer: SocketAddr, local: SocketAddr, tls: &Tls, node: &Rc<Node>) {
-    let entered = node.connections.enter();
-    let patience = Duration::from_millis(node.limits().handshake_ms);
-    let accepted = timeout(patience, tls.accept(stream)).await;
-    drop(entered);
-    let (stream, info, alpn) = match accepted {
-        Ok(Ok(accepted)) => accepted,
-        Ok(Err(error)) => return tracing::debug!(%peer, %error, "a TLS handshake failed"),
-        Err(_) => return tracing::debug!(%peer, "a TLS handshake took too long"),
-    };
-    let conn = Rc::new(ConnInfo { peer, local, tls: Some(info), carried: None });
-    match alpn {
-        Alpn::Http2 => second(stream, BytesMut::new(), conn, node).await,
-        Alpn::Http1 => http1::connection::serve(stream, BytesMut::new(), conn, Rc::clone(node)).await,
-    }
-}
-
-async fn plain(mut stream: TcpStream, conn: ConnInfo, node: &Rc<Node>) {
-    let conn = Rc::new(conn);
-    if !node.shared.options().h2c {
-        return http1::connection::serve(stream, BytesMut::new(), conn, Rc::clone(node)).await;
-    }
-    let entered = node.connections.enter();
-    let patience = Duration::from_millis(node.limits().head_ms);
-    let mut input = BytesMut::new();
-    let known = timeout(patience, speaks_http2(&mut stream, &mut input)).await;
-    drop(entered);
-    match known {
-        Ok(Ok(true)) => second(stream, input, conn, node).await,
-        Ok(Ok(false)) => http1::connection::serve(stream, input, conn, Rc::clone(node)).await,
-        // It said nothing, or too little to know which protocol an answer should be in.
-        Ok(Err(_)) | Err(_) => {}
-    }
-}
-
-/// Reads just as much as tells the two protocols apart; mostly that is the first byte.
-async fn speaks_http2(stream: &mut TcpStream, input: &mut BytesMut) -> io::Result<bool> {
-    loop {
-        // An idle connection holds no buffer.
-        stream.readable().await?;
-        input.reserve(8 << 10);
-        if stream.read_buf(input).await? == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let common = input.len().min(PREFACE.len());
-        if input[..common] != PREFACE[..common] {
-            return Ok(false);
-        }
-        if common == PREFACE.len() {
-            return Ok(true);
-        }
-    }
-}
-
-async fn second<S>(stream: S, input: BytesMut, conn: Rc<ConnInfo>, node: &Rc<Node>)
-where
-    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + 'static,
-{
-    let peer = conn.peer;
-    if let Err(error) = http2::serve(stream, input, conn, Rc::clone(node)).await {
-        tracing::debug!(%peer, %error, "an HTTP/2 connection broke");
-    }
 }

@@ -16,6 +16,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use nagaya_base::RequestId;
 
+use crate::clients::ClientNetwork;
 use crate::pace::Flow;
 use crate::peers::Carried;
 
@@ -57,6 +58,8 @@ pub struct ConnInfo {
     /// The client's connection is another node's, which has passed on this one request of it. Of the client are then
     /// the other fields too.
     pub carried: Option<Box<Carried>>,
+    /// The network of a client that limits hold for. `None` for trusted proxies too, whose clients are others.
+    pub network: Option<Arc<ClientNetwork>>,
 }
 
 #[derive(Debug)]

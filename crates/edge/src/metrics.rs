@@ -11,6 +11,8 @@ use nagaya_cmdb::instance::{Stage, Tier, Wake};
 use nagaya_telemetry::{Counter, Counters, Dimension, Gauge, Histogram, Registry};
 
 use crate::access_log::{AccessRecord, Used};
+use crate::clients::LimitKind;
+use crate::clients::crowd::Phase;
 use crate::place::Relocated;
 
 const METHODS: Dimension = Dimension {
@@ -44,6 +46,9 @@ const REASONS: Dimension = Dimension {
         "too_early",
         "ticket_invalid",
         "ticket_used",
+        "network_connections",
+        "network_requests",
+        "connections_full",
         "overloaded",
         "spool_full",
         "files_hang",
@@ -174,8 +179,9 @@ pub struct Metrics {
     figures: Figures,
     pub connections_open: Gauge,
     pub connections_accepted: Counter,
-    /// Connections closed at once because as many were open as may be.
+    /// Connections refused because as many were open as may be.
     pub connections_refused: Counter,
+    clients: Clients,
     handshakes: Counters<1>,
     certificates: Counters<1>,
     file_cache: Counters<1>,
@@ -198,6 +204,31 @@ pub struct Metrics {
     pub tenants: Gauge,
     /// Revision of the store that this process has reached.
     pub revision: Gauge,
+}
+
+/// Of networks of clients.
+#[derive(Debug)]
+struct Clients {
+    limits: Counters<1>,
+    evicted: Counters<1>,
+}
+
+impl Clients {
+    fn new(r: &mut Registry) -> Self {
+        let by = |label, values| [Dimension { label, values }];
+        Self {
+            limits: r.counters(
+                "client_limits",
+                "Connections and requests refused by limits on their client's network, and by the connection limit",
+                by("limit", LimitKind::LABELS),
+            ),
+            evicted: r.counters(
+                "connections_evicted",
+                "Client connections closed to make room for a client whose network holds fewer, by what they did",
+                by("phase", Phase::LABELS),
+            ),
+        }
+    }
 }
 
 /// Sums of what receipts say, by kind of backend.
@@ -352,7 +383,8 @@ impl Metrics {
             connections_open: r.gauge("connections_open", "Client connections open now"),
             connections_accepted: r.counter("connections_accepted", "Client connections accepted"),
             connections_refused: r
-                .counter("connections_refused", "Client connections closed at the connection limit"),
+                .counter("connections_refused", "Client connections refused at the connection limit"),
+            clients: Clients::new(&mut r),
             handshakes: r.counters(
                 "tls_handshakes",
                 "TLS handshakes",
@@ -464,6 +496,14 @@ impl Metrics {
     /// So much of an image came, or went.
     pub fn image_bytes(&self, direction: Direction, len: usize) {
         self.moves.image_bytes.add([direction as usize], len as u64);
+    }
+
+    pub fn client_limited(&self, kind: LimitKind) {
+        self.clients.limits.add([kind as usize], 1);
+    }
+
+    pub fn evicted(&self, phase: Phase) {
+        self.clients.evicted.add([phase as usize], 1);
     }
 
     pub fn handshake(&self, how: Handshake) {

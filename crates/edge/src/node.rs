@@ -11,6 +11,7 @@ use nagaya_cmdb::Site;
 use nagaya_keeper::client::{ClientError, Keeper};
 
 use crate::account::{Account, Recorder};
+use crate::clients::ClientLimits;
 use crate::drain::{Connections, Entered};
 use crate::files::{FileServer, Root};
 use crate::forward::Forwarding;
@@ -40,6 +41,8 @@ pub struct Node {
     pub peers: Peers,
     pub forwarding: Forwarding,
     pub connections: Rc<Connections>,
+    /// What networks of clients may do.
+    pub clients: Rc<ClientLimits>,
     pub rules: Rc<Rules>,
     pub turns: Rc<Turns>,
     pub plans: Plans,
@@ -80,6 +83,7 @@ impl Node {
             peers: Peers::new(Arc::clone(&shared)),
             forwarding: Forwarding::new(&options),
             connections: Rc::default(),
+            clients: Rc::new(ClientLimits::new(Arc::clone(&shared), &options)),
             rules: Rules::new(&shared, Rc::clone(&keeper), Rc::clone(&turns)),
             turns,
             plans: Plans::default(),
@@ -97,6 +101,7 @@ impl Node {
         let options = self.shared.options();
         *self.limits.borrow_mut() = Rc::new(options.limits.clone());
         self.forwarding.set_options(&options);
+        self.clients.set_options(&options);
         self.programs.set_options(&options);
         self.rules.refresh();
         *self.recorder.borrow_mut() = Recorder::new(&self.shared);

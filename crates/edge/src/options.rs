@@ -16,6 +16,7 @@ pub struct Options {
     /// Edge threads; 0 means one per core.
     pub threads: usize,
     pub limits: Limits,
+    pub networks: NetworkOptions,
     pub spool: SpoolOptions,
     pub log: LogOptions,
     pub receipts: ReceiptOptions,
@@ -137,6 +138,42 @@ impl Default for PaceOptions {
     }
 }
 
+/// What the clients of one network may do together, over all edge threads. 0: no limit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkOptions {
+    /// Leading bits of an address that make one network: of IPv4, 0 to 32, and of IPv6, 0 to 128.
+    pub ipv4_prefix: u32,
+    pub ipv6_prefix: u32,
+    /// Connections open at once.
+    pub connections: u32,
+    pub requests_per_second: u32,
+    /// Requests that may come at once.
+    pub requests_burst: u32,
+    /// TLS handshakes, whether they are full or resume a session.
+    pub handshakes_per_second: u32,
+    pub handshakes_burst: u32,
+    /// Addresses and networks that these limits do not hold for.
+    pub exempt: Vec<String>,
+}
+
+impl Default for NetworkOptions {
+    /// Many people share one address behind a carrier's NAT, and browsers open up to six connections to a host by HTTP/1 and
+    /// ask for a page's hundred parts at once. These numbers are for several hundred of them at one address.
+    fn default() -> Self {
+        Self {
+            ipv4_prefix: 32,
+            ipv6_prefix: 64,
+            connections: 2_000,
+            requests_per_second: 1_000,
+            requests_burst: 5_000,
+            handshakes_per_second: 200,
+            handshakes_burst: 1_000,
+            exempt: vec!["127.0.0.0/8".into(), "::1".into()],
+        }
+    }
+}
+
 /// Bodies on disk, in the directory that the supervisor gives.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -223,6 +260,7 @@ impl Default for Options {
             node: "localhost".into(),
             threads: 0,
             limits: Limits::default(),
+            networks: NetworkOptions::default(),
             spool: SpoolOptions::default(),
             log: LogOptions { access: None, format: LogFormat::Combined },
             receipts: ReceiptOptions::default(),

@@ -36,6 +36,8 @@ const ROWS_MAX: usize = 1000;
 pub struct Listener {
     pub address: String,
     pub tls: bool,
+    /// Whose PROXY headers are accepted; if empty, those of trusted proxies. None: there are none.
+    pub proxies: Option<Vec<String>>,
     pub sockets: Vec<OwnedFd>,
 }
 
@@ -214,7 +216,7 @@ impl Process {
                 if of_thread.len() <= n {
                     of_thread.push(Vec::new());
                 }
-                of_thread[n].push(Socket { fd, tls: listener.tls });
+                of_thread[n].push(Socket { fd, tls: listener.tls, proxies: listener.proxies.clone() });
             }
         }
         let mut peers = Vec::new();

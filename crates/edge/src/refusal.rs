@@ -50,6 +50,12 @@ pub enum Refusal {
     TicketInvalid(String),
     #[error("the ticket has been used")]
     TicketUsed,
+    #[error("this client's network has as many connections open as it may")]
+    TooManyConnections { retry_after_seconds: u32 },
+    #[error("this client's network asks faster than it may")]
+    TooManyRequests { retry_after_seconds: u32 },
+    #[error("as many connections are open as may be")]
+    ConnectionsFull { retry_after_seconds: u32 },
     #[error("the node cannot take this request now: {0}")]
     Overloaded(&'static str),
     #[error("there is no room now for an upload of this size: {0}")]
@@ -165,6 +171,16 @@ impl Refusal {
             Self::TurnedAway { .. } => row(StatusCode::SERVICE_UNAVAILABLE, 450, "promised", Client),
             Self::TicketInvalid(_) => row(StatusCode::FORBIDDEN, 452, "ticket_invalid", Client),
             Self::TicketUsed => row(StatusCode::CONFLICT, 453, "ticket_used", Client),
+            // The node's log tells of these in one line a minute; the access log and the metrics have each.
+            Self::TooManyConnections { .. } => {
+                row(StatusCode::TOO_MANY_REQUESTS, 480, "network_connections", Client)
+            }
+            Self::TooManyRequests { .. } => {
+                row(StatusCode::TOO_MANY_REQUESTS, 481, "network_requests", Client)
+            }
+            Self::ConnectionsFull { .. } => {
+                row(StatusCode::SERVICE_UNAVAILABLE, 483, "connections_full", Client)
+            }
             Self::Overloaded(_) => row(StatusCode::SERVICE_UNAVAILABLE, 415, "overloaded", Node),
             Self::SpoolFull(_) => row(StatusCode::SERVICE_UNAVAILABLE, 471, "spool_full", Node),
             Self::FilesHang => row(StatusCode::SERVICE_UNAVAILABLE, 473, "files_hang", Node),
@@ -244,7 +260,11 @@ impl Refusal {
             .with_header(CACHE_CONTROL, HeaderValue::from_static("no-store"))
             .with_body(ResponseBody::Bytes(Bytes::from(page)));
         match self {
-            Self::QueueFull { retry_after_seconds, .. } | Self::QueueTimeout { retry_after_seconds, .. } => {
+            Self::QueueFull { retry_after_seconds, .. }
+            | Self::QueueTimeout { retry_after_seconds, .. }
+            | Self::TooManyConnections { retry_after_seconds }
+            | Self::TooManyRequests { retry_after_seconds }
+            | Self::ConnectionsFull { retry_after_seconds } => {
                 response.headers.insert(RETRY_AFTER, HeaderValue::from(retry_after_seconds));
             }
             Self::Nowhere { later, .. } | Self::Unplaced { later, .. } => {

@@ -45,6 +45,9 @@ pub async fn serve(node: &Node, request: Request) -> Response {
 }
 
 async fn run(node: &Node, mut request: Request, account: &mut Account) -> Result<Response, Refusal> {
+    // Does its client's network ask too fast? What one network may do is the same for all sites.
+    node.clients.admit_request(&request.head, &node.forwarding)?;
+
     if &*request.head.path == "*" {
         return Ok(node_options(&request.head.method));
     }

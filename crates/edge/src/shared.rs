@@ -15,6 +15,7 @@ use parking_lot::RwLock;
 use crate::access_log::AccessLog;
 use crate::admission::{Lanes, Tickets};
 use crate::blocking::BlockingPool;
+use crate::clients::ClientNetworks;
 use crate::cluster::{Cluster, Touched};
 use crate::instances::Needs;
 use crate::metrics::Metrics;
@@ -48,6 +49,8 @@ pub struct Shared {
     /// Named cells, as rules see them.
     pub named: NamedCells,
     pub load: Load,
+    /// Networks of clients.
+    pub networks: ClientNetworks,
     /// The other nodes, and what this one may run.
     pub cluster: Cluster,
     /// What was said about rules already.
@@ -76,6 +79,7 @@ impl Shared {
             rules: RuleSet::new(options.rules.clone(), options.rule_limits),
             named: NamedCells::default(),
             load: Load::new(),
+            networks: ClientNetworks::default(),
             cluster: Cluster::new(&options),
             told: Told::default(),
             lanes: Lanes::new(&options, metrics.waiting.clone(), reckoning),

@@ -1,6 +1,6 @@
 //! What a process gets from outside by numbers alone: descriptors inherited from the supervisor, how they are
-//! described, passed and taken over; and the state of the kernel's clock. The only file of this crate that may use
-//! `unsafe`.
+//! described, passed and taken over; the groups of whoever is at the other end of a socket; and the state of the kernel's
+//! clock. The only file of this crate that may use `unsafe`.
 //!
 //! Not here: making the sockets (`supervisor::sockets`), starting the process (`supervisor::child`).
 
@@ -49,6 +49,8 @@ pub struct Inherited {
 pub struct InheritedListener {
     pub address: String,
     pub tls: bool,
+    /// Whose PROXY headers are accepted there. None: there are none.
+    pub proxies: Option<Vec<String>>,
     /// One per edge thread.
     pub sockets: Vec<RawFd>,
 }
@@ -144,6 +146,41 @@ pub fn close_all_but_standard() -> io::Result<()> {
 /// The number under which a process that inherits the descriptor finds it.
 pub fn number(descriptor: &impl AsFd) -> RawFd {
     descriptor.as_fd().as_raw_fd()
+}
+
+/// Groups asked for at first; whoever has more is asked for again.
+const GROUPS_EXPECTED: usize = 64;
+
+/// Supplementary groups of the process that made the other end of a Unix socket (`SO_PEERGROUPS`, Linux 4.13).
+pub fn peer_groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
+    let fd = socket.as_fd().as_raw_fd();
+    let mut groups = vec![0_u32; GROUPS_EXPECTED];
+    loop {
+        let size = size_of_val(&groups[..]);
+        let mut len = nix::libc::socklen_t::try_from(size).map_err(io::Error::other)?;
+        // SAFETY: `groups` has `len` bytes, of which any are valid integers, and both live and are borrowed by nobody else
+        // during the call. `fd` is open, as it is borrowed.
+        let result = unsafe {
+            nix::libc::getsockopt(
+                fd,
+                nix::libc::SOL_SOCKET,
+                nix::libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut len,
+            )
+        };
+        let found = usize::try_from(len).map_err(io::Error::other)? / size_of::<u32>();
+        if result == 0 {
+            groups.truncate(found);
+            return Ok(groups);
+        }
+        let error = io::Error::last_os_error();
+        // The kernel then says how many bytes it needs; the number of groups has a bound (`NGROUPS_MAX`).
+        if error.raw_os_error() != Some(nix::libc::ERANGE) || found <= groups.len() {
+            return Err(error);
+        }
+        groups.resize(found, 0);
+    }
 }
 
 /// Whether something keeps the machine's clock right (adjtimex(2)).

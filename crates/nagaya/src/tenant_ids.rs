@@ -58,10 +58,13 @@ impl IdSource {
 /// Returns what this machine refuses.
 pub fn policy(settings: &Settings) -> IdPolicy {
     let edge = identity::of_edge(settings);
-    let admin = settings.admin.group.as_deref().and_then(gid_of);
+    let admin = &settings.admin;
+    let named = [&admin.read, &admin.operate, &admin.all].into_iter().flatten();
+    let groups_of_roles = named.filter_map(|name| name.strip_prefix('@'));
+    let admins = admin.group.as_deref().into_iter().chain(groups_of_roles).filter_map(gid_of);
     IdPolicy {
         edge_uid: edge.map_or(0, |edge| edge.uid),
-        own_gids: edge.map(|edge| edge.gid).into_iter().chain(admin).collect(),
+        own_gids: edge.map(|edge| edge.gid).into_iter().chain(admins).collect(),
         allowed_uids: numbers(&settings.system_ids.users, uid_of),
         allowed_gids: numbers(&settings.system_ids.groups, gid_of),
         groups: groups(),

@@ -23,11 +23,13 @@ mod lab;
 mod limits;
 mod membership;
 mod moved_tickets;
+mod networks;
 mod outbound;
 mod partitions;
 mod php;
 mod programs;
 mod proxy;
+mod proxy_protocol;
 mod receipts;
 mod recipes;
 mod request_cells;
@@ -65,8 +67,10 @@ fn main() -> ExitCode {
         http2::SUITE,
         tls::SUITE,
         proxy::SUITE,
+        proxy_protocol::SUITE,
         told::SUITE,
         slow_clients::SUITE,
+        networks::SUITE,
         slow_programs::SUITE,
         hung_files::SUITE,
         smuggling::SUITE,

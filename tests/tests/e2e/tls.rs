@@ -53,7 +53,7 @@ fn world() -> World {
 }
 
 /// Puts a new certificate into place, as an ACME client does: whole, readable for root only.
-fn certify(world: &World, file: &str, names: &[&str]) {
+pub fn certify(world: &World, file: &str, names: &[&str]) {
     let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
     let made = rcgen::generate_simple_self_signed(names).expect("valid names");
     let pem = format!("{}{}", made.cert.pem(), made.signing_key.serialize_pem());

@@ -18,6 +18,7 @@ pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
         local: "192.0.2.1:80".parse().unwrap(),
         tls: None,
         carried: None,
+        network: None,
     };
     let started = SystemTime::UNIX_EPOCH + Duration::from_millis(971_186_136_042);
     let host = "www.example.org";

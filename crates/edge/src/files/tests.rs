@@ -187,7 +187,7 @@ fn head(method: Method, target: &str, fields: &[(&str, &str)]) -> Head {
         version: Version::HTTP_11,
         headers,
         upgrade: None,
-        conn: Rc::new(ConnInfo { peer: nowhere, local: nowhere, tls: None, carried: None }),
+        conn: Rc::new(ConnInfo { peer: nowhere, local: nowhere, tls: None, carried: None, network: None }),
     }
 }
 

@@ -40,6 +40,7 @@ fn head(peer: &str, is_tls: bool, fields: &[(&'static str, &str)]) -> Head {
             local: "192.0.2.1:41780".parse().unwrap(),
             tls,
             carried: None,
+            network: None,
         }),
     }
 }

@@ -16,6 +16,7 @@ use nagaya_base::RequestId;
 use tokio::time::timeout;
 
 use crate::arrival::{Allowance, Arrival};
+use crate::clients::crowd::Phase;
 use crate::drain::Entered;
 use crate::http1::framing::Framing;
 use crate::http1::head::{self, HeadLimits, RequestHead};
@@ -33,6 +34,9 @@ use crate::silence::Silence;
 /// over, or the reset would destroy the answer on its way (RFC 9112 section 9.6).
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 1 << 20;
+
+/// A client that is turned away may take so long to ask.
+const TURN_AWAY_WAIT: Duration = Duration::from_secs(2);
 
 /// What a connection needs of the thread it lives on.
 pub trait Host: 'static {
@@ -57,8 +61,13 @@ pub trait Host: 'static {
 }
 
 /// Serves the connection to its end. `input` is what was already read of it.
-pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<ConnInfo>, host: Rc<H>) {
-    let entered = host.enter();
+pub async fn serve<S: Stream, H: Host>(
+    stream: S,
+    input: BytesMut,
+    conn: Rc<ConnInfo>,
+    entered: Entered,
+    host: Rc<H>,
+) {
     let limits = host.limits();
     let mut wire = Rc::new(Wire::new(stream, input, Duration::from_millis(limits.idle_body_ms)));
     let mut silence = Silence::new(Duration::from_millis(limits.head_ms));
@@ -84,11 +93,12 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
             keep_alive: may_stay,
             trailers: head.trailers,
         };
+        entered.begin(if head.framing == Framing::None { Phase::Working } else { Phase::Arriving });
         let body = wire.begin_body(head.framing, head.expect_continue, &limits);
         let request = request(head, body, Rc::clone(&conn), host.request_id());
         let sent = match metered(
             host.measures().then_some(Covers::Everything),
-            exchange(&wire, &*host, request, asked),
+            exchange(&wire, &*host, request, asked, &entered),
         )
         .await
         {
@@ -110,6 +120,20 @@ pub async fn serve<S: Stream, H: Host>(stream: S, input: BytesMut, conn: Rc<Conn
     }
 }
 
+/// Answers whatever request comes first with `refusal`, and closes. A client that says nothing soon, or begins with HTTP/2, is
+/// closed without an answer.
+pub async fn turn_away<S: Stream, H: Host>(stream: S, conn: Rc<ConnInfo>, refusal: Refusal, host: Rc<H>) {
+    let wire = Rc::new(Wire::new(stream, BytesMut::new(), TURN_AWAY_WAIT));
+    let spoken = timeout(TURN_AWAY_WAIT, poll_fn(|cx| wire.poll_fill_head(cx))).await;
+    if !matches!(spoken, Ok(Ok(bytes)) if bytes > 0) || wire.with_input(|input| input.starts_with(b"PRI ")) {
+        return;
+    }
+    let response = host.refuse(&conn, refusal, host.request_id());
+    let asked = Asked { version: Version::HTTP_11, is_head: false, keep_alive: false, trailers: false };
+    write::respond(&wire, asked, response).await;
+    linger(&wire).await;
+}
+
 /// What came of a request.
 enum Exchanged {
     Answered(Sent),
@@ -119,10 +143,23 @@ enum Exchanged {
     Gone,
 }
 
-async fn exchange<S: Stream, H: Host>(wire: &Wire<S>, host: &H, request: Request, asked: Asked) -> Exchanged {
+async fn exchange<S: Stream, H: Host>(
+    wire: &Wire<S>,
+    host: &H,
+    request: Request,
+    asked: Asked,
+    entered: &Entered,
+) -> Exchanged {
     // The client left: dropping the unfinished future gives everything back.
-    let serving = pin!(host.serve(request));
-    match until_gone(wire, serving).await {
+    let mut serving = pin!(host.serve(request));
+    let noting_phase = poll_fn(|cx| {
+        let served = serving.as_mut().poll(cx);
+        if entered.phase() == Phase::Arriving && (served.is_ready() || wire.body_is_complete()) {
+            entered.begin(Phase::Working);
+        }
+        served
+    });
+    match until_gone(wire, pin!(noting_phase)).await {
         None => Exchanged::Gone,
         Some(response) if matches!(response.body, ResponseBody::Tunnel(_)) => Exchanged::Switched(response),
         Some(response) => Exchanged::Answered(write::respond(wire, asked, response).await),
@@ -146,6 +183,7 @@ async fn read_head<S: Stream>(
     if let Some(head) = take_head(wire, &mut scanned, bounds)? {
         return Ok(Some(head));
     }
+    entered.begin(Phase::Arriving);
     let mut arrival = Arrival::new(Allowance::of_head(limits));
     loop {
         let filled = poll_fn(|cx| match wire.poll_fill_head(cx) {
@@ -170,6 +208,7 @@ async fn until_input<S: Stream>(wire: &Wire<S>, entered: &Entered, silence: &mut
         return true;
     }
     wire.release_idle();
+    entered.begin(Phase::Idle);
     poll_fn(|cx| {
         if entered.is_draining() {
             return Poll::Ready(false);

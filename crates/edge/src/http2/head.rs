@@ -127,6 +127,7 @@ mod tests {
             local: "192.0.2.1:443".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         });
         let (parts, ()) = request.body(()).unwrap().into_parts();
         read(parts, conn, &Limits::default(), RequestId(1))

@@ -13,6 +13,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::guard::Budget;
 use crate::body::Pace;
+use crate::clients::crowd::Phase;
+use crate::drain::PhaseHandle;
 use crate::options::Limits;
 
 /// Runs the streams of one connection, each a task of the thread it was accepted on.
@@ -22,6 +24,8 @@ pub(super) struct Streams(Rc<State>);
 #[derive(Debug)]
 struct State {
     open: Cell<usize>,
+    /// Is told whether there are any.
+    phases: PhaseHandle,
     /// When the last one ended.
     idle_since: Cell<Instant>,
     /// Pace of the stream that hyper is just making: it calls the service, then at once the executor.
@@ -38,10 +42,11 @@ struct State {
 }
 
 impl Streams {
-    pub(super) fn new(limits: &Limits) -> Self {
+    pub(super) fn new(limits: &Limits, phases: PhaseHandle) -> Self {
         let cancels = limits.pace.h2_resets;
         Self(Rc::new(State {
             open: Cell::new(0),
+            phases,
             idle_since: Cell::new(Instant::now()),
             next: RefCell::new(None),
             patience: Duration::from_millis(limits.idle_body_ms),
@@ -152,6 +157,9 @@ struct Open(Rc<State>);
 
 impl Open {
     fn new(state: Rc<State>) -> Self {
+        if state.open.get() == 0 {
+            state.phases.begin(Phase::Working);
+        }
         state.open.set(state.open.get() + 1);
         Self(state)
     }
@@ -162,6 +170,7 @@ impl Drop for Open {
         self.0.open.set(self.0.open.get() - 1);
         if self.0.open.get() == 0 {
             self.0.idle_since.set(Instant::now());
+            self.0.phases.begin(Phase::Idle);
         }
     }
 }

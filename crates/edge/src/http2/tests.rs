@@ -94,8 +94,9 @@ fn listen(world: &Rc<World>) -> (DuplexStream, JoinHandle<Result<(), hyper::Erro
         local: "192.0.2.1:443".parse().unwrap(),
         tls: None,
         carried: None,
+        network: None,
     });
-    (near, spawn_local(serve(far, BytesMut::new(), conn, Rc::clone(world))))
+    (near, spawn_local(serve(far, BytesMut::new(), conn, world.enter(), Rc::clone(world))))
 }
 
 async fn connect(io: DuplexStream) -> (SendRequest<Bytes>, JoinHandle<Result<(), h2::Error>>) {
@@ -627,10 +628,11 @@ fn what_was_read_before_is_part_of_the_connection() {
             local: "192.0.2.1:80".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         });
         let all = [preface(), frame(HEADERS, END_STREAM | END_HEADERS, 1, GET_A)].concat();
         let (before, after) = all.split_at(14);
-        spawn_local(serve(far, BytesMut::from(before), conn, world));
+        spawn_local(serve(far, BytesMut::from(before), conn, world.enter(), world));
         let head = answer(&mut near, after, HEADERS).await;
         // 0x88 is `:status: 200` of the static table.
         assert_eq!(head[0], 0x88);
@@ -711,9 +713,10 @@ fn an_account_is_closed_after_its_answer_is_on_its_way() {
             local: "192.0.2.1:443".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         });
         let io = Counting { io, written: Rc::clone(&written) };
-        spawn_local(serve(io, BytesMut::new(), conn, world));
+        spawn_local(serve(io, BytesMut::new(), conn, world.enter(), world));
         let (mut client, _connection) = connect(near).await;
         let (response, _) = client.send_request(get("/"), true).unwrap();
         assert_eq!(read_all(response.await.unwrap().body_mut()).await.unwrap(), b"all of it");

@@ -155,7 +155,7 @@ impl<H: Host> Acceptor<H> {
             Ok(Err(error)) => return self.report(from, &error),
             Err(_) => return tracing::debug!(%from, "another node's handshake took too long"),
         };
-        let conn = Rc::new(ConnInfo { peer: from, local, tls: None, carried: None });
+        let conn = Rc::new(ConnInfo { peer: from, local, tls: None, carried: None, network: None });
         let ours = Rc::new(Ours {
             shared: Arc::clone(&self.shared),
             host: Rc::clone(&self.host),
@@ -164,7 +164,8 @@ impl<H: Host> Acceptor<H> {
             connections: Rc::clone(&connections),
             limits: Rc::new(limits(&self.host.limits())),
         });
-        let mut serving = std::pin::pin!(http2::serve(stream, BytesMut::new(), conn, ours));
+        let mut serving =
+            std::pin::pin!(http2::serve(stream, BytesMut::new(), conn, connections.enter(), ours));
         let ended = tokio::select! {
             ended = serving.as_mut() => ended,
             () = http2::drained(&entered) => {

@@ -245,7 +245,7 @@ pub fn read(head: &mut Head, now: Instant) -> Result<(), &'static str> {
         return Err(WRONG);
     }
     (head.id, head.version, head.upgrade) = (RequestId(id), version, upgrade);
-    head.conn = Rc::new(ConnInfo { peer, local, tls, carried: Some(Box::new(carried)) });
+    head.conn = Rc::new(ConnInfo { peer, local, tls, carried: Some(Box::new(carried)), network: None });
     head.headers.remove(REQUEST);
     strip(&mut head.headers);
     Ok(())
@@ -363,6 +363,7 @@ mod tests {
                 local: "192.0.2.1:443".parse().unwrap(),
                 tls,
                 carried: None,
+                network: None,
             }),
         }
     }
@@ -384,6 +385,7 @@ mod tests {
             local: "10.0.0.2:9".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         };
         Head {
             headers,

@@ -882,7 +882,13 @@ async fn received_with(node: &Node, epoch: u64, retries: u32) -> (StatusCode, Op
     let mut request = get();
     let Head { conn, .. } = &*request.head;
     let carried = Carried { site: site(), epoch, deadline: Instant::now() + PATIENCE, retries };
-    let conn = ConnInfo { peer: conn.peer, local: conn.local, tls: None, carried: Some(Box::new(carried)) };
+    let conn = ConnInfo {
+        peer: conn.peer,
+        local: conn.local,
+        tls: None,
+        carried: Some(Box::new(carried)),
+        network: None,
+    };
     request.head.conn = Rc::new(conn);
     let response = serve(node, request).await;
     (response.status, fields::denied(&response.headers))

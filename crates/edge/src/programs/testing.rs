@@ -259,7 +259,7 @@ pub(crate) fn request(method: Method, body: RequestBody) -> Request {
         version: Version::HTTP_11,
         headers,
         upgrade: None,
-        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None, carried: None }),
+        conn: Rc::new(ConnInfo { peer: address, local: address, tls: None, carried: None, network: None }),
     };
     Request { head: Box::new(head), body }
 }

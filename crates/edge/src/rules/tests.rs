@@ -74,6 +74,7 @@ impl World {
             local: "192.0.2.1:80".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         };
         let head = Head {
             id: RequestId(0xabc),

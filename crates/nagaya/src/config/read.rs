@@ -39,6 +39,8 @@ struct Places {
     group: Option<Range<usize>>,
     system_users: Option<Range<usize>>,
     system_groups: Option<Range<usize>>,
+    /// Keys of `[admin]` that name users and groups.
+    roles: Vec<(String, Range<usize>)>,
 }
 
 struct Reader<'a> {
@@ -98,6 +100,9 @@ impl Reader<'_> {
                     "tenants.system_groups" => self.places.system_groups = Some(value.span()),
                     "edge.uid" => self.places.uid = Some(value.span()),
                     "admin.group" => self.places.group = Some(value.span()),
+                    "admin.read" | "admin.operate" | "admin.all" => {
+                        self.places.roles.push((full.to_owned(), value.span()));
+                    }
                     _ => {}
                 }
             }
@@ -191,10 +196,11 @@ impl Reader<'_> {
             if entry.tls && self.settings.keeper.certificates.is_none() {
                 let what = format!("{} speaks TLS, and there are no certificates", entry.address);
                 self.note(
-                    place,
+                    place.clone(),
                     conflict(&what, "set certificates in [tls] to the directory that holds them"),
                 );
             }
+            self.check_proxies(entry, place);
         }
         let rules = self.settings.edge.rules.clone();
         for (at, (rule, place)) in rules.iter().zip(self.places.rules.clone()).enumerate() {
@@ -209,6 +215,19 @@ impl Reader<'_> {
             self.note(place.clone(), conflict("edge.uid and edge.user are both set", "keep one of them"));
         }
         self.check_accounts();
+    }
+
+    fn check_proxies(&mut self, entry: &Listen, place: Range<usize>) {
+        let nobody_named = entry.proxy_protocol_from.is_empty();
+        if entry.proxy_protocol && nobody_named && self.settings.edge.trusted_proxies.is_empty() {
+            let what =
+                format!("{} takes PROXY headers, and no proxy is named that may send them", entry.address);
+            let hint = "name the proxies in proxy_protocol_from here, or in trusted_proxies of [edge]";
+            self.note(place, conflict(&what, hint));
+        } else if !entry.proxy_protocol && !nobody_named {
+            let what = format!("{} names proxies and takes no PROXY headers", entry.address);
+            self.note(place, conflict(&what, "set proxy_protocol = true, or remove proxy_protocol_from"));
+        }
     }
 
     fn check_accounts(&mut self) {
@@ -237,6 +256,28 @@ impl Reader<'_> {
                 place,
                 Problem::new(mistake::ACCOUNT, what, format!("create it: groupadd --system {group}")),
             );
+        }
+        self.check_roles();
+    }
+
+    fn check_roles(&mut self) {
+        for (key, place) in std::mem::take(&mut self.places.roles) {
+            let admin = &self.settings.admin;
+            let names = match key.as_str() {
+                "admin.read" => &admin.read,
+                "admin.operate" => &admin.operate,
+                _ => &admin.all,
+            };
+            let is_missing = |name: &&String| match name.strip_prefix('@') {
+                Some(group) => gid_of(group).is_none(),
+                None => uid_of(name).is_none(),
+            };
+            for name in names.clone().iter().filter(is_missing) {
+                let (kind, bare) = name.strip_prefix('@').map_or(("user", &**name), |group| ("group", group));
+                let what = format!("{key}: there is no {kind} '{bare}' on this machine");
+                let hint = "remove it, create it, or write its number; a group has @ in front".to_owned();
+                self.note(place.clone(), Problem::new(mistake::ACCOUNT, what, hint));
+            }
         }
     }
 

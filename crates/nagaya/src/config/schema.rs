@@ -6,7 +6,6 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use nagaya_base::limits::KEEPER_MESSAGE_MAX;
 use nagaya_rules::{OnError, Phase, RULE_FILES_MAX, RuleFile};
 
 use super::settings::{Listen, Settings};
@@ -62,6 +61,10 @@ macro_rules! key {
     };
 }
 
+mod edge;
+
+use self::edge::{LIMITS, NETWORKS, SPOOL};
+
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -69,12 +72,6 @@ const TIB: u64 = 1 << 40;
 const SECOND: u64 = 1_000;
 const HOUR: u64 = 3_600 * SECOND;
 const DAY: u64 = 24 * HOUR;
-
-/// Largest request head that may be configured. It becomes a CGI environment, which must fit one keeper
-/// message together with its server variables and, per field, `HTTP_` and two length prefixes.
-const HEAD_BYTES_MAX: u64 = 96 * KIB;
-const HEADER_FIELDS_MAX: u64 = 1_000;
-const _: () = assert!(HEAD_BYTES_MAX + HEADER_FIELDS_MAX * 10 + 16 * KIB <= KEEPER_MESSAGE_MAX as u64);
 
 /// Keys that had another name before, with the name they have now.
 pub const RENAMED: [(&str, &str); 1] = [("keeper.fence", "back_end in [cells]")];
@@ -114,12 +111,26 @@ pub static LISTEN: Array<Listen> = Array {
             tls,
             "Speak TLS here (HTTP/2 and HTTP/1.1 by ALPN). Needs `certificates` in `[tls]`."
         ),
+        key!(
+            "proxy_protocol",
+            "0.1",
+            Kind::Flag,
+            proxy_protocol,
+            "Each connection here begins with the header of the PROXY protocol, version 1 or 2, before TLS. The address it tells is the client's. Others are closed."
+        ),
+        key!(
+            "proxy_protocol_from",
+            "0.1",
+            Kind::Networks,
+            proxy_protocol_from,
+            "Proxies that may connect here and are believed, where `proxy_protocol` is set. An empty list means `trusted_proxies` of `[edge]`."
+        ),
     ],
     required: &[("address", "address = \"0.0.0.0:80\"")],
     // Each costs one socket per edge thread.
     entries_max: 256,
     instead: "listen on [::] and 0.0.0.0 instead",
-    blank: || Listen { address: SocketAddr::from(([0, 0, 0, 0], 80)), tls: false, by_default: false },
+    blank: || Listen::plain(SocketAddr::from(([0, 0, 0, 0], 80))),
 };
 
 pub static RULES: Array<RuleFile> = Array {
@@ -179,6 +190,13 @@ pub static SECTIONS: &[Section] = &[
         path: "edge.limits",
         doc: "Bounds against slow and oversized clients and backends.",
         keys: LIMITS,
+    },
+    Section {
+        path: "edge.networks",
+        doc: "What the clients of one network may do together, over all edge threads and sites: one IPv4 address or one IPv6 /64. \
+              Browsers and people behind a carrier's NAT are far below the defaults. `0` is no limit. Beyond a limit a client gets \
+              429 with `Retry-After`, or is closed where no HTTP is spoken yet. See [operations.md](operations.md#many-connections-from-one-place).",
+        keys: NETWORKS,
     },
     Section {
         path: "edge.spool",
@@ -275,6 +293,27 @@ const LOG: &[Key<Settings>] = &[
 const ADMIN: &[Key<Settings>] = &[
     key!("socket", "0.1", path(Exists::Later), admin.socket, "Where the admin interface listens.", unset: "`admin.sock` in `runtime_dir`"),
     key!("group", "0.1", Kind::Text, admin.group, "Members of this group may use the admin interface too; they can then do with tenants and sites what root can.", unset: "only the user that runs nagaya"),
+    key!(
+        "read",
+        "0.1",
+        Kind::Accounts,
+        admin.read,
+        "Users, and groups as `@group`, that may look: status, metrics, lists, receipts. Values of applications' variables are hidden from them, and settings and texts of rules are not shown. Roles are read at start ([docs/operations.md](operations.md#who-may-use-the-admin-socket))."
+    ),
+    key!(
+        "operate",
+        "0.1",
+        Kind::Accounts,
+        admin.operate,
+        "Users and groups that may also wake, rest, image, stop and move applications, drain nodes, and read applications' logs: nothing that changes a record."
+    ),
+    key!(
+        "all",
+        "0.1",
+        Kind::Accounts,
+        admin.all,
+        "Users and groups that may do everything, as members of `group`. That is as much as root may."
+    ),
 ];
 
 const TENANTS: &[Key<Settings>] = &[
@@ -766,161 +805,5 @@ const RECEIPTS: &[Key<Settings>] = &[
         count(0, 1_000_000),
         edge.receipts.keep,
         "Receipts that each edge thread keeps in memory for `nagaya explain`, about 1 KiB each; of requests for files that nothing held up, an eighth as many. `0` keeps none, and the edge does not measure its own time on a request then."
-    ),
-];
-
-const LIMITS: &[Key<Settings>] = &[
-    key!(
-        "head_bytes",
-        "0.1",
-        size(KIB, HEAD_BYTES_MAX),
-        edge.limits.head_bytes,
-        "Request line and header fields together."
-    ),
-    key!(
-        "header_fields",
-        "0.1",
-        count(10, HEADER_FIELDS_MAX),
-        edge.limits.header_fields,
-        "Header fields of one request."
-    ),
-    key!("body_bytes", "0.1", size(0, TIB), edge.limits.body_bytes, "Body of one request."),
-    key!(
-        "head_timeout",
-        "0.1",
-        time(100, HOUR),
-        edge.limits.head_ms,
-        "From the first byte of a request to the end of its head, for a head of no bytes. Each `head_min_rate` bytes add a second."
-    ),
-    key!(
-        "head_timeout_max",
-        "0.1",
-        time(100, HOUR),
-        edge.limits.pace.head_max_ms,
-        "Longest time that a head may take, however fast it arrives. Not less than `head_timeout`."
-    ),
-    key!(
-        "head_min_rate",
-        "0.1",
-        size(0, GIB),
-        edge.limits.pace.head_rate,
-        "Bytes of a head that add a second to `head_timeout`. `0`: no bytes do."
-    ),
-    key!(
-        "body_timeout",
-        "0.1",
-        time(0, DAY),
-        edge.limits.pace.body_ms,
-        "Time that the body of a request may take whatever its length. Each `body_min_rate` bytes add a second; whoever is slower gets 408. Only waiting for the client counts. `0`: no least rate holds."
-    ),
-    key!(
-        "body_min_rate",
-        "0.1",
-        size(0, GIB),
-        edge.limits.pace.body_rate,
-        "Bytes of a body that add a second to `body_timeout`. `0`: no bytes do, so `body_timeout` bounds the whole body."
-    ),
-    key!(
-        "idle_body_timeout",
-        "0.1",
-        time(100, HOUR),
-        edge.limits.idle_body_ms,
-        "Longest silence while a body arrives or a response is taken."
-    ),
-    key!(
-        "vanished_timeout",
-        "0.1",
-        time(2_000, HOUR),
-        edge.limits.vanished_ms,
-        "After so long without a sign of a client's machine, which the kernel asks for when nothing else comes (TCP keep-alive), it counts as gone, and its place in line or its permit is free. If `idle_body_timeout` is longer, after that."
-    ),
-    key!(
-        "keep_alive_timeout",
-        "0.1",
-        time(0, DAY),
-        edge.limits.keep_alive_ms,
-        "Longest silence between two requests of a connection."
-    ),
-    key!(
-        "keep_alive_requests",
-        "0.1",
-        count(1, 4_000_000_000),
-        edge.limits.keep_alive_requests,
-        "Requests of one connection, over HTTP/1.1 and HTTP/2."
-    ),
-    key!(
-        "backend_timeout",
-        "0.1",
-        time(100, DAY),
-        edge.limits.backend_ms,
-        "From the request to the head of the backend's answer, where the site gives no number. A CGI or PHP program under a limit may use that much CPU time, for an hour at most, as long as it gets on."
-    ),
-    key!(
-        "backend_connect_timeout",
-        "0.1",
-        time(10, HOUR),
-        edge.limits.backend_connect_ms,
-        "Until a backend has accepted the connection."
-    ),
-    key!(
-        "connections",
-        "0.1",
-        count(1, 10_000_000),
-        edge.limits.connections,
-        "Connections open at once, per edge thread."
-    ),
-    key!(
-        "h2_streams",
-        "0.1",
-        count(1, 10_000),
-        edge.limits.h2_streams,
-        "Requests at once on one HTTP/2 connection."
-    ),
-    key!(
-        "h2_resets",
-        "0.1",
-        count(1, 1_000_000_000),
-        edge.limits.pace.h2_resets,
-        "Responses that the client of one HTTP/2 connection may cancel: so many at once, and so many more in each minute. Beyond it the connection ends (`ENHANCE_YOUR_CALM`)."
-    ),
-    key!("handshake_timeout", "0.1", time(100, HOUR), edge.limits.handshake_ms, "TLS handshake."),
-    key!(
-        "drain_timeout",
-        "0.1",
-        time(0, DAY),
-        edge.limits.drain_ms,
-        "At the end: how long running requests may still take."
-    ),
-    key!(
-        "file_cache_bytes",
-        "0.1",
-        size(0, 64 * GIB),
-        edge.limits.file_cache_bytes,
-        "Small hot files kept in memory, per edge thread."
-    ),
-];
-
-const SPOOL: &[Key<Settings>] = &[
-    key!(
-        "dir",
-        "0.1",
-        path(Exists::Later),
-        spool,
-        "Where the files are, which have no names. Made at start and given to the edge's user. Its file system must know `O_TMPFILE`; `/tmp` in memory is a poor place.",
-        unset: "`spool` in `state_dir`"
-    ),
-    key!(
-        "bytes",
-        "0.1",
-        size(0, 16 * TIB),
-        edge.spool.bytes,
-        "Bytes on disk of all tenants. An upload that finds no room gets 503 (`NGY0471`); an answer that finds none goes at its client's pace."
-    ),
-    key!(
-        "tenant_bytes",
-        "0.1",
-        size(0, 16 * TIB),
-        edge.spool.tenant_bytes,
-        "Bytes on disk of one tenant. Less than `body_bytes` means that the largest uploads do not fit."
     ),
 ];

@@ -69,18 +69,39 @@ pub enum LogFormat {
 }
 
 /// One address that is listened on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listen {
     pub address: SocketAddr,
     pub tls: bool,
+    /// Each connection begins with a PROXY header.
+    pub proxy_protocol: bool,
+    /// Whose headers are accepted. Empty: those of trusted proxies.
+    pub proxy_protocol_from: Vec<String>,
     /// Nobody asked for this address by name: a machine without its address family goes without it.
     pub by_default: bool,
+}
+
+impl Listen {
+    /// HTTP without TLS.
+    pub fn plain(address: SocketAddr) -> Self {
+        Self {
+            address,
+            tls: false,
+            proxy_protocol: false,
+            proxy_protocol_from: Vec::new(),
+            by_default: false,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Admin {
     pub socket: Option<PathBuf>,
     pub group: Option<String>,
+    /// Users, and groups with `@` in front, that have each role.
+    pub read: Vec<String>,
+    pub operate: Vec<String>,
+    pub all: Vec<String>,
 }
 
 /// How this node takes part in a cluster, if it is a member of one.
@@ -158,8 +179,8 @@ impl Default for Settings {
             state_dir: PathBuf::from("/var/lib/nagaya"),
             log: Log { level: "info".into(), format: LogFormat::Auto, file: None },
             listen: vec![
-                Listen { address: SocketAddr::from(([0, 0, 0, 0], 80)), tls: false, by_default: true },
-                Listen { address: SocketAddr::from(([0u16; 8], 80)), tls: false, by_default: true },
+                Listen { by_default: true, ..Listen::plain(SocketAddr::from(([0, 0, 0, 0], 80))) },
+                Listen { by_default: true, ..Listen::plain(SocketAddr::from(([0u16; 8], 80))) },
             ],
             admin: Admin::default(),
             uid_base: 200_000,

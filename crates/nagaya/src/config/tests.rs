@@ -102,6 +102,18 @@ fn hints_name_what_was_probably_meant() {
         hint("[[listen]]\naddress = '0.0.0.0:443'\ntls = true"),
         "set certificates in [tls] to the directory that holds them"
     );
+    assert_eq!(
+        hint("[[listen]]\naddress = '0.0.0.0:80'\nproxy_protocol = true"),
+        "name the proxies in proxy_protocol_from here, or in trusted_proxies of [edge]"
+    );
+    assert_eq!(
+        hint("[[listen]]\naddress = '0.0.0.0:80'\nproxy_protocol_from = ['10.0.0.9']"),
+        "set proxy_protocol = true, or remove proxy_protocol_from"
+    );
+    assert_eq!(
+        hint("[admin]\noperate = ['0', '@no-such-group-here']"),
+        "remove it, create it, or write its number; a group has @ in front"
+    );
     assert_eq!(hint("[keeper]\nfence = 'auto'"), "it is now back_end in [cells]");
     assert_eq!(hint("listen = '0.0.0.0:80'"), "write [[listen]] with address = \"0.0.0.0:80\" below it");
     assert_eq!(
@@ -249,7 +261,7 @@ fn the_defaults_pass_their_own_checks() {
 
 #[test]
 fn a_dumped_configuration_reads_back_the_same() {
-    let text = "node = 'n1'\n[[listen]]\naddress = '127.0.0.1:8080'\n[edge]\nthreads = 3\ntrusted_proxies = ['10.0.0.0/8']\n[edge.limits]\nhead_timeout = '1500ms'\n[log]\naccess = '/var/log/a.log'\naccess_format = 'json'\n[[rules]]\nphase = 'log_transaction'\nfile = '/etc/a.rb'\n";
+    let text = "node = 'n1'\n[[listen]]\naddress = '127.0.0.1:8080'\nproxy_protocol = true\nproxy_protocol_from = ['10.0.0.9']\n[admin]\nread = ['0', '@0']\n[edge]\nthreads = 3\ntrusted_proxies = ['10.0.0.0/8']\n[edge.limits]\nhead_timeout = '1500ms'\n[log]\naccess = '/var/log/a.log'\naccess_format = 'json'\n[[rules]]\nphase = 'log_transaction'\nfile = '/etc/a.rb'\n";
     let (settings, mistakes) = read(Path::new("nagaya.toml"), text);
     assert_eq!(mistakes, []);
     let (again, mistakes) = read(Path::new("nagaya.toml"), &dump(&settings));
@@ -257,7 +269,8 @@ fn a_dumped_configuration_reads_back_the_same() {
     assert_eq!(dump(&again), dump(&settings));
     assert_eq!(again.edge.limits.head_ms, 1500);
     assert_eq!(again.edge.rules, settings.edge.rules);
-    assert_eq!(LISTEN.keys.len(), 2);
+    assert_eq!(again.listen, settings.listen);
+    assert_eq!(LISTEN.keys.len(), 4);
 }
 
 #[test]

@@ -528,6 +528,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
                 inherited.listeners.push(InheritedListener {
                     address: at.address.to_string(),
                     tls: at.wanted.tls,
+                    proxies: at.wanted.proxy_protocol.then(|| at.wanted.proxy_protocol_from.clone()),
                     sockets: at.sockets.iter().map(number).collect(),
                 });
                 descriptors.extend(at.sockets.iter().map(|socket| socket.as_fd()));

@@ -44,11 +44,12 @@ use self::feed::Changes;
 use self::identity::{Facts, Identity};
 use self::life::{Life, Parts};
 use self::node::ListenView;
-use self::sockets::{Listening, Peers};
+use self::sockets::{AdminAudience, Listening, Peers};
 use self::stored_rules::StoredRules;
+use crate::config::settings::Listen;
 use crate::config::{self, Loaded, Settings};
 use crate::logging::{self, Sink};
-use crate::tenant_ids::IdSource;
+use crate::tenant_ids::{IdSource, gid_of};
 use crate::{admin, doctor};
 
 /// What the command line gives.
@@ -82,14 +83,11 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     let rules = stored_rules(&settings, edge_identity, &*records)?;
     let owner = edge_identity.map(|identity| (identity.uid, identity.gid));
     let keeper_socket = sockets::listen_keeper(&settings.keeper_socket(), owner)?;
-    let admin_group = admin_group(&settings);
-    let admin_socket = sockets::listen_admin(&settings.admin_socket(), admin_group)?;
+    let audience = admin_audience(&settings);
+    let admin_socket = sockets::listen_admin(&settings.admin_socket(), audience)?;
     place::prepare_access_log(&settings, edge_identity);
 
-    let listen = listening
-        .iter()
-        .map(|at| ListenView { address: at.address.to_string(), tls: at.wanted.tls })
-        .collect();
+    let listen = listening.iter().map(view_listening).collect();
     let (handle, orders) = cluster::channel();
     let node = Arc::new(Node::new(
         settings.node_name(),
@@ -260,14 +258,25 @@ fn log_protections(protections: &[identity::Protection], edge: Option<Identity>)
     }
 }
 
+fn view_listening(at: &Listening) -> ListenView {
+    let Listen { tls, proxy_protocol, .. } = at.wanted;
+    ListenView { address: at.address.to_string(), tls, proxy_protocol }
+}
+
 fn log_listening(listening: &[Listening]) {
     for at in listening {
         tracing::info!(address = %at.address, tls = at.wanted.tls, sockets = at.sockets.len(), "listening");
     }
 }
 
-/// The gid whose members may use the admin interface. The check of the configuration has named an unknown group.
-fn admin_group(settings: &Settings) -> Option<u32> {
-    let group = settings.admin.group.as_deref()?;
-    nix::unistd::Group::from_name(group).ok().flatten().map(|group| group.gid.as_raw())
+/// Who may connect to the admin interface. The check of the configuration has named unknown users and groups.
+fn admin_audience(settings: &Settings) -> AdminAudience {
+    let admin = &settings.admin;
+    if !(admin.read.is_empty() && admin.operate.is_empty() && admin.all.is_empty()) {
+        return AdminAudience::Everybody;
+    }
+    match admin.group.as_deref().and_then(gid_of) {
+        Some(gid) => AdminAudience::Group(gid),
+        None => AdminAudience::Owner,
+    }
 }

@@ -59,6 +59,7 @@ pub struct Node {
 pub struct ListenView {
     pub address: String,
     pub tls: bool,
+    pub proxy_protocol: bool,
 }
 
 #[derive(Default)]

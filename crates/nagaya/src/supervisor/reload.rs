@@ -22,6 +22,9 @@ pub fn merge(running: &Settings, new: Settings) -> (Settings, Vec<&'static str>)
     keep("listen", running.listen == new.listen);
     keep("admin.socket", running.admin.socket == new.admin.socket);
     keep("admin.group", running.admin.group == new.admin.group);
+    keep("admin.read", running.admin.read == new.admin.read);
+    keep("admin.operate", running.admin.operate == new.admin.operate);
+    keep("admin.all", running.admin.all == new.admin.all);
     keep("tenants.uid_base", running.uid_base == new.uid_base);
     keep("edge.user", running.identity.user == new.identity.user);
     keep("edge.uid", running.identity.uid == new.identity.uid);

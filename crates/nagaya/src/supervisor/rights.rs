@@ -129,6 +129,7 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
         listeners.push(nagaya_edge::Listener {
             address: listener.address.clone(),
             tls: listener.tls,
+            proxies: listener.proxies.clone(),
             sockets,
         });
     }

@@ -12,6 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nagaya_edge::options::Limits;
+use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -24,6 +25,9 @@ const BACKLOG: i32 = 16_384;
 
 /// Connections to the keeper not yet accepted: one per edge thread, and again as many while an edge restarts.
 const KEEPER_BACKLOG: i32 = 1_024;
+
+/// Connections to the admin socket that wait to be accepted.
+const ADMIN_BACKLOG: i32 = 128;
 
 /// How often the other end is asked before it counts as gone: probes are packets like others, and one or two of them may be lost.
 const PROBES: u32 = 3;
@@ -78,7 +82,7 @@ fn listen_at(listen: &Listen, threads: usize, limits: &Limits) -> io::Result<Lis
         socket.listen(BACKLOG)?;
         sockets.push(socket.into());
     }
-    Ok(Listening { wanted: *listen, address, sockets })
+    Ok(Listening { wanted: listen.clone(), address, sockets })
 }
 
 fn socket(address: SocketAddr) -> io::Result<Socket> {
@@ -148,7 +152,7 @@ pub struct Peers {
 const PORT_TRIES_MAX: u32 = 16;
 
 pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Result<Peers, ServeError> {
-    let wanted = Listen { address, tls: true, by_default: false };
+    let wanted = Listen { tls: true, ..Listen::plain(address) };
     let mut tries = 0;
     let made = loop {
         tries += 1;
@@ -171,34 +175,53 @@ pub fn listen_peers(address: SocketAddr, threads: usize, limits: &Limits) -> Res
 /// The keeper's seqpacket socket. Only `owner` (the edge's uid) and root may connect.
 pub fn listen_keeper(path: &Path, owner: Option<(u32, u32)>) -> Result<OwnedFd, ServeError> {
     let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
-    remove_stale(path).map_err(failed)?;
-    let address = SocketAddrUnix::new(path).map_err(|error| failed(error.into()))?;
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )
-    .map_err(|error| failed(error.into()))?;
-    rustix::net::bind(&socket, &address).map_err(|error| failed(error.into()))?;
+    let socket = bind_closed(path, SocketType::SEQPACKET).map_err(failed)?;
     restrict(path, 0o600, owner).map_err(failed)?;
     rustix::net::listen(&socket, KEEPER_BACKLOG).map_err(|error| failed(error.into()))?;
     Ok(socket)
 }
 
-/// The admin interface's socket: for its owner, and for `group` if there is one.
-pub fn listen_admin(path: &Path, group: Option<u32>) -> Result<std::os::unix::net::UnixListener, ServeError> {
+/// Who may connect to the admin interface. What each may do there is decided for each request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AdminAudience {
+    Owner,
+    Group(u32),
+    /// Several users or groups have roles, and a file has one group.
+    Everybody,
+}
+
+/// The admin interface's socket. At no moment can others connect than those it is for: it is made for its owner alone, and
+/// opened to others before anybody can connect.
+pub fn listen_admin(
+    path: &Path,
+    audience: AdminAudience,
+) -> Result<std::os::unix::net::UnixListener, ServeError> {
     let failed = |error: io::Error| ServeError::Socket { path: path.into(), error };
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(failed)?;
     }
-    remove_stale(path).map_err(failed)?;
-    let listener = std::os::unix::net::UnixListener::bind(path).map_err(failed)?;
-    let mode = if group.is_some() { 0o660 } else { 0o600 };
+    let socket = bind_closed(path, SocketType::STREAM).map_err(failed)?;
+    let (group, mode) = match audience {
+        AdminAudience::Owner => (None, 0o600),
+        AdminAudience::Group(gid) => (Some(gid), 0o660),
+        AdminAudience::Everybody => (None, 0o666),
+    };
     std::os::unix::fs::chown(path, None, group).map_err(failed)?;
     restrict(path, mode, None).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
-    Ok(listener)
+    rustix::net::listen(&socket, ADMIN_BACKLOG).map_err(|error| failed(error.into()))?;
+    Ok(socket.into())
+}
+
+/// A socket in the place of one that a node left. Its file has mode 0600 from the first moment, whatever the umask: the kernel
+/// takes the mode from the socket (unix(7) does not say so; `unix_bind_bsd` of net/unix/af_unix.c does).
+fn bind_closed(path: &Path, kind: SocketType) -> io::Result<OwnedFd> {
+    remove_stale(path)?;
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &address)?;
+    Ok(socket)
 }
 
 /// Removes the socket a node left that was killed. Anything but a socket stays: it is not ours.
@@ -224,7 +247,7 @@ mod tests {
     use super::*;
 
     fn anywhere() -> Listen {
-        Listen { address: ([127, 0, 0, 1], 0).into(), tls: false, by_default: false }
+        Listen::plain(([127, 0, 0, 1], 0).into())
     }
 
     #[test]
@@ -280,6 +303,23 @@ mod tests {
         let address = rustix::net::getsockname(&peers.probes).unwrap();
         assert_eq!(SocketAddr::try_from(address).unwrap(), peers.address);
         assert!(listen_peers(peers.address, 1, &limits).is_err(), "a second node does not share it");
+    }
+
+    #[test]
+    fn a_socket_is_closed_to_others_from_its_first_moment() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("closed.sock");
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let bound = bind_closed(&path, SocketType::STREAM).unwrap();
+        assert_eq!(mode(&path), 0o600, "before anything else is said about it");
+        let refused = std::os::unix::net::UnixStream::connect(&path).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "nobody listens yet");
+        drop(bound);
+        for (audience, expected) in [(AdminAudience::Owner, 0o600), (AdminAudience::Everybody, 0o666)] {
+            let _listener = listen_admin(&path, audience).unwrap();
+            assert_eq!(mode(&path), expected);
+            std::os::unix::net::UnixStream::connect(&path).unwrap();
+        }
     }
 
     #[test]

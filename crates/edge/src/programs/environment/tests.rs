@@ -30,6 +30,7 @@ fn head(headers: &[(&'static str, &[u8])]) -> Head {
             local: "[2001:db8::1]:8443".parse().unwrap(),
             tls: None,
             carried: None,
+            network: None,
         }),
     }
 }
