@@ -3,6 +3,7 @@
 //! One module for each topic, each with a node that its tests share. Run one test by a part of its name:
 //! `cargo test -p nagaya-tests --test e2e -- static_files::ranges`. Not here: house style (`tidy`).
 
+mod admin_roles;
 mod admission;
 mod adversity;
 mod app;
@@ -84,6 +85,8 @@ fn main() -> ExitCode {
         outbound::SUITE,
         request_cells::SUITE,
         tenants::SUITE,
+        admin_roles::SUITE,
+        admin_roles::ALONE,
         sites::SUITE,
         limits::SUITE,
         admission::SUITE,

@@ -42,7 +42,8 @@ impl Lab {
             "node = \"{name}\"\nruntime_dir = \"{place}/run\"\nstate_dir = \"{place}/state\"\n\n\
              [[listen]]\naddress = \"{address}:{PORT}\"\n\n\
              [cluster]\nlisten = \"{address}:{PEER_PORT}\"\nfence = \"{fence_ms}ms\"\nprobe = \"{probe}\"\n\n\
-             # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}"
+             # Clients of the lab are told what their requests took.\n[receipts]\nallow = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n\
+             # All load of a lab comes from one address.\n[edge.networks]\nexempt = [\"{a}.{b}.{c}.0/{NET_BITS}\"]\n\n{tables}"
         );
         Node::with_config(&self.program, &dir, self.address(name)?, &config).map(drop)
     }

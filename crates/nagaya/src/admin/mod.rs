@@ -1,5 +1,5 @@
 //! The admin interface: HTTP over a Unix socket, by which operators and the command line see and change a
-//! running node. Who may use it is decided by the socket file's owner and mode.
+//! running node. The kernel says who is at the other end, and `roles` what that one may do.
 //!
 //! | method and path | what |
 //! |---|---|
@@ -30,6 +30,7 @@ mod cluster;
 mod exec;
 mod instances;
 mod problem;
+mod roles;
 mod server;
 mod stream;
 #[cfg(test)]
@@ -49,6 +50,7 @@ pub use api::{Api, Summary, place_and_message};
 pub use client::{Client, ClientError};
 pub use cluster::{Ask, Found, Join, NewToken, list};
 pub use problem::Problem;
+pub use roles::AccessList;
 pub use server::serve;
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -64,6 +66,8 @@ pub struct Parts {
     pub on_change: OnChange,
     /// Which ids tenants may have, and get.
     pub ids: IdSource,
+    /// Who may do what.
+    pub access: AccessList,
 }
 
 /// The running node, as far as the interface shows it.

@@ -11,6 +11,8 @@ use nagaya_cmdb::store::import::{BadLine, ImportError};
 use nagaya_cmdb::store::{StoreError, TransactionError};
 use serde::{Deserialize, Serialize};
 
+use super::roles::Role;
+
 pub const CONTENT_TYPE: &str = "application/problem+json";
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +49,15 @@ impl Problem {
     /// The request itself cannot be understood.
     pub fn request(status: StatusCode, detail: impl fmt::Display) -> Box<Self> {
         Self::new(status, Code(220), "The request was not understood", detail)
+    }
+
+    /// The other end has not the role that the route needs.
+    pub fn forbidden(role: Option<Role>, needed: Role) -> Box<Self> {
+        let has = role.map_or_else(|| "no role".to_owned(), |role| format!("the role '{role}'"));
+        let detail = format!(
+            "this needs the role '{needed}' and you have {has}: [admin] of the node's configuration names who has which"
+        );
+        Self::new(StatusCode::FORBIDDEN, Code(530), "Not allowed", detail)
     }
 
     pub fn not_found(kind: &str, name: &str) -> Box<Self> {

@@ -3,10 +3,11 @@
 //!
 //! Not here: what is done with records (`api`), what the node tells about itself (`Node`).
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io::{self, BufReader};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
@@ -16,6 +17,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use serde_json::Value;
 use tokio::net::{UnixListener, UnixStream};
@@ -23,11 +25,19 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{sleep, timeout};
 
 use super::api::{self, Api};
+use super::roles::{self, Needed, Peer, Role};
 use super::stream::{self, PassError};
 use super::{Node, Parts, Problem, cluster, exec, instances};
 
 /// Most connections at once; more wait in the socket's backlog.
 const CONNECTIONS_MAX: usize = 64;
+
+/// Of these, the most of one user other than root and the node's own, and of all such users together: nobody shuts root out.
+const USER_CONNECTIONS_MAX: usize = 16;
+const USERS_CONNECTIONS_MAX: usize = 48;
+
+/// Connections of users without a role. They are told so; more are closed.
+const STRANGERS_MAX: usize = 4;
 
 /// How long a connection may take to send a request's head, or be idle.
 const HEAD_WAIT_MAX: Duration = Duration::from_secs(60);
@@ -58,15 +68,44 @@ const REQUEST_ID_LEN: usize = 32;
 
 type Answer = Response<UnsyncBoxBody<Bytes, io::Error>>;
 
+/// A line about refusals is written no oftener than this.
+const REPORT_EVERY: Duration = Duration::from_secs(10);
+
 struct Shared {
     api: Api,
     node: Arc<dyn Node>,
+    refusals: Refusals,
+}
+
+/// What the log says of requests for which a role was missing.
+#[derive(Default)]
+struct Refusals(Mutex<(Option<Instant>, u64)>);
+
+impl Refusals {
+    fn note(&self, uid: u32, method: &Method, path: &str, needed: Role) {
+        let mut state = self.0.lock();
+        let (last, count) = &mut *state;
+        *count += 1;
+        if last.is_none_or(|last| last.elapsed() >= REPORT_EVERY) {
+            *last = Some(Instant::now());
+            let count = std::mem::take(count);
+            let path = path.escape_debug();
+            tracing::warn!(
+                code = "NGY0530",
+                uid,
+                count,
+                "admin requests were refused; the last one was {method} {path}, which needs the role '{needed}'"
+            );
+        }
+    }
 }
 
 /// Serves until it is dropped, which closes all its connections.
 pub async fn serve(listener: UnixListener, parts: Parts) {
-    let Parts { store, node, on_change, ids } = parts;
-    let shared = Arc::new(Shared { api: Api::new(store, ids, on_change), node });
+    let Parts { store, node, on_change, ids, access } = parts;
+    let shared =
+        Arc::new(Shared { api: Api::new(store, ids, on_change), node, refusals: Refusals::default() });
+    let users = Arc::<Users>::default();
     let mut connections = JoinSet::new();
     loop {
         while connections.len() >= CONNECTIONS_MAX {
@@ -74,7 +113,12 @@ pub async fn serve(listener: UnixListener, parts: Parts) {
         }
         tokio::select! {
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => drop(connections.spawn(converse(stream, shared.clone()))),
+                Ok((stream, _)) => {
+                    let peer = access.identify(&stream);
+                    if let Some(user) = Users::enter(&users, peer, access.is_owner(peer.uid)) {
+                        connections.spawn(converse(stream, shared.clone(), user));
+                    }
+                }
                 Err(error) => {
                     tracing::warn!(%error, "the admin socket accepts no connection");
                     sleep(ACCEPT_PAUSE).await;
@@ -85,16 +129,104 @@ pub async fn serve(listener: UnixListener, parts: Parts) {
     }
 }
 
-async fn converse(stream: UnixStream, shared: Arc<Shared>) {
+/// Connections of users other than root and the node's own.
+#[derive(Default)]
+struct Users(Mutex<HashMap<u32, usize>>);
+
+/// One connection of a user.
+struct User {
+    peer: Peer,
+    /// `None`: it is not counted.
+    counted: Option<Arc<Users>>,
+}
+
+impl Users {
+    /// `None`: it has as many connections as it may.
+    fn enter(users: &Arc<Self>, peer: Peer, is_owner: bool) -> Option<User> {
+        if is_owner {
+            return Some(User { peer, counted: None });
+        }
+        let mut counts = users.0.lock();
+        // All strangers count as one.
+        let (key, most) = match peer.role {
+            Some(_) => (peer.uid, USER_CONNECTIONS_MAX),
+            None => (u32::MAX, STRANGERS_MAX),
+        };
+        let all: usize = counts.values().sum();
+        let count = counts.entry(key).or_default();
+        if *count >= most || all >= USERS_CONNECTIONS_MAX {
+            return None;
+        }
+        *count += 1;
+        drop(counts);
+        Some(User { peer, counted: Some(Arc::clone(users)) })
+    }
+}
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let Some(users) = &self.counted else { return };
+        let key = if self.peer.role.is_some() { self.peer.uid } else { u32::MAX };
+        let mut counts = users.0.lock();
+        if let Some(count) = counts.get_mut(&key) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&key);
+            }
+        }
+    }
+}
+
+async fn converse(stream: UnixStream, shared: Arc<Shared>, user: User) {
+    let peer = user.peer;
     let service = service_fn(move |request| {
         let shared = shared.clone();
-        async move { Ok::<_, Infallible>(answer(shared, request).await) }
+        async move { Ok::<_, Infallible>(admit(shared, peer, request).await) }
     });
     let mut connection = http1::Builder::new();
     connection.timer(TokioTimer::new()).header_read_timeout(HEAD_WAIT_MAX);
     if let Err(error) = connection.serve_connection(TokioIo::new(stream), service).with_upgrades().await {
         tracing::debug!(%error, "an admin connection ended early");
     }
+    drop(user);
+}
+
+/// Answers if the other end has the role that the table of routes asks for.
+async fn admit(shared: Arc<Shared>, peer: Peer, request: Request<Incoming>) -> Answer {
+    let (method, path) = (request.method(), request.uri().path());
+    match roles::needed(method, path) {
+        Needed::Role(needed) if peer.role >= Some(needed) => {
+            let answer = answer(shared, request).await;
+            if peer.role == Some(Role::All) { answer } else { hide_secrets(answer).await }
+        }
+        Needed::Role(needed) => {
+            shared.refusals.note(peer.uid, method, path, needed);
+            whole(api::refuse(&Problem::forbidden(peer.role, needed)))
+        }
+        // Whoever has no role is not told which paths there are.
+        _ if peer.role.is_none() => whole(api::refuse(&Problem::forbidden(None, Role::Read))),
+        Needed::Methods(methods) => {
+            whole(api::refuse(&api::wrong_method(method, &roles::list_methods(&methods))))
+        }
+        Needed::Unknown => whole(api::refuse(&api::unknown_path(path))),
+    }
+}
+
+/// Longest answer that secrets are taken out of, in bytes: a page of the longest records.
+const HIDDEN_LEN_MAX: usize = 128 << 20;
+
+/// The answer without values of variables, for whoever may not read all.
+async fn hide_secrets(answer: Answer) -> Answer {
+    let (mut head, body) = answer.into_parts();
+    let Ok(body) = Limited::new(body, HIDDEN_LEN_MAX).collect().await else { return whole(broken()) };
+    let bytes = body.to_bytes();
+    // What is no JSON has no records in it.
+    let Ok(mut value) = serde_json::from_slice::<Value>(&bytes) else {
+        return whole(Response::from_parts(head, bytes));
+    };
+    roles::hide_values(&mut value);
+    head.headers.remove(header::CONTENT_LENGTH);
+    whole(Response::from_parts(head, value.to_string().into()))
 }
 
 async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
@@ -130,15 +262,6 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Answer {
         (&Method::GET, path) if let Some(id) = path.strip_prefix(REQUESTS) => explain(&shared, id).await,
         (&Method::GET, "/v1/export") => export(shared),
         (&Method::POST, "/v1/import") => whole(import(shared, request).await),
-        (
-            _,
-            "/metrics" | "/healthz" | "/v1/status" | "/v1/cells" | "/v1/export" | "/v1/requests"
-            | "/v1/instances",
-        ) => whole(api::refuse(&api::wrong_method(&method, "GET"))),
-        (_, path) if path.starts_with(REQUESTS) || path.starts_with(BALANCE) => {
-            whole(api::refuse(&api::wrong_method(&method, "GET")))
-        }
-        (_, "/v1/import") => whole(api::refuse(&api::wrong_method(&method, "POST"))),
         _ => whole(records(shared, request).await),
     }
 }

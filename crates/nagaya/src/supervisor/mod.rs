@@ -117,7 +117,8 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         peers,
         node: Arc::clone(&node),
     };
-    let result = run(parts, admin_socket, admin_parts(ids, node));
+    let access = admin::AccessList::new(&settings.admin, Uid::effective().as_raw());
+    let result = run(parts, admin_socket, admin_parts(ids, node, access));
     drop(place);
     if result.is_ok() {
         tracing::info!("nagaya has ended");
@@ -214,13 +215,14 @@ fn run(
 }
 
 /// What the admin interface needs: a change it commits is handed to the processes by the node.
-fn admin_parts(ids: IdSource, node: Arc<Node>) -> admin::Parts {
+fn admin_parts(ids: IdSource, node: Arc<Node>, access: admin::AccessList) -> admin::Parts {
     let watcher = Arc::clone(&node);
     admin::Parts {
         store: Arc::clone(&node.store),
         on_change: Arc::new(move |changes, revision| watcher.committed(Changes { revision, changes })),
         node,
         ids,
+        access,
     }
 }
 
