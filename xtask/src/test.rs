@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader};
 use std::panic::resume_unwind;
 use std::process::{ExitCode, Stdio};
 use std::thread;
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail};
 use rustix::process::setpriority_process;
@@ -63,7 +64,7 @@ fn all(sum: &mut Sum) -> Result<bool> {
     if !guest::is_possible(sum) {
         return Ok(unit(sum)? & end_to_end(sum)?);
     }
-    let suite = guest::Suite::build()?;
+    let suite = timed("building for the guest", guest::Suite::build)?;
     if !suite.is_emulated()? {
         return Ok(unit(sum)? & end_to_end(sum)? & suite.run(sum)?);
     }
@@ -71,14 +72,23 @@ fn all(sum: &mut Sum) -> Result<bool> {
         // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
         setpriority_process(None, NICE_BESIDE).context("letting others go first")?;
         let mut sum = Sum::default();
-        suite.run(&mut sum).map(|succeeded| (succeeded, sum))
+        timed("guest", || suite.run(&mut sum)).map(|succeeded| (succeeded, sum))
     });
-    let here = modules(sum);
+    let here = timed("modules", || modules(sum));
     // It ends by itself, and is not left alone.
     let inside = beside.join().unwrap_or_else(|panic| resume_unwind(panic));
     let (succeeded, more) = inside?;
     sum.take_in(more);
-    Ok(here? & succeeded & kernel(sum)? & end_to_end(sum)?)
+    let kernel = timed("kernel", || kernel(sum))?;
+    Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum))?)
+}
+
+/// Says how long a part took, with what it had built.
+fn timed<T>(part: &str, run: impl FnOnce() -> T) -> T {
+    let begun = Instant::now();
+    let result = run();
+    println!("took: {part}: {} s", begun.elapsed().as_secs());
+    result
 }
 
 /// Everything that needs no built server.
