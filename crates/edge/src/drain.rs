@@ -67,6 +67,11 @@ impl Connections {
         self.open.borrow().len()
     }
 
+    /// Connections that make room and have not ended yet.
+    pub fn leaving(&self) -> usize {
+        self.leaving.get()
+    }
+
     /// Without those that make room.
     pub fn places_taken(&self) -> usize {
         self.len() - self.leaving.get()

@@ -5,11 +5,11 @@
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 
 use nagaya_tests::client::Connection;
 use nagaya_tests::machine;
-use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::suite::{Suite, Tests, skip};
 use nagaya_tests::wait;
 use nagaya_tests::world::World;
 use serde_json::{Value, json};
@@ -66,6 +66,9 @@ struct Haproxy {
 
 impl Haproxy {
     fn start(world: &World, name: &str, server: SocketAddr, words: &str) -> Self {
+        if Command::new("haproxy").arg("-v").stdout(Stdio::null()).status().is_err() {
+            skip("the package haproxy is not installed");
+        }
         // HAProxy chooses no port by itself: it is given the socket, as its standard input.
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has ports");
         let address = listener.local_addr().expect("it is bound");

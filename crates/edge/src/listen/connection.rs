@@ -37,6 +37,9 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// An idle connection that makes room may take so long to say goodbye: HTTP/2 tells the client which streams were taken up.
 const GOODBYE_MAX: Duration = Duration::from_secs(2);
 
+/// So many may say goodbye at once, per thread. Others are closed at once, so that a flood of newcomers costs no descriptors.
+const GOODBYES_MAX: usize = 64;
+
 /// A proxy sends its header at once; so long it may take on its way.
 const PROXY_HEADER_WAIT: Duration = Duration::from_secs(5);
 
@@ -132,7 +135,7 @@ async fn run(
         () = serving.as_mut() => None,
         phase = phases.evicted() => Some(phase),
     };
-    if evicted == Some(Phase::Idle) {
+    if evicted == Some(Phase::Idle) && node.connections.leaving() <= GOODBYES_MAX {
         let _ = timeout(GOODBYE_MAX, serving).await;
     }
     drop(admitted);
@@ -162,7 +165,9 @@ async fn proxied(
     let Some(Told { source, destination }) = told else {
         return serve(stream, conn, entered, entrance, node).await;
     };
-    let conn = ConnInfo { peer: source, local: destination, ..conn };
+    // An IPv4 address may be told in its IPv6 form.
+    let canonical = |address: SocketAddr| SocketAddr::new(address.ip().to_canonical(), address.port());
+    let conn = ConnInfo { peer: canonical(source), local: canonical(destination), ..conn };
     match node.clients.admit_connection(source.ip()) {
         Ok(admitted) => {
             entered.belongs_to(admitted.group);
