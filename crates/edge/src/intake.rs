@@ -18,7 +18,7 @@ use nagaya_cmdb::record::{App, Buffering, Http, Protocol};
 use nagaya_cmdb::{Backend, TenantName};
 
 use crate::account::Account;
-use crate::message::{BodyError, Head, Request, RequestBody};
+use crate::message::{BodyError, Head, KeptBody, Request, RequestBody};
 use crate::node::Node;
 use crate::pace;
 use crate::refusal::Refusal;
@@ -144,12 +144,12 @@ async fn keep(
     }
     let kept = match file {
         None if held.bytes == 0 => RequestBody::empty(),
-        None => RequestBody::new(InMemory::new(held)),
+        None => RequestBody::kept(InMemory::new(held)),
         Some(mut file) => {
             if held.bytes > 0 {
                 file.append(held.take()).await?;
             }
-            RequestBody::new(InFile { file, offset: 0, reading: None })
+            RequestBody::kept(InFile { file, offset: 0, reading: None })
         }
     };
     Ok((kept, trailers))
@@ -209,14 +209,17 @@ impl Held {
 
 /// A body that is all in memory.
 struct InMemory {
-    pieces: std::vec::IntoIter<Bytes>,
+    pieces: Vec<Bytes>,
+    /// The next piece, and the bytes from there on.
+    next: usize,
     left: u64,
+    len: u64,
     _quota: MemoryQuota,
 }
 
 impl InMemory {
     fn new(held: Held) -> Self {
-        Self { pieces: held.pieces.into_iter(), left: held.bytes, _quota: held.quota }
+        Self { pieces: held.pieces, next: 0, left: held.bytes, len: held.bytes, _quota: held.quota }
     }
 }
 
@@ -228,9 +231,10 @@ impl Body for InMemory {
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let piece = self.pieces.next();
-        self.left -= piece.as_ref().map_or(0, |piece| piece.len() as u64);
-        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+        let Some(piece) = self.pieces.get(self.next).cloned() else { return Poll::Ready(None) };
+        self.next += 1;
+        self.left -= piece.len() as u64;
+        Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -239,6 +243,13 @@ impl Body for InMemory {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.left)
+    }
+}
+
+impl KeptBody for InMemory {
+    fn rewind(mut self: Pin<&mut Self>) {
+        self.next = 0;
+        self.left = self.len;
     }
 }
 
@@ -278,6 +289,29 @@ impl Body for InFile {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.file.len() - self.offset)
+    }
+}
+
+impl KeptBody for InFile {
+    fn rewind(mut self: Pin<&mut Self>) {
+        self.offset = 0;
+        self.reading = None;
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use http_body_util::{BodyExt, Full};
+
+    use super::*;
+    use crate::spool::testing::spool;
+
+    /// A body as it is after all of it was taken in.
+    pub async fn kept(body: impl Into<Bytes>) -> RequestBody {
+        let (spool, _directory) = spool(64 << 20, 64 << 20);
+        let arriving = RequestBody::new(Full::new(body.into()).map_err(|never| match never {}));
+        let tenant = TenantName::new("alice").expect("it is a name");
+        keep(&spool, &tenant, arriving).await.expect("there is room").0
     }
 }
 
@@ -325,6 +359,27 @@ mod tests {
             assert!(body.collect().await.unwrap().to_bytes() == all, "{count} pieces of {len}");
             assert_eq!(spool.usage(), (0, 0), "its room is given back with it");
         }
+    }
+
+    #[tokio::test]
+    async fn a_kept_body_can_begin_anew_wherever_it_is() {
+        let (spool, _directory) = spool(64 << 20, 64 << 20);
+        for (count, len) in [(0, 0), (3, 10), (9, 100_000)] {
+            let (body, all) = pieces(count, len);
+            let (mut body, _) = keep(&spool, &tenant(), body).await.unwrap();
+            // After none, some and all of it.
+            for frames in [0, 1, usize::MAX] {
+                let mut taken = 0;
+                while taken < frames && body.frame().await.transpose().unwrap().is_some() {
+                    taken += 1;
+                }
+                assert!(body.rewind());
+                assert_eq!(body.len(), Some(all.len() as u64));
+            }
+            assert!(body.collect().await.unwrap().to_bytes() == all, "{count} pieces of {len}");
+        }
+        let (mut arriving, _) = pieces(1, 10);
+        assert!(!arriving.rewind());
     }
 
     #[tokio::test]

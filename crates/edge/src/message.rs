@@ -79,25 +79,57 @@ impl ConnInfo {
 }
 
 /// The body of a request: data frames, then perhaps trailers. Bounded by whoever made it.
-pub struct RequestBody(Option<Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>>);
+pub struct RequestBody(BodySource);
+
+enum BodySource {
+    Empty,
+    Arriving(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
+    Kept(Pin<Box<dyn KeptBody>>),
+}
+
+/// A body that has arrived and is kept until its request is done.
+pub trait KeptBody: Body<Data = Bytes, Error = BodyError> {
+    /// The next frame is the first one again.
+    fn rewind(self: Pin<&mut Self>);
+}
 
 impl RequestBody {
     pub fn empty() -> Self {
-        Self(None)
+        Self(BodySource::Empty)
     }
 
     pub fn new(body: impl Body<Data = Bytes, Error = BodyError> + 'static) -> Self {
-        Self(Some(Box::pin(body)))
+        Self(BodySource::Arriving(Box::pin(body)))
+    }
+
+    pub fn kept(body: impl KeptBody + 'static) -> Self {
+        Self(BodySource::Kept(Box::pin(body)))
+    }
+
+    /// Begins anew, so that the request can be given to another backend. False: what was taken of it is gone.
+    pub fn rewind(&mut self) -> bool {
+        match &mut self.0 {
+            BodySource::Empty => true,
+            BodySource::Arriving(_) => false,
+            BodySource::Kept(body) => {
+                body.as_mut().rewind();
+                true
+            }
+        }
     }
 
     /// Length in bytes if it was announced (`Content-Length`); `None` for a chunked or HTTP/2 stream of unknown length.
     pub fn len(&self) -> Option<u64> {
-        self.0.as_ref().map_or(Some(0), |body| body.size_hint().exact())
+        self.size_hint().exact()
     }
 
     /// True if no byte of body will come.
     pub fn is_empty(&self) -> bool {
-        self.0.as_ref().is_none_or(|body| body.is_end_stream())
+        match &self.0 {
+            BodySource::Empty => true,
+            BodySource::Arriving(body) => body.is_end_stream(),
+            BodySource::Kept(body) => body.is_end_stream(),
+        }
     }
 }
 
@@ -110,8 +142,9 @@ impl Body for RequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match &mut self.0 {
-            Some(body) => body.as_mut().poll_frame(cx),
-            None => Poll::Ready(None),
+            BodySource::Empty => Poll::Ready(None),
+            BodySource::Arriving(body) => body.as_mut().poll_frame(cx),
+            BodySource::Kept(body) => body.as_mut().poll_frame(cx),
         }
     }
 
@@ -120,7 +153,11 @@ impl Body for RequestBody {
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or(SizeHint::with_exact(0), |body| body.size_hint())
+        match &self.0 {
+            BodySource::Empty => SizeHint::with_exact(0),
+            BodySource::Arriving(body) => body.size_hint(),
+            BodySource::Kept(body) => body.size_hint(),
+        }
     }
 }
 

@@ -5,6 +5,12 @@
 //! and lengths are read here; values and bodies go on as they are. Nothing promises that
 //! PHP takes no unread part of a body for the next request, so a request with a body is the last one of its connection with
 //! the worker: a new one is made.
+//!
+//! A body goes on only once the worker has read all of the opening. A worker that ends before that has got nothing it could
+//! act on, whatever the method: the edge is told so, and gives the request to another one. Who has read the opening may have
+//! acted, so the edge is told nothing and does not repeat it (RFC 9110 section 9.2.2).
+//! Invariant: `NOT_BEGUN` is sent only for a request of which the worker has not read the whole opening.
+//!
 //! The gate has threads of its own, and asks the disk on others. Not here: starting workers (`spawn`), which site a
 //! worker serves (`process`).
 
@@ -13,7 +19,6 @@ mod scripts;
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -30,6 +35,7 @@ use self::opening::{AnswerRecords, BodyRecords, Opening, Violation};
 use crate::fastcgi::{self, NOT_BEGUN};
 use crate::fault;
 use crate::slice;
+use crate::sys;
 
 pub use scripts::{ScriptRule, SiteScripts};
 
@@ -109,9 +115,9 @@ fn start_thread(number: usize) -> io::Result<mpsc::Sender<Passage>> {
 enum Closed {
     #[error(transparent)]
     Refused(#[from] Violation),
-    /// The script went just after the edge had seen it.
-    #[error("there is no {}", .0.display())]
-    NoFile(PathBuf),
+    /// The worker ended before it had read the opening of a request, or between two of them.
+    #[error("the worker has not taken a request: {0}")]
+    Untaken(io::Error),
     #[error("{0}")]
     Io(#[from] io::Error),
     /// One end has gone, or says no more.
@@ -125,7 +131,7 @@ async fn keep_open(passage: Passage) {
     let closed = match opened {
         Ok((edge, worker)) => {
             let closed = pass_requests(&edge, worker, &door, &rule).await;
-            answer_for_worker(&edge, &closed);
+            tell_not_begun(&edge, &closed);
             closed
         }
         Err(error) => error.into(),
@@ -138,21 +144,23 @@ async fn keep_open(passage: Passage) {
                 "{code}: a request of the edge's is not passed on to PHP: {violation}"
             );
         }
-        Closed::NoFile(file) => tracing::debug!(worker = whose, "there is no {}", file.display()),
-        Closed::Io(error) => tracing::debug!(worker = whose, %error, "a PHP worker's connection has ended"),
+        Closed::Untaken(error) | Closed::Io(error) => {
+            tracing::debug!(worker = whose, %error, "a PHP worker's connection has ended")
+        }
         Closed::Gone => {}
     }
 }
 
-/// Tells the edge why the worker will not. Of an edge that does not read its answers nothing more is known.
-fn answer_for_worker(edge: &UnixStream, closed: &Closed) {
-    let answer = match closed {
+/// Tells the edge that another worker may have the request, if that is so. It is also told while it asks nothing: its request
+/// may be on its way. Of an edge that does not read its answers nothing more is known.
+fn tell_not_begun(edge: &UnixStream, closed: &Closed) {
+    match closed {
         // The record may have changed, and the edge may have heard of it first.
-        Closed::Refused(_) => NOT_BEGUN.to_vec(),
-        Closed::NoFile(_) => fastcgi::whole_answer(NO_FILE),
-        Closed::Io(_) | Closed::Gone => return,
-    };
-    let _ = edge.try_write(&answer);
+        Closed::Refused(_) | Closed::Untaken(_) => {
+            let _ = edge.try_write(&NOT_BEGUN);
+        }
+        Closed::Io(_) | Closed::Gone => {}
+    }
 }
 
 fn stream(fd: OwnedFd) -> io::Result<UnixStream> {
@@ -171,7 +179,7 @@ async fn pass_requests(
             Ok(Next::Kept) => {}
             Ok(Next::Anew) => match connect(door).and_then(stream) {
                 Ok(fresh) => worker = fresh,
-                Err(error) => return error.into(),
+                Err(error) => return Closed::Untaken(error),
             },
             Err(closed) => return closed,
         }
@@ -191,8 +199,11 @@ async fn pass_request(
     incoming: &mut BytesMut,
 ) -> Result<Next, Closed> {
     let mut opening = read_opening(edge, worker, incoming).await?;
-    check(rule, &opening).await?;
     let body = opening.body_len()?;
+    if !check(rule, &opening).await? {
+        answer_absent(edge, BodyRecords::new(body), incoming).await?;
+        return Ok(Next::Kept);
+    }
     let next = if body > 0 { Next::Anew } else { Next::Kept };
     if body > 0 {
         opening.end_connection();
@@ -228,7 +239,8 @@ async fn read_opening(
                 // It has nothing to say now, so it has ended.
                 match worker.try_read(&mut [0]) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    _ => return Err(Closed::Gone),
+                    Err(error) => return Err(Closed::Untaken(error)),
+                    Ok(_) => return Err(Closed::Untaken(io::ErrorKind::ConnectionAborted.into())),
                 }
             }
             ready = edge.ready(Interest::READABLE) => {
@@ -250,10 +262,11 @@ fn read_some(stream: &UnixStream, into: &mut BytesMut) -> Result<(), Closed> {
     }
 }
 
-async fn check(rule: &ScriptRule, opening: &Opening) -> Result<(), Closed> {
+/// False: the script is not there. It went just after the edge had seen it, or nobody looked.
+async fn check(rule: &ScriptRule, opening: &Opening) -> Result<bool, Closed> {
     let none = || Violation::Script("of a site that is not there any more".into());
     let scripts = rule.get().ok_or_else(none)?;
-    let Some(file) = scripts.check(opening)? else { return Ok(()) };
+    let Some(file) = scripts.check(opening)? else { return Ok(true) };
     let found = match scripts.is_beneath(file, true) {
         Err(Errno::AGAIN) => {
             let (scripts, file) = (Arc::clone(&scripts), file.to_owned());
@@ -263,19 +276,58 @@ async fn check(rule: &ScriptRule, opening: &Opening) -> Result<(), Closed> {
         found => found,
     };
     match found {
-        Ok(true) => Ok(()),
-        Err(Errno::NOENT | Errno::NOTDIR) => Err(Closed::NoFile(file.to_owned())),
+        Ok(true) => Ok(true),
+        Err(Errno::NOENT | Errno::NOTDIR) => Ok(false),
         Ok(false) => Err(Violation::Script(format!("{}, which is no file", file.display())).into()),
         Err(errno) => Err(Violation::Script(format!("{} ({errno})", file.display())).into()),
+    }
+}
+
+/// Answers a request for a script that is not there. The worker learns nothing of it, and serves the next one.
+async fn answer_absent(
+    edge: &UnixStream,
+    mut body: BodyRecords,
+    incoming: &mut BytesMut,
+) -> Result<(), Closed> {
+    // First the body: the edge takes an answer before that for a sign that the worker is not clean.
+    discard_body(edge, &mut body, incoming).await?;
+    let answer = fastcgi::whole_answer(NO_FILE);
+    let mut left = &answer[..];
+    while !left.is_empty() {
+        edge.writable().await?;
+        match edge.try_write(left) {
+            Ok(len) => left = &left[len..],
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Reads what still comes of a body, and throws it away.
+async fn discard_body(
+    edge: &UnixStream,
+    body: &mut BodyRecords,
+    incoming: &mut BytesMut,
+) -> Result<(), Closed> {
+    let mut nowhere = BytesMut::new();
+    loop {
+        body.pass(incoming, &mut nowhere)?;
+        nowhere.clear();
+        if body.is_complete() {
+            return Ok(());
+        }
+        edge.ready(Interest::READABLE).await?;
+        read_some(edge, incoming)?;
     }
 }
 
 /// How far a request has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Nothing but its opening was sent.
+    /// Nothing but its opening was sent, and it is not known that the worker has read all of that.
     Opening,
-    /// A part of its body was sent, or the worker has said something.
+    /// The worker has read the opening, or has said something.
     Begun,
 }
 
@@ -307,11 +359,8 @@ impl Exchange<'_> {
 
     fn send_to_worker(&mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
         loop {
-            if self.to_worker.is_empty() && !incoming.is_empty() {
+            if self.to_worker.is_empty() && !incoming.is_empty() && self.takes_body()? {
                 self.body.pass(incoming, &mut self.to_worker)?;
-                if !self.to_worker.is_empty() {
-                    self.stage = Stage::Begun;
-                }
             }
             if self.to_worker.is_empty() {
                 return Ok(());
@@ -319,7 +368,7 @@ impl Exchange<'_> {
             match self.worker.try_write(&self.to_worker) {
                 Ok(len) => self.to_worker.advance(len),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if self.stage == Stage::Opening => return Err(self.tell_not_begun(error)),
+                Err(error) if self.stage == Stage::Opening => return Err(Closed::Untaken(error)),
                 // It may have answered before it left; what it said last decides.
                 Err(_) => {
                     self.to_worker.clear();
@@ -327,6 +376,21 @@ impl Exchange<'_> {
                 }
             }
         }
+    }
+
+    /// Whether the worker may get more than the opening. If not, the kernel wakes us when it has read more of that.
+    fn takes_body(&mut self) -> Result<bool, Closed> {
+        if self.stage == Stage::Begun || self.body.is_complete() {
+            return Ok(true);
+        }
+        let look =
+            || if sys::is_all_read(self.worker)? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
+        match self.worker.try_io(Interest::WRITABLE, look) {
+            Ok(()) => self.stage = Stage::Begun,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(self.stage == Stage::Begun)
     }
 
     fn send_to_edge(&mut self) -> Result<(), Closed> {
@@ -342,9 +406,12 @@ impl Exchange<'_> {
 
     /// Waits until something can be done, and reads what has come.
     async fn wait(&mut self, incoming: &mut BytesMut) -> Result<(), Closed> {
-        let wants_body = self.to_worker.is_empty() && !self.body.is_complete();
+        let has_room = self.to_worker.is_empty() && incoming.len() < BUFFER_LEN;
+        let wants_body = has_room && !self.body.is_complete();
         let of_edge = interest(wants_body, !self.to_edge.is_empty());
-        let of_worker = interest(self.to_edge.len() < BUFFER_LEN, !self.to_worker.is_empty());
+        let is_held = self.stage == Stage::Opening && !incoming.is_empty();
+        let has_more = !self.to_worker.is_empty() || is_held;
+        let of_worker = interest(self.to_edge.len() < BUFFER_LEN, has_more);
         let ready_of = async |stream: &UnixStream, interest: Option<Interest>| match interest {
             Some(interest) => stream.ready(interest).await,
             None => std::future::pending().await,
@@ -369,6 +436,10 @@ impl Exchange<'_> {
         let before = self.to_edge.len();
         self.to_edge.reserve(BUFFER_LEN / 4);
         match self.worker.try_read_buf(&mut self.to_edge) {
+            // It can have read no more than was sent.
+            Ok(0) if !self.to_worker.is_empty() && self.stage == Stage::Opening => {
+                Err(Closed::Untaken(io::ErrorKind::UnexpectedEof.into()))
+            }
             Ok(0) => Err(Closed::Gone),
             Ok(_) => {
                 self.stage = Stage::Begun;
@@ -378,17 +449,10 @@ impl Exchange<'_> {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
             // Linux says so if the other end was closed with unread bytes in it: it had not begun.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset && self.stage == Stage::Opening => {
-                Err(self.tell_not_begun(error))
+                Err(Closed::Untaken(error))
             }
             Err(error) => Err(error.into()),
         }
-    }
-
-    /// Tells the edge that another worker may have the request.
-    fn tell_not_begun(&self, error: io::Error) -> Closed {
-        // An edge that is gone need not know.
-        let _ = self.edge.try_write(&NOT_BEGUN);
-        error.into()
     }
 
     /// The worker wants no more of the body: what still comes of it is thrown away.
@@ -396,16 +460,7 @@ impl Exchange<'_> {
         if self.is_kept && !self.to_worker.is_empty() {
             return Err(Closed::Gone);
         }
-        let mut nowhere = BytesMut::new();
-        loop {
-            self.body.pass(incoming, &mut nowhere)?;
-            nowhere.clear();
-            if self.body.is_complete() {
-                return Ok(());
-            }
-            self.edge.ready(Interest::READABLE).await?;
-            read_some(self.edge, incoming)?;
-        }
+        discard_body(self.edge, &mut self.body, incoming).await
     }
 }
 

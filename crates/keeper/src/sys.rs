@@ -550,6 +550,22 @@ pub fn check_access(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Linux, `linux/sockios.h`: of a Unix stream socket, what of the bytes sent the other end has not read, with the kernel's own
+/// cost of them.
+const SIOCOUTQ: libc::c_ulong = 0x5411;
+
+/// Whether the other end of a Unix stream socket has read all that was sent, or is closed.
+pub fn is_all_read(socket: &impl AsRawFd) -> io::Result<bool> {
+    let mut queued: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ writes one C int, which outlives the call.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQ, &raw mut queued) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // While the kernel wakes the sender, it still counts one byte of what was read (`sock_wfree`). Each piece in the queue
+    // costs hundreds.
+    Ok(queued <= 1)
+}
+
 /// Descriptors that stay open and the same for as long as the value lives.
 pub trait Held: AsRawFd {}
 impl Held for OwnedFd {}

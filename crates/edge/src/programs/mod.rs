@@ -42,7 +42,7 @@ use self::patience::{Alarm, Gauge, Patience};
 use self::php::Serving;
 pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
-use self::responder::{ErrorLines, Exchange, Retry};
+use self::responder::{ErrorLines, Exchange};
 use crate::admission::without_ticket;
 use crate::forward::ClientView;
 use crate::message::{Request, Response, ResponseBody};
@@ -51,12 +51,15 @@ use crate::options::{Limits, Options};
 use crate::pace::{Debt, Ledger};
 use crate::receipt;
 use crate::refusal::Refusal;
-use crate::stay::{Due, Stay};
+use crate::stay::Stay;
 
 /// First pause before a busy keeper is asked again. Each is twice as long as the one before and the last is shorter than
 /// `BUSY_PAUSE_MAX`, half a second in all.
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 const BUSY_PAUSE_MAX: Duration = Duration::from_millis(256);
+
+/// PHP workers that one request is given to, one after the other, until one reads it.
+const WORKERS_PER_REQUEST_MAX: u32 = 3;
 
 /// A program that was found for a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -168,48 +171,50 @@ impl Programs {
         let Request { head, body } = request;
         let files = files_of(site)?;
         let facts = Facts { head: &head, body_len: body.len(), site, tenant, files, script: &script };
-        let opening = opening(&facts, Connection::Kept)?;
+        let mut opening = opening(&facts, Connection::Kept)?;
+        let mut body = body;
         self.after.begin();
         // Workers have a line of their own, of which nothing is predicted.
         let lease = self.pools.lease(tenant, || self.start_php(site)).await;
         let mut lease = lease.map_err(|refusal| without_ticket(refusal, None, site, &head))?;
         if self.enter(&mut lease, site, stay).await.is_err() {
             // It may have died, or have been another keeper's, which is no fault of the request.
-            lease.renew(|| self.start_php(site)).await?;
-            self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
+            self.replace(&mut lease, site, stay).await?;
         }
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
-        let errors = ErrorLines::new("PHP", site.name.clone(), head.id);
-        let alarm = |lease: &mut Lease| {
-            let id = lease.worker().id;
-            Alarm::new(patience, Gauge::of(&self.keeper, id, (site, tenant), stay.confinement()))
-        };
-        let set = alarm(&mut lease);
-        let serving = self.serving(lease, stay.begin());
-        let mut exchange = Timed::new(Exchange::new(serving, opening, body, errors), set);
+        let mut errors = ErrorLines::new("PHP", site.name.clone(), head.id);
+        let mut due = stay.begin();
         let refusal = |failure: Failure| failure.refusal(&script.file);
-        let (answer, rest) = match exchange.head().await {
-            Ok(complete) => complete,
-            Err(Failure::Unread) => {
-                // An idle worker died just now. A fresh one is asked, once: if that does not read either, the
-                // fault is not the old one's.
-                let Some(retry) = exchange.into_output().and_then(Exchange::into_retry) else {
-                    return Err(refusal(Failure::Unread));
-                };
-                let Retry { link, opening, body, errors } = retry;
-                let (mut lease, due) = link.into_lease();
-                lease.renew(|| self.start_php(site)).await?;
-                self.enter(&mut lease, site, stay).await.map_err(|error| not_entered(site, error))?;
-                let set = alarm(&mut lease);
-                let serving = self.serving(lease, due);
-                exchange = Timed::new(Exchange::new(serving, opening, body, errors), set);
-                exchange.head().await.map_err(refusal)?
+        let mut workers = 1;
+        let (exchange, answer, rest) = loop {
+            let gauge = Gauge::of(&self.keeper, lease.worker().id, (site, tenant), stay.confinement());
+            let serving = Serving::new(lease, due, Rc::clone(&self.keeper), Rc::clone(&self.after));
+            let exchange = Exchange::new(serving, opening, body, errors);
+            let mut exchange = Timed::new(exchange, Alarm::new(patience, gauge));
+            match exchange.head().await {
+                Ok((answer, rest)) => break (exchange, answer, rest),
+                Err(Failure::Unread) if workers < WORKERS_PER_REQUEST_MAX => {
+                    // A worker ended before it read the request: nobody has acted on that, whatever its method.
+                    let retry = exchange.into_output().and_then(Exchange::into_retry);
+                    let retry = retry.ok_or_else(|| refusal(Failure::Unread))?;
+                    (opening, body, errors) = (retry.opening, retry.body, retry.errors);
+                    (lease, due) = retry.link.into_lease();
+                    self.replace(&mut lease, site, stay).await?;
+                    workers += 1;
+                }
+                Err(failure) => return Err(refusal(failure)),
             }
-            Err(failure) => return Err(refusal(failure)),
         };
         let outcome = exchange.outcome(&head.method, answer, rest).await.map_err(refusal)?;
         Ok(finish(outcome, debt, stay).await)
+    }
+
+    /// Has a fresh worker in the place of one that is of no use any more.
+    async fn replace(&self, lease: &mut Lease, site: &Site, stay: &Stay) -> Result<(), Refusal> {
+        lease.renew(|| self.start_php(site)).await?;
+        let entered = self.enter(lease, site, stay).await;
+        entered.map_err(|error| not_started(&format!("a PHP worker for site {}", site.name), error))
     }
 
     /// Moves the worker to where the request is to run, unless it is there already.
@@ -232,10 +237,6 @@ impl Programs {
         let place = Place { site: site.name.clone(), confinement: Arc::clone(confinement), cell };
         worker.place = Some(Box::new(place));
         Ok(())
-    }
-
-    fn serving(&self, lease: Lease, due: Due) -> Serving {
-        Serving::new(lease, due, Rc::clone(&self.keeper), Rc::clone(&self.after))
     }
 
     async fn start_php(&self, site: &Site) -> Result<Worker, Refusal> {
@@ -322,10 +323,6 @@ fn opening(facts: &Facts<'_>, connection: Connection) -> Result<Vec<u8>, Refusal
         fits = fits && opening.put(name.as_bytes(), value).is_ok();
     })?;
     if fits { Ok(opening.finish()) } else { Err(Refusal::HeadTooLarge) }
-}
-
-fn not_entered(site: &Site, error: ClientError) -> Refusal {
-    not_started(&format!("a PHP worker for site {}", site.name), error)
 }
 
 /// What the client sees of it is little; the operator finds the reason in the log.

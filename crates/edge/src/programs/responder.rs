@@ -74,9 +74,12 @@ impl<L: Link> Exchange<L> {
         Self { request, answer }
     }
 
-    /// What is needed to ask another one, if nothing of the request's body is gone.
+    /// What is needed to ask another one, if nothing of the request's body is gone: it is kept, or nothing was taken of it.
     pub fn into_retry(mut self) -> Option<Retry<L>> {
-        let Sending { opening, body, taken: 0, .. } = self.request else { return None };
+        let Sending { opening, mut body, taken, .. } = self.request;
+        if taken > 0 && !body.rewind() {
+            return None;
+        }
         let errors = self.answer.errors.clone();
         Some(Retry { link: self.answer.link.take()?, opening, body, errors })
     }

@@ -47,7 +47,7 @@ pub(super) struct World {
     pub tenant: Arc<Tenant>,
     pub options: Options,
     pub pools: Arc<PhpPools>,
-    metrics: Arc<Metrics>,
+    pub metrics: Arc<Metrics>,
 }
 
 /// One edge thread's part of it.
@@ -62,6 +62,15 @@ pub(super) struct Thread {
 impl World {
     /// `kind` is `cgi` or `php`, `more` is added to the site's backend, e.g. `,"timeout_seconds":1`.
     pub fn new(kind: &str, more: &str, options: Options) -> Self {
+        Self::start(kind, more, options, "/usr/bin/php-cgi")
+    }
+
+    /// Its PHP workers are this program.
+    pub fn with_php(program: &str) -> Self {
+        Self::start("php", "", Options::default(), program)
+    }
+
+    fn start(kind: &str, more: &str, options: Options, php_cgi: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let home = directory.path();
         std::fs::set_permissions(home, PermissionsExt::from_mode(0o755)).unwrap();
@@ -76,7 +85,7 @@ impl World {
             r#"{{"name":"demo","tenant":"demo","hosts":["demo"],"backend":{{"kind":"{kind}","root":"web"{more}}}}}"#
         );
         let site: Site = serde_json::from_str(&site).unwrap();
-        let (feed, keeper) = start_keeper(home, &tenant, &site);
+        let (feed, keeper) = start_keeper(home, &tenant, &site, php_cgi);
         let metrics = Arc::new(Metrics::new());
         Self {
             feed: Some(feed),
@@ -134,7 +143,7 @@ impl World {
     }
 }
 
-fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinHandle<()>) {
+fn start_keeper(home: &Path, tenant: &Tenant, site: &Site, php_cgi: &str) -> (UnixStream, JoinHandle<()>) {
     let flags = SocketFlags::CLOEXEC;
     let listener: OwnedFd =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -146,6 +155,7 @@ fn start_keeper(home: &Path, tenant: &Tenant, site: &Site) -> (UnixStream, JoinH
     });
     let options = nagaya_keeper::Options {
         runtime_dir: home.join("run"),
+        php_cgi: php_cgi.into(),
         ids: nagaya_cmdb::check::IdPolicy {
             edge_uid: rustix::process::geteuid().as_raw(),
             ..Default::default()

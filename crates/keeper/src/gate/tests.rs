@@ -1,12 +1,17 @@
 //! What the gate takes, and what it refuses.
 
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 use std::path::Path;
 
 use bytes::BytesMut;
-use nagaya_cmdb::{Site, Tenant};
+use nagaya_cmdb::{Site, SiteName, Tenant};
+use rustix::fs::{Mode, OFlags};
+use rustix::net::RecvFlags;
 
 use super::opening::{AnswerRecords, BodyRecords, Opening, Violation};
-use super::scripts::SiteScripts;
+use super::scripts::{ScriptRule, SiteScripts};
+use super::{Gate, NO_FILE, Passage, connect};
 use crate::fastcgi::{self, Connection, NOT_BEGUN};
 
 fn opening(params: &[(&str, &str)]) -> BytesMut {
@@ -154,4 +159,117 @@ fn the_end_of_an_answer_is_found_however_it_is_cut() {
         }
         assert!(records.has_ended());
     }
+}
+
+// === A worker's end ===
+
+/// A gate before a worker that the test is, and the edge's end.
+struct Scene {
+    edge: StdStream,
+    listener: UnixListener,
+    script: String,
+    _directory: tempfile::TempDir,
+    _gate: Gate,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let script = directory.path().join("a.php");
+        std::fs::write(&script, "").unwrap();
+        let socket = directory.path().join("worker");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let door = rustix::fs::open(&socket, OFlags::PATH, Mode::empty()).unwrap();
+        let (edge, ours) = StdStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let backend = format!(r#"{{"kind":"php","root":{:?}}}"#, directory.path());
+        let rule = ScriptRule::new(SiteName::new("s").unwrap(), scripts(&backend));
+        let gate = Gate::start().unwrap();
+        let worker = connect(&door).unwrap();
+        gate.open(Passage { edge: ours.into(), worker, door, rule, whose: "t".into() }).unwrap();
+        let script = script.to_str().unwrap().to_owned();
+        Self { edge, listener, script, _directory: directory, _gate: gate }
+    }
+
+    /// Sends a request with a body of one record, and gives its opening.
+    fn ask(&mut self, file: &str, body: &[u8]) -> Vec<u8> {
+        let len = body.len().to_string();
+        let opening = opening(&[("SCRIPT_FILENAME", file), ("CONTENT_LENGTH", &len)]);
+        self.edge.write_all(&[&opening[..], &record(5, body)].concat()).unwrap();
+        opening.to_vec()
+    }
+
+    /// All that the edge is still told.
+    fn told(mut self) -> Vec<u8> {
+        drop(self.listener);
+        let mut told = Vec::new();
+        // The gate may close with something unread.
+        let _ = self.edge.read_to_end(&mut told);
+        told
+    }
+}
+
+#[test]
+fn a_body_goes_on_only_after_the_opening_is_read() {
+    let mut scene = Scene::new();
+    let (mut worker, _) = scene.listener.accept().unwrap();
+    let script = scene.script.clone();
+    let opening = scene.ask(&script, b"hello");
+    let mut read = vec![0; opening.len()];
+    worker.read_exact(&mut read[..10]).unwrap();
+    // What is there now is the rest of the opening, and nothing behind it.
+    let mut rest = vec![0; 1 << 16];
+    let len = worker.read(&mut rest).unwrap();
+    assert_eq!(len, opening.len() - 10);
+    let mut body = [0; 13];
+    worker.read_exact(&mut body).unwrap();
+    assert_eq!(body[..], record(5, b"hello"));
+    drop(worker);
+    assert_eq!(scene.told(), b"", "it may have acted on it");
+}
+
+#[test]
+fn a_worker_that_ends_before_it_has_read_has_not_begun() {
+    for read in [0, 1, 20] {
+        let mut scene = Scene::new();
+        let (mut worker, _) = scene.listener.accept().unwrap();
+        let script = scene.script.clone();
+        scene.ask(&script, b"hello");
+        worker.read_exact(&mut vec![0; read]).unwrap();
+        // Otherwise it could be one that ended before the request came.
+        rustix::net::recv(&worker, &mut [0; 1], RecvFlags::PEEK).unwrap();
+        drop(worker);
+        assert_eq!(scene.told(), NOT_BEGUN, "after {read} bytes");
+    }
+    // Not even taken up.
+    let mut scene = Scene::new();
+    let script = scene.script.clone();
+    scene.ask(&script, b"hello");
+    assert_eq!(scene.told(), NOT_BEGUN);
+    // Before there was a request.
+    let scene = Scene::new();
+    drop(scene.listener.accept().unwrap());
+    assert_eq!(scene.told(), NOT_BEGUN);
+}
+
+#[test]
+fn a_script_that_is_not_there_is_none_of_the_workers_business() {
+    let mut scene = Scene::new();
+    let (mut worker, _) = scene.listener.accept().unwrap();
+    let (absent, script) = (scene.script.replace("a.php", "b.php"), scene.script.clone());
+    for body in [&b""[..], b"hello"] {
+        let body = if body.is_empty() { Vec::new() } else { record(5, body) };
+        let len = if body.is_empty() { "0" } else { "5" };
+        let opening = opening(&[("SCRIPT_FILENAME", &absent), ("CONTENT_LENGTH", len)]);
+        scene.edge.write_all(&[&opening[..], &body].concat()).unwrap();
+        let expected = fastcgi::whole_answer(NO_FILE);
+        let mut answer = vec![0; expected.len()];
+        scene.edge.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, expected);
+    }
+    let opening = opening(&[("SCRIPT_FILENAME", &script)]);
+    scene.edge.write_all(&opening).unwrap();
+    let mut read = vec![0; opening.len()];
+    worker.read_exact(&mut read).unwrap();
+    assert_eq!(read, opening[..], "the first that it sees, over its first connection");
 }

@@ -7,8 +7,10 @@ use http::Method;
 use nagaya_cmdb::cell::{self, Confinement, CpuQuota};
 use nagaya_keeper::fastcgi::{Connection, Opening};
 
+use crate::intake::testing::kept;
 use crate::message::{BodyError, RequestBody};
 use crate::options::{Limits, Options};
+use crate::programs::WORKERS_PER_REQUEST_MAX;
 use crate::programs::testing::{
     Thread, World, arriving, get, known, piece, post, read, request, text, until,
 };
@@ -93,12 +95,12 @@ fn a_worker_serves_one_request_after_the_other() {
             (302, &"/there".parse().unwrap())
         );
         assert_eq!(thread.response("fails.php", get()).await.status, 500);
+        assert_eq!(thread.response("absent.php", get()).await.status, 404);
+        assert_eq!(thread.response("absent.php", post(vec![b'x'; 300_000])).await.status, 404);
         let head = thread.response("length.php", request(Method::HEAD, RequestBody::empty())).await;
         assert!(head.body.len().is_none(), "its length is not known");
         assert_eq!(pid(&thread).await, first);
         assert_eq!(thread.running("php").await, 1);
-        // A script that is not there is not asked for, and its worker is replaced.
-        assert_eq!(thread.response("absent.php", get()).await.status, 404);
     });
 }
 
@@ -225,23 +227,77 @@ fn a_worker_that_dies_breaks_its_answer_off_and_is_replaced() {
     });
 }
 
+/// Each time the very next request meets it, in whatever state its end is.
 #[test]
 fn an_idle_worker_that_died_is_replaced_unnoticed() {
     let world = world(1);
     world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
     world.run(async |thread| {
-        let first = pid(&thread).await;
-        signal(first, rustix::process::Signal::KILL);
-        thread.until_none_runs("php").await;
-        assert_eq!(text(thread.response("length.php", post("hello")).await).await, "5");
-        let second = pid(&thread).await;
-
-        // Dead only after the request was sent, and before it was read.
-        signal(second, rustix::process::Signal::STOP);
-        let kill = async { signal(second, rustix::process::Signal::KILL) };
-        let (third, ()) = tokio::join!(biased; thread.get("pid.php"), kill);
-        assert_ne!(third, second.to_string());
+        for len in [5, 300_000] {
+            for method in [Method::POST, Method::PUT] {
+                let before = pid(&thread).await;
+                signal(before, rustix::process::Signal::KILL);
+                let request = request(method.clone(), kept(vec![b'x'; len]).await);
+                assert_eq!(text(thread.response("length.php", request).await).await, len.to_string());
+                assert_ne!(pid(&thread).await, before);
+            }
+        }
+        let before = pid(&thread).await;
+        signal(before, rustix::process::Signal::KILL);
+        assert_ne!(pid(&thread).await, before);
     });
+}
+
+#[test]
+fn a_request_that_no_worker_has_read_gets_another_one() {
+    let world = world(1);
+    world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
+    world.run(async |thread| {
+        for len in [0, 5, 300_000] {
+            let stopped = free_pid(&thread).await;
+            signal(stopped, rustix::process::Signal::STOP);
+            let request = request(Method::POST, kept(vec![b'x'; len]).await);
+            let ask = thread.response("length.php", request);
+            // Dead only after the request was sent, and before it was read.
+            let kill = async { signal(stopped, rustix::process::Signal::KILL) };
+            let (response, ()) = tokio::join!(biased; ask, kill);
+            assert_eq!(text(response).await, len.to_string());
+            assert_ne!(pid(&thread).await, stopped);
+        }
+    });
+}
+
+/// It may have acted on what it has read, so the request is nobody else's.
+#[test]
+fn a_request_that_a_worker_has_read_is_not_repeated() {
+    let world = world(1);
+    world.file(
+        "early.php",
+        "<?php file_put_contents('../notes/runs', 'x', FILE_APPEND); exec('kill -9 ' . getmypid()); sleep(60);",
+    );
+    let runs = world.note("runs");
+    world.run(async |thread| {
+        for (number, method) in [Method::PUT, Method::POST].into_iter().enumerate() {
+            let request = request(method.clone(), kept(vec![b'x'; 300_000]).await);
+            let refusal = thread.refusal("early.php", request).await;
+            assert!(matches!(refusal, Refusal::BackendInvalid(_)), "{method}: {refusal}");
+            assert_eq!(std::fs::read(&runs).unwrap().len(), number + 1, "{method}");
+        }
+    });
+}
+
+#[test]
+fn a_request_is_given_to_so_many_workers_and_no_more() {
+    // Each of them ends at once.
+    let world = World::with_php("/bin/true");
+    world.file("hello.php", "<?php echo 'hello';");
+    world.run(async |thread| {
+        let request = request(Method::POST, kept("hello").await);
+        let refusal = thread.refusal("hello.php", request).await;
+        assert!(matches!(refusal, Refusal::BackendInvalid(_) | Refusal::BackendUnreachable(_)), "{refusal}");
+    });
+    let started = world.metrics.php_spawned.get();
+    assert!((1..=u64::from(WORKERS_PER_REQUEST_MAX)).contains(&started), "{started}");
 }
 
 #[test]
