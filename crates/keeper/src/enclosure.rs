@@ -26,9 +26,10 @@ use parking_lot::Mutex;
 
 use self::files::Sources;
 use crate::fault::{self, Fault};
-use crate::options::{Options, ProgramNetwork, ProgramOptions};
+use crate::options::{Options, ProgramCalls, ProgramNetwork, ProgramOptions};
 use crate::protocol::Failure;
 use crate::relay::{Outlets, Relay, Ways};
+use crate::sandbox::{self, Instruction};
 use crate::sys::Identity;
 
 /// Enclosures at once. Beyond it the one that was used longest ago and holds no program goes.
@@ -133,6 +134,14 @@ impl Enclosures {
     /// Holds for programs that are started from now on.
     pub fn set_options(&self, programs: &ProgramOptions) {
         *self.programs.lock() = programs.clone();
+    }
+
+    /// The filter of system calls that programs get which are started now, within an enclosure or not.
+    pub fn call_filter(&self) -> &'static [Instruction] {
+        match self.programs.lock().system_calls {
+            ProgramCalls::Filtered => sandbox::filter_of_programs(),
+            ProgramCalls::All => &[],
+        }
     }
 
     /// How many there are, and how many were made.

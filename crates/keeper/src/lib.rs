@@ -48,6 +48,6 @@ pub use confinement::TENANTS_MAX;
 pub use enclosure::try_enclosure;
 pub use instances::unix_diag;
 pub use options::{
-    BackEnd, HugePages, IdleOptions, InstanceOptions, Options, ProgramNetwork, ProgramOptions,
+    BackEnd, HugePages, IdleOptions, InstanceOptions, Options, ProgramCalls, ProgramNetwork, ProgramOptions,
 };
 pub use server::{Start, run};

@@ -80,6 +80,18 @@ pub struct ProgramOptions {
     pub local_ports: Vec<u16>,
     /// Ports on which this node serves sites: a site's program may ask its own site.
     pub own_ports: Vec<u16>,
+    pub system_calls: ProgramCalls,
+}
+
+/// What CGI programs and PHP workers may ask of the kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProgramCalls {
+    /// What is on a list.
+    #[default]
+    Filtered,
+    /// All that their rights let them.
+    All,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,7 +109,12 @@ const LOCAL_PORTS: [u16; 4] = [25, 587, 3306, 5432];
 
 impl Default for ProgramOptions {
     fn default() -> Self {
-        Self { network: ProgramNetwork::Own, local_ports: LOCAL_PORTS.to_vec(), own_ports: Vec::new() }
+        Self {
+            network: ProgramNetwork::Own,
+            local_ports: LOCAL_PORTS.to_vec(),
+            own_ports: Vec::new(),
+            system_calls: ProgramCalls::Filtered,
+        }
     }
 }
 

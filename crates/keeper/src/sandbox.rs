@@ -63,6 +63,8 @@ pub use crate::sys::{Entrance, Identity};
 pub(crate) use capture::capture as capture_here;
 pub use capture::{Capture, RESOLVER};
 pub(crate) use channel::{receive, send};
+pub use filter::of_programs as filter_of_programs;
+pub use kernel::Instruction;
 pub(crate) use kernel::{raise_loopback, timespec};
 pub use network::Address;
 pub use order::Step;

@@ -85,6 +85,7 @@ pub fn cgi(
         entrance: leaf.entrance(),
         namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
+        filter: enclosures.call_filter(),
     })
     .map_err(|error| not_started(&found.path, error))?;
     Ok(Started { root: Root::Child(child), log, fds: vec![to_program, from_program], enclosure })
@@ -142,6 +143,7 @@ pub fn php(start: &PhpStart, tenant: &Tenant, runner: &Runner, leaf: &Leaf) -> R
         entrance: leaf.entrance(),
         namespaces: &namespaces_of(enclosure.as_deref()),
         open_files_max: runner.open_files_max,
+        filter: enclosures.call_filter(),
     })
     .map_err(|error| match (error.step, error.error.kind()) {
         (Step::Program, io::ErrorKind::NotFound) => Fault::new(
@@ -214,6 +216,8 @@ pub fn app(
         entrance: leaf.entrance(),
         namespaces: &[],
         open_files_max: runner.open_files_max,
+        // Without a sandbox nothing is refused to applications; that is said at the start.
+        filter: &[],
     })
     .map_err(|error| not_started(Path::new(program), error))?;
     Ok(Started { root: Root::Child(child), log, fds: Vec::new(), enclosure: None })
@@ -371,6 +375,9 @@ fn not_started(program: &Path, SpawnError { step, error }: SpawnError) -> Fault 
             (Failure::Broken, "it is no program: a script begins with a line like '#!/bin/sh'")
         }
         (Step::Namespaces, _) => (Failure::Broken, "it cannot enter its tenant's namespaces"),
+        (Step::Filter, _) => {
+            (Failure::Broken, "it gets no filter of system calls; see `programs_system_calls` in [keeper]")
+        }
         (Step::Clone | Step::Fence, _) => (Failure::Broken, "no process can be made in a cgroup of its own"),
         _ => (Failure::Broken, "the system refused a step on the way to it"),
     };

@@ -54,6 +54,7 @@ fn lives(dir: &Path) -> Result<bool, FileError> {
         entrance: Entrance { born, tasks: Vec::new() },
         namespaces: &[],
         open_files_max: 64,
+        filter: &[],
     });
     let child = match child {
         Ok(child) => child,

@@ -1,9 +1,11 @@
-//! Which system calls programs in a sandbox may make: the filter itself and how it is assembled.
+//! Which system calls tenants' programs may make, in a sandbox and as CGI or PHP: the filters and how they are assembled.
 //!
 //! The list is Docker's default profile (moby, `profiles/seccomp/default.json`), as facts, for a process without any
 //! capability, less what an image could not carry (asynchronous I/O of both kinds, secret memory) and what reaches
-//! into other processes. Not here: putting it on (`kernel`), who gets it (`program`), the one for memory that an image's file
-//! shows (`shown`).
+//! into other processes. CGI programs and PHP workers are never in an image, and may do asynchronous I/O of the older kind. Not here:
+//! putting it on (`kernel`, `sys`), who gets it (`program`, `spawn`), the one for memory that an image's file shows (`shown`).
+
+use std::sync::LazyLock;
 
 use nix::libc;
 
@@ -61,14 +63,24 @@ const FAMILIES: [libc::c_int; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6
 /// As Docker has them: Linux, 32-bit Linux, each with `UNAME26`, and the question what it is.
 const PERSONALITIES: [u32; 5] = [0, 0x8, 0x20000, 0x20008, u32::MAX];
 
-/// The filter of tenants' programs.
+/// The filter of tenants' programs in sandboxes.
 pub fn of_tenants() -> Vec<Instruction> {
-    of_list(&[], errno)
+    of_list(&[], of, errno)
+}
+
+/// The filter of CGI programs and PHP workers, assembled once for all.
+pub fn of_programs() -> &'static [Instruction] {
+    static FILTER: LazyLock<Vec<Instruction>> = LazyLock::new(|| of_list(&[], of_program, errno));
+    &FILTER
 }
 
 /// The list as a filter, with what becomes of calls that are not allowed, by their error. `before` comes first and finds the
 /// number loaded.
-fn of_list(before: &[Instruction], refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruction> {
+fn of_list(
+    before: &[Instruction],
+    list: fn(libc::c_long) -> Action,
+    refuse: fn(libc::c_int) -> Instruction,
+) -> Vec<Instruction> {
     let mut program = vec![
         op(LOAD, ARCHITECTURE),
         jump(IF_EQUAL, OURS, 1, 0),
@@ -76,7 +88,7 @@ fn of_list(before: &[Instruction], refuse: fn(libc::c_int) -> Instruction) -> Ve
         op(LOAD, NUMBER),
     ];
     program.extend_from_slice(before);
-    program.extend(search(&boundaries(), refuse));
+    program.extend(search(&boundaries(list), refuse));
     program
 }
 
@@ -118,7 +130,7 @@ pub fn of_restores() -> Vec<Instruction> {
         op(RETURN, libc::SECCOMP_RET_ALLOW),
         ask,
     ];
-    of_list(&about_ptrace, |_| op(RETURN, libc::SECCOMP_RET_USER_NOTIF))
+    of_list(&about_ptrace, of, |_| op(RETURN, libc::SECCOMP_RET_USER_NOTIF))
 }
 
 /// Requests of `ptrace(2)`.
@@ -145,10 +157,10 @@ fn errno(errno: libc::c_int) -> Instruction {
 }
 
 /// The first number of each run of numbers with one action. The first run begins at 0.
-fn boundaries() -> Vec<(u32, Action)> {
+fn boundaries(list: fn(libc::c_long) -> Action) -> Vec<(u32, Action)> {
     let mut all: Vec<(u32, Action)> = Vec::new();
     for number in 0..=FIRST_UNKNOWN {
-        let action = if number == FIRST_UNKNOWN { Action::Missing } else { of(number.into()) };
+        let action = if number == FIRST_UNKNOWN { Action::Missing } else { list(number.into()) };
         if all.last().is_none_or(|(_, before)| *before != action) {
             all.push((number, action));
         }
@@ -161,10 +173,15 @@ fn of(number: libc::c_long) -> Action {
         libc::SYS_clone => Action::Clone,
         libc::SYS_socket => Action::Socket,
         libc::SYS_personality => Action::Personality,
-        _ if MISSING.contains(&number) => Action::Missing,
+        _ if MISSING.contains(&number) || ASYNC_IO.contains(&number) => Action::Missing,
         _ if ALLOWED.contains(&number) || ALLOWED_OF_ARCHITECTURE.contains(&number) => Action::Allow,
         _ => Action::Refuse,
     }
+}
+
+/// The same of a program that is never in an image.
+fn of_program(number: libc::c_long) -> Action {
+    if ASYNC_IO.contains(&number) { Action::Allow } else { of(number) }
 }
 
 /// A binary search over the runs. The number is loaded.
@@ -203,11 +220,11 @@ fn decide(action: Action, refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruc
 const IO_PGETEVENTS: libc::c_long = if cfg!(target_arch = "x86_64") { 333 } else { 292 };
 
 /// `clone3` among them: a filter cannot see its flags, and the C library then uses `clone`.
-const MISSING: &[libc::c_long] = &[
-    libc::SYS_clone3,
-    libc::SYS_io_uring_setup,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
+const MISSING: &[libc::c_long] =
+    &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
+
+/// Asynchronous I/O (io_setup(2)), which CRIU cannot carry.
+const ASYNC_IO: &[libc::c_long] = &[
     libc::SYS_io_setup,
     libc::SYS_io_destroy,
     libc::SYS_io_getevents,
@@ -367,6 +384,21 @@ mod tests {
         assert_eq!(tenant(libc::SYS_personality, 0x0040_0000), EPERM);
         let other = run(&of_tenants(), 0x4000_0003, 1, [0; 6]);
         assert_eq!(other, libc::SECCOMP_RET_KILL_PROCESS);
+    }
+
+    #[test]
+    fn programs_may_do_what_tenants_may_and_asynchronous_io() {
+        for number in 0..600 {
+            for first in [0, libc::CLONE_NEWUSER as u64, libc::AF_VSOCK as u64, u64::MAX] {
+                let action = run(of_programs(), OURS, number, [first; 6]);
+                let is_async = ASYNC_IO.contains(&number);
+                let expected = if is_async { libc::SECCOMP_RET_ALLOW } else { tenant(number, first) };
+                assert_eq!(action, expected, "{number} {first:#x}");
+            }
+        }
+        // Of x32 (`__X32_SYSCALL_BIT`) and of 32 bits.
+        assert_eq!(run(of_programs(), OURS, 0x4000_0000, [0; 6]), ENOSYS);
+        assert_eq!(run(of_programs(), 0x4000_0003, 1, [0; 6]), libc::SECCOMP_RET_KILL_PROCESS);
     }
 
     #[test]

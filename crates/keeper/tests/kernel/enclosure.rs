@@ -28,7 +28,8 @@ pub const ROOT: &[Fact] = &[
     ("a tenant has one enclosure, whatever runs in it", one_for_each_tenant),
 ];
 
-async fn said_by(keeper: &Keeper, site: &str) -> String {
+/// All that a CGI program of this site says.
+pub async fn said_by(keeper: &Keeper, site: &str) -> String {
     let process = run_in(keeper, site, &Confinement::default()).await;
     read_all(process.stdout).await
 }

@@ -6,6 +6,7 @@
 
 mod bases;
 mod boosts;
+mod calls;
 mod cells;
 mod databases;
 mod enclosure;
@@ -69,6 +70,7 @@ fn main() {
         programs::ROOT,
         files::ROOT,
         links::ROOT,
+        calls::ROOT,
         enclosure::ROOT,
         php::ROOT,
         instances::ROOT,

@@ -478,6 +478,13 @@ const KEEPER: &[Key<Settings>] = &[
         "The network of CGI programs and PHP workers. `own`: each tenant has one of its own, from which TCP leads to all that is outside of the node, to `local_ports`, and to the node's own sites; and names are looked up. `host`: all share the node's, and reach whatever listens there, other tenants' servers too. Holds for programs that are started from then on."
     ),
     key!(
+        "programs_system_calls",
+        "0.1",
+        Kind::Choice(&["filtered", "all"]),
+        keeper.programs.system_calls,
+        "What CGI programs and PHP workers may ask of the kernel. `filtered`: what usual software needs; no new namespaces, mounts, tracing of others, `bpf`, `io_uring` or the like (docs/operations.md has the list), and programs for 32 bits are ended. `all`: what their rights let them. Holds for programs that are started from then on."
+    ),
+    key!(
         "local_ports",
         "0.1",
         Kind::Ports,

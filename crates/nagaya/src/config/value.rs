@@ -10,7 +10,7 @@ use std::time::Duration;
 use nagaya_base::units;
 use nagaya_cmdb::RuleName;
 use nagaya_edge::options::{LogFormat as AccessFormat, ProbeKind};
-use nagaya_keeper::{BackEnd, HugePages, ProgramNetwork};
+use nagaya_keeper::{BackEnd, HugePages, ProgramCalls, ProgramNetwork};
 use nagaya_rules::{OnError, Phase};
 use toml::de::DeValue;
 
@@ -486,6 +486,7 @@ word_field!(ProbeKind: Udp = "udp", Connect = "connect", Icmp = "icmp");
 word_field!(OnError: Pass = "pass", Refuse = "refuse");
 word_field!(HugePages: AsIs = "as-is", Of64KiB = "64KiB");
 word_field!(ProgramNetwork: Own = "own", Host = "host");
+word_field!(ProgramCalls: Filtered = "filtered", All = "all");
 word_field!(AccessFormat: Combined = "combined", Json = "json");
 word_field!(
     BackEnd: Auto = "auto",
