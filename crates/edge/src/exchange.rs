@@ -174,8 +174,8 @@ async fn from_script(
         return Err(Refusal::SiteBroken(format!("site {} is no application", route.site.name)));
     };
     let limits = node.limits();
-    let connect = Duration::from_millis(limits.backend_connect_ms);
-    let silence = head_patience(&request.head, limits.backend_ms, app.timeout_seconds);
+    let connect = Duration::from_millis(limits.backend.connect_ms);
+    let silence = head_patience(&request.head, limits.backend.answer_ms, app.timeout_seconds);
     let mut call = node.programs.call(&route.site, &route.tenant, script, request, silence).await?;
     let (hold, mut instance) = ready_instance(node, route, account).await?;
     let seating = seating(node, &hold, account);
@@ -332,8 +332,8 @@ impl<'a> Proxy<'a> {
     ) -> Result<Self, Refusal> {
         let limits = node.limits();
         let bounds = Bounds {
-            connect: Duration::from_millis(limits.backend_connect_ms),
-            head: head_patience(head, limits.backend_ms, timeout_seconds),
+            connect: Duration::from_millis(limits.backend.connect_ms),
+            head: head_patience(head, limits.backend.answer_ms, timeout_seconds),
             idle: Duration::from_millis(limits.idle_body_ms),
             head_bytes: limits.head_bytes,
         };

@@ -18,7 +18,7 @@ use nagaya_cmdb::record::{App, Buffering, Http, Protocol};
 use nagaya_cmdb::{Backend, TenantName};
 
 use crate::account::Account;
-use crate::message::{BodyError, Head, KeptBody, Request, RequestBody};
+use crate::message::{BodyError, BodySource, Head, Request, RequestBody};
 use crate::node::Node;
 use crate::pace;
 use crate::refusal::Refusal;
@@ -246,10 +246,11 @@ impl Body for InMemory {
     }
 }
 
-impl KeptBody for InMemory {
-    fn rewind(mut self: Pin<&mut Self>) {
+impl BodySource for InMemory {
+    fn rewind(mut self: Pin<&mut Self>) -> bool {
         self.next = 0;
         self.left = self.len;
+        true
     }
 }
 
@@ -292,10 +293,11 @@ impl Body for InFile {
     }
 }
 
-impl KeptBody for InFile {
-    fn rewind(mut self: Pin<&mut Self>) {
+impl BodySource for InFile {
+    fn rewind(mut self: Pin<&mut Self>) -> bool {
         self.offset = 0;
         self.reading = None;
+        true
     }
 }
 

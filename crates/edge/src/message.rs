@@ -79,57 +79,71 @@ impl ConnInfo {
 }
 
 /// The body of a request: data frames, then perhaps trailers. Bounded by whoever made it.
-pub struct RequestBody(BodySource);
+pub struct RequestBody(Option<Pin<Box<dyn BodySource>>>);
 
-enum BodySource {
-    Empty,
-    Arriving(Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>),
-    Kept(Pin<Box<dyn KeptBody>>),
+/// Where a body comes from.
+pub trait BodySource: Body<Data = Bytes, Error = BodyError> {
+    /// Begins anew with the first frame. False: what was taken is gone.
+    fn rewind(self: Pin<&mut Self>) -> bool;
 }
 
-/// A body that has arrived and is kept until its request is done.
-pub trait KeptBody: Body<Data = Bytes, Error = BodyError> {
-    /// The next frame is the first one again.
-    fn rewind(self: Pin<&mut Self>);
-}
+/// A body that can be had once.
+struct Arriving<B>(B);
 
 impl RequestBody {
     pub fn empty() -> Self {
-        Self(BodySource::Empty)
+        Self(None)
     }
 
-    pub fn new(body: impl Body<Data = Bytes, Error = BodyError> + 'static) -> Self {
-        Self(BodySource::Arriving(Box::pin(body)))
+    /// Of a client, as it comes.
+    pub fn new(body: impl Body<Data = Bytes, Error = BodyError> + Unpin + 'static) -> Self {
+        Self(Some(Box::pin(Arriving(body))))
     }
 
-    pub fn kept(body: impl KeptBody + 'static) -> Self {
-        Self(BodySource::Kept(Box::pin(body)))
+    /// Of a source that keeps it until its request is done.
+    pub fn kept(body: impl BodySource + 'static) -> Self {
+        Self(Some(Box::pin(body)))
     }
 
     /// Begins anew, so that the request can be given to another backend. False: what was taken of it is gone.
     pub fn rewind(&mut self) -> bool {
-        match &mut self.0 {
-            BodySource::Empty => true,
-            BodySource::Arriving(_) => false,
-            BodySource::Kept(body) => {
-                body.as_mut().rewind();
-                true
-            }
-        }
+        self.0.as_mut().is_none_or(|body| body.as_mut().rewind())
     }
 
     /// Length in bytes if it was announced (`Content-Length`); `None` for a chunked or HTTP/2 stream of unknown length.
     pub fn len(&self) -> Option<u64> {
-        self.size_hint().exact()
+        self.0.as_ref().map_or(Some(0), |body| body.size_hint().exact())
     }
 
     /// True if no byte of body will come.
     pub fn is_empty(&self) -> bool {
-        match &self.0 {
-            BodySource::Empty => true,
-            BodySource::Arriving(body) => body.is_end_stream(),
-            BodySource::Kept(body) => body.is_end_stream(),
-        }
+        self.0.as_ref().is_none_or(|body| body.is_end_stream())
+    }
+}
+
+impl<B: Body<Data = Bytes, Error = BodyError> + Unpin> BodySource for Arriving<B> {
+    fn rewind(self: Pin<&mut Self>) -> bool {
+        false
+    }
+}
+
+impl<B: Body<Data = Bytes, Error = BodyError> + Unpin> Body for Arriving<B> {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        Pin::new(&mut self.0).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
     }
 }
 
@@ -142,9 +156,8 @@ impl Body for RequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match &mut self.0 {
-            BodySource::Empty => Poll::Ready(None),
-            BodySource::Arriving(body) => body.as_mut().poll_frame(cx),
-            BodySource::Kept(body) => body.as_mut().poll_frame(cx),
+            Some(body) => body.as_mut().poll_frame(cx),
+            None => Poll::Ready(None),
         }
     }
 
@@ -153,11 +166,7 @@ impl Body for RequestBody {
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.0 {
-            BodySource::Empty => SizeHint::with_exact(0),
-            BodySource::Arriving(body) => body.size_hint(),
-            BodySource::Kept(body) => body.size_hint(),
-        }
+        self.0.as_ref().map_or(SizeHint::with_exact(0), |body| body.size_hint())
     }
 }
 

@@ -39,7 +39,7 @@ pub struct Node {
     pub instances: Rc<Instances>,
     /// Connections to other nodes.
     pub peers: Peers,
-    pub forwarding: Forwarding,
+    pub forwarding: Rc<Forwarding>,
     pub connections: Rc<Connections>,
     /// What networks of clients may do.
     pub clients: Rc<ClientLimits>,
@@ -59,6 +59,7 @@ impl Node {
         let options = shared.options();
         let turns = Rc::<Turns>::default();
         let upstream = Rc::new(Pool::new(Arc::clone(&shared.metrics)));
+        let forwarding = Rc::new(Forwarding::new(&options));
         Self {
             router: Router::new(Arc::clone(&shared)),
             files: FileServer::new(
@@ -81,10 +82,10 @@ impl Node {
             ),
             upstream,
             peers: Peers::new(Arc::clone(&shared)),
-            forwarding: Forwarding::new(&options),
+            forwarding: Rc::clone(&forwarding),
             connections: Rc::default(),
             clients: Rc::new(ClientLimits::new(Arc::clone(&shared), &options)),
-            rules: Rules::new(&shared, Rc::clone(&keeper), Rc::clone(&turns)),
+            rules: Rules::new(&shared, Rc::clone(&keeper), forwarding, Rc::clone(&turns)),
             turns,
             plans: Plans::default(),
             keeper,

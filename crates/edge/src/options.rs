@@ -99,9 +99,7 @@ pub struct Limits {
     /// Longest silence between two requests of a connection.
     pub keep_alive_ms: u64,
     pub keep_alive_requests: u32,
-    /// From the request to the head of the backend's answer.
-    pub backend_ms: u64,
-    pub backend_connect_ms: u64,
+    pub backend: BackendLimits,
     /// Connections open at once, per edge thread.
     pub connections: usize,
     pub h2_streams: u32,
@@ -113,6 +111,22 @@ pub struct Limits {
     pub file_cache_bytes: usize,
     /// How slow a client may be, and how much of HTTP/2 it may waste.
     pub pace: PaceOptions,
+}
+
+/// How long backends may take, where their site gives no number.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackendLimits {
+    /// From the request to the head of the answer.
+    pub answer_ms: u64,
+    /// Until it has accepted the connection.
+    pub connect_ms: u64,
+}
+
+impl Default for BackendLimits {
+    fn default() -> Self {
+        Self { answer_ms: 60_000, connect_ms: 5_000 }
+    }
 }
 
 /// Least rates of clients, as Apache's `RequestReadTimeout` has them, and what one HTTP/2 connection may waste.
@@ -292,8 +306,7 @@ impl Default for Limits {
             vanished_ms: 30_000,
             keep_alive_ms: 60_000,
             keep_alive_requests: 1_000_000,
-            backend_ms: 60_000,
-            backend_connect_ms: 5_000,
+            backend: BackendLimits::default(),
             connections: 10_000,
             h2_streams: 128,
             handshake_ms: 10_000,

@@ -1,5 +1,6 @@
-//! Ruby's `Regexp` for rules, on the `regex` crate: searching takes time linear in the text, whatever a rule's author or a
-//! client writes.
+//! Ruby's `Regexp` for rules, on the `regex` crate: one search takes time linear in the text, whatever a rule's author or a
+//! client writes. The watchdog of an evaluation ends no call into Rust, so each has bounds of its own: the text's length and
+//! the program's size bound one search, processor time bounds a call that makes several.
 //!
 //! What looks around or back (`(?=`, `(?<!`, `\1`) does not exist there and raises when the rule runs. `regexp.rb` has the
 //! Ruby half: `MatchData`, `$~`, and the methods of String. Not here: how natives are called (`native`).
@@ -7,9 +8,11 @@
 use std::cell::RefCell;
 use std::num::NonZeroUsize;
 use std::rc::Rc;
+use std::time::Duration;
 
 use lru::LruCache;
 use regex::bytes::{Captures, Regex, RegexBuilder};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::native::{Arg, Call, Native, NativeError, Prelude, Value};
 
@@ -23,6 +26,13 @@ const COMPILED_MAX: usize = 64;
 /// Limits of one compiled pattern, in bytes: its program, and the cache it fills while searching.
 const PROGRAM_LEN_MAX: usize = 256 << 10;
 const SEARCH_CACHE_LEN_MAX: usize = 256 << 10;
+
+/// Longest text that is searched, in bytes: as long as all that a client sends in a head by default.
+/// The worst patterns that were tried took 0.3 s for one search of it in a build without optimization.
+const TEXT_LEN_MAX: usize = 64 << 10;
+
+/// Processor time of all searches of one call. Each of many matches may look at all of the rest of a text.
+const SEARCH_TIME_MAX: Duration = Duration::from_millis(100);
 
 /// Most matches one call gives back.
 const MATCHES_MAX: usize = 10_000;
@@ -135,9 +145,11 @@ fn find<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
 fn find_all<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
     let Some(text) = subject(call)? else { return Ok(Value::List(Vec::new())) };
     with_regex(call, |regex| {
+        let clock = SearchClock::start();
         let all = regex.captures_iter(text).take(MATCHES_MAX);
-        Value::List(all.map(|found| Value::List(places(text, &found))).collect())
-    })
+        let listed = all.map(|found| clock.check().map(|()| Value::List(places(text, &found))));
+        listed.collect::<Result<_, _>>().map(Value::List)
+    })?
 }
 
 fn places<'a>(text: &[u8], found: &Captures<'_>) -> Vec<Value<'a>> {
@@ -159,7 +171,9 @@ fn replace<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
     with_regex(call, |regex| {
         let mut made = Vec::with_capacity(text.len());
         let mut rest = 0;
+        let clock = SearchClock::start();
         for found in regex.captures_iter(text).take(if all { MATCHES_MAX } else { 1 }) {
+            clock.check()?;
             let whole = found.get(0).expect("group 0 is the whole match");
             made.extend_from_slice(&text[rest..whole.start()]);
             expand(&found, with, &mut made);
@@ -221,7 +235,9 @@ fn split<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
         let parting = |found: &Captures<'_>| {
             found.get(0).is_some_and(|whole| !whole.is_empty() || (1..text.len()).contains(&whole.start()))
         };
+        let clock = SearchClock::start();
         for found in regex.captures_iter(text).filter(parting).take(most) {
+            clock.check()?;
             let whole = found.get(0).expect("group 0 is the whole match");
             parts.push(into_text(text[rest..whole.start()].to_vec()).into());
             parts.extend(
@@ -234,8 +250,8 @@ fn split<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
         while limit == 0 && parts.last() == Some(&Value::from("")) {
             parts.pop();
         }
-        Value::List(parts)
-    })
+        Ok(Value::List(parts))
+    })?
 }
 
 fn escape<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
@@ -245,11 +261,41 @@ fn escape<'a>(call: &mut Call<'a>) -> Result<Value<'a>, NativeError> {
 
 /// The text to search in; nil is found nowhere.
 fn subject<'a>(call: &Call<'a>) -> Result<Option<&'a [u8]>, NativeError> {
-    match call.any(0) {
-        Arg::Nil => Ok(None),
-        Arg::Symbol(name) => Ok(Some(name.as_bytes())),
-        _ => call.bytes(0).map(Some),
+    let text = match call.any(0) {
+        Arg::Nil => return Ok(None),
+        Arg::Symbol(name) => name.as_bytes(),
+        _ => call.bytes(0)?,
+    };
+    if text.len() > TEXT_LEN_MAX {
+        let why = format!("a text of {} bytes is searched, and {TEXT_LEN_MAX} are the most", text.len());
+        return Err(NativeError::argument(why));
     }
+    Ok(Some(text))
+}
+
+/// Bounds the searches of one call by this thread's processor time.
+struct SearchClock(Duration);
+
+impl SearchClock {
+    fn start() -> Self {
+        Self(thread_time())
+    }
+
+    fn check(&self) -> Result<(), NativeError> {
+        if thread_time().saturating_sub(self.0) > SEARCH_TIME_MAX {
+            let most = SEARCH_TIME_MAX.as_millis();
+            return Err(NativeError::runtime(format!(
+                "searching took more than {most} ms of processor time"
+            )));
+        }
+        Ok(())
+    }
+}
+
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 /// Made of pieces of a Ruby string, which need not be UTF-8.

@@ -83,7 +83,9 @@ const RULE: &str = "e = Apache::Env.new\n\
     e[\"PHP_VALUE\"] = \"auto_prepend_file=/etc/passwd\"\n\
     e[\"REMOTE_ADDR\"] = \"10.9.8.7\"\n\
     h = Apache::Headers_in.new\n\
-    h[\"X-Remote-User\"] = \"ann\"\n";
+    h[\"X-Remote-User\"] = \"ann\"\n\
+    h[\"X-Rule-Scheme\"] = Apache::Request.new.scheme\n\
+    h[\"X-Rule-Port\"] = Apache::Connection.new.remote_port.to_s\n";
 
 fn world() -> World {
     let backend = Backend::start(echo);
@@ -318,6 +320,10 @@ fn behind_a_trusted_proxy_the_client_is_its_client(world: &World) {
         ] {
             assert_eq!(kind.fact(told, variable, field).as_deref(), Some(expected), "{variable} {why}");
         }
+        // The proxy does not say the client's port.
+        for (field, expected) in [("x-rule-scheme", "https"), ("x-rule-port", "0")] {
+            assert_eq!(kind.field(told, field).as_deref(), Some(expected), "{field} {why}");
+        }
         if kind.is_program() {
             assert_eq!(kind.fact(told, "HTTPS", "").as_deref(), Some("on"), "{why}");
             assert!(kind.fact(told, "REMOTE_PORT", "").is_none(), "{why}");
@@ -473,6 +479,9 @@ fn no_other_version_of_http_is_offered_to_a_backend(world: &World) {
 fn rules_set_what_is_theirs_and_nothing_of_the_servers(world: &World) {
     each_told(world, CLIENT, "/x", &[], |kind, told, why| {
         assert_eq!(kind.field(told, "x-remote-user").as_deref(), Some("ann"), "{why}");
+        assert_eq!(kind.field(told, "x-rule-scheme").as_deref(), Some("http"), "{why}");
+        let port = kind.field(told, "x-rule-port").and_then(|port| port.parse::<u16>().ok());
+        assert!(port.is_some_and(|port| port > 0), "{why}");
         assert!(
             !told.contains(FORGED) && !told.contains("/tmp/x.so") && !told.contains("auto_prepend"),
             "{why}"

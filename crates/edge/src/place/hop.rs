@@ -223,6 +223,6 @@ fn patience(node: &Node, route: &Route) -> Duration {
         ),
         _ => (Duration::ZERO, None),
     };
-    let answering = answering.unwrap_or(Duration::from_millis(options.limits.backend_ms));
+    let answering = answering.unwrap_or(Duration::from_millis(options.limits.backend.answer_ms));
     2 * Duration::from_millis(options.wait_ms) + starting + answering + GRACE
 }

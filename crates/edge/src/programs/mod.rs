@@ -177,16 +177,17 @@ impl Programs {
         // Workers have a line of their own, of which nothing is predicted.
         let lease = self.pools.lease(tenant, || self.start_php(site)).await;
         let mut lease = lease.map_err(|refusal| without_ticket(refusal, None, site, &head))?;
+        let mut workers = 1;
         if self.enter(&mut lease, site, stay).await.is_err() {
             // It may have died, or have been another keeper's, which is no fault of the request.
             self.replace(&mut lease, site, stay).await?;
+            workers += 1;
         }
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
         let mut errors = ErrorLines::new("PHP", site.name.clone(), head.id);
         let mut due = stay.begin();
         let refusal = |failure: Failure| failure.refusal(&script.file);
-        let mut workers = 1;
         let (exchange, answer, rest) = loop {
             let gauge = Gauge::of(&self.keeper, lease.worker().id, (site, tenant), stay.confinement());
             let serving = Serving::new(lease, due, Rc::clone(&self.keeper), Rc::clone(&self.after));

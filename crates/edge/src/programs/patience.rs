@@ -39,7 +39,7 @@ impl Patience {
                 let run = Duration::from_secs(seconds.into());
                 Self { silence: run, end: Some(Instant::now() + run) }
             }
-            None => Self { silence: Duration::from_millis(limits.backend_ms), end: None },
+            None => Self { silence: Duration::from_millis(limits.backend.answer_ms), end: None },
         }
     }
 

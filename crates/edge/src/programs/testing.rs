@@ -31,7 +31,7 @@ use super::{Outcome, PhpPools, Programs, Script};
 use crate::forward::ClientView;
 use crate::message::{BodyError, ConnInfo, Head, Request, RequestBody, Response, ResponseBody};
 use crate::metrics::Metrics;
-use crate::options::Options;
+use crate::options::{Limits, Options};
 use crate::refusal::Refusal;
 use crate::stay::Stay;
 
@@ -245,6 +245,13 @@ impl Thread {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
+}
+
+/// The usual limits, but for the time to the head of an answer.
+pub(super) fn answering_within(answer_ms: u64) -> Limits {
+    let mut limits = Limits::default();
+    limits.backend.answer_ms = answer_ms;
+    limits
 }
 
 pub(super) fn get() -> Request {

@@ -18,6 +18,7 @@ use nagaya_rules::{Facts, Number, Scalar, Text};
 
 use crate::access_log::{AccessRecord, Used};
 use crate::files::Programs;
+use crate::forward::Forwarding;
 use crate::message::Head;
 use crate::path::SitePath;
 use crate::programs::document_root;
@@ -31,6 +32,8 @@ pub struct RequestFacts<'a> {
     /// Name of this node.
     pub node: &'a str,
     pub head: &'a Head,
+    /// Who the client is behind trusted proxies.
+    pub forwarding: &'a Forwarding,
     /// Length of the request's body, where it was announced.
     pub body_len: Option<u64>,
     pub route: &'a Route,
@@ -118,7 +121,7 @@ impl Facts for RequestFacts<'_> {
             Text::RawTarget => Some(self.raw_target()),
             Text::Query => head.query.as_deref().map(Cow::Borrowed),
             Text::Protocol => known(protocol(head.version)),
-            Text::Scheme => known(head.conn.scheme()),
+            Text::Scheme => known(self.forwarding.view_client(head).scheme),
             Text::Authority => self.authority(),
             Text::DocumentRoot => self.document_root().map(Cow::Owned),
             Text::Filename => self.file().map(|(file, _)| file.into()),
@@ -141,7 +144,7 @@ impl Facts for RequestFacts<'_> {
     fn number(&self, number: Number) -> Option<i64> {
         let ended = self.response.is_some();
         match number {
-            Number::ClientPort => Some(self.head.conn.peer.port().into()),
+            Number::ClientPort => self.forwarding.view_client(self.head).port.map(i64::from),
             Number::LocalPort => Some(self.head.conn.local.port().into()),
             Number::ContentLength => self.body_len.and_then(|len| i64::try_from(len).ok()),
             Number::Status => ended.then(|| self.record.status.as_u16().into()),

@@ -39,6 +39,7 @@ use self::watch::Events;
 use crate::access_log::AccessRecord;
 use crate::account::Account;
 use crate::admission::{Lane, Wish};
+use crate::forward::Forwarding;
 use crate::message::{Head, Request, Response};
 use crate::node::Node;
 use crate::programs::Variable;
@@ -61,6 +62,7 @@ pub struct Rules {
     shared: Arc<Shared>,
     /// It knows which applications rest.
     keeper: Rc<Keeper>,
+    forwarding: Rc<Forwarding>,
     engine: RefCell<Engine>,
     /// What each request begins with.
     blank: Rc<Verdict>,
@@ -120,7 +122,12 @@ impl Told {
 }
 
 impl Rules {
-    pub fn new(shared: &Arc<Shared>, keeper: Rc<Keeper>, turns: Rc<Turns>) -> Rc<Self> {
+    pub fn new(
+        shared: &Arc<Shared>,
+        keeper: Rc<Keeper>,
+        forwarding: Rc<Forwarding>,
+        turns: Rc<Turns>,
+    ) -> Rc<Self> {
         let (changes, to_keeper) = mpsc::channel(CHANGES_WAITING_MAX);
         let engine = Engine::new(Arc::clone(&shared.rules));
         let rules = Self {
@@ -128,6 +135,7 @@ impl Rules {
             engine: RefCell::new(engine),
             shared: Arc::clone(shared),
             keeper,
+            forwarding,
             any: Cell::new(false),
             logs: Cell::new(false),
             node: RefCell::new("".into()),
@@ -434,6 +442,7 @@ impl Ruling {
             keeper: &self.rules.keeper,
             node: &node,
             head: &request.head,
+            forwarding: &self.rules.forwarding,
             body_len: request.body.len(),
             route,
             record,
@@ -471,6 +480,7 @@ impl Ruling {
                 keeper: &self.rules.keeper,
                 node: &self.rules.node.borrow(),
                 head: &kept.head,
+                forwarding: &self.rules.forwarding,
                 body_len: kept.body_len,
                 route: &kept.route,
                 record,

@@ -131,6 +131,30 @@ fn what_cannot_be_searched_in_linear_time_raises() {
 }
 
 #[test]
+fn a_text_that_is_searched_has_a_longest_length() {
+    let search = |len: usize| {
+        let (set, mut engine) = Rules::of(&format!("/b/ =~ 'a' * {len}")).engine();
+        evaluate(&mut engine).1.unwrap();
+        set.status()[0].last_fault.as_ref().map(|fault| fault.message.clone())
+    };
+    assert_eq!(search(super::TEXT_LEN_MAX), None);
+    let fault = search(super::TEXT_LEN_MAX + 1).expect("it is too long");
+    assert!(fault.contains("65537 bytes") && fault.contains("65536"), "{fault}");
+}
+
+/// Each match looks at all of the rest of the text, to see that there is no `z`.
+#[test]
+fn many_searches_of_one_call_have_a_longest_time() {
+    for call in ["text.scan(/a.*z|a/)", "text.gsub(/a.*z|a/, 'b')", "text.split(/a.*z|a/)"] {
+        let (set, mut engine) = Rules::of(&format!("text = 'a' * 65_000\n{call}")).engine();
+        evaluate(&mut engine).1.unwrap();
+        let fault = set.status()[0].last_fault.clone().unwrap_or_else(|| panic!("{call}"));
+        assert!(fault.message.contains("more than 100 ms of processor time"), "{call}: {fault}");
+        assert_eq!(fault.line, Some(2));
+    }
+}
+
+#[test]
 fn patterns_made_from_requests_are_bounded() {
     let source = "200.times { |n| /host#{n}/ =~ 'host1' }\nApache.rputs Regexp::KEPT[nil].size.to_s";
     let kept: usize = written(source).parse().unwrap();

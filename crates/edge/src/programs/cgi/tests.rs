@@ -6,9 +6,11 @@ use http::Method;
 use nagaya_cmdb::cell::{self, Confinement, CpuQuota};
 
 use crate::message::{BodyError, RequestBody, ResponseBody};
-use crate::options::{Limits, Options};
+use crate::options::Options;
 use crate::programs::Outcome;
-use crate::programs::testing::{World, arriving, get, piece, post, read, request, text, until};
+use crate::programs::testing::{
+    World, answering_within, arriving, get, piece, post, read, request, text, until,
+};
 use crate::refusal::Refusal;
 
 fn world() -> World {
@@ -17,7 +19,7 @@ fn world() -> World {
 
 /// A node that waits for programs this long, milliseconds.
 fn impatient(backend_ms: u64) -> World {
-    let limits = Limits { backend_ms, ..Limits::default() };
+    let limits = answering_within(backend_ms);
     World::new("cgi", "", Options { limits, ..Options::default() })
 }
 

@@ -9,10 +9,10 @@ use nagaya_keeper::fastcgi::{Connection, Opening};
 
 use crate::intake::testing::kept;
 use crate::message::{BodyError, RequestBody};
-use crate::options::{Limits, Options};
+use crate::options::Options;
 use crate::programs::WORKERS_PER_REQUEST_MAX;
 use crate::programs::testing::{
-    Thread, World, arriving, get, known, piece, post, read, request, text, until,
+    Thread, World, answering_within, arriving, get, known, piece, post, read, request, text, until,
 };
 use crate::refusal::Refusal;
 
@@ -385,7 +385,7 @@ fn a_client_that_leaves_a_long_run_ends_the_worker() {
 
 #[test]
 fn a_script_that_takes_too_long_is_ended() {
-    let limits = Limits { backend_ms: 500, ..Limits::default() };
+    let limits = answering_within(500);
     let world = world_with(1, Options { limits, ..Options::default() });
     world.file("silent.php", "<?php sleep(1000);");
     world.file("stuck.php", "<?php ob_end_flush(); echo 'hello'; flush(); sleep(1000);");
@@ -400,7 +400,7 @@ fn a_script_that_takes_too_long_is_ended() {
 
 #[test]
 fn an_upload_that_goes_on_is_no_silence() {
-    let limits = Limits { backend_ms: 1000, ..Limits::default() };
+    let limits = answering_within(1000);
     let world = world_with(1, Options { limits, ..Options::default() });
     world.file("length.php", "<?php echo strlen(file_get_contents('php://input'));");
     world.run(async |thread| {

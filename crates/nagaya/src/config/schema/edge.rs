@@ -95,14 +95,14 @@ pub(super) const LIMITS: &[Key<Settings>] = &[
         "backend_timeout",
         "0.1",
         time(100, DAY),
-        edge.limits.backend_ms,
+        edge.limits.backend.answer_ms,
         "From the request to the head of the backend's answer, where the site gives no number. A CGI or PHP program under a limit may use that much CPU time, for an hour at most, as long as it gets on."
     ),
     key!(
         "backend_connect_timeout",
         "0.1",
         time(10, HOUR),
-        edge.limits.backend_connect_ms,
+        edge.limits.backend.connect_ms,
         "Until a backend has accepted the connection."
     ),
     key!(

@@ -135,7 +135,7 @@ pub const CLASSES: &[Class] = &[
             Row(".new", Same),
             Row(
                 "remote_ip remote_port local_ip local_port",
-                Differs("behind a trusted proxy the client's address as the proxy gives it"),
+                Differs("behind a trusted proxy the client's address and port as the proxy gives them"),
             ),
             Row(
                 "remote_host remote_logname local_host",
