@@ -83,8 +83,11 @@ pub struct RequestBody(Option<Pin<Box<dyn BodySource>>>);
 
 /// Where a body comes from.
 pub trait BodySource: Body<Data = Bytes, Error = BodyError> {
-    /// Begins anew with the first frame. False: what was taken is gone.
-    fn rewind(self: Pin<&mut Self>) -> bool;
+    /// All of it has arrived and stays until the request is done.
+    fn is_kept(&self) -> bool;
+
+    /// Begins anew with the first frame, if it is kept.
+    fn rewind(self: Pin<&mut Self>);
 }
 
 /// A body that can be had once.
@@ -105,9 +108,16 @@ impl RequestBody {
         Self(Some(Box::pin(body)))
     }
 
-    /// Begins anew, so that the request can be given to another backend. False: what was taken of it is gone.
-    pub fn rewind(&mut self) -> bool {
-        self.0.as_mut().is_none_or(|body| body.as_mut().rewind())
+    /// All of it has arrived, and can be had as often as it is needed.
+    pub fn is_kept(&self) -> bool {
+        self.0.as_ref().is_none_or(|body| body.is_kept())
+    }
+
+    /// Begins anew, so that the request can be given to another backend. Of a body that is not kept, what was taken is gone.
+    pub fn rewind(&mut self) {
+        if let Some(body) = &mut self.0 {
+            body.as_mut().rewind();
+        }
     }
 
     /// Length in bytes if it was announced (`Content-Length`); `None` for a chunked or HTTP/2 stream of unknown length.
@@ -122,9 +132,11 @@ impl RequestBody {
 }
 
 impl<B: Body<Data = Bytes, Error = BodyError> + Unpin> BodySource for Arriving<B> {
-    fn rewind(self: Pin<&mut Self>) -> bool {
+    fn is_kept(&self) -> bool {
         false
     }
+
+    fn rewind(self: Pin<&mut Self>) {}
 }
 
 impl<B: Body<Data = Bytes, Error = BodyError> + Unpin> Body for Arriving<B> {

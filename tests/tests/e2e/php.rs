@@ -23,6 +23,7 @@ pub const SUITE: Suite = Suite {
             a_front_controller_gets_what_is_no_file,
             a_worker_that_dies_breaks_the_answer_off_and_is_replaced,
             a_worker_that_dies_silently_is_502_and_replaced,
+            an_upload_that_meets_a_dead_worker_goes_to_another,
             a_script_that_never_ends_is_504_and_its_worker_replaced,
             a_client_that_leaves_frees_the_worker,
             idle_workers_end,
@@ -38,6 +39,8 @@ fn world() -> World {
         .set("tenants", "php_workers = 2\nphp_idle_timeout = \"1s\"")
         .tenant("alice")
         .tenant("bob")
+        .tenant("carol")
+        .site(site("killed", "carol", json!({ "kind": "php", "root": "php" })))
         .site(site("php", "alice", json!({ "kind": "php", "root": "php" })))
         .site(site("impatient", "alice", json!({ "kind": "php", "root": "php", "timeout_seconds": 1 })))
         .site(site(
@@ -158,6 +161,22 @@ fn a_worker_that_dies_silently_is_502_and_replaced(world: &World) {
     world.get("php.test", "/mute.php").expect(502);
     for _ in 0..4 {
         world.get("php.test", "/pid.php").expect(200);
+    }
+}
+
+/// The next request comes at once, while the worker's end is under way.
+fn an_upload_that_meets_a_dead_worker_goes_to_another(world: &World) {
+    // Of a tenant of its own: nobody else's request is to be in the worker that is killed.
+    world.write("carol", "php/pid.php", "<?php echo getmypid();");
+    let len = "<?php echo getmypid(), ' ', strlen(file_get_contents('php://input'));";
+    world.write("carol", "php/len.php", len);
+    for len in [5, 200_000].repeat(5) {
+        let dead = world.get("killed.test", "/pid.php").expect(200).text();
+        machine::signal(dead.parse().expect("a process id"), "KILL");
+        let answer = client::post(world.http(), "killed.test", "/len.php", &"x".repeat(len)).expect(200).text();
+        let (pid, read) = answer.split_once(' ').expect("two words");
+        assert_eq!(read, len.to_string());
+        assert_ne!(pid, dead);
     }
 }
 

@@ -28,9 +28,9 @@ impl Held {
         Self { frames: VecDeque::new(), bytes: 0, rest: body }
     }
 
-    /// Takes in what comes, until the bound, the end, or an error.
+    /// Takes in what comes, until the bound, the end, or an error. Nothing of a body that is kept already.
     pub async fn fill(&mut self) {
-        while self.bytes < BYTES_MAX && !self.rest.is_empty() {
+        while !self.rest.is_kept() && self.bytes < BYTES_MAX && !self.rest.is_empty() {
             let Some(frame) = self.rest.frame().await else { return };
             let is_error = frame.is_err();
             self.bytes += frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, Bytes::len);
@@ -113,6 +113,15 @@ mod tests {
         held.fill().await;
         assert_eq!(held.size_hint().lower(), 7);
         assert_eq!(read(held.into_body()).await.unwrap(), b"one two");
+    }
+
+    #[tokio::test]
+    async fn a_body_that_is_kept_stays_so() {
+        let mut held = Held::new(crate::intake::testing::kept("all of it").await);
+        held.fill().await;
+        let body = held.into_body();
+        assert!(body.is_kept());
+        assert_eq!(read(body).await.unwrap(), b"all of it");
     }
 
     #[tokio::test]

@@ -77,9 +77,10 @@ impl<L: Link> Exchange<L> {
     /// What is needed to ask another one, if nothing of the request's body is gone: it is kept, or nothing was taken of it.
     pub fn into_retry(mut self) -> Option<Retry<L>> {
         let Sending { opening, mut body, taken, .. } = self.request;
-        if taken > 0 && !body.rewind() {
+        if taken > 0 && !body.is_kept() {
             return None;
         }
+        body.rewind();
         let errors = self.answer.errors.clone();
         Some(Retry { link: self.answer.link.take()?, opening, body, errors })
     }
