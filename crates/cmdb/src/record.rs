@@ -61,6 +61,20 @@ pub struct Tenant {
     /// Of its cell: all that runs for it together.
     #[serde(default, skip_serializing_if = "CellLimits::is_empty")]
     pub limits: CellLimits,
+    /// Of its CGI programs and PHP workers. `None`: the node's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<ProgramNetwork>,
+}
+
+/// The network of CGI programs and PHP workers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProgramNetwork {
+    /// Each tenant has one of its own.
+    #[default]
+    Own,
+    /// The node's, with whatever listens there.
+    Host,
 }
 
 /// Host names (and below them a path) served one way.

@@ -152,7 +152,9 @@ impl Enclosures {
     /// The tenant's. `None`: there are none on this node, which is said at its start.
     pub fn of(&self, tenant: &Tenant, identity: Option<Identity>) -> Result<Option<Arc<Enclosure>>, Fault> {
         let Some(identity) = identity.filter(|_| self.off.is_none()) else { return Ok(None) };
-        let owner = Owner { identity, home: tenant.home.clone(), programs: self.programs.lock().clone() };
+        let mut programs = self.programs.lock().clone();
+        programs.network = tenant.network.unwrap_or(programs.network);
+        let owner = Owner { identity, home: tenant.home.clone(), programs };
         let entry = self.entry(&tenant.name, &owner)?;
         let mut made = entry.lock();
         if let Some(enclosure) = &*made {

@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 
 use nagaya_cmdb::check::IdPolicy;
+pub use nagaya_cmdb::record::ProgramNetwork;
 use serde::{Deserialize, Serialize};
 
 use crate::image::ClusterKey;
@@ -75,6 +76,7 @@ pub struct InstanceOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ProgramOptions {
+    /// Of tenants whose record says nothing.
     pub network: ProgramNetwork,
     /// Ports of services on the node's loopback that all tenants may use.
     pub local_ports: Vec<u16>,
@@ -92,16 +94,6 @@ pub enum ProgramCalls {
     Filtered,
     /// All that their rights let them.
     All,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ProgramNetwork {
-    /// Each tenant has one of its own.
-    #[default]
-    Own,
-    /// All share the node's.
-    Host,
 }
 
 /// Mail, and the two databases that sites use most.

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use nagaya_cmdb::cell::{Confinement, Usage};
+use nagaya_cmdb::record::ProgramNetwork;
 use nagaya_cmdb::{SiteName, Tenant, TenantName};
 use nagaya_keeper::client::ProcessGuard;
 use nagaya_keeper::protocol::ProcessId;
@@ -158,16 +159,17 @@ struct State {
     account: Account,
 }
 
-/// What makes a tenant's processes its own.
+/// What makes a tenant's processes its own, and what they reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Account {
     uid: u32,
     gid: u32,
+    network: Option<ProgramNetwork>,
 }
 
 impl From<&Tenant> for Account {
     fn from(tenant: &Tenant) -> Self {
-        Self { uid: tenant.uid, gid: tenant.gid }
+        Self { uid: tenant.uid, gid: tenant.gid, network: tenant.network }
     }
 }
 

@@ -24,6 +24,10 @@ pub const ROOT: &[Fact] = &[
     ("a CGI program reaches no port of the node's that is not for all tenants", reaches_no_port),
     ("a CGI program reaches what is outside, and its own site on the node", reaches_outside),
     ("programs share the node's network where that is configured", shares_the_network),
+    (
+        "a tenant's record says which network its programs have, before the node's configuration",
+        own_word_on_network,
+    ),
     ("a PHP worker is where its tenant's CGI programs are", php_is_enclosed),
     ("a tenant has one enclosure, whatever runs in it", one_for_each_tenant),
 ];
@@ -165,6 +169,28 @@ fn shares_the_network() {
         let said = said_by(&keeper, "cgi").await;
         assert!(said.starts_with("got hello\n") && said.contains("No such file"), "{said}");
     });
+}
+
+fn own_word_on_network() {
+    let port = service();
+    for (default, [first, second]) in [
+        (ProgramNetwork::Own, [("host", "got hello"), ("own", "no: Connection refused")]),
+        (ProgramNetwork::Host, [("own", "no: Connection refused"), ("host", "got hello")]),
+    ] {
+        let world = World::new()
+            .with(|options| options.programs.network = default)
+            .with_cgi(&connect("127.0.0.1", port))
+            .start();
+        world.run(async |keeper| {
+            for (network, expected) in [first, second] {
+                world.apply(vec![world.tenant_with("alice", json!({ "network": network }))]);
+                assert_eq!(said_by(&keeper, "cgi").await.trim(), expected, "{network} before {default:?}");
+            }
+            // Without a word in the record the node's default holds.
+            world.apply(vec![world.tenant_with("alice", json!({}))]);
+            assert_eq!(said_by(&keeper, "cgi").await.trim(), second.1, "{default:?}");
+        });
+    }
 }
 
 fn php_is_enclosed() {

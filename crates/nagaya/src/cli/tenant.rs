@@ -57,7 +57,7 @@ pub struct Add {
 #[derive(Debug, clap::Args)]
 pub struct Set {
     pub name: String,
-    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, one of the limits
+    /// Take a field out, so that its default holds again: home, max-concurrent, php-workers, network, one of the limits
     /// without its dashes, or limits for all of them
     #[arg(long, value_name = "FIELD", value_parser = unsettable())]
     pub unset: Vec<String>,
@@ -91,13 +91,16 @@ pub struct Fields {
     /// Share of the node against other tenants when all want more than there is, 1 to 10000; 100 if not given
     #[arg(long, value_name = "N")]
     pub weight: Option<u32>,
+    /// The network of its CGI programs and PHP workers: its own, or the node's with all that listens there
+    #[arg(long, value_parser = ["own", "host"])]
+    pub network: Option<String>,
     #[command(flatten)]
     pub limits: limits::CellFields,
 }
 
 /// The fields a tenant can be without.
 fn unsettable() -> clap::builder::PossibleValuesParser {
-    let own = ["home", "max-concurrent", "php-workers", "weight", limits::ALL];
+    let own = ["home", "max-concurrent", "php-workers", "weight", "network", limits::ALL];
     clap::builder::PossibleValuesParser::new(own.into_iter().chain(limits::OPTIONS))
 }
 
@@ -155,7 +158,7 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
 }
 
 fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliError> {
-    let Fields { uid, user, gid, home, max_concurrent, php_workers, weight, limits } = fields;
+    let Fields { uid, user, gid, home, max_concurrent, php_workers, weight, network, limits } = fields;
     if let Some(name) = user {
         let user = User::from_name(name)
             .map_err(|error| CliError::Usage(format!("user '{name}' cannot be looked up: {error}")))?
@@ -181,6 +184,9 @@ fn apply(fields: &Fields, record: &mut Map<String, Value>) -> Result<(), CliErro
         if let Some(value) = value {
             record.insert(key.into(), (*value).into());
         }
+    }
+    if let Some(network) = network {
+        record.insert("network".into(), network.as_str().into());
     }
     limits.apply(record);
     Ok(())

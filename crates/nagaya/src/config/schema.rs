@@ -475,7 +475,7 @@ const KEEPER: &[Key<Settings>] = &[
         "0.1",
         Kind::Choice(&["own", "host"]),
         keeper.programs.network,
-        "The network of CGI programs and PHP workers. `own`: each tenant has one of its own, from which TCP leads to all that is outside of the node, to `local_ports`, and to the node's own sites; and names are looked up. `host`: all share the node's, and reach whatever listens there, other tenants' servers too. Holds for programs that are started from then on."
+        "The network of CGI programs and PHP workers. `own`: each tenant has one of its own, from which TCP leads to all that is outside of the node, to `local_ports`, and to the node's own sites; and names are looked up. `host`: all share the node's, and reach whatever listens there, other tenants' servers too. Holds for programs that are started from then on. A tenant's record may say otherwise (`nagaya tenant set NAME --network`)."
     ),
     key!(
         "programs_system_calls",

@@ -4,6 +4,8 @@
 use std::cell::RefCell;
 use std::sync::atomic::AtomicUsize;
 
+use nagaya_cmdb::record::ProgramNetwork;
+
 use super::*;
 use crate::programs::testing::HANG;
 
@@ -264,16 +266,20 @@ async fn a_tenant_that_is_gone_keeps_no_worker() {
 }
 
 #[tokio::test]
-async fn a_tenant_with_another_uid_gets_other_workers() {
-    let mut world = World::new(2, Options::default());
-    let (idle, busy) = (world.lease().await.unwrap(), world.lease().await.unwrap());
-    idle.give_back();
-    world.tenant.uid = 2001;
-    // One is busy, so this is the second turn of two, and the idle worker is not the one that takes it.
-    world.lease().await.unwrap().give_back();
-    assert_eq!((world.made(), world.ended()), (3, 1));
-    busy.give_back();
-    assert_eq!((world.ended(), world.pools.workers()), (2, 1));
+async fn a_tenant_with_another_uid_or_network_gets_other_workers() {
+    let changes: [fn(&mut Tenant); 2] =
+        [|tenant| tenant.uid = 2001, |tenant| tenant.network = Some(ProgramNetwork::Host)];
+    for change in changes {
+        let mut world = World::new(2, Options::default());
+        let (idle, busy) = (world.lease().await.unwrap(), world.lease().await.unwrap());
+        idle.give_back();
+        change(&mut world.tenant);
+        // One is busy, so this is the second turn of two, and the idle worker is not the one that takes it.
+        world.lease().await.unwrap().give_back();
+        assert_eq!((world.made(), world.ended()), (3, 1));
+        busy.give_back();
+        assert_eq!((world.ended(), world.pools.workers()), (2, 1));
+    }
 }
 
 #[tokio::test]

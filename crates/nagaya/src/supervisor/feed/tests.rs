@@ -20,6 +20,7 @@ fn tenant(name: &str) -> Change {
         php_workers: None,
         weight: None,
         limits: Default::default(),
+        network: None,
     }))
 }
 
