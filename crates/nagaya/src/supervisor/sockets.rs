@@ -26,8 +26,8 @@ const BACKLOG: i32 = 16_384;
 /// Connections to the keeper not yet accepted: one per edge thread, and again as many while an edge restarts.
 const KEEPER_BACKLOG: i32 = 1_024;
 
-/// Connections to the admin socket that wait to be accepted.
-const ADMIN_BACKLOG: i32 = 128;
+/// Connections to the admin socket that wait to be accepted. Beyond it, connecting fails at once, for root too.
+const ADMIN_BACKLOG: i32 = 1_024;
 
 /// How often the other end is asked before it counts as gone: probes are packets like others, and one or two of them may be lost.
 const PROBES: u32 = 3;
