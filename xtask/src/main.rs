@@ -1,4 +1,4 @@
-//! What `./dev` calls: tests, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
+//! What `./dev` calls: tests, fuzzing, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
 //!
 //! Not here: anything that ships; nothing depends on this program.
 
@@ -7,6 +7,7 @@ mod content;
 mod demo;
 mod experiment;
 mod facts;
+mod fuzz;
 mod guest;
 mod http;
 mod huge_pages;
@@ -46,6 +47,7 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
     match verb.as_str() {
         "test" => test::run(rest),
         "guest" => guest::run(rest),
+        "fuzz" => fuzz::run(rest),
         "lint" => lint::run(rest),
         "docs" => lint::write_generated_pages().map(|()| ExitCode::SUCCESS),
         "demo" => demo::run(rest).map(|()| ExitCode::SUCCESS),

@@ -43,6 +43,13 @@ pub fn cargo_as_builder() -> Command {
     command
 }
 
+/// The same with variables of the environment, which `runuser` passes on.
+pub fn cargo_as_builder_with(variables: &[(&str, String)]) -> Command {
+    let mut command = cargo_as_builder();
+    command.envs(variables.iter().map(|(name, value)| (*name, value)));
+    command
+}
+
 /// The release binary, built or not.
 pub fn nagaya() -> PathBuf {
     target_dir().join("release/nagaya")

@@ -6,6 +6,7 @@
 pub mod clock;
 pub mod code;
 pub mod date;
+pub mod fuzz;
 pub mod limits;
 pub mod reckoning;
 pub mod request_id;

@@ -7,6 +7,8 @@
 pub mod cell;
 pub mod check;
 pub mod feed;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod instance;
 pub mod names;
 pub mod record;

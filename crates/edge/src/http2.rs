@@ -21,7 +21,7 @@
 //! Not here: what happens to a request (`request`), TLS (`tls`), HTTP/1 (`http1`), how a head is read (`head`).
 
 mod guard;
-mod head;
+pub(crate) mod head;
 mod incoming;
 mod streams;
 

@@ -30,6 +30,8 @@ pub mod cluster;
 pub mod date;
 pub mod drain;
 pub mod forward;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod http1;
 pub mod http2;
 mod intake;

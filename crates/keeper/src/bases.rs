@@ -8,9 +8,9 @@
 //! In reading order: this file, `layout` (which content a name means), `layer` (putting it on disk). Not here: what a sandbox shows of
 //! a base (`sandbox`), entry point, variables and user of an image, which records say themselves.
 
-mod layer;
-mod layout;
-mod zstd;
+pub(crate) mod layer;
+pub(crate) mod layout;
+pub(crate) mod zstd;
 
 #[cfg(test)]
 mod tests;

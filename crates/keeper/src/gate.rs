@@ -14,7 +14,7 @@
 //! The gate has threads of its own, and asks the disk on others. Not here: starting workers (`spawn`), which site a
 //! worker serves (`process`).
 
-mod opening;
+pub(crate) mod opening;
 mod scripts;
 
 use std::io;

@@ -11,23 +11,23 @@
 //!
 //! Not here: when images are taken and used (`instances`), sandboxes (`sandbox`).
 
-mod archive;
-mod checkpoint;
+pub(crate) mod archive;
+pub(crate) mod checkpoint;
 mod criu;
 mod digest;
 mod facts;
-mod file_list;
+pub(crate) mod file_list;
 mod files;
-mod header;
+pub(crate) mod header;
 mod holes;
 mod incoming;
-mod log;
-mod mapped;
-mod mappings;
-mod memory;
-mod order;
+pub(crate) mod log;
+pub(crate) mod mapped;
+pub(crate) mod mappings;
+pub(crate) mod memory;
+pub(crate) mod order;
 mod outgoing;
-mod pagemap;
+pub(crate) mod pagemap;
 mod sealed;
 mod shared;
 mod store;

@@ -8,6 +8,8 @@
 pub mod client;
 pub mod codec;
 pub mod fastcgi;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod huge_pages;
 pub mod image;
 pub mod protocol;

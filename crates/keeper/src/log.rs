@@ -6,7 +6,7 @@
 
 mod files;
 mod journal;
-mod lines;
+pub(crate) mod lines;
 mod meter;
 mod tail;
 mod writer;

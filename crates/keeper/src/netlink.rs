@@ -131,14 +131,14 @@ fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
 }
 
 /// An acknowledgement is an error with the number 0.
-fn acknowledged(answer: &[u8]) -> io::Result<()> {
+pub(crate) fn acknowledged(answer: &[u8]) -> io::Result<()> {
     match (kind_of(answer), error_of(answer)) {
         (Some(NLMSG_ERROR), Some(0)) => Ok(()),
         _ => Err(refused(answer)),
     }
 }
 
-fn route_kind(answer: &[u8]) -> io::Result<u8> {
+pub(crate) fn route_kind(answer: &[u8]) -> io::Result<u8> {
     match (kind_of(answer), answer.get(ROUTE_KIND)) {
         (Some(RTM_NEWROUTE), Some(kind)) => Ok(*kind),
         _ => Err(refused(answer)),

@@ -14,7 +14,7 @@ mod place;
 mod plan;
 mod socket;
 mod tcp;
-mod turns;
+pub(crate) mod turns;
 mod watched;
 
 use std::io;

@@ -12,6 +12,8 @@ mod engine;
 mod facts;
 mod fault;
 mod ffi;
+#[doc(hidden)]
+pub mod fuzzing;
 mod native;
 mod regexp;
 mod remembered;

@@ -334,6 +334,11 @@ fn compile(pattern: &Pattern) -> Result<Regex, NativeError> {
         })
 }
 
+/// Whether this is a pattern.
+pub(crate) fn is_pattern(source: &str, options: u8) -> bool {
+    compile(&Pattern { source: source.into(), options }).is_ok()
+}
+
 /// What Ruby writes in another way than the `regex` crate.
 fn translate(source: &str) -> String {
     let mut made = String::with_capacity(source.len());

@@ -11,7 +11,7 @@ use http::header::{
 
 /// What a representation can be recognised by.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Validators<'a> {
+pub(crate) struct Validators<'a> {
     /// Entity tag as sent: quoted, with `W/` in front if weak.
     pub etag: &'a HeaderValue,
     /// Last modification, seconds since 1970, where it is sent.
@@ -19,7 +19,7 @@ pub(super) struct Validators<'a> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(crate) enum Outcome {
     /// Answer with the representation.
     Send,
     /// 304.
@@ -29,7 +29,7 @@ pub(super) enum Outcome {
 }
 
 /// The order of RFC 9110 section 13.2.2, for GET and HEAD on something that exists.
-pub(super) fn evaluate(headers: &HeaderMap, now: Validators<'_>) -> Outcome {
+pub(crate) fn evaluate(headers: &HeaderMap, now: Validators<'_>) -> Outcome {
     if headers.contains_key(IF_MATCH) {
         if !any_tag(headers, IF_MATCH, |tag| is_same_strong(tag, now.etag)) {
             return Outcome::Failed;
@@ -52,7 +52,7 @@ pub(super) fn evaluate(headers: &HeaderMap, now: Validators<'_>) -> Outcome {
 }
 
 /// Whether a `Range` beside these headers still means this representation (section 13.1.5).
-pub(super) fn range_applies(headers: &HeaderMap, now: Validators<'_>) -> bool {
+pub(crate) fn range_applies(headers: &HeaderMap, now: Validators<'_>) -> bool {
     let Some(condition) = headers.get(IF_RANGE) else { return true };
     let text = condition.as_bytes();
     if text.starts_with(b"\"") || text.starts_with(b"W/") {

@@ -7,7 +7,7 @@ use http::header::{ACCEPT_ENCODING, HeaderMap};
 
 /// A content coding nagaya knows siblings of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Coding {
+pub(crate) enum Coding {
     Brotli,
     Zstd,
     Gzip,
@@ -15,9 +15,9 @@ pub(super) enum Coding {
 
 impl Coding {
     /// In the order of preference where the client has none: the usually smaller first.
-    pub(super) const ALL: [Self; 3] = [Self::Brotli, Self::Zstd, Self::Gzip];
+    pub(crate) const ALL: [Self; 3] = [Self::Brotli, Self::Zstd, Self::Gzip];
 
-    pub(super) fn extension(self) -> &'static str {
+    pub(crate) fn extension(self) -> &'static str {
         match self {
             Self::Brotli => ".br",
             Self::Zstd => ".zst",
@@ -26,7 +26,7 @@ impl Coding {
     }
 
     /// Its registered name.
-    pub(super) fn token(self) -> &'static str {
+    pub(crate) fn token(self) -> &'static str {
         match self {
             Self::Brotli => "br",
             Self::Zstd => "zstd",
@@ -34,7 +34,7 @@ impl Coding {
         }
     }
 
-    pub(super) fn value(self) -> HeaderValue {
+    pub(crate) fn value(self) -> HeaderValue {
         HeaderValue::from_static(self.token())
     }
 
@@ -46,14 +46,14 @@ impl Coding {
 }
 
 /// The weights, in thousandths, a client gave the codings. Without the header everything is plain.
-pub(super) struct Accepted {
+pub(crate) struct Accepted {
     of: [Option<u16>; 3],
     identity: Option<u16>,
     others: Option<u16>,
 }
 
 impl Accepted {
-    pub(super) fn read(headers: &HeaderMap) -> Self {
+    pub(crate) fn read(headers: &HeaderMap) -> Self {
         let mut accepted = Self { of: [None; 3], identity: None, others: None };
         for value in headers.get_all(ACCEPT_ENCODING) {
             // What is not text names no coding we know.
@@ -80,7 +80,7 @@ impl Accepted {
     }
 
     /// The best of `offered`, or `None` for the plain file.
-    pub(super) fn best(&self, offered: impl Iterator<Item = Coding>) -> Option<Coding> {
+    pub(crate) fn best(&self, offered: impl Iterator<Item = Coding>) -> Option<Coding> {
         let mut best = None;
         // Where the client says nothing of the plain file, any coding it takes is better.
         let mut best_weight = self.identity.unwrap_or(1).max(1);

@@ -13,12 +13,12 @@
 
 mod beneath;
 mod cache;
-mod conditional;
-mod encoding;
+pub(crate) mod conditional;
+pub(crate) mod encoding;
 mod listing;
 mod load;
 mod mounts;
-mod range;
+pub(crate) mod range;
 mod remote;
 mod root;
 mod script;

@@ -18,9 +18,9 @@ const GAP_MIN: u64 = 128;
 
 /// Bytes from `first` up to and not including `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Span {
-    first: u64,
-    end: u64,
+pub(crate) struct Span {
+    pub first: u64,
+    pub end: u64,
 }
 
 impl Span {
@@ -30,7 +30,7 @@ impl Span {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Wanted {
+pub(crate) enum Wanted {
     /// All of it: no range was asked for, or none that is understood.
     Whole,
     /// One or more spans, apart from each other, in the order they were asked for.
@@ -40,7 +40,7 @@ pub(super) enum Wanted {
 }
 
 /// What the `Range` field means for `size` bytes. Only GET has ranges (section 14.2).
-pub(super) fn wanted(method: &Method, headers: &HeaderMap, size: u64) -> Wanted {
+pub(crate) fn wanted(method: &Method, headers: &HeaderMap, size: u64) -> Wanted {
     let mut fields = headers.get_all(RANGE).iter();
     let (Some(field), None) = (fields.next(), fields.next()) else { return Wanted::Whole };
     if *method != Method::GET {

@@ -19,7 +19,7 @@ use crate::refusal::Refusal;
 /// All methods but CONNECT and TRACE.
 const ALLOWED: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
 
-pub(super) fn read(
+pub(crate) fn read(
     parts: request::Parts,
     conn: Rc<ConnInfo>,
     limits: &Limits,
@@ -98,13 +98,13 @@ fn check_expectation(headers: &HeaderMap) -> Result<(), Refusal> {
 
 /// RFC 9113 section 8.2.3: clients may split Cookie for compression; backends expect one field.
 fn join_cookies(headers: &mut HeaderMap) {
-    let mut cookies = headers.get_all(COOKIE).iter();
-    let (Some(first), Some(second)) = (cookies.next(), cookies.next()) else { return };
-    let mut joined = first.as_bytes().to_vec();
-    for cookie in std::iter::once(second).chain(cookies) {
-        joined.extend_from_slice(b"; ");
-        joined.extend_from_slice(cookie.as_bytes());
+    if headers.get_all(COOKIE).iter().count() < 2 {
+        return;
     }
+    // Empty ones say nothing, and would leave a separator at an end.
+    let cookies = headers.get_all(COOKIE).iter().map(|cookie| cookie.as_bytes().trim_ascii());
+    let cookies: Vec<_> = cookies.filter(|cookie| !cookie.is_empty()).collect();
+    let joined = cookies.join(&b"; "[..]);
     let joined = HeaderValue::from_bytes(&joined).expect("joined of valid values by valid bytes");
     headers.insert(COOKIE, joined);
 }
@@ -147,6 +147,17 @@ mod tests {
         assert_eq!((&*head.path, head.query.as_deref()), ("/a%20b", Some("c=d?e")));
         assert_eq!(head.headers.len(), 2);
         assert_eq!(head.headers["cookie"], "a=1; b=2");
+    }
+
+    #[test]
+    fn empty_cookies_leave_no_separator() {
+        for (cookies, joined) in
+            [(&["a=1", ""][..], "a=1"), (&["", "a=1", " ", "b=2"], "a=1; b=2"), (&["", ""], "")]
+        {
+            let fields: Vec<_> = cookies.iter().map(|cookie| ("cookie", *cookie)).collect();
+            let head = check("GET", "https://a/", &fields).unwrap();
+            assert_eq!(head.headers["cookie"], joined);
+        }
     }
 
     #[test]

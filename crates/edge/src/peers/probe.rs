@@ -7,7 +7,7 @@
 //! The members' vouches for each other go over the same socket (`vouch`).
 //! Not here: datagrams (`datagram`), one node's sockets (`line`), what follows from silence (`place`).
 
-mod datagram;
+pub(crate) mod datagram;
 mod line;
 pub mod vouch;
 

@@ -17,7 +17,7 @@ mod patience;
 mod php;
 mod pool;
 mod responder;
-mod response;
+pub(crate) mod response;
 
 #[cfg(test)]
 pub(crate) mod testing;

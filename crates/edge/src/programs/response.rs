@@ -15,14 +15,14 @@ use http::header::{CONNECTION, LOCATION};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
 /// Longest head, in bytes, its empty line included.
-pub(super) const HEAD_BYTES_MAX: usize = 64 << 10;
+pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 
 /// Most fields in one head. A framework sets about 20; each costs 32 bytes of stack while parsing.
-pub(super) const HEAD_FIELDS_MAX: usize = 128;
+pub(crate) const HEAD_FIELDS_MAX: usize = 128;
 
 /// What a program answered, apart from the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum ScriptHead {
+pub(crate) enum ScriptHead {
     Document {
         status: StatusCode,
         headers: HeaderMap,
@@ -35,7 +35,7 @@ pub(super) enum ScriptHead {
 
 /// Why a head is not acceptable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(super) enum HeadError {
+pub(crate) enum HeadError {
     #[error("it printed nothing")]
     Nothing,
     #[error("it ended within its header")]
@@ -62,7 +62,7 @@ pub(super) enum HeadError {
 
 /// Collects output until the head is complete.
 #[derive(Debug, Default)]
-pub(super) struct HeadReader {
+pub(crate) struct HeadReader {
     buffer: BytesMut,
 }
 

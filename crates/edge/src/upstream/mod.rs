@@ -184,7 +184,7 @@ fn framing_of(body: &RequestBody) -> Framing {
     }
 }
 
-fn encode(outgoing: &Outgoing<'_>, framing: Framing, out: &mut BytesMut) {
+pub(crate) fn encode(outgoing: &Outgoing<'_>, framing: Framing, out: &mut BytesMut) {
     let Outgoing { head, fields, .. } = *outgoing;
     out.reserve(ENCODED_LEN + head.path.len() + fields.len());
     let mut put = |parts: &[&[u8]]| parts.iter().for_each(|part| out.extend_from_slice(part));

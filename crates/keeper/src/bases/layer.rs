@@ -66,7 +66,7 @@ pub struct Layer<'a> {
 }
 
 /// What an entry is, as far as it is used.
-enum Kind {
+pub(crate) enum Kind {
     Directory,
     File {
         is_executable: bool,
@@ -79,7 +79,7 @@ enum Kind {
 }
 
 /// What a layer hides of those beneath.
-enum Whiteout {
+pub(crate) enum Whiteout {
     Name(PathBuf),
     Below(PathBuf),
 }
@@ -135,7 +135,7 @@ impl Layer<'_> {
     }
 
     /// Shows each entry, then looks whether all of it was what it should be.
-    fn read(
+    pub(crate) fn read(
         &mut self,
         left: &mut Bounds,
         of: Bounds,
@@ -302,7 +302,7 @@ fn is_whiteout(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.as_bytes().starts_with(WHITEOUT))
 }
 
-fn whiteout(path: &Path) -> io::Result<Option<Whiteout>> {
+pub(crate) fn whiteout(path: &Path) -> io::Result<Option<Whiteout>> {
     let name = path.file_name().unwrap_or_default().as_bytes();
     let dir = path.parent().unwrap_or(Path::new(""));
     Ok(match name.strip_prefix(WHITEOUT) {
@@ -316,7 +316,7 @@ fn whiteout(path: &Path) -> io::Result<Option<Whiteout>> {
 }
 
 impl Whiteout {
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         match self {
             Self::Name(path) | Self::Below(path) => path,
         }

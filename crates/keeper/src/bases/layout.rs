@@ -36,27 +36,27 @@ const NAME: &str = "org.opencontainers.image.ref.name";
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Index {
-    manifests: Vec<Descriptor>,
+pub(crate) struct Index {
+    pub manifests: Vec<Descriptor>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Manifest {
-    config: Descriptor,
-    layers: Vec<Descriptor>,
+pub(crate) struct Manifest {
+    pub config: Descriptor,
+    pub layers: Vec<Descriptor>,
 }
 
 /// What an image was built for; the rest of its configuration is not used.
 #[derive(Debug, Deserialize)]
-struct Platform {
+pub(crate) struct Platform {
     architecture: String,
     os: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Descriptor {
+pub(crate) struct Descriptor {
     #[serde(default)]
     media_type: String,
     digest: String,
@@ -64,7 +64,7 @@ struct Descriptor {
     #[serde(default)]
     annotations: BTreeMap<String, String>,
     #[serde(skip)]
-    sha256: String,
+    pub sha256: String,
     platform: Option<PlatformName>,
 }
 
@@ -76,7 +76,7 @@ struct PlatformName {
 
 impl Descriptor {
     /// With a digest that is safe as a file's name.
-    fn checked(mut self) -> Result<Self, BaseError> {
+    pub(crate) fn checked(mut self) -> Result<Self, BaseError> {
         let hex = self.digest.strip_prefix("sha256:").filter(|hex| {
             hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         });
@@ -255,7 +255,7 @@ fn read(what: &str, file: File) -> Result<Vec<u8>, BaseError> {
     Ok(bytes)
 }
 
-fn parse<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, BaseError> {
+pub(crate) fn parse<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T, BaseError> {
     serde_json::from_slice(bytes)
         .map_err(|error| BaseError::Malformed { what: what.into(), why: error.to_string() })
 }

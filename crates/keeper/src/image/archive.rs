@@ -45,8 +45,12 @@ impl Head {
     }
 
     pub fn encode(&self) -> Vec<u8> {
-        let line = format!("{MAGIC} {} {}\n", self.text.len(), self.beside.len());
-        [line.as_bytes(), self.text.as_bytes(), &self.beside].concat()
+        Self::frame(&self.text, &self.beside)
+    }
+
+    pub(crate) fn frame(text: &str, beside: &[u8]) -> Vec<u8> {
+        let line = format!("{MAGIC} {} {}\n", text.len(), beside.len());
+        [line.as_bytes(), text.as_bytes(), beside].concat()
     }
 
     /// The head of an archive that begins with these bytes, and how many it has. None: they are too few to tell. The error

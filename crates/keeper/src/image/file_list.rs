@@ -112,10 +112,14 @@ impl FileList {
             true => files::read(dir, UNNAMED, UNNAMED_LEN_MAX)?.and_then(|bytes| unnamed(&bytes)),
             false => Some(HashSet::new()),
         };
-        Ok(paths(&bytes).map(|paths| {
-            let free = paths.keys().max().map_or(1, |largest| largest.saturating_add(1));
-            Self { bytes, paths, unnamed, free, added: Vec::new() }
-        }))
+        Ok(Self::parse(bytes, unnamed))
+    }
+
+    /// The list that a file has. `None`: it is not understood.
+    pub(crate) fn parse(bytes: Vec<u8>, unnamed: Option<HashSet<u32>>) -> Option<Self> {
+        let paths = paths(&bytes)?;
+        let free = paths.keys().max().map_or(1, |largest| largest.saturating_add(1));
+        Some(Self { bytes, paths, unnamed, free, added: Vec::new() })
     }
 
     pub fn path(&self, id: u32) -> Option<&str> {
@@ -165,6 +169,12 @@ impl FileList {
         Some(id)
     }
 
+    /// The file with what was added.
+    pub(crate) fn into_bytes(mut self) -> Vec<u8> {
+        self.bytes.append(&mut self.added);
+        self.bytes
+    }
+
     /// Writes what was added.
     pub fn write(self, dir: &Path) -> io::Result<()> {
         if self.added.is_empty() {
@@ -184,7 +194,7 @@ fn paths(bytes: &[u8]) -> Option<HashMap<u32, String>> {
     Some(paths)
 }
 
-fn unnamed(bytes: &[u8]) -> Option<HashSet<u32>> {
+pub(crate) fn unnamed(bytes: &[u8]) -> Option<HashSet<u32>> {
     let mut rest = bytes.get(UNNAMED_MAGIC_LEN..)?;
     let mut ids = HashSet::new();
     while !rest.is_empty() {
@@ -194,7 +204,7 @@ fn unnamed(bytes: &[u8]) -> Option<HashSet<u32>> {
 }
 
 /// A message with another number in the field `tag`, and in that of the message in the field `inner`. Everything else is as it was.
-fn renumbered(
+pub(crate) fn renumbered(
     mut rest: &[u8],
     tag: u32,
     number: u32,

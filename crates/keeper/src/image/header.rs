@@ -143,8 +143,12 @@ impl Header {
     }
 
     pub fn encode(&self) -> Result<String, serde_json::Error> {
-        let body = serde_json::to_string_pretty(self)?;
-        Ok(format!("{MAGIC} {VERSION} {}\n{body}\n", Digest::of(&[body.as_bytes()])))
+        Ok(Self::frame(&serde_json::to_string_pretty(self)?))
+    }
+
+    /// A text with its first line, which has its digest.
+    pub(crate) fn frame(body: &str) -> String {
+        format!("{MAGIC} {VERSION} {}\n{body}\n", Digest::of(&[body.as_bytes()]))
     }
 
     /// The content of the file.
@@ -185,7 +189,9 @@ impl Header {
         }
         let header: Self = serde_json::from_str(body).map_err(|error| format!("does not read: {error}"))?;
         let is_plain = |name: &String| !name.is_empty() && !name.contains('/') && !name.starts_with('.');
-        if header.files.len() > FILES_MAX || !header.files.keys().all(is_plain) {
+        let mut lengths = header.files.values().map(|content| content.bytes);
+        let is_countable = lengths.try_fold(0_u64, u64::checked_add).is_some();
+        if header.files.len() > FILES_MAX || !is_countable || !header.files.keys().all(is_plain) {
             return Err("names files no image has".into());
         }
         let is_sound = header.mapped.is_sound(|name| header.files.contains_key(name))
@@ -253,6 +259,15 @@ pub mod tests {
         let handed = vec![Known { name: "socket:[1]".into(), nonblocking: true }];
         let mapped = Mapped { files: vec!["pages-1.img".into()], ranges: vec![(4096, 8192)] };
         Header { subject, environment, taken_at: 1, handed, files, mapped, shared: Vec::new() }
+    }
+
+    #[test]
+    fn a_header_with_more_bytes_than_can_be_counted_is_refused() {
+        let mut large = header();
+        for name in ["a.img", "b.img"] {
+            large.files.insert(name.into(), Content { bytes: u64::MAX / 2 + 1, digest: Digest::of(&[]) });
+        }
+        assert_eq!(Header::decode(&large.encode().unwrap()), Err("names files no image has".into()));
     }
 
     #[test]

@@ -70,7 +70,7 @@ fn look<T>(
     decoded.map_err(|why| ImageError::Unfit { reason: format!("what CRIU says of its memory: {name} {why}") })
 }
 
-fn memfds(bytes: &[u8]) -> Result<HashSet<u32>, &'static str> {
+pub(crate) fn memfds(bytes: &[u8]) -> Result<HashSet<u32>, &'static str> {
     let mut rest = bytes.strip_prefix(&MEMFDS_MAGIC).ok_or("is no list of memfds")?;
     let mut open = HashSet::new();
     while !rest.is_empty() {
@@ -81,7 +81,7 @@ fn memfds(bytes: &[u8]) -> Result<HashSet<u32>, &'static str> {
 }
 
 /// What is wrong with mappings, where these memfds are open.
-fn wrong(mappings: &[Mapping], open: &HashSet<u32>) -> Option<&'static str> {
+pub(crate) fn wrong(mappings: &[Mapping], open: &HashSet<u32>) -> Option<&'static str> {
     mappings.iter().find_map(|mapping| {
         let Mapping { memory, flags, status, .. } = *mapping;
         // Two inodes with the same lower half would be one too many that is refused.

@@ -142,7 +142,10 @@ pub fn give_order(
 }
 
 fn sign_order(key: &ClusterKey, wording: &Wording) -> String {
-    let text = serde_json::to_string(wording).expect("an order has texts and a number");
+    sign_text(key, &serde_json::to_string(wording).expect("an order has texts and a number"))
+}
+
+pub(crate) fn sign_text(key: &ClusterKey, text: &str) -> String {
     let tag = hmac::sign(&key.signs_orders(), text.as_bytes());
     format!("{} {text}", write_hex(tag.as_ref()))
 }

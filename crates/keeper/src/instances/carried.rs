@@ -142,16 +142,16 @@ fn copy_file(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
 
 /// One file, directory or link of those that are carried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Entry {
+pub(crate) struct Entry {
     /// Beneath which of the directories.
-    place: u8,
+    pub place: u8,
     /// From there. The directory it is in comes before it.
-    path: Vec<u8>,
+    pub path: Vec<u8>,
     what: What,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum What {
+pub(crate) enum What {
     Directory { mode: u32 },
     File { mode: u32, bytes: Vec<u8> },
     Link { to: Vec<u8> },
@@ -229,7 +229,7 @@ pub fn unpack(packed: &[u8], dirs: &[&Path]) -> io::Result<()> {
     Ok(())
 }
 
-fn check(packed: &[u8], places: usize) -> io::Result<Vec<Entry>> {
+pub(crate) fn check(packed: &[u8], places: usize) -> io::Result<Vec<Entry>> {
     let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
     let entries: Vec<Entry> = postcard::from_bytes(packed).map_err(|_| invalid("it does not decode"))?;
     if entries.len() > ENTRIES_MAX * places {

@@ -132,7 +132,7 @@ async fn turn(
 }
 
 /// Of `HTTP/1.1 200 OK`; None: the line is not whole yet.
-fn status_of(head: &[u8]) -> io::Result<Option<u16>> {
+pub(crate) fn status_of(head: &[u8]) -> io::Result<Option<u16>> {
     let Some(end) = head.iter().position(|byte| *byte == b'\n') else {
         return if head.len() < STATUS_LINE_MAX { Ok(None) } else { Err(io::ErrorKind::InvalidData.into()) };
     };

@@ -5,7 +5,7 @@
 //! processes for who has that open. An end that nobody has accepted yet has no inode. All of it blocks, briefly: call it
 //! from `workers`. Not here: what becomes of the process (`seats`).
 
-mod diag;
+pub(crate) mod diag;
 
 use std::fs::{self, File};
 use std::io::{self, Read};

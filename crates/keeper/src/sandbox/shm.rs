@@ -40,14 +40,14 @@ const TOP: &str = "/dev/shm";
 const PERMISSIONS: u32 = 0o777;
 
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Entry {
+pub(crate) struct Entry {
     /// From the top. The directory it is in comes before it.
     path: Vec<u8>,
     what: What,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-enum What {
+pub(crate) enum What {
     Directory {
         mode: u32,
     },
@@ -241,11 +241,13 @@ fn put_beneath(top: &OwnedFd, from: BorrowedFd<'_>, uid: u32, gid: u32) -> io::R
     let len = usize::try_from(u64::from_le_bytes(len)).ok().filter(|len| *len <= LIST_LEN_MAX);
     let mut list = vec![0; len.ok_or_else(invalid)?];
     file.read_exact(&mut list)?;
-    let entries: Vec<Entry> = postcard::from_bytes(&list).map_err(|_| invalid())?;
-    if entries.len() > ENTRIES_MAX {
-        return Err(invalid());
-    }
+    let entries = read_list(&list)?;
     entries.iter().try_for_each(|entry| make(entry, &file, top, (Uid::from_raw(uid), Gid::from_raw(gid))))
+}
+
+pub(crate) fn read_list(list: &[u8]) -> io::Result<Vec<Entry>> {
+    let entries: Vec<Entry> = postcard::from_bytes(list).map_err(|_| invalid())?;
+    if entries.len() > ENTRIES_MAX { Err(invalid()) } else { Ok(entries) }
 }
 
 /// The contents of a file are what comes next in `from`.

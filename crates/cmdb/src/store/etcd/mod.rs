@@ -24,6 +24,7 @@
 
 mod client;
 mod error;
+pub(crate) mod fuzzing;
 mod keys;
 mod members;
 mod parts;

@@ -48,7 +48,7 @@ pub enum Order {
 
 /// A datagram with what it is sealed with taken off.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Said {
+pub(crate) struct Said {
     kind: u8,
     nonce: Nonce,
     round: u64,
@@ -169,7 +169,7 @@ impl Vouching {
 }
 
 impl Said {
-    fn write(&self, key: &hmac::Key) -> Option<Vec<u8>> {
+    pub(crate) fn write(&self, key: &hmac::Key) -> Option<Vec<u8>> {
         let mut out = vec![VERSION, self.kind];
         out.extend_from_slice(&self.nonce);
         out.extend_from_slice(&self.round.to_le_bytes());
@@ -184,7 +184,7 @@ impl Said {
         Some(out)
     }
 
-    fn read(bytes: &[u8], key: &hmac::Key) -> Option<Self> {
+    pub(crate) fn read(bytes: &[u8], key: &hmac::Key) -> Option<Self> {
         if bytes.len() != LEN {
             return None;
         }

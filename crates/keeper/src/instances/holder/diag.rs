@@ -23,6 +23,9 @@ const HEADER_LEN: usize = 16;
 const FIXED_LEN: usize = 16;
 const ATTRIBUTE_LEN: usize = 4;
 
+/// Largest number of an error (`MAX_ERRNO`, include/linux/err.h).
+const ERRNO_MAX: i32 = 4095;
+
 /// Longest answer: the fixed parts, a name of 108 bytes and a number.
 const ANSWER_LEN_MAX: usize = 512;
 
@@ -98,14 +101,16 @@ fn question(inode: u32) -> Vec<u8> {
     bytes
 }
 
-fn parse(answer: &[u8]) -> io::Result<Option<Found>> {
+pub(crate) fn parse(answer: &[u8]) -> io::Result<Option<Found>> {
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
     match short_at(answer, 4).ok_or_else(short)? {
         NLMSG_ERROR => {
-            let errno = number_at(answer, HEADER_LEN).ok_or_else(short)?.cast_signed();
-            match Errno::from_raw_os_error(errno.wrapping_neg()) {
-                Errno::NOENT => Ok(None),
-                errno => Err(errno.into()),
+            let number = number_at(answer, HEADER_LEN).ok_or_else(short)?.cast_signed().wrapping_neg();
+            match number {
+                _ if number == Errno::NOENT.raw_os_error() => Ok(None),
+                // `Errno` takes no other numbers.
+                1..=ERRNO_MAX => Err(io::Error::from_raw_os_error(number)),
+                _ => Err(io::ErrorKind::InvalidData.into()),
             }
         }
         SOCK_DIAG_BY_FAMILY => {
@@ -194,6 +199,21 @@ mod tests {
         assert_eq!(parse(&whole).unwrap().unwrap().peer, Some(7));
         for len in (0..whole.len()).filter(|len| *len != 32 && !(33..36).contains(len)) {
             assert!(parse(&whole[..len]).is_err(), "{len}");
+        }
+    }
+
+    #[test]
+    fn an_error_has_a_number_that_errors_have() {
+        let answer = |number: i32| {
+            let mut bytes = vec![0; HEADER_LEN];
+            bytes[4..6].copy_from_slice(&NLMSG_ERROR.to_ne_bytes());
+            bytes.extend(number.to_ne_bytes());
+            parse(&bytes)
+        };
+        assert_eq!(answer(-2).unwrap(), None);
+        assert_eq!(answer(-13).unwrap_err().raw_os_error(), Some(13));
+        for number in [0, 1, -4096, i32::MIN, i32::MAX] {
+            assert_eq!(answer(number).unwrap_err().kind(), io::ErrorKind::InvalidData, "{number}");
         }
     }
 }

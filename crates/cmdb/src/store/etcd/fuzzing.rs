@@ -1,0 +1,34 @@
+//! Values of etcd, which anybody may have put there: as they are, and with a member's signature.
+
+use nagaya_base::fuzz::copy_seeds;
+
+use super::keys::Keys;
+use super::signed::{RECORD_SECRET_LEN, RecordKeys, RecordSigning, Signer};
+
+const KEY: &str = "/nagaya/c/v1/sites/s";
+const OTHER: &str = "/nagaya/c/v1/sites/other";
+
+fn signer(secret: u8) -> Signer {
+    let keys =
+        RecordKeys { current: (3, [secret; RECORD_SECRET_LEN]), older: vec![(2, [9; RECORD_SECRET_LEN])] };
+    Signer::new(Keys::new("c"), RecordSigning::Required(keys))
+}
+
+pub fn values() -> Vec<Vec<u8>> {
+    let signed = signer(7).sign(KEY.as_bytes(), b"{}".to_vec(), 5).unwrap_or_default();
+    [vec![signed], copy_seeds(&[b"{\"name\":\"s\"}", b"{}\nv1 3 5 AAAA", b"\n", b"\x01sealed"])].concat()
+}
+
+/// Only what a member has signed for this key counts, and it counts as what was signed.
+pub fn read_value(bytes: &[u8]) {
+    let ours = signer(7);
+    let at = KEY.as_bytes();
+    if ours.open(at, bytes, 0).is_ok() {
+        assert!(ours.open(OTHER.as_bytes(), bytes, 0).is_err(), "it is another key's");
+    }
+    let Ok(signed) = ours.sign(at, bytes.to_vec(), 5) else { return };
+    let opened = ours.open(at, &signed, 5).map(|opened| opened.body);
+    assert_eq!(opened.ok().as_deref(), Some(bytes));
+    assert!(ours.open(OTHER.as_bytes(), &signed, 5).is_err(), "it is another key's");
+    assert!(signer(8).open(at, &signed, 5).is_err(), "it is another cluster's");
+}
