@@ -33,7 +33,7 @@ use crate::metrics::{ImageEvent, Metrics};
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
 use crate::protocol::{Failure, ProcessId, Reply};
-use crate::relay::Relay;
+use crate::relay::{ForbiddenPlaces, Relay};
 use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, PhpStart, Runner};
 use crate::sys::Identity;
@@ -141,6 +141,9 @@ impl Engine {
             self.cells().apply_records(&self.table.read(), options.processes_per_tenant);
         }
         huge_pages::apply(options.instances.huge_pages);
+        if let Some(relay) = self.relay.get() {
+            relay.set_etcd(&options.etcd);
+        }
         if let Some(enclosures) = self.enclosures.get() {
             enclosures.set_options(&options.programs);
         }
@@ -211,7 +214,8 @@ impl Engine {
         if let Some(relay) = self.relay.get() {
             return Ok(relay.clone());
         }
-        let relay = Relay::start(self.metrics.clone()).map_err(|error| {
+        let forbidden = ForbiddenPlaces::new(Arc::clone(&self.table), self.options().etcd.clone());
+        let relay = Relay::start(self.metrics.clone(), forbidden).map_err(|error| {
             let message = format!("the relay of applications' connections cannot be started: {error}");
             Fault::new(Failure::Busy, fault::OUTLET, message)
         })?;

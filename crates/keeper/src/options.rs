@@ -43,6 +43,8 @@ pub struct Options {
     pub programs: ProgramOptions,
     /// This node's name in its cluster. None: it is alone, and runs every site's application.
     pub node: Option<String>,
+    /// `host:port` of each endpoint of the cluster's etcd: no tenant gets there. Empty: there is none.
+    pub etcd: Vec<String>,
 }
 
 /// Instances of applications: how they rest, and what their images may take.
@@ -164,6 +166,7 @@ impl Default for Options {
             instances: InstanceOptions::default(),
             programs: ProgramOptions::default(),
             node: None,
+            etcd: Vec::new(),
         }
     }
 }

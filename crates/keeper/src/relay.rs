@@ -7,6 +7,7 @@
 //! know how long the application waits for them. Not here: the sockets inside (`sandbox::outlet`), who has which places
 //! (`instances`).
 
+mod forbidden;
 mod names;
 mod outside;
 mod pass;
@@ -35,6 +36,7 @@ use crate::metrics::Metrics;
 use crate::sandbox::Capture;
 use crate::tally::Tally;
 
+pub use forbidden::ForbiddenPlaces;
 pub use plan::Plan;
 pub use socket::{Socket, listen};
 
@@ -55,6 +57,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub struct Relay {
     orders: mpsc::Sender<Order>,
+    forbidden: Arc<ForbiddenPlaces>,
 }
 
 /// What one instance is to reach, and the sockets that listen for it there. Not blocking.
@@ -66,6 +69,8 @@ pub struct Ways {
     pub outside: Option<Capture>,
     /// Ports of the node's own addresses that are outside, too.
     pub own_ports: Vec<u16>,
+    /// Ports of the cluster's other nodes that are outside, besides those.
+    pub shared_ports: Vec<u16>,
 }
 
 struct Order {
@@ -200,7 +205,9 @@ impl Outlets {
 
 impl Relay {
     /// Starts its thread, which ends with the last of these.
-    pub fn start(metrics: Metrics) -> io::Result<Self> {
+    pub fn start(metrics: Metrics, forbidden: ForbiddenPlaces) -> io::Result<Self> {
+        let forbidden = Arc::new(forbidden);
+        let judge = Arc::clone(&forbidden);
         let (orders, incoming) = mpsc::channel(ORDERS_MAX);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -214,12 +221,17 @@ impl Relay {
             // Whoever starts it waits for this.
             let _ = begun.send(own);
             if may_serve {
-                LocalSet::new().block_on(&runtime, pass::serve(incoming, metrics));
+                LocalSet::new().block_on(&runtime, pass::serve(incoming, metrics, judge));
             }
         };
         thread::Builder::new().name("keeper-relay".into()).spawn(serve)?;
         begins.recv().map_err(io::Error::other)??;
-        Ok(Self { orders })
+        Ok(Self { orders, forbidden })
+    }
+
+    /// The store of the cluster has these endpoints from now on, `host:port`.
+    pub fn set_etcd(&self, etcd: &[String]) {
+        self.forbidden.set_etcd(etcd);
     }
 
     /// Opens the ways of one instance. Does not wait for anything outside.

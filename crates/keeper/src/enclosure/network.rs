@@ -46,5 +46,6 @@ pub fn open(programs: &ProgramOptions) -> io::Result<Ways> {
         }
     }
     let outside = Some(sandbox::capture_here()?);
-    Ok(Ways { places, sockets: Vec::new(), outside, own_ports: programs.own_ports.clone() })
+    let (own_ports, shared_ports) = (programs.own_ports.clone(), programs.local_ports.clone());
+    Ok(Ways { places, outside, own_ports, shared_ports, ..Ways::default() })
 }

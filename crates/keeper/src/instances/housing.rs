@@ -156,7 +156,7 @@ impl Housing {
         let opened = listen().and_then(|listeners| {
             let places = listeners.into_iter().zip(plan.endpoints()).collect();
             let outside = self.reaches_all().then(|| sandbox.capture()).transpose()?;
-            relay.open(Ways { places, sockets, outside, own_ports: Vec::new() })
+            relay.open(Ways { places, sockets, outside, ..Ways::default() })
         });
         opened.map(Some).map_err(|error| {
             let failure =

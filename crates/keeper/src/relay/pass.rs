@@ -17,8 +17,10 @@ use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
+use super::forbidden::ForbiddenPlaces;
 use super::names::{self, LongQuestions, NODE_QUESTIONS_MAX};
-use super::outside::Outside;
+use super::outside::{Judge, Outside};
+use super::place::NamedPlace;
 use super::tcp::Tcp;
 use super::watched::{Conversation, Questions, Side, Watched};
 use super::{Busy, CONNECTIONS_MAX, Counts, Order, PER_INSTANCE_MAX, Wanted, Ways};
@@ -52,17 +54,21 @@ pub trait Way: Display + 'static {
 }
 
 /// Takes up instances until the keeper ends.
-pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics) {
+pub async fn serve(mut incoming: mpsc::Receiver<Order>, metrics: Metrics, forbidden: Arc<ForbiddenPlaces>) {
     let open = Rc::new(Cell::new(0));
     let questions_of_all = Arc::new(Semaphore::new(NODE_QUESTIONS_MAX));
     while let Some(Order { ways, counts, tally, wanted, busy }) = incoming.recv().await {
-        let Ways { places, sockets, outside, own_ports } = ways;
+        let Ways { places, sockets, outside, own_ports, shared_ports } = ways;
         let questions = Rc::new(Questions::new(Arc::clone(&counts), tally, metrics.clone()));
         let instance = Instance { counts, questions, open: Rc::clone(&open), wanted };
-        places.into_iter().for_each(|(listener, place)| begin(listener, Tcp(place), &instance, &busy));
+        for (listener, endpoint) in places {
+            let place = NamedPlace { endpoint, forbidden: Arc::clone(&forbidden) };
+            begin(listener, Tcp(place), &instance, &busy);
+        }
         sockets.into_iter().for_each(|(listener, socket)| begin(listener, socket, &instance, &busy));
         if let Some(Capture { listener, questions, long_questions, hold }) = outside {
-            begin(listener, Tcp(Outside::new(hold, own_ports)), &instance, &busy);
+            let judge = Judge { forbidden: Arc::clone(&forbidden), own_ports, shared_ports };
+            begin(listener, Tcp(Outside::new(hold, judge)), &instance, &busy);
             begin(long_questions, Tcp(LongQuestions), &instance, &busy);
             let answer =
                 names::answer(questions, Arc::clone(&instance.counts), Arc::clone(&questions_of_all));

@@ -1,15 +1,18 @@
 //! A place on a network that a record names: an address, or a name that is looked up at each connection.
 //!
-//! Not here: which address it has inside (`plan`), what is common to connections there (`tcp`), passing on (`pass`).
+//! Not here: where no name leads (`forbidden`), which address it has inside (`plan`), what is common to connections there (`tcp`), passing on (`pass`).
 
+use std::fmt;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nagaya_cmdb::record::{Endpoint, EndpointHost};
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 
+use super::forbidden::ForbiddenPlaces;
 use super::tcp::Target;
 
 /// How long one of several addresses may take.
@@ -18,22 +21,35 @@ const ADDRESS_MAX: Duration = Duration::from_secs(3);
 /// Addresses of one name that are tried.
 const ADDRESSES_MAX: usize = 8;
 
-impl Target for Endpoint {
+/// A place, and where its name must not lead.
+pub struct NamedPlace {
+    pub endpoint: Endpoint,
+    pub forbidden: Arc<ForbiddenPlaces>,
+}
+
+impl fmt::Display for NamedPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.endpoint.fmt(f)
+    }
+}
+
+impl Target for NamedPlace {
     async fn connect(&self, _: &TcpStream) -> io::Result<TcpStream> {
-        match &self.host {
-            EndpointHost::Address(address) => TcpStream::connect((*address, self.port)).await,
-            EndpointHost::Name(name) => dial_name(name, self.port).await,
+        let port = self.endpoint.port;
+        match &self.endpoint.host {
+            EndpointHost::Address(address) => TcpStream::connect((*address, port)).await,
+            EndpointHost::Name(name) => dial_name(name, port, &self.forbidden).await,
         }
     }
 }
 
-async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {
+/// Whoever owns a name can let it lead anywhere, to the node's own services too: those must be named by their addresses.
+async fn dial_name(name: &str, port: u16, forbidden: &ForbiddenPlaces) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     let found: Vec<SocketAddr> = lookup_host((name, port)).await?.take(ADDRESSES_MAX).collect();
     for address in found {
-        if !is_elsewhere(address.ip()) {
-            let why = format!("the name leads to {}, which may only be named itself", address.ip());
-            last = io::Error::new(io::ErrorKind::PermissionDenied, why);
+        if let Err(error) = forbidden.judge(address, &[], &[]).await {
+            last = io::Error::new(error.kind(), format!("the name leads to {}: {error}", address.ip()));
             continue;
         }
         match timeout(ADDRESS_MAX, TcpStream::connect(address)).await {
@@ -43,53 +59,4 @@ async fn dial_name(name: &str, port: u16) -> io::Result<TcpStream> {
         }
     }
     Err(last)
-}
-
-/// Whether a name may lead there. Whoever owns a name can let it lead anywhere, to the node's own services too: those must
-/// be named by their addresses.
-pub fn is_elsewhere(address: IpAddr) -> bool {
-    match address.to_canonical() {
-        IpAddr::V4(address) => {
-            let is_this = address.octets()[0] == 0;
-            !(address.is_loopback()
-                || address.is_link_local()
-                || address.is_multicast()
-                || address.is_broadcast()
-                || is_this)
-        }
-        IpAddr::V6(address) => {
-            !(address.is_loopback()
-                || address.is_unicast_link_local()
-                || address.is_multicast()
-                || address.is_unspecified())
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_name_leads_to_no_service_of_the_node() {
-        for bad in [
-            "127.0.0.1",
-            "127.77.0.9",
-            "0.0.0.0",
-            "0.1.2.3",
-            "169.254.169.254",
-            "224.0.0.1",
-            "255.255.255.255",
-            "::1",
-            "::",
-            "fe80::1",
-            "ff02::1",
-            "::ffff:127.0.0.1",
-        ] {
-            assert!(!is_elsewhere(bad.parse().unwrap()), "{bad}");
-        }
-        for good in ["203.0.113.7", "10.0.0.5", "192.168.1.9", "2001:db8::1", "fd00::1"] {
-            assert!(is_elsewhere(good.parse().unwrap()), "{good}");
-        }
-    }
 }

@@ -123,10 +123,12 @@ fn reaches_outside() {
         "ip link set lo up; touch {d}/net; unshare --net={d}/net true
          ip link add v0 type veth peer name v1; ip link set v1 netns {d}/net
          nsenter --net={d}/net sh -ec 'ip link set lo up; ip link set v1 up; ip addr add 198.51.100.2/24 dev v1
-            ip addr add 203.0.113.77/32 dev lo; ip addr add 169.254.169.254/32 dev lo'
+            ip addr add 203.0.113.77/32 dev lo; ip addr add 169.254.169.254/32 dev lo
+            ip addr add 203.0.113.88/32 dev lo; ip addr add 168.63.129.16/32 dev lo'
          ip link set v0 up; ip addr add 198.51.100.1/24 dev v0; ip route add default via 198.51.100.2
          echo nameserver 198.51.100.2 > {d}/resolv.conf; mount --bind {d}/resolv.conf /etc/resolv.conf
-         nsenter --net={d}/net python3 {d}/service.py {d}/outside.log 203.0.113.77/7000 198.51.100.2/53 169.254.169.254/80 &
+         nsenter --net={d}/net python3 {d}/service.py {d}/outside.log 203.0.113.77/7000 198.51.100.2/53 169.254.169.254/80 \
+            203.0.113.77/2379 203.0.113.88/3306 203.0.113.88/7443 168.63.129.16/80 &
          python3 {d}/service.py {d}/node.log 198.51.100.1/7009 198.51.100.1/7080 127.0.0.1/7009 &
          true"
     );
@@ -134,28 +136,38 @@ fn reaches_outside() {
         connect("203.0.113.77", 7000),
         connect("outside.test", 7000),
         connect("198.51.100.1", 7080),
+        // What all tenants may use, on another node of the cluster.
+        connect("203.0.113.88", 3306),
+        connect("203.0.113.88", 7443),
+        connect("203.0.113.77", 2379),
+        connect("168.63.129.16", 80),
         connect("198.51.100.1", 7009),
         connect("127.0.0.1", 7009),
         connect("169.254.169.254", 80),
     ];
-    let world = world
+    let mut world = world
         .after(&prelude)
         .with(|options| options.programs.own_ports = vec![7080])
-        .with_cgi(&lines.join("\n"))
-        .start();
+        .with(|options| options.etcd = vec!["203.0.113.77:2379".into()])
+        .with_cgi(&lines.join("\n"));
+    world.node("other", "203.0.113.88:7443");
+    let world = world.start();
     world.run(async |keeper| {
         until_service(&dir.join("outside.log")).await;
         until_service(&dir.join("node.log")).await;
         let said = said_by(&keeper, "cgi").await;
         let lines: Vec<&str> = said.lines().collect();
         let got = |line: &str| line.starts_with("got ") && line.ends_with("hello");
-        assert!(lines.len() == 6 && lines[..3].iter().all(|line| got(line)), "{said}");
+        assert!(lines.len() == 10 && lines[..4].iter().all(|line| got(line)), "{said}");
         // A connection is there before the relay knows that it must not be.
-        assert!(lines[3..].iter().all(|line| line.starts_with("no: ") || *line == "closed"), "{said}");
+        assert!(lines[4..].iter().all(|line| line.starts_with("no: ") || *line == "closed"), "{said}");
     });
     for log in ["outside.log", "node.log"] {
         let text = fs::read_to_string(dir.join(log)).unwrap();
-        assert!(!text.contains("7009") && !text.contains("169.254"), "{text}");
+        for refused in ["7009", "169.254", "168.63", "7443", "2379"] {
+            let came = text.lines().any(|line| line.contains("comes") && line.contains(refused));
+            assert!(!came, "{refused}: {text}");
+        }
     }
 }
 

@@ -22,6 +22,8 @@ pub const ROOT: &[Fact] = &[
         "an application whose record says nat reaches neither the node nor link-local addresses",
         reaches_no_node,
     ),
+    ("an application whose record says nat reaches neither metadata nor its cluster", reaches_no_cluster),
+    ("a name in a record leads to no place that only an address may name", names_lead_elsewhere),
     ("an application whose record says nat has its own loopback to itself", has_its_loopback),
 ];
 
@@ -30,8 +32,18 @@ pub const CRIU: &[Fact] = &[(
     comes_back,
 )];
 
-const OUTSIDE: [&str; 5] =
-    ["203.0.113.77/7000", "2001:db8::77/7000", "198.51.100.2/53", "169.254.169.254/80", "203.0.113.77/8080"];
+const OUTSIDE: [&str; 9] = [
+    "203.0.113.77/7000",
+    "2001:db8::77/7000",
+    "198.51.100.2/53",
+    "169.254.169.254/80",
+    "203.0.113.77/8080",
+    // A cloud's, the store of the cluster, and another node of it.
+    "168.63.129.16/80",
+    "203.0.113.77/2379",
+    "203.0.113.88/7443",
+    "203.0.113.88/7000",
+];
 
 /// On the node: where it is known to others, where only it is, and a port of a program inside.
 const NODE: [&str; 4] = ["198.51.100.1/7009", "2001:db8:1::1/7009", "127.0.0.1/7009", "198.51.100.9/7009"];
@@ -45,7 +57,8 @@ fn prelude(dir: &str) -> String {
          ip link add v0 type veth peer name v1; ip link set v1 netns {dir}/net
          nsenter --net={dir}/net sh -ec 'ip link set lo up; ip link set v1 up; ip addr add 198.51.100.2/24 dev v1
             ip addr add 2001:db8:1::2/64 dev v1 nodad; ip addr add 203.0.113.77/32 dev lo
-            ip addr add 2001:db8::77/128 dev lo nodad; ip addr add 169.254.169.254/32 dev lo'
+            ip addr add 2001:db8::77/128 dev lo nodad; ip addr add 169.254.169.254/32 dev lo
+            ip addr add 203.0.113.88/32 dev lo; ip addr add 168.63.129.16/32 dev lo'
          ip link set v0 up; ip addr add 198.51.100.1/24 dev v0; ip addr add 198.51.100.9/24 dev v0
          ip addr add 2001:db8:1::1/64 dev v0 nodad
          ip route add default via 198.51.100.2; ip -6 route add default via 2001:db8:1::2
@@ -58,12 +71,18 @@ fn prelude(dir: &str) -> String {
 
 /// Returns with it the logs of what is outside, and of the node's own services.
 fn world(more: Value) -> (World, PathBuf, PathBuf) {
+    world_of(json!("nat"), more)
+}
+
+fn world_of(outbound: Value, more: Value) -> (World, PathBuf, PathBuf) {
     let mut world = World::new();
     let dir = world.dir.path().to_owned();
     fs::write(dir.join("service.py"), SERVICE).unwrap();
     world = world.after(&prelude(dir.to_str().unwrap()));
+    world = world.with(|options| options.etcd = vec!["outside.test:2379".into()]);
+    world.node("other", "203.0.113.88:7443");
     world.script("program.py", &reaching());
-    world.site("app", "alice", record(json!({"outbound": "nat"}), more));
+    world.site("app", "alice", record(json!({"outbound": outbound}), more));
     (world.start(), dir.join("outside.log"), dir.join("node.log"))
 }
 
@@ -113,6 +132,41 @@ fn reaches_no_node() {
             let text = fs::read_to_string(log).unwrap();
             assert!(!text.contains("comes"), "{text}");
         }
+    });
+}
+
+fn reaches_no_cluster() {
+    let (world, outside, _) = world(json!({}));
+    world.run(async |keeper| {
+        until_service(&outside).await;
+        for (place, what) in [
+            ("168.63.129.16/80", "service of metadata"),
+            ("64:ff9b::168.63.129.16/80", "service of metadata"),
+            ("203.0.113.77/2379", "the store of its cluster"),
+            ("outside.test/2379", "the store of its cluster"),
+            ("203.0.113.88/7443", "a node of its cluster"),
+            ("203.0.113.88/7000", "a node of its cluster"),
+            ("64:ff9b::198.51.100.1/7009", "the node itself"),
+        ] {
+            let said = told(&keeper, &format!("/try/{place}")).await;
+            assert!(is_refused(&said), "{place}: {said}");
+            let why = show(&world, "app")["outbound"]["last_failure"].as_str().unwrap().to_owned();
+            assert!(why.contains(what), "{place}: {why}");
+        }
+        let text = fs::read_to_string(&outside).unwrap();
+        assert!(!text.contains("comes"), "{text}");
+        assert_eq!(told(&keeper, "/try/203.0.113.77/7000").await, "203.0.113.77:7000 hello");
+    });
+}
+
+fn names_lead_elsewhere() {
+    let (world, outside, _) = world_of(json!(["outside.test:7000", "outside.test:2379"]), json!({}));
+    world.run(async |keeper| {
+        until_service(&outside).await;
+        assert!(told(&keeper, "/try/outside.test/7000").await.ends_with(":7000 hello"));
+        assert!(is_refused(&told(&keeper, "/try/outside.test/2379").await));
+        let why = show(&world, "app")["outbound"]["last_failure"].as_str().unwrap().to_owned();
+        assert!(why.contains("leads to 203.0.113.77") && why.contains("the store of its cluster"), "{why}");
     });
 }
 

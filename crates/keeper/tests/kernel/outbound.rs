@@ -28,10 +28,11 @@ pub const CRIU: &[Fact] = &[(
     closed_after_wake,
 )];
 
-/// Where something answers.
-const SERVED: &str = "203.0.113.77/7000 2001:db8::77/7000 127.0.0.1/7002 203.0.113.77/7001";
+/// Where something answers: outside, and on the node.
+const SERVED: &str = "203.0.113.77/7000 2001:db8::77/7000 203.0.113.77/7001";
+const SERVED_HERE: &str = "127.0.0.1/7002 198.51.100.1/7002";
 
-/// A network with the service in it and nothing else, in which the keeper is started. There, names mean what this says.
+/// Two networks with a cable between them: the keeper is started in one, and outside is the other. Names mean what this says.
 fn world(outbound: Value, more: Value) -> (World, PathBuf) {
     let mut world = World::new();
     let (service, hosts, log) = (
@@ -40,13 +41,25 @@ fn world(outbound: Value, more: Value) -> (World, PathBuf) {
         world.dir.path().join("service.log"),
     );
     fs::write(&service, SERVICE).unwrap();
-    fs::write(&hosts, "127.0.0.1 localhost\n203.0.113.77 db.internal\n127.0.0.1 rebound.test\n").unwrap();
+    fs::write(
+        &hosts,
+        "127.0.0.1 localhost\n203.0.113.77 db.internal\n127.0.0.1 rebound.test\n198.51.100.1 own.test\n",
+    )
+    .unwrap();
+    let dir = world.dir.path().display();
+    let (hosts, service, log_path) = (hosts.display(), service.display(), log.display());
     let prelude = format!(
-        "ip link set lo up && ip addr add 203.0.113.77/32 dev lo && ip addr add 2001:db8::77/128 dev lo nodad && \
-         mount --bind {} /etc/hosts && {{ python3 {} {} {SERVED} & }}",
-        hosts.display(),
-        service.display(),
-        log.display()
+        "ip link set lo up; touch {dir}/net; unshare --net={dir}/net true
+         ip link add v0 type veth peer name v1; ip link set v1 netns {dir}/net
+         nsenter --net={dir}/net sh -ec 'ip link set lo up; ip link set v1 up; ip addr add 198.51.100.2/24 dev v1
+            ip addr add 2001:db8:1::2/64 dev v1 nodad; ip addr add 203.0.113.77/32 dev lo
+            ip addr add 2001:db8::77/128 dev lo nodad'
+         ip link set v0 up; ip addr add 198.51.100.1/24 dev v0; ip addr add 2001:db8:1::1/64 dev v0 nodad
+         ip route add default via 198.51.100.2; ip -6 route add default via 2001:db8:1::2
+         mount --bind {hosts} /etc/hosts
+         nsenter --net={dir}/net python3 {service} {log_path} {SERVED} &
+         python3 {service} {log_path} {SERVED_HERE} &
+         true"
     );
     world = world.after(&prelude);
     world.script("program.py", &reaching());
@@ -71,8 +84,14 @@ fn places() -> Value {
         "[2001:db8::77]:7000",
         "db.internal:7000",
         "127.0.0.1:7002",
-        "rebound.test:7002"
+        "rebound.test:7002",
+        "own.test:7002"
     ])
+}
+
+/// Both of this file's.
+async fn until_services(log: &PathBuf) {
+    until_so(|| fs::read_to_string(log).is_ok_and(|text| text.matches("ready").count() == 2)).await;
 }
 
 pub async fn until_service(log: &PathBuf) {
@@ -92,7 +111,7 @@ pub fn is_refused(said: &str) -> bool {
 fn reaches_what_is_named() {
     let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         for (path, expected) in [
             ("/try/203.0.113.77/7000", "203.0.113.77:7000 hello"),
             ("/try/2001:db8::77/7000", "2001:db8::77:7000 hello"),
@@ -111,7 +130,7 @@ fn reaches_what_is_named() {
 fn reaches_nothing_else() {
     let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         for (path, expected) in [
             // Another port, other addresses, a name that is none.
             ("/try/203.0.113.77/7001", "ConnectionRefusedError"),
@@ -130,12 +149,16 @@ fn reaches_nothing_else() {
 fn no_way_round() {
     let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         let said = told(&keeper, "/try/rebound.test/7002").await;
         assert!(is_refused(&said), "{said}");
         let row = show(&world, "app");
         let why = row["outbound"]["last_failure"].as_str().unwrap();
         assert!(why.contains("rebound.test:7002") && why.contains("leads to 127.0.0.1"), "{row}");
+        // By an address that others know it by.
+        assert!(is_refused(&told(&keeper, "/try/own.test/7002").await));
+        let row = show(&world, "app");
+        assert!(row["outbound"]["last_failure"].as_str().unwrap().contains("the node itself"), "{row}");
         assert_eq!(fs::read_to_string(&log).unwrap().matches("comes").count(), 0);
     });
 }
@@ -144,7 +167,7 @@ fn bounded() {
     const MAX: usize = 256;
     let (world, log) = world(json!(["203.0.113.77:7000"]), json!({}));
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         for _ in 0..MAX {
             assert_eq!(told(&keeper, "/hold/203.0.113.77/7000").await, "203.0.113.77:7000 hello");
         }
@@ -161,7 +184,7 @@ fn bounded() {
 fn closed_at_rest() {
     let (world, log) = world(places(), json!({}));
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         told(&keeper, "/hold/db.internal/7000").await;
         until_idle(&world, "app").await;
         let read = |what: &str| fs::read_to_string(&log).unwrap().matches(what).count();
@@ -187,7 +210,7 @@ fn closed_after_wake() {
     let more = json!({"warm_up": ["/hold/db.internal/7000", "/hold/203.0.113.77/7000"]});
     let (world, log) = world(places(), more);
     world.run(async |keeper| {
-        until_service(&log).await;
+        until_services(&log).await;
         until_images(&world).await;
         let first = told(&keeper, "/who").await;
         assert!(first.ends_with(" 2"), "{first}");

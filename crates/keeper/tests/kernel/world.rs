@@ -160,6 +160,12 @@ impl World {
         }
     }
 
+    /// A node of the cluster that others reach here.
+    pub fn node(&mut self, name: &str, peer: &str) {
+        let record = json!({"name": name, "id": "0".repeat(32), "peer": peer, "cpus": 1, "memory_bytes": 1, "version": "0"});
+        self.changes.push(Change::PutNode(serde_json::from_value(record).unwrap()));
+    }
+
     pub fn tenant(&mut self, record: Value) {
         self.changes.push(tenant_change(record));
     }

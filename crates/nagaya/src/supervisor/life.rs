@@ -24,7 +24,7 @@ use super::cluster::{Order, Place};
 use super::error::ServeError;
 use super::feed::{Feed, News};
 use super::identity::Identity;
-use super::node::Node;
+use super::node::{KeeperFacts, Node};
 use super::priority;
 use super::sockets::{Listening, Peers, expect_signs};
 use super::{notify, place, reload};
@@ -261,7 +261,8 @@ impl Life {
             Role::Keeper => {
                 let mut options = settings.keeper_options(self.tenant_ids());
                 options.node = cluster.map(|cluster| cluster.node);
-                options.instances.image_keys = self.parts.node.image_keys();
+                let KeeperFacts { image_keys, etcd } = self.parts.node.keeper_facts();
+                (options.instances.image_keys, options.etcd) = (image_keys, etcd);
                 serde_json::to_value(options)
             }
         }

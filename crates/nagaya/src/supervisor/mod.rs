@@ -172,7 +172,7 @@ fn begin_cluster(
     let configured = &settings.cluster;
     if let Some(member) = &member {
         // Before the processes start: they are to run nothing that is not placed here.
-        node.set_image_keys(&member.image_keys);
+        node.set_member(member);
         let credentials = cluster::credentials(member, configured);
         node.credentials.send_replace(Some(credentials));
     }

@@ -45,13 +45,22 @@ pub struct Node {
     pub cluster: Option<cluster::Handle>,
     /// What the edge is told of the cluster, whenever that changes. None: this node is in none.
     pub credentials: watch::Sender<Option<Arc<ClusterOptions>>>,
-    /// What the keeper is told besides: keys of images. The edge never is.
-    image_keys: Mutex<Vec<ClusterKey>>,
+    /// What the keeper is told besides. The edge never is.
+    keeper_facts: Mutex<KeeperFacts>,
     pub balance: Balance,
     pub rules: StoredRules,
     state: Mutex<State>,
     /// By which revision each process serves.
     revisions: watch::Sender<[Option<u64>; 2]>,
+}
+
+/// What the keeper has to know of the cluster. On a node alone it is nothing.
+#[derive(Clone, Default)]
+pub struct KeeperFacts {
+    /// Of images, the newest first.
+    pub image_keys: Vec<ClusterKey>,
+    /// `host:port` of each endpoint of etcd.
+    pub etcd: Vec<String>,
 }
 
 /// One address as it is listened on.
@@ -103,7 +112,7 @@ impl Node {
             protections,
             cluster,
             credentials: watch::Sender::new(None),
-            image_keys: Mutex::default(),
+            keeper_facts: Mutex::default(),
             balance: Balance::default(),
             rules,
             state: Mutex::default(),
@@ -112,12 +121,13 @@ impl Node {
     }
 
     /// Before the credentials that go with them: these have the processes told.
-    pub fn set_image_keys(&self, keys: &[ClusterKey]) {
-        *self.image_keys.lock() = keys.to_vec();
+    pub fn set_member(&self, member: &cluster::Member) {
+        let etcd = member.etcd.places();
+        *self.keeper_facts.lock() = KeeperFacts { image_keys: member.image_keys.clone(), etcd };
     }
 
-    pub fn image_keys(&self) -> Vec<ClusterKey> {
-        self.image_keys.lock().clone()
+    pub fn keeper_facts(&self) -> KeeperFacts {
+        self.keeper_facts.lock().clone()
     }
 
     pub fn process(&self, role: Role, change: impl FnOnce(&mut Process)) {

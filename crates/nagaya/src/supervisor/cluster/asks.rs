@@ -410,7 +410,7 @@ impl Desk {
             handle.health.follow(&store);
         }
         self.context.records.follow(Arc::clone(&store));
-        self.context.node.set_image_keys(&member.image_keys);
+        self.context.node.set_member(&member);
         let credentials = credentials(&member, &self.context.configured);
         self.context.node.credentials.send_replace(Some(credentials));
         let record = self.record(&member);

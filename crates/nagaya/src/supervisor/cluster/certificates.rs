@@ -128,7 +128,7 @@ impl Membership {
         if self.member.borrow().records != member.records {
             self.store.set_record_keys(&member.records);
         }
-        self.context.node.set_image_keys(&member.image_keys);
+        self.context.node.set_member(&member);
         let told = credentials(&member, &self.context.configured);
         *self.member.borrow_mut() = member;
         self.context.node.credentials.send_replace(Some(told));

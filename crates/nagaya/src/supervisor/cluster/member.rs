@@ -50,6 +50,20 @@ pub struct Etcd {
     pub insecure: bool,
 }
 
+/// The port at which etcd takes clients where an endpoint names none (`--listen-client-urls`).
+const ETCD_PORT: u16 = 2379;
+
+impl Etcd {
+    /// `host:port` of each endpoint. One that is no address of the web is passed over: etcd is not reached by it either.
+    pub fn places(&self) -> Vec<String> {
+        let place = |endpoint: &String| {
+            let uri: http::Uri = endpoint.parse().ok()?;
+            Some(format!("{}:{}", uri.host()?, uri.port_u16().unwrap_or(ETCD_PORT)))
+        };
+        self.endpoints.iter().filter_map(place).collect()
+    }
+}
+
 /// This node as a member.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -204,6 +218,14 @@ mod tests {
 
     fn member() -> Member {
         founded().0
+    }
+
+    #[test]
+    fn places_of_etcd_are_hosts_and_ports() {
+        let endpoints =
+            ["http://10.0.0.9:2379", "https://e1.internal", "https://[2001:db8::1]:4001/", "no place"];
+        let etcd = Etcd { endpoints: endpoints.map(String::from).to_vec(), ..Etcd::default() };
+        assert_eq!(etcd.places(), ["10.0.0.9:2379", "e1.internal:2379", "[2001:db8::1]:4001"]);
     }
 
     #[test]
