@@ -173,7 +173,8 @@ fn an_upload_that_meets_a_dead_worker_goes_to_another(world: &World) {
     for len in [5, 200_000].repeat(5) {
         let dead = world.get("killed.test", "/pid.php").expect(200).text();
         machine::signal(dead.parse().expect("a process id"), "KILL");
-        let answer = client::post(world.http(), "killed.test", "/len.php", &"x".repeat(len)).expect(200).text();
+        let answer =
+            client::post(world.http(), "killed.test", "/len.php", &"x".repeat(len)).expect(200).text();
         let (pid, read) = answer.split_once(' ').expect("two words");
         assert_eq!(read, len.to_string());
         assert_ne!(pid, dead);

@@ -31,7 +31,7 @@ const KEPT: [header::HeaderName; 4] =
 
 pub(super) fn connection() -> Rc<ConnInfo> {
     let address = |last| std::net::SocketAddr::from(([192, 0, 2, last], 5000));
-    Rc::new(ConnInfo { peer: address(7), local: address(1), tls: None, carried: None })
+    Rc::new(ConnInfo { peer: address(7), local: address(1), tls: None, carried: None, network: None })
 }
 
 // === HTTP/1 ===
