@@ -16,6 +16,7 @@ use nagaya_base::fuzz::FuzzTarget;
 pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "http1_request", run: heads::read_http1_request, seeds: heads::http1_requests },
     FuzzTarget { name: "http1_response", run: heads::read_http1_response, seeds: heads::http1_responses },
+    FuzzTarget { name: "proxy_header", run: heads::read_proxy_header, seeds: heads::proxy_headers },
     FuzzTarget { name: "http2_head", run: heads::read_http2_head, seeds: heads::http2_heads },
     FuzzTarget { name: "authority", run: heads::read_authority, seeds: heads::authorities },
     FuzzTarget { name: "site_path", run: heads::read_site_path, seeds: heads::site_paths },

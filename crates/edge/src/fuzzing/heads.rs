@@ -18,6 +18,7 @@ use crate::http1::head::{self, HeadLimits, RequestHead};
 use crate::message::{ConnInfo, Head};
 use crate::options::{Limits, Options};
 use crate::path::{self, SitePath};
+use crate::proxy_header;
 use crate::upstream::{self, Outgoing};
 
 const LIMITS: HeadLimits = HeadLimits { bytes: 8 << 10, fields: 100 };
@@ -32,6 +33,30 @@ const KEPT: [header::HeaderName; 4] =
 pub(super) fn connection() -> Rc<ConnInfo> {
     let address = |last| std::net::SocketAddr::from(([192, 0, 2, last], 5000));
     Rc::new(ConnInfo { peer: address(7), local: address(1), tls: None, carried: None, network: None })
+}
+
+// === Before HTTP ===
+
+pub(super) fn proxy_headers() -> Vec<Vec<u8>> {
+    copy_seeds(&[
+        b"PROXY TCP4 192.0.2.7 192.0.2.1 5000 443\r\nGET",
+        b"PROXY TCP6 2001:db8::7 2001:db8::1 5000 443\r\n",
+        b"PROXY UNKNOWN whatever\r\n",
+        b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x07\xc0\0\x02\x01\x13\x88\x01\xbbGET",
+        b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x13\xc0\0\x02\x07\xc0\0\x02\x01\x13\x88\x01\xbb\x03\0\x04\x01\x02\x03\x04",
+        b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\x02ab",
+    ])
+}
+
+/// A header ends where it says, whatever follows, and none of its beginnings is one.
+pub(super) fn read_proxy_header(bytes: &[u8]) {
+    let Ok(Some(header)) = proxy_header::parse(bytes) else { return };
+    assert!(header.len <= bytes.len() && header.len <= proxy_header::HEADER_LEN_MAX);
+    let whole = &bytes[..header.len];
+    assert_eq!(proxy_header::parse(whole).expect("it was one").expect("it was whole"), header);
+    for end in 1..whole.len() {
+        assert!(matches!(proxy_header::parse(&whole[..end]), Ok(None)), "{end} of {} bytes", whole.len());
+    }
 }
 
 // === HTTP/1 ===

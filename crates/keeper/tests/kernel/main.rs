@@ -66,26 +66,7 @@ fn main() {
         scene::start_launcher();
     }
     let any = [programs::ANYONE, life::ANYONE, rest::ANYONE].concat();
-    let root = [
-        programs::ROOT,
-        files::ROOT,
-        links::ROOT,
-        calls::ROOT,
-        enclosure::ROOT,
-        php::ROOT,
-        instances::ROOT,
-        logs::ROOT,
-        exec::ROOT,
-        faults::ROOT,
-        outbound::ROOT,
-        databases::ROOT,
-        nat::ROOT,
-        rest::ROOT,
-        life::ROOT,
-        killed::ROOT,
-        sandbox::ROOT,
-    ]
-    .concat();
+    let root = with_root();
     let (v1, v2) = (is_mounted("cgroup"), is_mounted("cgroup2"));
     let trial = |(name, fact): &Fact, missing: Option<&'static str>| {
         let fact = *fact;
@@ -126,6 +107,30 @@ fn main() {
     let only_cells = std::env::var_os("NAGAYA_ONLY_CELLS").is_some();
     let trials = if only_cells { on_cells.collect() } else { trials.chain(on_cells).collect() };
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// All that need root and nothing else.
+fn with_root() -> Vec<Fact> {
+    [
+        programs::ROOT,
+        files::ROOT,
+        links::ROOT,
+        calls::ROOT,
+        enclosure::ROOT,
+        php::ROOT,
+        instances::ROOT,
+        logs::ROOT,
+        exec::ROOT,
+        faults::ROOT,
+        outbound::ROOT,
+        databases::ROOT,
+        nat::ROOT,
+        rest::ROOT,
+        life::ROOT,
+        killed::ROOT,
+        sandbox::ROOT,
+    ]
+    .concat()
 }
 
 /// All that need a CRIU.
