@@ -180,8 +180,7 @@ impl Programs {
         let mut workers = 1;
         if self.enter(&mut lease, site, stay).await.is_err() {
             // It may have died, or have been another keeper's, which is no fault of the request.
-            self.replace(&mut lease, site, stay).await?;
-            workers += 1;
+            self.replace(&mut lease, site, stay, &mut workers).await?;
         }
         let debt = Debt::of(&self.ledger, &tenant.name, stay);
         let patience = Patience::of(files, &self.limits.borrow());
@@ -201,8 +200,7 @@ impl Programs {
                     let retry = retry.ok_or_else(|| refusal(Failure::Unread))?;
                     (opening, body, errors) = (retry.opening, retry.body, retry.errors);
                     (lease, due) = retry.link.into_lease();
-                    self.replace(&mut lease, site, stay).await?;
-                    workers += 1;
+                    self.replace(&mut lease, site, stay, &mut workers).await?;
                 }
                 Err(failure) => return Err(refusal(failure)),
             }
@@ -211,11 +209,28 @@ impl Programs {
         Ok(finish(outcome, debt, stay).await)
     }
 
-    /// Has a fresh worker in the place of one that is of no use any more.
-    async fn replace(&self, lease: &mut Lease, site: &Site, stay: &Stay) -> Result<(), Refusal> {
-        lease.renew(|| self.start_php(site)).await?;
-        let entered = self.enter(lease, site, stay).await;
-        entered.map_err(|error| not_started(&format!("a PHP worker for site {}", site.name), error))
+    /// Has a fresh worker in the place of one that is of no use any more. `workers` counts all that the request has had.
+    async fn replace(
+        &self,
+        lease: &mut Lease,
+        site: &Site,
+        stay: &Stay,
+        workers: &mut u32,
+    ) -> Result<(), Refusal> {
+        while *workers < WORKERS_PER_REQUEST_MAX {
+            *workers += 1;
+            lease.renew(|| self.start_php(site)).await?;
+            match self.enter(lease, site, stay).await {
+                Ok(()) => return Ok(()),
+                // The keeper does not know it any more: this one has ended, too.
+                Err(ClientError::Refused { failure: KeeperFailure::NotFound, .. }) => {}
+                Err(error) => {
+                    return Err(not_started(&format!("a PHP worker for site {}", site.name), error));
+                }
+            }
+        }
+        let what = format!("PHP workers for site {} end as soon as they are started", site.name);
+        Err(Refusal::BackendUnreachable(what))
     }
 
     /// Moves the worker to where the request is to run, unless it is there already.
