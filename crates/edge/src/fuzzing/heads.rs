@@ -139,7 +139,7 @@ fn check_forwarded(mut head: Head, framing: Framing) {
     assert!(again.headers.keys().all(|name| !name.as_str().contains('_')));
 }
 
-fn all<'a>(headers: &'a HeaderMap, name: impl header::AsHeaderName) -> impl Iterator<Item = &'a [u8]> {
+fn all(headers: &HeaderMap, name: impl header::AsHeaderName) -> impl Iterator<Item = &[u8]> {
     headers.get_all(name).into_iter().map(|value| value.as_bytes().trim_ascii())
 }
 

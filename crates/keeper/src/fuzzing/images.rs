@@ -99,8 +99,9 @@ pub(super) fn read_order(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     let Ok(site) = SiteName::new("shop") else { return };
     let key = ClusterKey::new(KEY);
-    let verify =
-        |text: &str| order::verify_order(text, &[key.clone()], Some("a"), &site, TransferEnd::Either);
+    let verify = |text: &str| {
+        order::verify_order(text, std::slice::from_ref(&key), Some("a"), &site, TransferEnd::Either)
+    };
     let _ = (verify(text), verify(&order::sign_text(&key, text)));
     let stranger = order::sign_text(&ClusterKey::new([8; 32]), text);
     assert!(verify(&stranger).is_err(), "no other cluster's order counts");
