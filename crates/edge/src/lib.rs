@@ -59,5 +59,5 @@ pub mod turns;
 
 mod process;
 
-pub use options::Options;
+pub use options::{HEADER_FIELDS_MAX, Options};
 pub use process::{Listener, PeerSockets, Start, run};

@@ -69,6 +69,9 @@ pub struct ClusterOptions {
     pub probe_ms: u64,
 }
 
+/// Most header fields of one request that `Limits::header_fields` may allow.
+pub const HEADER_FIELDS_MAX: usize = 1_000;
+
 /// How a node that was not heard from is asked whether it is there.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -136,8 +136,7 @@ impl<S: CertificateSource> Tls<S> {
         IO: AsyncRead + AsyncWrite + Unpin,
     {
         let mut start = LazyConfigAcceptor::new(Acceptor::default(), io).await?;
-        let server_name: Option<Box<str>> =
-            start.client_hello().server_name().map(|name| name.to_ascii_lowercase().into());
+        let server_name = start.client_hello().server_name().map(normalize_name);
         let certificate = match self.choose(server_name.as_deref()).await {
             Ok(certificate) => certificate,
             Err(error) => {
@@ -181,6 +180,12 @@ impl<S: CertificateSource> Tls<S> {
         }
         Err(TlsError::NoCertificate(server_name.unwrap_or_default().into()))
     }
+}
+
+/// The name as hosts of requests are written. Some clients send the dot that ends a name that is complete, which RFC 6066
+/// section 3 leaves out.
+fn normalize_name(server_name: &str) -> Box<str> {
+    server_name.strip_suffix('.').unwrap_or(server_name).to_ascii_lowercase().into()
 }
 
 /// Tells the client why the handshake ends before there is a configuration to go on with. At this point

@@ -105,6 +105,15 @@ fn ranges_are_exact(world: &World) {
     let middle = range("bytes=2-5").expect(206);
     assert_eq!((middle.text().as_str(), middle.header("content-range")), ("2345", Some("bytes 2-5/10")));
     assert_eq!(range("bytes=7-").expect(206).text(), "789");
+    // Players take a 200 for a server without ranges.
+    for all in ["bytes=0-", "bytes=0-9", "bytes=-10", "bytes=0-999", "bytes=0-4,5-"] {
+        let answer = range(all).expect(206);
+        assert_eq!(
+            (answer.text().as_str(), answer.header("content-range")),
+            ("0123456789", Some("bytes 0-9/10")),
+            "{all}"
+        );
+    }
     assert_eq!(range("bytes=-3").expect(206).text(), "789");
     assert_eq!(range("bytes=3-999").expect(206).header("content-range"), Some("bytes 3-9/10"));
     assert_eq!(range("bytes=10-").expect(416).header("content-range"), Some("bytes */10"));

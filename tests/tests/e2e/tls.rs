@@ -97,6 +97,12 @@ fn each_name_gets_its_certificate(world: &World) {
     assert!(names_for(world, "b.test").contains("DNS:b.test"));
     assert!(names_for(world, "B.TEST").contains("DNS:b.test"));
     assert!(names_for(world, "x.wild.test").contains("DNS:*.wild.test"));
+    // Names as resolvers write them, with the dot at their end.
+    assert!(names_for(world, "b.test.").contains("DNS:b.test"));
+    for version in ["--http1.1", "--http2"] {
+        let sent = ["--resolve", &format!("a.test.:{}:127.0.0.1", world.https().port()), version];
+        assert_eq!(curl(world, "a.test.", "/a.txt", &sent), "alpha", "{version}");
+    }
 }
 
 fn both_protocols_are_agreed_on(world: &World) {

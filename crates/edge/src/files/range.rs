@@ -31,7 +31,7 @@ impl Span {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// All of it: no range was asked for, or none that is understood.
+    /// All of it, as a 200: no range was asked for, none that is understood, or of an empty file.
     Whole,
     /// One or more spans, apart from each other, in the order they were asked for.
     Spans(Vec<Span>),
@@ -67,11 +67,15 @@ fn parse(text: &str, size: u64) -> Option<Wanted> {
     if asked == 0 {
         return None;
     }
+    // No byte of an empty file can be asked for, and no answer shows more of it than a 200.
+    if size == 0 {
+        return None;
+    }
     if spans.is_empty() {
         return Some(Wanted::Nothing);
     }
-    let spans = coalesce(spans);
-    Some(if spans == [Span { first: 0, end: size }] { Wanted::Whole } else { Wanted::Spans(spans) })
+    // A range that covers all of it is a range as well: who asked for `bytes=0-` takes a 200 for a server without ranges.
+    Some(Wanted::Spans(coalesce(spans)))
 }
 
 /// The outer `None` is a malformed spec, the inner one a spec that no byte satisfies.
@@ -200,9 +204,8 @@ mod tests {
     fn spans(text: &str, size: u64) -> Option<Vec<(u64, u64)>> {
         match parse(text, size) {
             Some(Wanted::Spans(spans)) => Some(spans.iter().map(|span| (span.first, span.end)).collect()),
-            Some(Wanted::Whole) => Some(vec![(0, size)]),
             Some(Wanted::Nothing) => Some(vec![]),
-            None => None,
+            Some(Wanted::Whole) | None => None,
         }
     }
 
@@ -238,7 +241,9 @@ mod tests {
         ] {
             assert_eq!(spans(text, 1000), expected, "{text}");
         }
-        assert_eq!(spans("bytes=0-", 0), Some(vec![]));
+        for text in ["bytes=0-", "bytes=0-0", "bytes=-1", "bytes=5-", "bytes=0-,-1"] {
+            assert_eq!(spans(text, 0), None, "{text}: an empty file is sent whole");
+        }
     }
 
     #[test]

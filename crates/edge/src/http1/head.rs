@@ -14,10 +14,11 @@ use memchr::memmem::Finder;
 
 use crate::authority::{self, Authority};
 use crate::http1::framing::Framing;
+use crate::options::HEADER_FIELDS_MAX;
 use crate::refusal::Refusal;
 
-/// Most header fields the parser has room for; `Limits::header_fields` can only be lower.
-pub const FIELDS_MAX: usize = 256;
+/// Most header fields the parser has room for.
+pub const FIELDS_MAX: usize = HEADER_FIELDS_MAX;
 
 /// Bounds for one head.
 #[derive(Debug, Clone, Copy)]

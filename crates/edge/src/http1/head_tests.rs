@@ -126,6 +126,18 @@ fn limits_have_their_own_refusals() {
 }
 
 #[test]
+fn as_many_fields_are_read_as_may_be_configured() {
+    let limits = HeadLimits { bytes: 96 << 10, fields: HEADER_FIELDS_MAX };
+    for (count, is_read) in [(256, true), (HEADER_FIELDS_MAX, true), (HEADER_FIELDS_MAX + 1, false)] {
+        let more: String = (1..count).map(|number| format!("X-{number}: 1\r\n")).collect();
+        let text = format!("GET / HTTP/1.1\r\nHost: a\r\n{more}\r\n");
+        let mut buffer = BytesMut::from(text.as_bytes());
+        let end = find_end(&buffer, &mut 0, limits).unwrap().unwrap();
+        assert_eq!(parse_request(&mut buffer, end, limits).is_ok(), is_read, "{count} fields");
+    }
+}
+
+#[test]
 fn connection_names_end_here_but_cannot_remove_what_matters() {
     let head = parse(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: X-Hop, Authorization, close\r\nX-Hop: 1\r\nAuthorization: b\r\n\r\n").unwrap();
     assert!(!head.keep_alive);

@@ -1,7 +1,7 @@
 //! Which system calls tenants' programs may make, in a sandbox and as CGI or PHP: the filters and how they are assembled.
 //!
 //! The list is Docker's default profile (moby, `profiles/seccomp/default.json`), as facts, for a process without any
-//! capability, less what an image could not carry (asynchronous I/O of both kinds, secret memory) and what reaches
+//! capability, less what an image could not carry (asynchronous I/O of both kinds, MPTCP, secret memory) and what reaches
 //! into other processes. CGI programs and PHP workers are never in an image, and may do asynchronous I/O of the older kind. Not here:
 //! putting it on (`kernel`, `sys`), who gets it (`program`, `spawn`), the one for memory that an image's file shows (`shown`).
 
@@ -23,6 +23,8 @@ enum Action {
     Clone,
     /// Only of families that end in the sandbox.
     Socket,
+    /// The same without MPTCP, which no image can carry: Go listens by it where it can, and by TCP where it cannot.
+    SocketInImage,
     /// Only those of plain Linux.
     Personality,
 }
@@ -171,7 +173,7 @@ fn boundaries(list: fn(libc::c_long) -> Action) -> Vec<(u32, Action)> {
 fn of(number: libc::c_long) -> Action {
     match number {
         libc::SYS_clone => Action::Clone,
-        libc::SYS_socket => Action::Socket,
+        libc::SYS_socket => Action::SocketInImage,
         libc::SYS_personality => Action::Personality,
         _ if MISSING.contains(&number) || ASYNC_IO.contains(&number) => Action::Missing,
         _ if ALLOWED.contains(&number) || ALLOWED_OF_ARCHITECTURE.contains(&number) => Action::Allow,
@@ -181,7 +183,11 @@ fn of(number: libc::c_long) -> Action {
 
 /// The same of a program that is never in an image.
 fn of_program(number: libc::c_long) -> Action {
-    if ASYNC_IO.contains(&number) { Action::Allow } else { of(number) }
+    match number {
+        libc::SYS_socket => Action::Socket,
+        _ if ASYNC_IO.contains(&number) => Action::Allow,
+        _ => of(number),
+    }
 }
 
 /// A binary search over the runs. The number is loaded.
@@ -212,6 +218,13 @@ fn decide(action: Action, refuse: fn(libc::c_int) -> Instruction) -> Vec<Instruc
             vec![op(LOAD, argument(0)), jump(IF_ANY_BIT, NEW_NAMESPACES, 0, 1), refuse(libc::EPERM), allow]
         }
         Action::Socket => one_of(&FAMILIES.map(libc::c_int::unsigned_abs), refuse(libc::EAFNOSUPPORT)),
+        Action::SocketInImage => {
+            let mptcp = libc::IPPROTO_MPTCP.unsigned_abs();
+            let mut program =
+                vec![op(LOAD, argument(2)), jump(IF_EQUAL, mptcp, 0, 1), refuse(libc::EPROTONOSUPPORT)];
+            program.extend(decide(Action::Socket, refuse));
+            program
+        }
         Action::Personality => one_of(&PERSONALITIES, refuse(libc::EPERM)),
     }
 }
@@ -361,7 +374,9 @@ mod tests {
                 Action::Allow | Action::Clone | Action::Personality => libc::SECCOMP_RET_ALLOW,
                 Action::Refuse => EPERM,
                 Action::Missing => ENOSYS,
-                Action::Socket => libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT.unsigned_abs(),
+                Action::Socket | Action::SocketInImage => {
+                    libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT.unsigned_abs()
+                }
             };
             assert_eq!(tenant(number, 0), expected, "{number}");
         }
@@ -381,6 +396,10 @@ mod tests {
         assert_eq!(tenant(libc::SYS_clone, libc::SIGCHLD as u64), libc::SECCOMP_RET_ALLOW);
         assert_eq!(tenant(libc::SYS_socket, libc::AF_INET6 as u64), libc::SECCOMP_RET_ALLOW);
         assert_ne!(tenant(libc::SYS_socket, libc::AF_VSOCK as u64), libc::SECCOMP_RET_ALLOW);
+        let mptcp = [libc::AF_INET as u64, libc::SOCK_STREAM as u64, libc::IPPROTO_MPTCP as u64, 0, 0, 0];
+        let unsupported = libc::SECCOMP_RET_ERRNO | libc::EPROTONOSUPPORT.unsigned_abs();
+        assert_eq!(run(&of_tenants(), OURS, libc::SYS_socket, mptcp), unsupported);
+        assert_eq!(run(of_programs(), OURS, libc::SYS_socket, mptcp), libc::SECCOMP_RET_ALLOW);
         assert_eq!(tenant(libc::SYS_personality, 0x0040_0000), EPERM);
         let other = run(&of_tenants(), 0x4000_0003, 1, [0; 6]);
         assert_eq!(other, libc::SECCOMP_RET_KILL_PROCESS);

@@ -302,10 +302,14 @@ fn no_calls() {
         number('open_tree', 428, -100, b'/', 1)\n\
         number('io_uring_setup', 425, 4, ctypes.create_string_buffer(256))\n\
         number('io_setup', 206 if os.uname().machine == 'x86_64' else 0, 4, ctypes.byref(ctypes.c_long()))\n\
-        number('userfaultfd', 323 if os.uname().machine == 'x86_64' else 282, 0)\n";
+        number('userfaultfd', 323 if os.uname().machine == 'x86_64' else 282, 0)\n\
+        call('socket', 2, 1, 262)\n\
+        call('socket', 10, 1 | 0x80000, 262)\n";
     let said = python(&sandbox, &format!("{CALLS}{calls}"));
-    refused(&said, &["EPERM", "EINVAL", "ENOSYS"]);
-    assert_eq!(said.lines().count(), 21);
+    refused(&said, &["EPERM", "EINVAL", "ENOSYS", "EPROTONOSUPPORT"]);
+    assert_eq!(said.lines().count(), 23);
+    // Programs that prefer MPTCP, like those in Go, listen by TCP then, and can be imaged.
+    assert_eq!(said.matches("socket EPROTONOSUPPORT").count(), 2, "{said}");
     for line in ["mount EPERM", "ptrace EPERM", "unshare EPERM", "io_uring_setup ENOSYS", "io_setup ENOSYS"] {
         assert!(said.contains(line), "{said}");
     }

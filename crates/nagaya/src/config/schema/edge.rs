@@ -9,7 +9,7 @@ use super::*;
 /// Largest request head that may be configured. It becomes a CGI environment, which must fit one keeper
 /// message together with its server variables and, per field, `HTTP_` and two length prefixes.
 const HEAD_BYTES_MAX: u64 = 96 * KIB;
-const HEADER_FIELDS_MAX: u64 = 1_000;
+const HEADER_FIELDS_MAX: u64 = nagaya_edge::HEADER_FIELDS_MAX as u64;
 const _: () = assert!(HEAD_BYTES_MAX + HEADER_FIELDS_MAX * 10 + 16 * KIB <= KEEPER_MESSAGE_MAX as u64);
 
 pub(super) const LIMITS: &[Key<Settings>] = &[
