@@ -171,8 +171,12 @@ fn a_member_of_etcd_stops_and_comes_back_to_the_others() {
     let lab = Lab::up(&["1", "--etcd", "3", "--no-join"]);
     let put = |value: &str| {
         let body = format!(r#"{{"key":"YQ==","value":"{value}"}}"#);
-        let url = "http://10.99.0.202:2379/v3/kv/put";
-        lab.output(&["in", "clients", "--", "curl", "-sf", "-m", "2", "-d", &body, url]).status.success()
+        let url = "https://10.99.0.202:2379/v3/kv/put";
+        let [ca, certificate, key] = ["ca.pem", "node-n1.pem", "node-n1.key"]
+            .map(|name| lab.dir().join("pki").join(name).to_string_lossy().into_owned());
+        let curl = ["in", "clients", "--", "curl", "-sf", "-m", "2", "-d", &body];
+        let words = ["--cacert", &ca, "--cert", &certificate, "--key", &key, url];
+        lab.output(&[&curl[..], &words[..]].concat()).status.success()
     };
     wait::until("three members take a value", || put("MQ=="));
     lab.run(&["etcd", "stop", "1"]);

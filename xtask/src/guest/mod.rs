@@ -12,8 +12,10 @@ mod root;
 mod service;
 
 use std::fs;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -124,9 +126,13 @@ impl Suite {
         // The rest has had its turn around the guest, at ten times the speed.
         cells.environment.push("NAGAYA_ONLY_CELLS=1".into());
         let mut jobs = vec![cells];
-        for topic in ["cells::", "rules::"] {
-            jobs.push(end_to_end(vec![topic.into()])?);
+        jobs.push(end_to_end(vec!["cells::".into()])?);
+        // How rules are read and refused is the same with every version of cgroups.
+        let mut rules = vec!["rules::".to_owned()];
+        for other in ["rule_", "rules_", "text_that", "syntax_error", "settings_come"] {
+            rules.extend(["--skip".into(), other.into()]);
         }
+        jobs.push(end_to_end(rules)?);
         jobs.push(service::job(workspace::build_nagaya()?, Vec::new())?);
         Ok(Self(jobs))
     }
@@ -138,15 +144,19 @@ impl Suite {
         machine(first, dir.path())?.is_emulated()
     }
 
-    /// Returns whether it succeeded.
+    /// Returns whether it succeeded. Emulated machines have clocks of their own, so two of them run at once: the longest job in one,
+    /// all others in the other.
     pub fn run(&self, sum: &mut Sum) -> Result<bool> {
-        let mut inside = Sum::default();
-        let mut succeeded = true;
-        for job in &self.0 {
-            succeeded &= visit(job, &mut inside)?;
-        }
-        sum.add(inside, "guest");
-        Ok(succeeded)
+        let alone = if self.is_emulated()? { 1 } else { self.0.len() };
+        let (first, others) = self.0.split_at(alone.min(self.0.len()));
+        let (first, others) = thread::scope(|scope| {
+            let others = scope.spawn(|| visit_all(others));
+            (visit_all(first), others.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        });
+        let ((here, one), (there, other)) = (first?, others?);
+        sum.add(one, "guest");
+        sum.add(other, "guest");
+        Ok(here & there)
     }
 }
 
@@ -208,6 +218,14 @@ fn built_test(package: &str, name: &str) -> Result<PathBuf> {
         is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     });
     programs.next_back().with_context(|| format!("cargo names no program of the test '{name}' of {package}"))
+}
+
+fn visit_all(jobs: &[Job]) -> Result<(bool, Sum)> {
+    let (mut succeeded, mut sum) = (true, Sum::default());
+    for job in jobs {
+        succeeded &= visit(job, &mut sum)?;
+    }
+    Ok((succeeded, sum))
 }
 
 /// Boots, runs the job, counts. Returns whether the test program said that all is well.
