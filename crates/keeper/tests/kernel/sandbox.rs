@@ -308,7 +308,7 @@ fn no_calls() {
     let said = python(&sandbox, &format!("{CALLS}{calls}"));
     refused(&said, &["EPERM", "EINVAL", "ENOSYS", "EPROTONOSUPPORT"]);
     assert_eq!(said.lines().count(), 23);
-    // Programs that prefer MPTCP, like those in Go, listen by TCP then, and can be imaged.
+    // Programs that prefer MPTCP, like those in Go, listen by TCP then.
     assert_eq!(said.matches("socket EPROTONOSUPPORT").count(), 2, "{said}");
     for line in ["mount EPERM", "ptrace EPERM", "unshare EPERM", "io_uring_setup ENOSYS", "io_setup ENOSYS"] {
         assert!(said.contains(line), "{said}");
