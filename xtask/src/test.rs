@@ -50,7 +50,8 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum)?,
         [only] if only == "--guest" => {
             if guest::is_possible(&mut sum) {
-                succeeded &= guest::Suite::build()?.run(&mut sum)?;
+                let suite = guest::Suite::build()?;
+                succeeded &= suite.run(suite.is_emulated()?, &mut sum)?;
             }
         }
         _ => bail!("unknown arguments '{}': use --unit, --e2e or --guest", arguments.join(" ")),
@@ -66,13 +67,13 @@ fn all(sum: &mut Sum) -> Result<bool> {
     }
     let suite = timed("building for the guest", guest::Suite::build)?;
     if !suite.is_emulated()? {
-        return Ok(unit(sum)? & end_to_end(sum)? & suite.run(sum)?);
+        return Ok(unit(sum)? & end_to_end(sum)? & suite.run(false, sum)?);
     }
     let beside = thread::spawn(move || {
         // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
         setpriority_process(None, NICE_BESIDE).context("letting others go first")?;
         let mut sum = Sum::default();
-        timed("guest", || suite.run(&mut sum)).map(|succeeded| (succeeded, sum))
+        timed("guest", || suite.run(true, &mut sum)).map(|succeeded| (succeeded, sum))
     });
     let here = timed("modules", || modules(sum));
     // It ends by itself, and is not left alone.
