@@ -386,7 +386,11 @@ impl Exchange<'_> {
         let look =
             || if sys::is_all_read(self.worker)? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
         match self.worker.try_io(Interest::WRITABLE, look) {
-            Ok(()) => self.stage = Stage::Begun,
+            // A worker that closes leaves nothing in its queue either. The kernel sets the error before it empties that.
+            Ok(()) => match self.worker.take_error()? {
+                Some(error) => return Err(Closed::Untaken(error)),
+                None => self.stage = Stage::Begun,
+            },
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(error.into()),
         }

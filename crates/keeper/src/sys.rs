@@ -577,7 +577,8 @@ pub fn check_access(file: BorrowedFd<'_>, access: Access) -> io::Result<()> {
 /// cost of them.
 const SIOCOUTQ: libc::c_ulong = 0x5411;
 
-/// Whether the other end of a Unix stream socket has read all that was sent, or is closed.
+/// Whether the other end of a Unix stream socket has read all that was sent, or is closed. If it was closed with something
+/// unread, the socket's error is `ECONNRESET` before this is true (`unix_release_sock`).
 pub fn is_all_read(socket: &impl AsRawFd) -> io::Result<bool> {
     let mut queued: libc::c_int = 0;
     // SAFETY: SIOCOUTQ writes one C int, which outlives the call.
