@@ -5,7 +5,7 @@
 use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -14,10 +14,16 @@ use crate::machine;
 use crate::world::World;
 
 /// Tests mostly wait for timeouts and processes, so more of them run at once than there are cores.
-const THREADS: usize = 6;
+const AT_ONCE: usize = 6;
 
-/// Held for reading by each test that runs, and for writing by one that runs alone.
-static PROCESSORS: RwLock<()> = RwLock::new(());
+/// Clusters that run at once. Each is some nodes and an etcd, and on a machine that runs many they are slower than a fence lasts.
+const CLUSTERS_AT_ONCE: usize = 2;
+
+/// Tests that may run at this moment.
+static RUNNING: Places = Places::new(AT_ONCE);
+
+/// Those of them that are of a cluster.
+static CLUSTERS: Places = Places::new(CLUSTERS_AT_ONCE);
 
 /// How long tests that succeeded took.
 static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
@@ -69,28 +75,42 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
 }
 
-/// Runs the tests that the command line selects. Takes libtest's arguments. No other test runs beside one whose name begins with
-/// one of `saturating`: it takes all processors that it gets.
-pub fn run(suites: Vec<Suite>, saturating: &'static [&'static str]) -> ExitCode {
+/// How tests get on with each other, by the beginnings of their names.
+pub struct Order {
+    /// No other test runs beside one of these: it takes all processors that it gets.
+    pub saturating: &'static [&'static str],
+    /// Few of these run at once. They begin first, so that nothing is left to wait for them at the end.
+    pub clusters: &'static [&'static str],
+}
+
+/// Runs the tests that the command line selects. Takes libtest's arguments.
+pub fn run(suites: Vec<Suite>, order: &Order) -> ExitCode {
     let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(THREADS);
-    let (mut trials, mut nodes) = (Trials { saturating, ..Trials::default() }, Vec::new());
+    if let Some(threads) = arguments.test_threads {
+        RUNNING.set(threads);
+    }
+    let (mut trials, mut nodes) = (Trials::default(), Vec::new());
     for suite in suites {
         match suite.tests {
             Tests::Alone(tests) => {
-                tests.iter().for_each(|(name, test)| trials.add(&suite, name, *test));
+                tests.iter().for_each(|(name, test)| trials.add(order, &suite, name, *test));
             }
             Tests::Sharing(start, tests) => {
                 let node = Arc::new(Shared { name: suite.name, start, world: OnceLock::new() });
                 for (name, test) in tests {
                     let (node, test) = (Arc::clone(&node), *test);
-                    trials.add(&suite, name, move || in_shared(&node, test));
+                    trials.add(order, &suite, name, move || in_shared(&node, test));
                 }
                 nodes.push(node);
             }
         }
     }
-    let conclusion = libtest_mimic::run(&arguments, trials.in_order());
+    // A test that waits for its turn holds a thread and nothing else.
+    arguments.test_threads = Some(AT_ONCE + trials.clusters.len());
+    let first = trials.clusters.into_iter().chain(trials.beside).collect();
+    let mut has_failed = libtest_mimic::run(&arguments, first).has_failed();
+    arguments.test_threads = Some(1);
+    has_failed |= libtest_mimic::run(&arguments, trials.saturating).has_failed();
     tell_slowest();
     let mut stopped = true;
     for node in nodes {
@@ -103,7 +123,7 @@ pub fn run(suites: Vec<Suite>, saturating: &'static [&'static str]) -> ExitCode 
             stopped = false;
         }
     }
-    if stopped && !conclusion.has_failed() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if stopped && !has_failed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn in_shared(node: &Shared, test: fn(&World)) {
@@ -119,32 +139,45 @@ fn in_shared(node: &Shared, test: fn(&World)) {
 /// What is run.
 #[derive(Default)]
 struct Trials {
-    saturating: &'static [&'static str],
+    clusters: Vec<Trial>,
     beside: Vec<Trial>,
-    alone: Vec<Trial>,
+    /// One after the other, when the rest is through.
+    saturating: Vec<Trial>,
 }
 
 impl Trials {
-    fn add(&mut self, suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) {
+    fn add(&mut self, order: &Order, suite: &Suite, name: &str, test: impl FnOnce() + Send + 'static) {
         let name = format!("{}::{name}", suite.name);
-        let is_saturating = self.saturating.iter().any(|beginning| name.starts_with(beginning));
-        let list = if is_saturating { &mut self.alone } else { &mut self.beside };
-        list.push(trial(name, suite.needs_root, is_saturating, test));
-    }
-
-    /// Those that run alone come last: while one of them waits for its turn, no other begins.
-    fn in_order(self) -> Vec<Trial> {
-        self.beside.into_iter().chain(self.alone).collect()
+        let is_of = |list: &[&str]| list.iter().any(|beginning| name.starts_with(beginning));
+        let (list, turn) = if is_of(order.saturating) {
+            (&mut self.saturating, None)
+        } else if is_of(order.clusters) {
+            (&mut self.clusters, Some(&CLUSTERS))
+        } else {
+            (&mut self.beside, None)
+        };
+        list.push(trial(name, suite.needs_root, turn, test));
     }
 }
 
-fn trial(name: String, needs_root: bool, is_saturating: bool, test: impl FnOnce() + Send + 'static) -> Trial {
+fn trial(
+    name: String,
+    needs_root: bool,
+    turn: Option<&'static Places>,
+    test: impl FnOnce() + Send + 'static,
+) -> Trial {
     Trial::ignorable_test(name.clone(), move || {
         if needs_root && !machine::is_root() {
             return Ok(Completion::ignored_with("needs root"));
         }
-        match catch_unwind(AssertUnwindSafe(|| run_within(name, is_saturating, test))) {
-            Ok(()) => Ok(Completion::Completed),
+        let _turn = turn.map(Places::take);
+        let _place = RUNNING.take();
+        let begun = Instant::now();
+        match catch_unwind(AssertUnwindSafe(test)) {
+            Ok(()) => {
+                locked(&DURATIONS).push((begun.elapsed(), name));
+                Ok(Completion::Completed)
+            }
             Err(panic) => match panic.downcast::<Skipped>() {
                 Ok(skipped) => Ok(Completion::ignored_with(skipped.0)),
                 Err(panic) => Err(text_of(&*panic).into()),
@@ -153,18 +186,48 @@ fn trial(name: String, needs_root: bool, is_saturating: bool, test: impl FnOnce(
     })
 }
 
-fn run_within(name: String, is_saturating: bool, test: impl FnOnce()) {
-    // A test that panicked leaves nothing behind that the lock guards.
-    let _alone = is_saturating.then(|| PROCESSORS.write().unwrap_or_else(PoisonError::into_inner));
-    let _beside = (!is_saturating).then(|| PROCESSORS.read().unwrap_or_else(PoisonError::into_inner));
-    let begun = Instant::now();
-    test();
-    DURATIONS.lock().unwrap_or_else(PoisonError::into_inner).push((begun.elapsed(), name));
+/// So many may have one at once.
+struct Places {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+struct Place(&'static Places);
+
+impl Places {
+    const fn new(count: usize) -> Self {
+        Self { free: Mutex::new(count), freed: Condvar::new() }
+    }
+
+    /// Before the first is taken.
+    fn set(&self, count: usize) {
+        *locked(&self.free) = count;
+    }
+
+    /// Waits for one.
+    fn take(&'static self) -> Place {
+        let free = locked(&self.free);
+        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+        Place(self)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        *locked(&self.0.free) += 1;
+        self.0.freed.notify_one();
+    }
+}
+
+/// A test that panicked leaves nothing half done behind these locks.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Where the suite's time goes.
 fn tell_slowest() {
-    let mut all = DURATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = locked(&DURATIONS);
     all.sort_unstable_by(|one, other| other.cmp(one));
     let slowest =
         all.iter().take(SLOWEST_TOLD).map(|(time, name)| format!("{name} {:.1} s", time.as_secs_f64()));

@@ -37,6 +37,7 @@ use nagaya_base::Code;
 use nagaya_cmdb::cell::{Boost, CellChange, Confinement, Controller, CpuQuota, Limits};
 use nagaya_cmdb::{Site, SiteName, Table, Tenant, TenantName};
 use parking_lot::Mutex;
+use rustix::process::Pid;
 
 use crate::options::BackEnd;
 use branch::{Branch, Join};
@@ -49,7 +50,7 @@ use files::FileError;
 use hierarchy::Missing;
 use leaf::Body;
 use place::{Depth, Level, Place, Wants, What};
-use usage::{Meter, Source};
+use usage::{Counters, Meter, Source};
 
 pub use claims::Claim;
 pub use desired::NoLimit;
@@ -73,6 +74,15 @@ pub const GIVE_WAY_FOR: Duration = Duration::from_secs(3);
 
 /// Places with directories, at most, apart from those in which something runs.
 const BRANCHES_MAX: usize = 4096;
+
+/// How far work has come, since its cells were made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// CPU time of the site's cells, microseconds. None: nobody counts it.
+    pub cpu_us: Option<u64>,
+    /// For how long it stood still by the site's own limit or the tenant's, microseconds.
+    pub throttled_us: u64,
+}
 
 /// For whom a request runs.
 #[derive(Debug, Clone)]
@@ -337,17 +347,55 @@ impl Cells {
 
     /// For how long work of a site stood still because its own quota was used up, in all its cells together. Blocks, a little.
     pub fn throttled_us(&self, site: &SiteName) -> u64 {
+        self.counters_of(&What::Site(site.clone()), Controller::Cpu, |_| Source::CpuStatThrottled)
+            .unwrap_or_default()
+            .throttled_us
+    }
+
+    /// How far work of a site and of its tenant has come. Blocks, a little.
+    pub fn progress(&self, site: &SiteName, tenant: &TenantName) -> Progress {
+        let usage = |version| match version {
+            Version::V1 => Source::CpuacctUsage,
+            Version::V2 => Source::CpuStatUsage,
+        };
+        let of_site = self.counters_of(&What::Site(site.clone()), Controller::Cpuacct, usage);
+        let of_tenant =
+            self.counters_of(&What::Tenant(tenant.clone()), Controller::Cpu, |_| Source::CpuStatThrottled);
+        Progress {
+            cpu_us: of_site.map(|counters| counters.cpu_us),
+            throttled_us: self.throttled_us(site) + of_tenant.unwrap_or_default().throttled_us,
+        }
+    }
+
+    /// Processes that run for a site. Blocks, a little.
+    pub fn pids_of(&self, site: &SiteName) -> Vec<Pid> {
+        let leaves: Vec<Arc<Leaf>> = {
+            let state = self.state.lock();
+            let of_site = state.branches.iter().filter(|(place, _)| place.site.as_ref() == Some(site));
+            of_site.flat_map(|(_, branch)| branch.live()).collect()
+        };
+        leaves.iter().flat_map(|leaf| leaf.pids().unwrap_or_default()).collect()
+    }
+
+    /// What the cells for this count, of which there may be several. None: there is none with this controller.
+    fn counters_of(
+        &self,
+        what: &What,
+        controller: Controller,
+        source: impl Fn(Version) -> Source,
+    ) -> Option<Counters> {
         let held: Vec<Arc<Dir>> = {
             let state = self.state.lock();
-            let held = state.dirs.get(&What::Site(site.clone())).into_iter().flatten();
+            let held = state.dirs.get(what).into_iter().flatten();
             held.filter_map(|one| one.dir.upgrade()).collect()
         };
         let mut meter = Meter::default();
-        for dir in held.iter().filter(|dir| dir.hierarchy.controllers.has(Controller::Cpu)) {
+        let mut is_counted = false;
+        for dir in held.iter().filter(|dir| dir.hierarchy.controllers.has(controller)) {
             // One that is going away tells nothing any more.
-            let _ = meter.add(Source::CpuStatThrottled, &dir.path);
+            is_counted |= meter.add(source(dir.hierarchy.version), &dir.path).unwrap_or(false);
         }
-        meter.read().unwrap_or_default().throttled_us
+        is_counted.then(|| meter.read().unwrap_or_default())
     }
 
     /// Sets or drops a named cell of the node.

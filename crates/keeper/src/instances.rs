@@ -17,6 +17,7 @@ mod exec;
 pub(crate) mod get;
 pub(crate) mod holder;
 mod housing;
+mod lateness;
 mod ledger;
 mod lifecycle;
 mod load;

@@ -49,17 +49,30 @@ mod told;
 
 use std::process::ExitCode;
 
-/// Tests that run alone: their programs use all processors, or a browser does.
-const SATURATING: &[&str] = &[
-    "rules::a_request_goes_on_in_ten_percent_of_a_core",
-    "request_cells::",
-    "cells::a_limit_slows_and_refuses_nobody",
-    "cells::a_fork_bomb",
-    "balance::",
-    "browser::",
-    "receipts::a_program_too_short",
-    "starved::",
-];
+use nagaya_tests::suite::Order;
+
+const ORDER: Order = Order {
+    // Their programs use all processors, or a browser does.
+    saturating: &[
+        "rules::a_request_goes_on_in_ten_percent_of_a_core",
+        "request_cells::",
+        "cells::a_limit_slows_and_refuses_nobody",
+        "cells::a_fork_bomb",
+        "balance::",
+        "browser::",
+        "receipts::a_program_too_short",
+        "starved::",
+    ],
+    clusters: &[
+        "cluster::",
+        "etcd_trust::",
+        "icmp::",
+        "lab::",
+        "membership::",
+        "moved_tickets::",
+        "partitions::",
+    ],
+};
 
 fn main() -> ExitCode {
     let mut suites = vec![
@@ -109,5 +122,5 @@ fn main() -> ExitCode {
     if service::is_asked_for() {
         suites.push(service::SUITE);
     }
-    nagaya_tests::suite::run(suites, SATURATING)
+    nagaya_tests::suite::run(suites, &ORDER)
 }

@@ -54,8 +54,7 @@ fn throttled_us(world: &World, tenant: &str) -> u64 {
 
 fn applications_wake_beside_starved_tenants() {
     let busy = json!({ "kind": "app", "directory": "app", "command": ["./busy.pl"], "start_seconds": 300 });
-    // All of them may begin at once: the line of wakes is not what is tried here.
-    let mut builder = builder_without_criu().set("instances", "image_bytes = \"0B\"\nwakes_at_once = 64");
+    let mut builder = builder_without_criu().set("instances", "image_bytes = \"0B\"");
     for tenant in STARVED {
         builder = builder.site_of(tenant, tenant, busy.clone());
     }

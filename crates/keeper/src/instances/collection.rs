@@ -6,14 +6,13 @@ use std::path::PathBuf;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nagaya_cmdb::{Backend, Table};
 use serde_json::{Value, json};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
-use super::lifecycle::Event;
 use super::surroundings::Scratch;
 use super::{Instance, Instances};
 use crate::bases::BASE;
@@ -103,13 +102,7 @@ impl Instances {
     fn let_wake(&self, engine: &Rc<Engine>) {
         self.options_changed(engine);
         self.wakes.borrow_mut().hold(false);
-        loop {
-            let Some(key) = self.wakes.borrow_mut().next(Instant::now()) else { break };
-            let next = self.all.borrow().get(&key).cloned();
-            if let Some(next) = next {
-                self.tell(engine, &next, Event::Turn);
-            }
-        }
+        self.wake_next(engine);
     }
 
     /// Removes images of sites that are gone or of another release now, and those beyond the limits.

@@ -2,6 +2,7 @@
 //!
 //! Not here: what is to be done (`lifecycle`), how (`start`, `rest`).
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::time::Instant;
 
@@ -12,6 +13,7 @@ use tokio::task::spawn_local;
 use tokio::time::sleep_until;
 
 use super::housing::NotRestored;
+use super::lateness;
 use super::ledger::Ledger;
 use super::lifecycle::{Blame, Effect, Event, Op, Outcome, Reason, Run};
 use super::rest::Reached;
@@ -60,12 +62,34 @@ impl Instances {
             self.perform(engine, instance, effect, now);
         }
         self.look_again(instance);
-        // Before anything else that happened: one whose turn it is must still wait for it then.
+        self.take_turns(now);
+    }
+
+    /// Turns come before anything else that happened: one whose turn it is must still wait for it then.
+    fn take_turns(&self, now: Instant) {
         while let Some(key) = self.wakes.borrow_mut().next(now) {
             if let Some(next) = self.all.borrow().get(&key) {
                 self.inbox.borrow_mut().push_front((Rc::clone(next), Event::Turn));
             }
         }
+    }
+
+    /// Tells those whose turn it is, outside of anything that happens to an instance.
+    pub(super) fn wake_next(&self, engine: &Rc<Engine>) {
+        loop {
+            let Some(key) = self.wakes.borrow_mut().next(Instant::now()) else { break };
+            let next = self.all.borrow().get(&key).cloned();
+            if let Some(next) = next {
+                self.tell(engine, &next, Event::Turn);
+            }
+        }
+    }
+
+    /// A start goes on without a place in the line of wakes, and the next one begins.
+    fn give_place_back(&self, engine: &Rc<Engine>, instance: &Instance) {
+        tracing::debug!(site = %instance.site().name, "it starts slowly: the next one begins beside it");
+        self.wakes.borrow_mut().give_back(instance.key, Instant::now());
+        self.wake_next(engine);
     }
 
     /// Sets its alarm anew, and notes what is different.
@@ -105,7 +129,7 @@ impl Instances {
         match effect {
             Effect::Queue => {
                 instance.mark(Stage::Queue, now);
-                if !self.wakes.borrow_mut().join(key) {
+                if !self.wakes.borrow_mut().join(key, instance.tenant().name.clone()) {
                     // Before anything else that happened: it waits for nothing now.
                     self.inbox.borrow_mut().push_front((Rc::clone(instance), Event::NoTurn));
                 }
@@ -356,7 +380,17 @@ async fn live(
 ) {
     let tell = |event| engine.instances.tell(&engine, &instance, event);
     let number = instance.id(run).0;
-    match start::bring_up(&engine, &instance, &how, number, end_wanted.clone()).await {
+    let brought = {
+        let mut coming = pin!(start::bring_up(&engine, &instance, &how, number, end_wanted.clone()));
+        tokio::select! {
+            brought = &mut coming => brought,
+            () = lateness::until_late(&engine, &instance) => {
+                engine.instances.give_place_back(&engine, &instance);
+                coming.await
+            }
+        }
+    };
+    match brought {
         Ok(body) => {
             let body = Rc::new(body);
             let ended = body.ended();

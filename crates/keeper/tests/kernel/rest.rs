@@ -33,6 +33,7 @@ pub const ROOT: &[Fact] = &[
     ("an instance that dies at rest is another for the next request", dies_at_rest),
     ("who leaves before its turn starts nothing", leaves_before_its_turn),
     ("many that are asked for at once start in turn, and all answer", in_turn),
+    ("starts that sleep, or stand still by their own limits, hold up their own tenant alone", late_starts),
     ("a site that always runs begins without a request, and again after its end", always_runs),
     ("an application that answers nothing is not ready", never_ready),
     ("an application that listens late is waited for", listens_late),
@@ -80,6 +81,9 @@ if mode == 'busy':
         while True: pass
     threading.Thread(target=burn, daemon=True).start()
 if mode == 'late': time.sleep(0.5)
+if mode == 'never': time.sleep(1000)
+if mode == 'long':
+    while time.process_time() < 0.5: pass
 if mode == 'stubborn':
     import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -411,7 +415,7 @@ async fn answer_of_living(keeper: &Rc<Keeper>) -> String {
 }
 
 fn leaves_before_its_turn() {
-    let mut world = world("late", json!({})).with(|options| options.instances.wakes_at_once = 1);
+    let mut world = world("long", json!({})).with(|options| options.instances.wakes_at_once = 1);
     world.site("next", "alice", app("", json!({})));
     let world = world.start();
     world.run(async |keeper| {
@@ -475,6 +479,39 @@ fn in_turn() {
         }
         assert_eq!(runs.len(), names.len());
         assert!(predicted > 0, "two at a time, so some wait for their turn");
+    });
+}
+
+fn late_starts() {
+    let mut world = world("", json!({})).with(|options| options.instances.wakes_at_once = 1);
+    let sleeping: Vec<String> = (0..6).map(|number| format!("sleeping{number}")).collect();
+    sleeping.iter().for_each(|site| world.site(site, "bob", app("never", json!({}))));
+    world.script_of("bob", "server.py", SERVER);
+    world.site_with("slowed", "alice", app("long", json!({})), json!({"limits": {"cpu": "1%"}}));
+    let world = world.start();
+    world.run(async |keeper| {
+        let ask = |site: &str| {
+            let (keeper, site) = (Rc::clone(&keeper), site_name(site));
+            tokio::task::spawn_local(async move { keeper.use_instance(&site, None).await.is_ok() })
+        };
+        let asked: Vec<_> = sleeping.iter().map(|site| ask(site)).collect();
+        let states = || {
+            let of =
+                |state: &str| sleeping.iter().filter(|site| show(&world, site)["state"] == state).count();
+            (of("starting"), of("queued"))
+        };
+        until_so(|| states() == (4, 2)).await;
+        let slowed = ask("slowed");
+        until_so(|| show(&world, "slowed")["state"] == "starting").await;
+        run_of(&keeper, "app").await;
+        assert_eq!(states(), (4, 2), "as many as one tenant may have");
+        assert_eq!(show(&world, "slowed")["state"], "starting", "it was passed, and goes on");
+        // One that ends makes room for the next of its tenant.
+        let is_starting = |site: &&String| show(&world, site)["state"] == "starting";
+        let first = sleeping.iter().find(is_starting).unwrap();
+        world.act(first, Act::Stop);
+        until_so(|| states() == (4, 1)).await;
+        asked.iter().chain([&slowed]).for_each(|task| task.abort());
     });
 }
 

@@ -8,6 +8,8 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use super::super::alarms::Alarms;
+use nagaya_cmdb::TenantName;
+
 use super::super::wakes::{Key, Wakes};
 use super::*;
 
@@ -301,7 +303,7 @@ impl World {
                 if self.dice.chance(2) {
                     return self.events.push_front((key, Event::NoTurn));
                 }
-                assert!(self.wakes.join(key));
+                assert!(self.wakes.join(key, TenantName::new("t").expect("a name")));
                 self.order.push_back(key);
             }
             Effect::Unqueue => {
