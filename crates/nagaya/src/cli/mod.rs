@@ -19,6 +19,7 @@ mod limits;
 mod output;
 mod rule;
 mod setting;
+mod shell;
 mod site;
 mod status;
 mod tenant;
@@ -28,7 +29,7 @@ mod transfer;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 use self::output::{CliError, Format, Place};
 use crate::supervisor::{self, Serve};
@@ -138,6 +139,16 @@ enum Command {
         after_help = "Examples:\n  nagaya events\n  nagaya events --json | jq '.[] | select(.event == \"moved\")'"
     )]
     Events(events::Events),
+    /// Print what a shell needs to complete commands and options
+    #[command(
+        after_help = "Examples:\n  nagaya completion bash > /etc/bash_completion.d/nagaya\n  nagaya completion zsh > /usr/local/share/zsh/site-functions/_nagaya"
+    )]
+    Completion(shell::Completion),
+    /// Print the manual page, or write those of all commands
+    #[command(
+        after_help = "Examples:\n  nagaya man | man -l -\n  nagaya man --dir /usr/local/share/man/man1"
+    )]
+    Man(shell::Manual),
     /// Print the version
     Version(Format),
     #[command(hide = true)]
@@ -236,6 +247,8 @@ pub fn run() -> ExitCode {
             place(config.as_deref()).and_then(|place| cluster::placements(&command, &place))
         }
         Command::Events(command) => place(config.as_deref()).and_then(|place| events::run(&command, &place)),
+        Command::Completion(completion) => shell::complete(Cli::command(), &completion),
+        Command::Man(manual) => shell::manual(Cli::command(), manual),
         Command::Version(format) => version(format),
     };
     // A reader of the output that has had enough is no error.
@@ -291,8 +304,6 @@ fn settings(config: Option<&Path>) -> Result<crate::config::Settings, CliError> 
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
 
     #[test]
