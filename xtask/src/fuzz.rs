@@ -13,7 +13,7 @@ use std::thread;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::workspace;
+use crate::workspace::{self, PACKAGES};
 
 /// How long each target runs by `--quick`, and by itself unless told otherwise. Seconds.
 const QUICK_SECONDS: u32 = 5;
@@ -75,12 +75,11 @@ fn read_arguments(arguments: &[String]) -> Result<Asked> {
 /// Builds all targets as one program. `is_quick`: with the dependencies of `cargo build`, which are not optimised.
 fn build(is_quick: bool) -> Result<PathBuf> {
     let profile = if is_quick { "dev" } else { "fuzz" };
-    // With `nagaya`, so that dependencies have the features that they have in it, and are not built once more.
     let status = workspace::cargo_as_builder_with(&[(
         "RUSTC_WORKSPACE_WRAPPER",
         workspace::root().join("fuzz/rustc.sh").display().to_string(),
     )])
-    .args(["build", "--quiet", "--profile", profile, "--package", "nagaya", "--package", "nagaya-fuzz"])
+    .args(["build", "--quiet", "--profile", profile, PACKAGES])
     .args(["--features", "nagaya-fuzz/libfuzzer", "--bin", "nagaya-fuzz"])
     .status()
     .context("running cargo build")?;

@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::workspace;
+use crate::workspace::{self, PACKAGES};
 
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     if !arguments.is_empty() {
@@ -16,8 +16,8 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     }
     let checks: [(&str, &[&str]); 4] = [
         ("formatting", &["fmt", "--all", "--check"]),
-        ("clippy", &["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]),
-        ("house style", &["test", "--quiet", "--package", "nagaya-tests", "--test", "tidy"]),
+        ("clippy", &["clippy", "--quiet", PACKAGES, "--all-targets", "--", "-D", "warnings"]),
+        ("house style", &["test", "--quiet", PACKAGES, "--test", "tidy"]),
         ("licences and sources", &["deny", "--log-level", "error", "check", "licenses", "bans", "sources"]),
     ];
     let mut failed = Vec::new();

@@ -11,13 +11,12 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use rustix::process::setpriority_process;
 
+use crate::workspace::PACKAGES;
 use crate::{guest, workspace};
 
-/// All packages but that of the end-to-end tests. Always the same: others would have cargo build dependencies anew.
-const PACKAGES: &[&str] = &["--workspace", "--exclude", "nagaya-tests"];
-
-/// The program that tries the kernel.
+/// The program that tries the kernel, and the one that looks at how the code is written.
 const KERNEL: &str = "kernel";
+const TIDY: &str = "tidy";
 
 /// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
 const NICE_BESIDE: i32 = 10;
@@ -100,19 +99,16 @@ fn unit(sum: &mut Sum) -> Result<bool> {
 /// Everything that needs neither root nor a built server: modules, simulations, house style.
 fn modules(sum: &mut Sum) -> Result<bool> {
     let targets = test_targets()?;
-    let mut arguments = [&["test", "--no-fail-fast", "--lib", "--bins"], PACKAGES].concat();
+    let mut arguments = vec!["test", "--no-fail-fast", PACKAGES, "--lib", "--bins", "--test", TIDY];
     for target in targets.iter().filter(|target| *target != KERNEL) {
         arguments.extend(["--test", target.as_str()]);
     }
-    let mut succeeded = cargo_test(&arguments, sum)?;
-    succeeded &=
-        cargo_test(&["test", "--no-fail-fast", "--package", "nagaya-tests", "--lib", "--test", "tidy"], sum)?;
-    Ok(succeeded)
+    cargo_test(&arguments, sum)
 }
 
 /// The keeper's process on this machine's kernel.
 fn kernel(sum: &mut Sum) -> Result<bool> {
-    cargo_test(&[&["test", "--no-fail-fast", "--test", KERNEL], PACKAGES].concat(), sum)
+    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", KERNEL], sum)
 }
 
 /// Names of what lies in `tests` of our crates: one file or one directory for each program.
@@ -131,7 +127,7 @@ fn test_targets() -> Result<Vec<String>> {
 /// The built server, visited from outside.
 fn end_to_end(sum: &mut Sum) -> Result<bool> {
     workspace::build_nagaya()?;
-    cargo_test(&["test", "--no-fail-fast", "--package", "nagaya-tests", "--test", "e2e"], sum)
+    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", "e2e"], sum)
 }
 
 /// Builds as the checkout's owner, then runs as the caller while reading along.

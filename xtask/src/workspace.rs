@@ -25,6 +25,10 @@ pub fn cache_dir() -> PathBuf {
     root().join(".dev")
 }
 
+/// The packages of each build that is not shipped. Dependencies get the features that all chosen packages want together: with
+/// another choice each time, cargo would build them anew each time.
+pub const PACKAGES: &str = "--workspace";
+
 /// A cargo command that runs as the caller.
 pub fn cargo() -> Command {
     let mut command = Command::new("cargo");

@@ -22,6 +22,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use self::boot::{Instruction, Machine};
 use crate::test::Sum;
+use crate::workspace::PACKAGES;
 use crate::{content, workspace};
 
 /// What a guest has, by what it is started for.
@@ -176,7 +177,7 @@ fn kernel_suite(mut words: Vec<String>) -> Result<Job> {
     for slow in ["many that are asked for at once", "fifty instances stop"] {
         words.extend(["--skip".into(), slow.into()]);
     }
-    let program = built_test("nagaya-keeper", "kernel")?;
+    let program = built_test("kernel")?;
     Ok(tests(program, Vec::new(), Vec::new(), words))
 }
 
@@ -186,7 +187,7 @@ fn end_to_end(mut words: Vec<String>) -> Result<Job> {
         words.push("cells::".into());
     }
     let beside = vec![("nagaya", workspace::build_nagaya()?)];
-    let program = built_test("nagaya-tests", "e2e")?;
+    let program = built_test("e2e")?;
     Ok(tests(program, beside, vec![format!("NAGAYA_BIN={}/nagaya", root::TESTS)], words))
 }
 
@@ -204,20 +205,20 @@ fn tests(
 }
 
 /// Builds a test program and says where it is.
-fn built_test(package: &str, name: &str) -> Result<PathBuf> {
+fn built_test(name: &str) -> Result<PathBuf> {
     let output = workspace::cargo_as_builder()
-        .args(["test", "--no-run", "--quiet", "--message-format=json", "--package", package, "--test", name])
+        .args(["test", "--no-run", "--quiet", "--message-format=json", PACKAGES, "--test", name])
         .stderr(Stdio::inherit())
         .output()
         .context("running cargo test --no-run")?;
-    ensure!(output.status.success(), "the test '{name}' of {package} does not build: {}", output.status);
+    ensure!(output.status.success(), "the test '{name}' does not build: {}", output.status);
     let messages = String::from_utf8(output.stdout).context("cargo's messages")?;
     let mut programs = messages.lines().filter_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
         let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
         is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     });
-    programs.next_back().with_context(|| format!("cargo names no program of the test '{name}' of {package}"))
+    programs.next_back().with_context(|| format!("cargo names no program of the test '{name}'"))
 }
 
 fn visit_all(jobs: &[Job]) -> Result<(bool, Sum)> {

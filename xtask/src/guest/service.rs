@@ -37,6 +37,6 @@ pub fn job(nagaya: PathBuf, mut words: Vec<String>) -> Result<Job> {
         format!("NAGAYA_BIN={}/nagaya", root::TESTS),
         format!("NAGAYA_UNIT={}/nagaya.service", root::TESTS),
     ];
-    let job = tests(built_test("nagaya-tests", "e2e")?, beside, environment, words);
+    let job = tests(built_test("e2e")?, beside, environment, words);
     Ok(Job { fitting: &FITTING, ..job })
 }
