@@ -4,6 +4,7 @@
 //! (`nagaya_edge`), processes of tenants (`nagaya_keeper`), records (`nagaya_cmdb`).
 
 mod admin;
+mod certificates;
 mod cli;
 mod config;
 mod doctor;

@@ -25,6 +25,7 @@ pub const SUITE: Suite = Suite {
             another_sites_request_on_this_connection_is_421,
             old_versions_are_refused,
             a_big_file_arrives_whole,
+            a_certificate_that_ends_soon_is_said,
         ],
     ),
 };
@@ -166,4 +167,33 @@ fn a_big_file_arrives_whole(world: &World) {
         curl(world, "a.test", "/big.bin", &[version, "-o", &copy.to_string_lossy()]);
         assert!(std::fs::read(&copy).expect("curl wrote it") == original, "{version}");
     }
+}
+
+fn a_certificate_that_ends_soon_is_said(world: &World) {
+    let reload = || machine::signal(world.pid(), "HUP");
+    let ending = || world.status()["certificates"]["ending"].clone();
+    let hour = std::time::Duration::from_secs(3600);
+    for (name, left) in [("week.test", hour * 24 * 5), ("over.test", std::time::Duration::ZERO)] {
+        let mut params = rcgen::CertificateParams::new(vec![name.to_owned()]).expect("a valid name");
+        let now = std::time::SystemTime::now();
+        params.not_after = (now + left).into();
+        let key = rcgen::KeyPair::generate().expect("a key");
+        let pem = params.self_signed(&key).expect("a certificate").pem() + &key.serialize_pem();
+        machine::write(&world.path("certificates").join(format!("{name}.pem")), pem);
+    }
+    reload();
+    let expected = json!(["over.test ended 0 days ago", "week.test ends in 4 days"]);
+    wait::until("the status says it", || ending() == expected);
+    wait::until("the log says it", || {
+        let log = world.log();
+        log.lines().any(|line| line.contains("NGY0515") && line.contains("week.test ends in 4 days"))
+    });
+    assert_eq!(world.metric("nagaya_certificates", "state=\"7_days\""), 1.0);
+    assert_eq!(world.metric("nagaya_certificates", "state=\"over\""), 1.0);
+    assert!(world.cli(&["status"]).contains("week.test ends in 4 days"));
+    // Other certificates of these tests end in centuries.
+    certify(world, "week.test", &["week.test"]);
+    std::fs::remove_file(world.path("certificates").join("over.test.pem")).expect("our own file");
+    reload();
+    wait::until("it is no trouble any more", || ending() == json!([]));
 }

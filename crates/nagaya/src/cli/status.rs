@@ -90,6 +90,8 @@ fn screen(status: &Value) -> String {
         let how = if on { String::new() } else { format!("; {}", plain(&row["how"])) };
         format!("{}  {name:18} {why}{how}", if on { "on " } else { "OFF" })
     });
+    section(&mut out, "certificates that end soon", &status["certificates"]["ending"], plain);
+    section(&mut out, "files that are no certificates", &status["certificates"]["broken"], plain);
     section(&mut out, "tenants to be looked after", &status["tenant_warnings"], plain);
     section(&mut out, "changed in the file, and in force after a restart", &status["needs_restart"], plain);
     for name in ["edge", "keeper"] {

@@ -9,6 +9,7 @@ use super::cgroups::Version;
 use super::facts::Facts;
 use super::tenants::Found;
 use super::{cells, instances};
+use crate::certificates;
 use crate::supervisor::StoreAccess;
 
 /// Open files a node with many connections needs: two for each of 100,000 requests, and room for files.
@@ -17,6 +18,9 @@ const OPEN_FILES_WANTED: u64 = 262_144;
 const PIDS_WANTED: u64 = 131_072;
 /// Connections the kernel holds while the edge restarts.
 const SOMAXCONN_WANTED: u64 = 4_096;
+
+/// Certificates that end soon, or are none, in one row.
+const TROUBLES_SHOWN: usize = 5;
 
 /// What limits and accounting need in cgroup v2.
 const V2_CONTROLLERS: [&str; 4] = ["cpu", "io", "memory", "pids"];
@@ -214,6 +218,16 @@ static ROWS: &[Row] = &[
         },
     },
     Row {
+        name: "certificates",
+        why: "a browser shows a warning in place of a site whose certificate has ended",
+        how: "renew them, and look whether what is to renew them runs (nagaya error NGY0515)",
+        judge: |facts| match &facts.certificates {
+            None => (State::Ok, "no directory of them is configured".into()),
+            Some(Err(why)) => (State::Warn, format!("unknown: {why}")),
+            Some(Ok(found)) => judge_certificates(found),
+        },
+    },
+    Row {
         name: "entropy",
         why: "TLS keys and request ids are random",
         how: "let the machine collect some; a virtual machine needs virtio-rng",
@@ -232,6 +246,20 @@ static ROWS: &[Row] = &[
         },
     },
 ];
+
+fn judge_certificates(found: &certificates::Found) -> (State, String) {
+    let now = certificates::unix_now();
+    let broken = found.broken.iter().cloned();
+    let troubles: Vec<String> = found.ending().map(|one| one.describe(now)).chain(broken).collect();
+    match troubles.len() {
+        0 => (State::Ok, format!("{} read, none ends within 30 days", found.certificates.len())),
+        count if count > TROUBLES_SHOWN => {
+            let first = troubles[..TROUBLES_SHOWN].join("; ");
+            (State::Warn, format!("{first}; and {} more", count - TROUBLES_SHOWN))
+        }
+        _ => (State::Warn, troubles.join("; ")),
+    }
+}
 
 fn present(there: bool) -> State {
     if there { State::Ok } else { State::Off }

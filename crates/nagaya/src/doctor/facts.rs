@@ -22,6 +22,7 @@ use rustix::process::Resource;
 use super::cgroups::Cgroups;
 use super::rule_files;
 use super::tenants::Found;
+use crate::certificates;
 use crate::config::Settings;
 use crate::inherit;
 use crate::supervisor::StoreAccess;
@@ -76,6 +77,8 @@ pub struct Facts {
     pub node_sandbox: Option<String>,
     pub tenants: Found,
     pub cluster_store: StoreAccess,
+    /// None: no directory of them is configured.
+    pub certificates: Option<Result<certificates::Found, String>>,
     pub rule_files: usize,
     pub rule_troubles: Vec<String>,
 }
@@ -175,9 +178,16 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
         node_sandbox: asked.node_sandbox,
         tenants: asked.tenants,
         cluster_store: StoreAccess::of_member(&settings.cluster_dir()),
+        certificates: certificates(settings),
         rule_files: settings.edge.rules.len(),
         rule_troubles: rule_files::troubles(settings),
     }
+}
+
+fn certificates(settings: &Settings) -> Option<Result<certificates::Found, String>> {
+    let dir = settings.keeper.certificates.as_ref()?;
+    let found = certificates::look(dir, certificates::unix_now());
+    Some(found.map_err(|error| format!("{}: {error}", dir.display())))
 }
 
 fn has_edge_user(settings: &Settings) -> bool {

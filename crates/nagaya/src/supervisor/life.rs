@@ -416,6 +416,7 @@ impl Life {
                 let (settings, held) = reload::merge(&self.parts.settings, loaded.settings);
                 self.parts.settings = settings;
                 self.parts.node.balance.configure(&self.parts.settings.balance);
+                self.parts.node.certificates.configure(self.parts.settings.keeper.certificates.clone());
                 self.parts.ids.reload(&self.parts.settings);
                 for key in &held {
                     tracing::warn!(code = "NGY0507", "{key} was changed; this needs a restart of nagaya");

@@ -7,6 +7,7 @@
 mod backoff;
 mod balance;
 mod call_filter;
+mod certificates;
 mod child;
 mod cluster;
 mod error;
@@ -98,6 +99,7 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         rules,
     ));
     node.balance.configure(&settings.balance);
+    node.certificates.configure(settings.keeper.certificates.clone());
     log_listening(&listening);
     if let Some(peers) = &peers {
         begin_cluster(&settings, peers, &node, records, orders)?;
@@ -203,9 +205,11 @@ fn run(
         let admin = tokio::task::spawn_local(admin::serve(admin_socket, admin_parts));
         let balance = tokio::task::spawn_local(balance::keep(Arc::clone(&parts.node)));
         let rules = tokio::task::spawn_local(stored_rules::keep(Arc::clone(&parts.node)));
+        let certificates = tokio::task::spawn_local(certificates::keep(Arc::clone(&parts.node)));
         let result = Life::new(parts)?.run().await;
         balance.abort();
         rules.abort();
+        certificates.abort();
         admin.abort();
         result
     });

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::balance::Balance;
+use super::certificates::Watch;
 use super::child::{Role, rss_bytes};
 use super::cluster;
 use super::exposition::{Page, merge};
@@ -48,6 +49,7 @@ pub struct Node {
     /// What the keeper is told besides. The edge never is.
     keeper_facts: Mutex<KeeperFacts>,
     pub balance: Balance,
+    pub certificates: Watch,
     pub rules: StoredRules,
     state: Mutex<State>,
     /// By which revision each process serves.
@@ -114,6 +116,7 @@ impl Node {
             credentials: watch::Sender::new(None),
             keeper_facts: Mutex::default(),
             balance: Balance::default(),
+            certificates: Watch::default(),
             rules,
             state: Mutex::default(),
             revisions: watch::Sender::default(),
@@ -230,6 +233,7 @@ impl Node {
             "processes": processes(&state),
             "protections": protections,
             "needs_restart": state.needs_restart,
+            "certificates": self.certificates.status(),
             "cluster_store": self.cluster.as_ref().map(|cluster| cluster.health.status()),
             "edge": parsed(edge),
             "keeper": keeper,
@@ -301,6 +305,7 @@ impl Node {
         if let Some(cluster) = &self.cluster {
             cluster.health.expose(&mut page);
         }
+        self.certificates.expose(&mut page);
         self.balance.told.expose(&mut page);
         page.into_text()
     }
