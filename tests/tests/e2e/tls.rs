@@ -173,7 +173,7 @@ fn a_certificate_that_ends_soon_is_said(world: &World) {
     let reload = || machine::signal(world.pid(), "HUP");
     let ending = || world.status()["certificates"]["ending"].clone();
     let hour = std::time::Duration::from_secs(3600);
-    for (name, left) in [("week.test", hour * 24 * 5), ("over.test", std::time::Duration::ZERO)] {
+    for (name, left) in [("week.test", hour * (24 * 5 - 1)), ("over.test", std::time::Duration::ZERO)] {
         let mut params = rcgen::CertificateParams::new(vec![name.to_owned()]).expect("a valid name");
         let now = std::time::SystemTime::now();
         params.not_after = (now + left).into();
