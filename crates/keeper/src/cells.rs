@@ -72,6 +72,10 @@ const IDLE_MAX: Duration = Duration::from_secs(60);
 /// So long a tenant gives way unless it is said again: an edge that has ended, or is lost, holds nobody back.
 pub const GIVE_WAY_FOR: Duration = Duration::from_secs(3);
 
+/// Longest wait for what is ending when all is closed, and the pause between two looks.
+const CLOSE_MAX: Duration = Duration::from_secs(2);
+const CLOSE_PAUSE: Duration = Duration::from_millis(10);
+
 /// Places with directories, at most, apart from those in which something runs.
 const BRANCHES_MAX: usize = 4096;
 
@@ -452,12 +456,18 @@ impl Cells {
         self.state.lock().sweep(&self.shared, IDLE_MAX);
     }
 
-    /// Removes everything that nothing lives in.
+    /// Removes everything that nothing lives in. Blocks for `CLOSE_MAX` at most: a process that was killed a moment ago keeps its
+    /// directory until the kernel is done with it.
     pub fn close(&self) {
-        let mut state = self.state.lock();
-        state.sweep(&self.shared, Duration::ZERO);
-        drop(state);
-        self.shared.trees.iter().for_each(|tree| tree.hierarchy.close());
+        let until = Instant::now() + CLOSE_MAX;
+        loop {
+            self.state.lock().sweep(&self.shared, Duration::ZERO);
+            let left = self.shared.trees.iter().filter(|tree| !tree.hierarchy.close()).count();
+            if left == 0 || Instant::now() >= until {
+                break;
+            }
+            std::thread::sleep(CLOSE_PAUSE);
+        }
         self.shared.close_freezer();
     }
 }

@@ -212,7 +212,7 @@ fn open_v1(base: &Path, name: &str, controllers: Controllers) -> Result<Hierarch
     let has_idle = has_idle(&node);
     let hierarchy =
         Hierarchy { version: Version::V1, controllers, is_fence: false, has_idle, node, base: base.into() };
-    hierarchy.try_v1().inspect_err(|_| hierarchy.close())?;
+    hierarchy.try_v1().inspect_err(|_| _ = hierarchy.close())?;
     Ok(hierarchy)
 }
 
@@ -232,12 +232,13 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Removes this keeper's own directory. Cells that still have processes keep theirs.
-    pub fn close(&self) {
+    /// Removes this keeper's own directory. Cells that still have processes keep theirs: false.
+    pub fn close(&self) -> bool {
         let _ = rustix::fs::rmdir(self.node.join(birth::PROBE));
-        let _ = rustix::fs::rmdir(&self.node);
+        let is_left = matches!(rustix::fs::rmdir(&self.node), Err(Errno::BUSY | Errno::NOTEMPTY));
         // Other keepers may be in it; then it stays.
         let _ = rustix::fs::rmdir(self.base.join(TREE));
+        !is_left
     }
 
     /// Lets v2 directories directly beneath `node` have this controller, all the way from the top.
@@ -278,7 +279,7 @@ fn open_v2(base: &Path, name: &str, missing: &mut Vec<Missing>) -> Result<Hierar
         node: node.clone(),
         base: base.into(),
     };
-    open(&node.join("cgroup.procs"), OFlags::WRONLY).inspect_err(|_| hierarchy(controllers).close())?;
+    open(&node.join("cgroup.procs"), OFlags::WRONLY).inspect_err(|_| _ = hierarchy(controllers).close())?;
     let room = make_room(base);
     for controller in available {
         // Enabled only once a cell is bound to CPUs: until then it would cost each fork and move something.
