@@ -246,11 +246,11 @@ fn keeper_dies() {
         world.kill();
         world.restart();
         wait_dead(pid);
+        // By whichever keeper of this machine started first: another test's does it, too.
         for dir in before {
             assert!(!dir.exists(), "{}", dir.display());
         }
         assert_eq!(php.guard.ended().await, Err(ClientError::Gone));
-        assert!(world.metric("nagaya_keeper_cell_orphans_total") > 0);
         let php = Php::start_for(&keeper, "a").await;
         keeper.enter(php.guard.id(), &site_name("a"), &none()).await.unwrap();
     });
