@@ -82,6 +82,8 @@ const PATH_OPENERS: &[(&str, &str)] = &[
     ("crates/keeper/src/log/", "logs are root's, in a directory that only root enters"),
     ("crates/keeper/src/relay/names.rs", "the node's resolver"),
     ("crates/keeper/src/roll.rs", "a descriptor of the keeper's own"),
+    ("crates/keeper/src/mount_list.rs", "a file of the kernel's"),
+    ("crates/keeper/src/root_mounts.rs", "what the kernel tells of a descriptor of its own"),
     ("crates/keeper/src/roots.rs", "the operator's directory of certificates"),
     ("crates/keeper/src/sandbox/birth.rs", "the root of the sandbox it is in"),
     ("crates/keeper/src/sandbox/capture.rs", "the network that the thread is in"),

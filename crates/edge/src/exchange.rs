@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::Method;
-use nagaya_cmdb::Backend;
 use nagaya_cmdb::record::{App, Files, Http, Protocol};
+use nagaya_cmdb::{Backend, Site};
 use nagaya_keeper::protocol::InstanceId;
 
 use crate::account::Account;
@@ -73,7 +73,9 @@ pub async fn run(
         Backend::Cgi(files) | Backend::Php(files) => {
             Box::pin(from_files(node, route, files, request, account)).await
         }
-        Backend::Http(http) => Box::pin(from_server(node, http, request, account.retries())).await,
+        Backend::Http(http) => {
+            Box::pin(from_server(node, (&route.site, http), request, account.retries())).await
+        }
         Backend::App(App { protocol: Protocol::FastCgi, files: Some(files), .. }) => {
             Box::pin(from_files(node, route, files, request, account)).await
         }
@@ -151,11 +153,11 @@ async fn from_files(
 /// A server that already runs somewhere.
 async fn from_server(
     node: &Node,
-    http: &Http,
+    (site, http): (&Arc<Site>, &Http),
     request: Request,
     retries: &Retries,
 ) -> Result<Response, Refusal> {
-    let address = Address::parse(&http.address);
+    let address = Address::of(site, http);
     let Request { head, body } = request;
     let mut proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;
     proxy.trailers = &http.request_trailers;

@@ -9,7 +9,6 @@ mod needs;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -20,8 +19,6 @@ use nagaya_cmdb::instance::Wake;
 use nagaya_keeper::client::{ClientError, InstanceGuard, InstanceUse, Keeper};
 use nagaya_keeper::protocol::{Failure, InstanceId};
 use nagaya_keeper::tally::{TallyReader, Totals};
-use rustix::net::AddressFamily;
-use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::{Instant, sleep, timeout_at};
@@ -31,7 +28,7 @@ use crate::refusal::Refusal;
 pub use needs::Needs;
 use needs::Share;
 
-use crate::upstream::{Address, Connector, Pool, Socket};
+use crate::upstream::{Address, Connector, Pool, Socket, watch_socket};
 
 /// So long after the last request that needed it, a thread closes its connections to an instance and tells the keeper that
 /// it may rest. Long enough that a browser's next request finds them open, short against the first step of rest.
@@ -380,21 +377,8 @@ impl Connector for Hold {
             Some(socket) => socket,
             None => self.instances.keeper.connect_instance(*instance).await.map_err(refuse)?,
         };
-        watched(socket).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
+        watch_socket(socket).map_err(|error| Refusal::BackendUnreachable(error.to_string()))
     }
-}
-
-/// The keeper's descriptor, Unix or TCP as the application listens, as this thread's runtime watches it.
-fn watched(socket: OwnedFd) -> io::Result<Socket> {
-    if rustix::net::sockopt::socket_domain(&socket)? == AddressFamily::UNIX {
-        let stream = std::os::unix::net::UnixStream::from(socket);
-        stream.set_nonblocking(true)?;
-        return UnixStream::from_std(stream).map(Socket::Unix);
-    }
-    let stream = std::net::TcpStream::from(socket);
-    stream.set_nonblocking(true)?;
-    stream.set_nodelay(true)?;
-    TcpStream::from_std(stream).map(Socket::Tcp)
 }
 
 fn refuse(error: ClientError) -> Refusal {

@@ -28,7 +28,7 @@ use crate::route::Router;
 use crate::rules::Rules;
 use crate::shared::Shared;
 use crate::turns::Turns;
-use crate::upstream::{Address, Connector, Pool, Socket, dial};
+use crate::upstream::{Address, Connector, Pool, Socket, dial, watch_socket};
 
 pub struct Node {
     pub shared: Arc<Shared>,
@@ -174,7 +174,29 @@ impl From<RootError> for Refusal {
 
 impl Connector for Node {
     async fn connect(&self, address: &Address) -> Result<Socket, Refusal> {
-        dial(address).await.map_err(|error| Refusal::BackendUnreachable(error.to_string()))
+        let unreachable = |error: std::io::Error| Refusal::BackendUnreachable(error.to_string());
+        match address {
+            Address::Tcp(text) => dial(text).await.map_err(unreachable),
+            Address::Unix(server) => {
+                let socket = self.keeper.connect_server(server.site()).await.map_err(refuse_connection)?;
+                watch_socket(socket).map_err(unreachable)
+            }
+            Address::Instance(_) => {
+                Err(Refusal::SiteBroken("an instance has no connection of its own".into()))
+            }
+        }
+    }
+}
+
+/// Why the keeper has made no connection to a server.
+fn refuse_connection(error: ClientError) -> Refusal {
+    match error {
+        ClientError::Gone => Refusal::Overloaded("the keeper restarts"),
+        ClientError::TimedOut => Refusal::BackendTimeout,
+        // With the code of the page that helps.
+        ClientError::Refused { .. } | ClientError::Elsewhere { .. } => {
+            Refusal::BackendUnreachable(error.to_string())
+        }
     }
 }
 

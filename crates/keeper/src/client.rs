@@ -26,7 +26,8 @@ use crate::codec::{self, CodecError};
 use crate::instances::{ACCEPT_MAX, WAKE_MAX};
 use crate::process::START_TIMEOUT;
 use crate::protocol::{
-    Answer, Ask, BoostId, Exit, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+    Answer, Ask, BoostId, Exit, Failure, InstanceId, Line, OpenedRoot, PROTOCOL_VERSION, ProcessId, Reply,
+    SeatId, Verb,
 };
 use crate::roll::RollReader;
 use crate::server::{
@@ -324,9 +325,17 @@ impl Keeper {
     }
 
     /// The site's document root, `O_PATH | O_DIRECTORY`.
-    pub async fn open_root(&self, site: &SiteName) -> Result<OwnedFd, ClientError> {
-        let got = self.call(Verb::OpenRoot { site: site.clone() }, CALL_TIMEOUT).await?;
-        one_of(got.1)
+    pub async fn open_root(&self, site: &SiteName) -> Result<OpenedRoot, ClientError> {
+        match self.call(Verb::OpenRoot { site: site.clone() }, CALL_TIMEOUT).await? {
+            (Reply::Root { is_remote }, fds, _) => Ok(OpenedRoot { dir: one_of(fds)?, is_remote }),
+            _ => Err(ClientError::Gone),
+        }
+    }
+
+    /// A new connection to the Unix socket of this site's server, not blocking. Refused with `Failure::Busy`: its queue is
+    /// full.
+    pub async fn connect_server(&self, site: &SiteName) -> Result<OwnedFd, ClientError> {
+        one_of(self.call(Verb::ConnectServer { site: site.clone() }, CALL_TIMEOUT).await?.1)
     }
 
     /// Runs `script`, relative to the document root, with these variables, in a cell of its own that `confinement` says

@@ -7,7 +7,7 @@ use std::cell::{OnceCell, RefCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -32,13 +32,14 @@ use crate::log::{Budget, Writer};
 use crate::metrics::{ImageEvent, Metrics};
 use crate::options::Options;
 use crate::process::{Handle, KINDS, Kind, Order, Process, Processes, Request};
-use crate::protocol::{Failure, ProcessId, Reply};
+use crate::protocol::{Failure, OpenedRoot, ProcessId, Reply};
 use crate::relay::{ForbiddenPlaces, Relay};
+use crate::root_mounts::RootMounts;
 use crate::sandbox::{self, Launcher};
 use crate::spawn::{self, PhpStart, Runner};
 use crate::sys::Identity;
 use crate::workers::Workers;
-use crate::{cgi, confinement, huge_pages, roots};
+use crate::{cgi, confinement, huge_pages, roots, server_socket};
 
 /// Bytes of named cells in one answer; the rest of the message is less than a thousand.
 const NAMED_CELLS_JSON_MAX: usize = KEEPER_MESSAGE_MAX - 1024;
@@ -63,6 +64,7 @@ pub struct Engine {
     gate: OnceCell<Gate>,
     /// What CGI programs and PHP workers run in.
     enclosures: OnceCell<Arc<Enclosures>>,
+    root_mounts: Arc<RootMounts>,
     /// Some tenant gives way, or some site goes first.
     way: Notify,
     is_root: bool,
@@ -120,6 +122,7 @@ impl Engine {
             relay: OnceCell::new(),
             gate: OnceCell::new(),
             enclosures: OnceCell::new(),
+            root_mounts: Arc::new(RootMounts::new(is_root)),
             way: Notify::new(),
             is_root,
             trial: OnceCell::new(),
@@ -338,13 +341,41 @@ impl Engine {
         Ok(Runner { identity: self.is_root.then_some(identity), open_files_max })
     }
 
-    pub async fn open_root(&self, name: &SiteName) -> Result<OwnedFd, Fault> {
+    pub async fn open_root(&self, name: &SiteName) -> Result<OpenedRoot, Fault> {
         let (site, tenant) = self.site(name)?;
         let identity = self.runner(&tenant)?.identity;
+        let mounts = Arc::clone(&self.root_mounts);
         // Its file system may hang: then it holds up the tenant's own programs, and nobody else's.
         let name = tenant.name.clone();
-        let opening = self.workers.start_for(&name, move || roots::open_root(&site, &tenant, identity))?;
+        let opening = self.workers.start_for(&name, move || {
+            let root = roots::open_root(&site, &tenant, identity)?;
+            mounts.give(root).map_err(|error| {
+                let what = "cannot make a mount of the document root of site";
+                Fault::of_path(fault::ROOT, what, Path::new(site.name.as_str()), error)
+            })
+        })?;
         opening.await.unwrap_or_else(|_| Err(failed_inside()))
+    }
+
+    pub fn root_mounts(&self) -> &Arc<RootMounts> {
+        &self.root_mounts
+    }
+
+    /// A connection to the Unix socket of a site's server, made with the rights of `peer`, which asks for it.
+    pub async fn connect_server(&self, name: &SiteName, peer: Identity) -> Result<OwnedFd, Fault> {
+        let (site, tenant) = self.site(name)?;
+        let path = match &site.backend {
+            Backend::Http(http) => http.address.strip_prefix("unix:").map(PathBuf::from),
+            _ => None,
+        };
+        let Some(path) = path else { return Err(wrong_kind(&site, "http with a Unix socket")) };
+        let whose = (self.is_root && peer.uid != 0).then_some(peer);
+        let name = tenant.name.clone();
+        // The file system that the socket is on may hang, too.
+        let connecting = self
+            .workers
+            .start_for(&name, move || server_socket::connect(&path, tenant.home.as_deref(), whose))?;
+        connecting.await.unwrap_or_else(|_| Err(failed_inside()))
     }
 
     pub async fn open_certificate(&self, name: String) -> Result<OwnedFd, Fault> {

@@ -62,6 +62,9 @@ pub const OUT_OF_MEMORY: Code = Code(324);
 /// What an application may reach outside cannot be opened for it.
 pub const OUTLET: Code = Code(325);
 
+/// The Unix socket of a site's server cannot be connected to.
+pub const SERVER_SOCKET: Code = Code(328);
+
 /// A request of the edge's is not passed on to PHP.
 pub const GATE: Code = Code(356);
 

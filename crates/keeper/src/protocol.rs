@@ -4,6 +4,8 @@
 //! `limits::KEEPER_MESSAGE_MAX` bytes, with at most `limits::KEEPER_FDS_MAX` file descriptors. Not here: the
 //! doing (`server`), the asking (`client`).
 
+use std::os::fd::OwnedFd;
+
 use nagaya_cmdb::cell::{Boost, CellChange, Confinement, Usage};
 use nagaya_cmdb::instance::Wake;
 use nagaya_cmdb::{NodeName, SiteName, TenantName};
@@ -11,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// Raised when a message changes meaning. Both ends ship in one binary; an old edge beside a new keeper
 /// exists only while an upgrade runs.
-pub const PROTOCOL_VERSION: u32 = 10;
+pub const PROTOCOL_VERSION: u32 = 11;
 
 /// From edge to keeper. `tag` comes back in the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,8 +26,13 @@ pub struct Ask {
 pub enum Verb {
     /// First message of a connection. Answer: `Hello` with one descriptor, the `roll` of instances that are awake.
     Hello { version: u32 },
-    /// The site's document root. Answer: `Root` with one descriptor (`O_PATH | O_DIRECTORY`).
+    /// The site's document root. Answer: `Root` with one descriptor (`O_PATH | O_DIRECTORY`). It is a read-only mount of its
+    /// own, attached nowhere, where the keeper can make mounts.
     OpenRoot { site: SiteName },
+    /// A connection to the Unix socket that the record of this site names: the server there runs by itself. It is made with
+    /// the rights of the peer that asks, and as its peer (`SO_PEERCRED`). Answer: `Connected` with one descriptor, or `Failed` with `Failure::Busy` where
+    /// the server's queue is full.
+    ConnectServer { site: SiteName },
     /// Run a program of the site once. `script` is relative to the document root. Answer: `Spawned` with
     /// two descriptors: its standard input (write end) and output (read end). Its standard error goes to the keeper's log.
     /// It is born in a cell of its own.
@@ -98,6 +105,14 @@ pub enum Verb {
     Status,
 }
 
+/// A document root as the edge gets it.
+#[derive(Debug)]
+pub struct OpenedRoot {
+    pub dir: OwnedFd,
+    /// As `Reply::Root` has it.
+    pub is_remote: bool,
+}
+
 /// What the keeper calls one spawned process tree. Never a pid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessId(pub u64);
@@ -144,7 +159,10 @@ pub enum Reply {
     Hello {
         version: u32,
     },
-    Root,
+    /// `is_remote`: a network or another process answers for its file system, and no look into it is sure to return.
+    Root {
+        is_remote: bool,
+    },
     /// `cell` is where it runs, as `nagaya cells` shows it.
     Spawned {
         process: ProcessId,

@@ -13,7 +13,7 @@ mod outside;
 mod pass;
 mod place;
 mod plan;
-mod socket;
+pub(crate) mod socket;
 mod tcp;
 pub(crate) mod turns;
 mod watched;

@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nagaya_cmdb::cell::{Boost, Confinement};
 use nagaya_cmdb::feed::Question;
@@ -37,9 +37,10 @@ use crate::instances::{BoostLease, Lease, Placed, SeatLease, Using};
 use crate::options::Options;
 use crate::process::Handle;
 use crate::protocol::{
-    Answer, Ask, BoostId, Failure, InstanceId, Line, PROTOCOL_VERSION, ProcessId, Reply, SeatId, Verb,
+    Answer, Ask, BoostId, Failure, InstanceId, Line, OpenedRoot, PROTOCOL_VERSION, ProcessId, Reply, SeatId,
+    Verb,
 };
-use crate::sandbox::Launcher;
+use crate::sandbox::{Identity, Launcher};
 use crate::{slice, sys};
 
 /// Connections at once: an edge has one per thread, and two edges overlap during an upgrade.
@@ -324,6 +325,13 @@ async fn sweep(engine: &Engine) {
     loop {
         sleep(SWEEP_INTERVAL).await;
         engine.cells().sweep();
+        let root_mounts = Arc::clone(engine.root_mounts());
+        // Should no worker be free, the next round does it.
+        let drop_idle = move || {
+            root_mounts.drop_idle(Instant::now());
+            Ok(())
+        };
+        let _ = engine.on_worker(drop_idle).await;
     }
 }
 
@@ -370,7 +378,8 @@ fn admit(engine: &Rc<Engine>, socket: OwnedFd) {
     match sys::watch(socket, Interest::READABLE | Interest::WRITABLE) {
         Ok(socket) => {
             engine.metrics.connections.add(1);
-            spawn_local(converse(Rc::clone(engine), socket));
+            let peer = Identity { uid, gid: peer.gid.as_raw() };
+            spawn_local(converse(Rc::clone(engine), socket, peer));
         }
         Err(error) => tracing::error!(%error, "a connection cannot be watched and is closed"),
     }
@@ -379,6 +388,8 @@ fn admit(engine: &Rc<Engine>, socket: OwnedFd) {
 /// One edge thread's connection.
 struct Connection {
     engine: Rc<Engine>,
+    /// Whose connection it is, by the kernel's word.
+    peer: Identity,
     answers: mpsc::Sender<(Vec<u8>, Vec<OwnedFd>)>,
     leased: RefCell<HashMap<ProcessId, Handle>>,
     /// What keeps instances awake for this peer, one for each answer it got.
@@ -398,11 +409,12 @@ struct Connection {
     hang_up: Notify,
 }
 
-async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>) {
+async fn converse(engine: Rc<Engine>, socket: AsyncFd<OwnedFd>, peer: Identity) {
     let socket = Rc::new(socket);
     let (answers, outgoing) = mpsc::channel(ANSWERS_MAX);
     let connection = Rc::new(Connection {
         engine: Rc::clone(&engine),
+        peer,
         answers,
         leased: RefCell::default(),
         uses: RefCell::default(),
@@ -540,13 +552,10 @@ fn take(connection: &Rc<Connection>, ask: Ask) {
 async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<OwnedFd>), Fault> {
     let engine = &connection.engine;
     match verb {
-        Verb::OpenRoot { site } => Ok((Reply::Root, vec![engine.open_root(&site).await?])),
-        Verb::OpenCertificate { name } => {
-            Ok((Reply::Certificate, vec![engine.open_certificate(name).await?]))
-        }
-        Verb::ConnectInstance { instance } => {
-            Ok((Reply::Connected, vec![engine.instances.connect(instance).await?]))
-        }
+        Verb::OpenRoot { .. }
+        | Verb::ConnectServer { .. }
+        | Verb::OpenCertificate { .. }
+        | Verb::ConnectInstance { .. } => open(connection, verb).await,
         Verb::SpawnCgi { site, script, env, confinement } => {
             connection.room_for_process()?;
             let (handle, fds) = engine.spawn_cgi(&site, script, env, *confinement).await?;
@@ -602,6 +611,24 @@ async fn answer(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<O
         | Verb::EndBoost { .. }
         | Verb::Forget { .. } => unreachable!("`take` has done these"),
     }
+}
+
+/// Does a verb that is answered by something open.
+async fn open(connection: &Rc<Connection>, verb: Verb) -> Result<(Reply, Vec<OwnedFd>), Fault> {
+    let engine = &connection.engine;
+    let (reply, opened) = match verb {
+        Verb::OpenRoot { site } => {
+            let OpenedRoot { dir, is_remote } = engine.open_root(&site).await?;
+            (Reply::Root { is_remote }, dir)
+        }
+        Verb::ConnectServer { site } => {
+            (Reply::Connected, engine.connect_server(&site, connection.peer).await?)
+        }
+        Verb::OpenCertificate { name } => (Reply::Certificate, engine.open_certificate(name).await?),
+        Verb::ConnectInstance { instance } => (Reply::Connected, engine.instances.connect(instance).await?),
+        _ => unreachable!("`answer` gives it these"),
+    };
+    Ok((reply, vec![opened]))
 }
 
 fn not_in_use(instance: InstanceId) -> Fault {

@@ -133,9 +133,13 @@ impl PathOwner {
     }
 
     fn look_up(&self, path: &Path) -> io::Result<OwnedFd> {
-        let path = self.home.as_deref().unwrap_or(Path::new("/")).join(path);
         // Without root all of the node is one user's, whose own links are as good as root's.
         let trusted = if self.identity.is_none() { geteuid().as_raw() } else { 0 };
+        self.look_up_trusting(path, trusted)
+    }
+
+    fn look_up_trusting(&self, path: &Path, trusted: u32) -> io::Result<OwnedFd> {
+        let path = self.home.as_deref().unwrap_or(Path::new("/")).join(path);
         let beneath = self.home.as_ref().and_then(|home| Some((home, path.strip_prefix(home).ok()?)));
         match beneath {
             Some((home, rest)) => look_up_beneath(&walk(home, trusted)?, rest),
@@ -144,9 +148,18 @@ impl PathOwner {
     }
 }
 
+/// Opens the Unix socket (`O_PATH`) of a tenant's own server, with the rights that this thread has now. `trusted`: links of this
+/// user count as root's do.
+pub fn open_server_socket(home: Option<&Path>, path: &Path, trusted: u32) -> io::Result<OwnedFd> {
+    expect_socket(PathOwner::new(home, None).look_up_trusting(path, trusted)?)
+}
+
 /// Opens a Unix socket (`O_PATH`) that an operator has named, with the rights that this thread has now.
 pub fn open_socket(path: &Path) -> io::Result<OwnedFd> {
-    let found = walk(path, 0)?;
+    expect_socket(walk(path, 0)?)
+}
+
+fn expect_socket(found: OwnedFd) -> io::Result<OwnedFd> {
     match kind(&found)? {
         FileType::Socket => Ok(found),
         _ => Err(io::Error::other("it is no socket")),

@@ -4,7 +4,7 @@
 //! clone of a prebuilt header map; nothing is formatted and nothing but the header map is allocated.
 //!
 //! No look of an edge thread waits for a disk or a network. What the kernel has in memory is looked at at once; everything else
-//! runs on the blocking pool, with a share for each device. Of remote file systems (`mounts`) everything does, and bodies too.
+//! runs on the blocking pool, with a share for each device. Of remote file systems (by the keeper's word) everything does, and bodies too.
 //! Small files are read as a whole; larger ones are opened, and sent by whoever sends the body.
 //!
 //! `X-Content-Type-Options` is not sent with a tenant's files: the type is derived from the name, and what a site's own
@@ -17,7 +17,6 @@ pub(crate) mod conditional;
 pub(crate) mod encoding;
 mod listing;
 mod load;
-mod mounts;
 pub(crate) mod range;
 mod remote;
 mod root;
@@ -26,7 +25,7 @@ mod script;
 mod tests;
 
 use std::cell::{Cell, RefCell};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,6 +37,7 @@ use http::header::{
 use http::{HeaderMap, Method, StatusCode};
 use nagaya_base::{Clock, SystemClock};
 use nagaya_cmdb::record::{Files, Site};
+use nagaya_keeper::protocol::OpenedRoot;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use tokio::time::timeout;
 
@@ -157,7 +157,7 @@ impl FileServer {
     pub async fn root<E: From<std::io::Error>>(
         &self,
         site: &Site,
-        open: impl AsyncFnOnce() -> Result<OwnedFd, E>,
+        open: impl AsyncFnOnce() -> Result<OpenedRoot, E>,
     ) -> Result<Root, E> {
         self.roots.get(site, &*self.clock, open).await
     }

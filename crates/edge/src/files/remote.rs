@@ -1,6 +1,6 @@
 //! Bodies of files on file systems that may hang: read on the blocking pool, piece by piece, and not sent by the kernel.
 //!
-//! Not here: which file systems those are (`mounts`).
+//! Not here: which file systems those are (the keeper's `mount_list`).
 
 use std::collections::VecDeque;
 use std::io;

@@ -16,10 +16,10 @@ use lru::LruCache;
 use nagaya_base::Clock;
 use nagaya_cmdb::record::Site;
 use nagaya_cmdb::{SiteName, TenantName};
+use nagaya_keeper::protocol::OpenedRoot;
 use rustix::fs::{AtFlags, StatxFlags};
 use tokio::sync::Mutex;
 
-use super::mounts;
 use crate::blocking::{Device, Share};
 
 /// Roots held open per edge thread. With two threads and `LARGE_FILES_MAX` this stays far below the usual hard
@@ -53,14 +53,13 @@ pub(super) struct RootId {
 }
 
 impl Root {
-    /// `dir` is a directory, opened with `O_PATH` or for reading.
-    pub fn new(dir: OwnedFd, opened: Instant) -> std::io::Result<Self> {
+    /// As the keeper gives it: a directory, opened with `O_PATH` or for reading.
+    pub fn new(OpenedRoot { dir, is_remote }: OpenedRoot, opened: Instant) -> std::io::Result<Self> {
         // Nobody is asked who might not answer: these two are always known.
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         let stat = rustix::fs::statx(&dir, c"", flags, StatxFlags::INO | StatxFlags::MNT_ID)?;
         let id = RootId { device: (stat.stx_dev_major, stat.stx_dev_minor), inode: stat.stx_ino };
         let mount = stat.stx_mnt_id;
-        let is_remote = mounts::is_remote(mount, opened);
         Ok(Self(Rc::new(OpenRoot { dir: Arc::new(dir), id, mount, is_remote, opened })))
     }
 
@@ -137,7 +136,7 @@ impl Roots {
         &self,
         site: &Site,
         clock: &dyn Clock,
-        open: impl AsyncFnOnce() -> Result<OwnedFd, E>,
+        open: impl AsyncFnOnce() -> Result<OpenedRoot, E>,
     ) -> Result<Root, E> {
         let now = clock.now();
         let slot = self.slot(site);
@@ -159,7 +158,7 @@ impl Roots {
         if let Some(root) = slot.root(asked, ROOT_AGE_MAX) {
             return Ok(root);
         }
-        let opened = open().await.and_then(|dir| Ok(Root::new(dir, asked)?));
+        let opened = open().await.and_then(|root| Ok(Root::new(root, asked)?));
         // A failure forgets the old root too: a site that was closed must not go on being served.
         *slot.root.borrow_mut() = opened.as_ref().ok().cloned();
         opened

@@ -156,10 +156,11 @@ impl World {
     }
 }
 
-fn open_dir(path: &Path) -> OwnedFd {
+fn open_dir(path: &Path) -> OpenedRoot {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    rustix::fs::open(path, flags, Mode::empty()).expect("a directory")
+    let dir = rustix::fs::open(path, flags, Mode::empty()).expect("a directory");
+    OpenedRoot { dir, is_remote: false }
 }
 
 fn open_root(path: &Path) -> Root {

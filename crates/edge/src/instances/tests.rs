@@ -2,16 +2,17 @@
 //!
 //! Not here: real instances behind a real keeper (`tests/e2e`).
 
+use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
 use nagaya_cmdb::instance::{Stage, Tier};
 use nagaya_keeper::codec::{self, CodecError};
 use nagaya_keeper::protocol::{Answer, Ask, PROTOCOL_VERSION, Reply, Verb};
-use rustix::net::{SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tempfile::TempDir;
 use tokio::io::Interest;
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio::task::yield_now;
 use tokio::time::timeout;

@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use http::header::{CONTENT_LENGTH, HeaderValue};
 use http::{Method, StatusCode, Version};
 
-pub use pool::{Address, Connector, NoConnection, Pool, Socket, dial};
+pub use pool::{Address, Connector, NoConnection, Pool, Socket, dial, watch_socket};
 use transfer::{Broken, Transfer};
 
 use crate::http1::framing::Framing;

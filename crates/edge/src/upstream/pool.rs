@@ -4,8 +4,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::io;
-use std::path::PathBuf;
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,7 +14,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::BytesMut;
+use nagaya_cmdb::record::Http;
+use nagaya_cmdb::{Site, SiteName};
 use nagaya_keeper::protocol::InstanceId;
+use rustix::net::AddressFamily;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, timeout};
@@ -37,18 +41,43 @@ const IDLE_AGE_MAX: Duration = Duration::from_secs(30);
 pub enum Address {
     /// `host:port`; names are resolved at connect time.
     Tcp(Box<str>),
-    Unix(PathBuf),
+    /// The keeper makes the connection: this process cannot name the socket.
+    Unix(ServerSocket),
     /// The keeper makes the connection, for as long as this thread uses the instance.
     Instance(InstanceId),
 }
 
 impl Address {
-    /// As in a site's record: `host:port`, `[v6]:port` or `unix:/path`.
-    pub fn parse(text: &str) -> Self {
-        match text.strip_prefix("unix:") {
-            Some(path) => Self::Unix(path.into()),
-            None => Self::Tcp(text.into()),
+    /// As in the site's record: `host:port`, `[v6]:port` or `unix:/path`.
+    pub fn of(site: &Arc<Site>, http: &Http) -> Self {
+        match http.address.starts_with("unix:") {
+            true => Self::Unix(ServerSocket(Arc::clone(site))),
+            false => Self::Tcp(http.address.as_str().into()),
         }
+    }
+}
+
+/// The Unix socket of a site's server. It is another one once the record of its site says something else.
+#[derive(Debug, Clone)]
+pub struct ServerSocket(Arc<Site>);
+
+impl ServerSocket {
+    pub fn site(&self) -> &SiteName {
+        &self.0.name
+    }
+}
+
+impl PartialEq for ServerSocket {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || (self.0.name == other.0.name && self.0.backend == other.0.backend)
+    }
+}
+
+impl Eq for ServerSocket {}
+
+impl Hash for ServerSocket {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.name.hash(state);
     }
 }
 
@@ -62,17 +91,24 @@ pub trait Connector {
     }
 }
 
-/// Connects to what already listens.
-pub async fn dial(address: &Address) -> io::Result<Socket> {
-    match address {
-        Address::Tcp(text) => {
-            let stream = TcpStream::connect(&**text).await?;
-            stream.set_nodelay(true)?;
-            Ok(Socket::Tcp(stream))
-        }
-        Address::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path).await?)),
-        Address::Instance(_) => Err(io::ErrorKind::Unsupported.into()),
+/// Connects to what already listens at `host:port`.
+pub async fn dial(address: &str) -> io::Result<Socket> {
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    Ok(Socket::Tcp(stream))
+}
+
+/// A connection that the keeper has made, Unix or TCP, as this thread's runtime watches it.
+pub fn watch_socket(socket: OwnedFd) -> io::Result<Socket> {
+    if rustix::net::sockopt::socket_domain(&socket)? == AddressFamily::UNIX {
+        let stream = std::os::unix::net::UnixStream::from(socket);
+        stream.set_nonblocking(true)?;
+        return UnixStream::from_std(stream).map(Socket::Unix);
     }
+    let stream = std::net::TcpStream::from(socket);
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    TcpStream::from_std(stream).map(Socket::Tcp)
 }
 
 /// Why there is no connection.

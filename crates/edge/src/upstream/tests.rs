@@ -74,7 +74,7 @@ fn last(method: &Method, servers: &[Server], requests: u32, retries: u32) -> Res
         let second = Duration::from_secs(20);
         let bounds =
             Bounds { connect: Duration::from_millis(50), head: second, idle: second, head_bytes: 4096 };
-        let address = Address::parse("unix:/nowhere");
+        let address = Address::Tcp("nowhere:80".into());
         let servers = Servers(RefCell::new(servers.to_vec()));
         let head = request(method.clone(), RequestBody::empty()).head;
         let outgoing = Outgoing { head: &head, fields: b"\r\nhost: demo", trailers: &[] };

@@ -172,6 +172,7 @@ fn any_verb() -> impl Strategy<Value = Verb> {
     prop_oneof![
         any::<u32>().prop_map(|version| Verb::Hello { version }),
         site.clone().prop_map(|site| Verb::OpenRoot { site }),
+        site.clone().prop_map(|site| Verb::ConnectServer { site }),
         (site.clone(), ".{0,30}", pairs, any_confinement()).prop_map(|(site, script, env, confinement)| {
             Verb::SpawnCgi { site, script, env, confinement: Box::new(confinement) }
         }),

@@ -106,14 +106,17 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
 
 /// A connection of the tenant's, not blocking. `WouldBlock`: its queue is full.
 fn connect(path: &Path, whose: Identity) -> io::Result<OwnedFd> {
-    as_peer(whose, || {
-        let file = open_socket(path)?;
-        let socket = unix_socket()?;
-        // By descriptor, so that it is the file that was looked at, however long its path is.
-        let address = SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-        rustix::net::connect(&socket, &address)?;
-        Ok(socket)
-    })?
+    as_peer(whose, || connect_file(&open_socket(path)?))?
+}
+
+/// A connection to an open Unix socket (`O_PATH`), not blocking, with the rights that this thread has now. `WouldBlock`: its
+/// queue is full.
+pub fn connect_file(file: &OwnedFd) -> io::Result<OwnedFd> {
+    let socket = unix_socket()?;
+    // By descriptor, so that it is the file that was looked at, however long its path is.
+    let address = SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket)
 }
 
 fn unix_socket() -> io::Result<OwnedFd> {
@@ -121,10 +124,10 @@ fn unix_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
 }
 
-/// Runs `act` on this thread as this tenant: with its rights, and as its peer of whoever is connected to meanwhile.
+/// Runs `act` on this thread as this user: with its rights, and as the peer of whoever is connected to meanwhile.
 ///
 /// A thread that cannot come back ends the process, for it would act with a tenant's rights for another tenant.
-fn as_peer<R>(Identity { uid, gid }: Identity, act: impl FnOnce() -> R) -> io::Result<R> {
+pub fn as_peer<R>(Identity { uid, gid }: Identity, act: impl FnOnce() -> R) -> io::Result<R> {
     let back = Back { uid: geteuid(), gid: getegid(), groups: getgroups()? };
     set_thread_groups(&[])?;
     // The saved ids stay root's, and lead back. These calls change this thread alone.

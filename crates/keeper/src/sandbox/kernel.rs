@@ -288,6 +288,15 @@ struct MountAttr {
 
 /// Adds attributes to a mount and takes it out of all propagation.
 pub fn set_mount_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io::Result<()> {
+    set_attributes(mount, attributes, libc::AT_EMPTY_PATH)
+}
+
+/// The same for a mount and all beneath it.
+pub fn set_tree_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io::Result<()> {
+    set_attributes(mount, attributes, libc::AT_EMPTY_PATH | libc::AT_RECURSIVE)
+}
+
+fn set_attributes(mount: impl AsFd, attributes: MountAttrFlags, flags: libc::c_int) -> io::Result<()> {
     let set = u64::from(attributes.bits());
     let attr = MountAttr { set, clear: 0, propagation: libc::MS_PRIVATE, userns_fd: 0 };
     // SAFETY: an open descriptor, a C text and a live structure of the size that is told.
@@ -296,7 +305,7 @@ pub fn set_mount_attributes(mount: impl AsFd, attributes: MountAttrFlags) -> io:
             libc::SYS_mount_setattr,
             mount.as_fd().as_raw_fd(),
             c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
+            flags,
             &raw const attr,
             size_of::<MountAttr>(),
         )

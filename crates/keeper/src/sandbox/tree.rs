@@ -17,7 +17,7 @@ use rustix::mount::{
 };
 
 use super::failure::{Failure, Step};
-use super::kernel::set_mount_attributes;
+use super::kernel::{set_mount_attributes, set_tree_attributes};
 use super::order::{Birth, Bound};
 use super::root_id;
 use crate::sys::{Access, Identity};
@@ -590,6 +590,19 @@ fn clone_mount(file: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd
         | OpenTreeFlags::AT_NO_AUTOMOUNT;
     let mount = open_tree(file, "", flags)?;
     set_mount_attributes(&mount, attributes)?;
+    Ok(mount)
+}
+
+/// A mount of what an open file is with all that is mounted beneath it, attached nowhere: no path leads up from it.
+pub fn detached_tree(file: impl AsFd, writable: bool) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH
+        | OpenTreeFlags::AT_NO_AUTOMOUNT
+        | OpenTreeFlags::AT_RECURSIVE;
+    let mount = open_tree(file, "", flags)?;
+    let attributes = if writable { PLAIN } else { READ_ONLY };
+    set_tree_attributes(&mount, attributes | NO_PROGRAMS)?;
     Ok(mount)
 }
 

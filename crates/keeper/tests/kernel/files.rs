@@ -27,7 +27,7 @@ fn root_in_closed_home() {
     world.script("index.html", "hello");
     let world = world.start();
     world.run(async |keeper| {
-        let root = keeper.open_root(&site_name("s")).await.unwrap();
+        let root = keeper.open_root(&site_name("s")).await.unwrap().dir;
         let file = rustix::fs::openat(&root, "index.html", OFlags::RDONLY, Mode::empty()).unwrap();
         let mut text = [0; 16];
         assert_eq!(rustix::io::read(file, &mut text).unwrap(), 5);

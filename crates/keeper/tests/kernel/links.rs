@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use nagaya_keeper::client::{ClientError, InstanceUse, Keeper};
-use nagaya_keeper::protocol::Failure;
+use nagaya_keeper::protocol::{Failure, OpenedRoot};
 use rustix::fs::{Mode, OFlags};
 use serde_json::{Value, json};
 
@@ -122,10 +122,10 @@ fn with_roots(world: &mut World) {
 }
 
 #[track_caller]
-fn assert_no_root(opened: Result<OwnedFd, ClientError>, what: &str) {
+fn assert_no_root(opened: Result<OpenedRoot, ClientError>, what: &str) {
     match opened {
         Ok(root) => {
-            panic!("{what} was opened; it has an etc/passwd: {}", file_in(&root, Path::new("etc/passwd")))
+            panic!("{what} was opened; it has an etc/passwd: {}", file_in(&root.dir, Path::new("etc/passwd")))
         }
         refused => assert_eq!(refusal(refused), (Failure::Forbidden, 303), "{what}"),
     }

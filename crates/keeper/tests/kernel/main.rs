@@ -8,6 +8,7 @@ mod bases;
 mod boosts;
 mod calls;
 mod cells;
+mod closed_off;
 mod databases;
 mod enclosure;
 mod exec;
@@ -114,6 +115,7 @@ fn with_root() -> Vec<Fact> {
     [
         programs::ROOT,
         files::ROOT,
+        closed_off::CLOSED_OFF,
         links::ROOT,
         calls::ROOT,
         enclosure::ROOT,
