@@ -33,6 +33,8 @@ pub struct Inherited {
     pub tickets: Option<RawFd>,
     /// The edge's directory for bodies.
     pub spool: Option<RawFd>,
+    /// The edge's mount namespace.
+    pub root: Option<RawFd>,
     /// What time it is by the node's reckoning, in microseconds since 1970.
     pub now_us: u64,
     /// Where other nodes reach the edge.

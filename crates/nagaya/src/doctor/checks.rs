@@ -128,6 +128,15 @@ static ROWS: &[Row] = &[
         },
     },
     Row {
+        name: "edge-files",
+        why: "a fault in the process that parses requests must not open files of the node",
+        how: "start nagaya as root; `nagaya error NGY0518` says what else it needs",
+        judge: |facts| match &facts.no_edge_root {
+            None => (State::Ok, "yes".into()),
+            Some(why) => (State::Off, why.clone()),
+        },
+    },
+    Row {
         name: "fd-passing",
         why: "the keeper hands opened files and sockets to the edge over a seqpacket socket",
         how: "let the security module or container allow Unix sockets",
@@ -220,7 +229,7 @@ static ROWS: &[Row] = &[
     Row {
         name: "certificates",
         why: "a browser shows a warning in place of a site whose certificate has ended",
-        how: "renew them, and look whether what is to renew them runs (nagaya error NGY0515)",
+        how: "renew them, and look whether what is to renew them runs (nagaya error NGY0518)",
         judge: |facts| match &facts.certificates {
             None => (State::Ok, "no directory of them is configured".into()),
             Some(Err(why)) => (State::Warn, format!("unknown: {why}")),

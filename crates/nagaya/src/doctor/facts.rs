@@ -25,7 +25,7 @@ use super::tenants::Found;
 use crate::certificates;
 use crate::config::Settings;
 use crate::inherit;
-use crate::supervisor::StoreAccess;
+use crate::supervisor::{StoreAccess, try_edge_root};
 
 /// How long a program may take to print its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -58,6 +58,8 @@ pub struct Facts {
     pub no_unix_diag: Option<String>,
     /// Why tenants' programs cannot be kept apart from each other, if they cannot.
     pub no_enclosure: Option<String>,
+    /// Why the edge can have no root directory of its own, if it cannot.
+    pub no_edge_root: Option<String>,
     pub kvm: bool,
     pub clock_synchronised: Option<bool>,
     pub entropy_ready: bool,
@@ -159,6 +161,7 @@ pub fn gather(settings: &Settings, asked: Asked) -> Facts {
         huge_pages: std::fs::read_to_string(huge_pages::SWITCH).ok().map(|text| huge_pages::is_always(&text)),
         no_unix_diag: nagaya_keeper::unix_diag().err(),
         no_enclosure: nagaya_keeper::try_enclosure(&settings.keeper.programs).err(),
+        no_edge_root: try_edge_root().err(),
         kvm: rustix::fs::access("/dev/kvm", Access::READ_OK | Access::WRITE_OK).is_ok(),
         clock_synchronised: inherit::clock_is_synchronised().ok(),
         entropy_ready: entropy_ready(),

@@ -53,6 +53,8 @@ pub struct Facts {
     pub cgroup: bool,
     /// Kernel 5.6 or newer.
     pub openat2: bool,
+    /// The edge has a root directory of its own.
+    pub edge_root: bool,
 }
 
 /// Of this one the keeper knows, once it has tried.
@@ -63,7 +65,7 @@ pub fn with_keepers(mut all: Vec<Protection>, off: Option<&str>) -> Vec<Protecti
     if off.is_some()
         && let Some(row) = all.iter_mut().find(|row| row.name == PROGRAMS_APART)
     {
-        let none = protections(Facts { root: false, cgroup: false, openat2: false });
+        let none = protections(Facts { root: false, cgroup: false, openat2: false, edge_root: false });
         *row = none.into_iter().find(|row| row.name == PROGRAMS_APART).expect("it is among all");
     }
     all
@@ -91,6 +93,13 @@ pub fn protections(facts: Facts) -> Vec<Protection> {
             "the process that parses requests has a uid of its own and no capabilities",
             "the process that parses requests has the rights of whoever started nagaya",
             "start nagaya as root",
+        ),
+        row(
+            "edge-files",
+            facts.edge_root,
+            "the process that parses requests sees nothing of the file system but what it opens itself",
+            "the process that parses requests can open each file that its user may read",
+            "start nagaya as root; `nagaya error NGY0518` says what else it needs",
         ),
         row("no-new-privileges", true, "the process that parses requests can never gain rights", "", ""),
         row(
@@ -123,11 +132,14 @@ mod tests {
 
     #[test]
     fn each_missing_protection_says_what_it_means_and_how_to_have_it() {
-        let all = protections(Facts { root: true, cgroup: true, openat2: true });
+        let all = protections(Facts { root: true, cgroup: true, openat2: true, edge_root: true });
         assert!(all.iter().all(|row| row.on && row.how.is_empty()));
-        let none = protections(Facts { root: false, cgroup: false, openat2: false });
+        let none = protections(Facts { root: false, cgroup: false, openat2: false, edge_root: false });
         let off: Vec<_> = none.iter().filter(|row| !row.on).map(|row| row.name).collect();
-        assert_eq!(off, ["tenant-uids", "edge-uid", "cgroup-fence", "programs-apart", "openat2"]);
+        assert_eq!(
+            off,
+            ["tenant-uids", "edge-uid", "edge-files", "cgroup-fence", "programs-apart", "openat2"]
+        );
         assert!(none.iter().filter(|row| !row.on).all(|row| !row.how.is_empty() && !row.why.is_empty()));
         assert_eq!(with_keepers(all.clone(), None), all);
         let refused = with_keepers(all, Some("Operation not permitted"));

@@ -21,6 +21,7 @@ use super::Serve;
 use super::backoff::{Backoff, FAST_RESTARTS};
 use super::child::{self, Child, Role};
 use super::cluster::{Order, Place};
+use super::edge_root::EdgeRoot;
 use super::error::ServeError;
 use super::feed::{Feed, News};
 use super::identity::Identity;
@@ -61,6 +62,8 @@ pub struct Parts {
     pub tickets: Option<OwnedFd>,
     /// Where the edge keeps large bodies. None: it keeps none.
     pub spool: Option<OwnedFd>,
+    /// What the edge sees of the file system. None: all that its user may.
+    pub edge_root: Option<Arc<EdgeRoot>>,
     /// Goes on while edges come and go.
     pub reckoning: Reckoning,
     /// Where other nodes of a cluster reach the edge. None: it can be in none.
@@ -425,6 +428,9 @@ impl Life {
                     logging::set_level(&self.parts.settings.log.level);
                 }
                 place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+                if let Some(root) = &self.parts.edge_root {
+                    root.configure(&self.parts.settings);
+                }
                 self.expect_signs();
                 self.tell_options();
                 self.parts.node.reloaded(held);
@@ -470,6 +476,9 @@ impl Life {
             tracing::error!(code = "NGY0506", "the log goes on to the old file: {error}");
         }
         place::prepare_access_log(&self.parts.settings, self.parts.edge_identity);
+        if let Some(root) = &self.parts.edge_root {
+            root.refresh();
+        }
         self.parts.node.send_all(&Down::ReopenLogs);
         tracing::info!("logs were opened anew");
     }
@@ -496,6 +505,7 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
         keeper: None,
         tickets: None,
         spool: None,
+        root: None,
         now_us: parts.reckoning.now_us(),
         peers: None,
         identity: None,
@@ -518,6 +528,10 @@ fn describe<'a>(parts: &'a Parts, role: Role, feed: &'a UnixStream) -> (Inherite
             if let Some(spool) = &parts.spool {
                 inherited.spool = Some(number(spool));
                 descriptors.push(spool.as_fd());
+            }
+            if let Some(root) = &parts.edge_root {
+                inherited.root = Some(number(&root.namespace()));
+                descriptors.push(root.namespace());
             }
             inherited.identity = parts.edge_identity.map(|identity| (identity.uid, identity.gid));
             if let Some(peers) = &parts.peers {

@@ -10,6 +10,7 @@ mod call_filter;
 mod certificates;
 mod child;
 mod cluster;
+mod edge_root;
 mod error;
 mod exposition;
 mod feed;
@@ -34,6 +35,7 @@ use nix::unistd::Uid;
 use tokio::task::LocalSet;
 
 pub use cluster::{Etcd, StoreAccess, hold_certificate};
+pub use edge_root::try_edge_root;
 pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;
@@ -41,6 +43,7 @@ pub use rights::{run_edge, run_keeper};
 pub use rule_checker::run_rule_check;
 
 use self::cluster::Records;
+use self::edge_root::EdgeRoot;
 use self::feed::Changes;
 use self::identity::{Facts, Identity};
 use self::life::{Life, Parts};
@@ -77,7 +80,8 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     let place = place::Place::claim(&settings)?;
     let records = Arc::new(Records::new(RedbStore::open(&settings.store())?));
     let edge_identity = identity::of_edge(&settings);
-    let protections = identity::protections(facts());
+    let edge_root = edge_root(edge_identity);
+    let protections = identity::protections(facts(edge_root.is_some()));
     log_protections(&protections, edge_identity);
     let listening = sockets::listen(&settings.listen, settings.edge_threads(), &settings.edge.limits)?;
     let peers = peers(&settings)?;
@@ -87,6 +91,9 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
     let audience = admin_audience(&settings);
     let admin_socket = sockets::listen_admin(&settings.admin_socket(), audience)?;
     place::prepare_access_log(&settings, edge_identity);
+    if let Some(root) = &edge_root {
+        root.configure(&settings);
+    }
 
     let listen = listening.iter().map(view_listening).collect();
     let (handle, orders) = cluster::channel();
@@ -113,8 +120,9 @@ pub fn serve(serve: Serve) -> Result<(), ServeError> {
         keeper_socket,
         edge_identity,
         ids: ids.clone(),
-        tickets: place::prepare_tickets(&settings, edge_identity),
-        spool: place::prepare_spool(&settings, edge_identity),
+        tickets: place::prepare_tickets(&settings, edge_identity, edge_root.is_some()),
+        spool: place::prepare_spool(&settings, edge_identity, edge_root.is_some()),
+        edge_root,
         reckoning: Reckoning::of_wall(),
         peers,
         node: Arc::clone(&node),
@@ -135,6 +143,18 @@ fn log_start(file: Option<&Path>) {
         }
         None => {
             tracing::info!(version = env!("CARGO_PKG_VERSION"), "nagaya starts without a configuration file")
+        }
+    }
+}
+
+/// The edge's own root directory. None without root, and where no mounts can be made.
+fn edge_root(identity: Option<Identity>) -> Option<Arc<EdgeRoot>> {
+    identity?;
+    match EdgeRoot::make() {
+        Ok(root) => Some(Arc::new(root)),
+        Err(error) => {
+            tracing::warn!(code = %edge_root::CODE, %error, "the edge has no root directory of its own");
+            None
         }
     }
 }
@@ -206,10 +226,14 @@ fn run(
         let balance = tokio::task::spawn_local(balance::keep(Arc::clone(&parts.node)));
         let rules = tokio::task::spawn_local(stored_rules::keep(Arc::clone(&parts.node)));
         let certificates = tokio::task::spawn_local(certificates::keep(Arc::clone(&parts.node)));
+        let edge_root = parts.edge_root.clone().map(|root| tokio::task::spawn_local(edge_root::keep(root)));
         let result = Life::new(parts)?.run().await;
         balance.abort();
         rules.abort();
         certificates.abort();
+        if let Some(edge_root) = edge_root {
+            edge_root.abort();
+        }
         admin.abort();
         result
     });
@@ -235,8 +259,9 @@ fn open_log(settings: &Settings) -> Result<Sink, ServeError> {
     Sink::open(path).map_err(|error| ServeError::Log { path: path.unwrap_or("-".as_ref()).into(), error })
 }
 
-fn facts() -> Facts {
+fn facts(edge_root: bool) -> Facts {
     Facts {
+        edge_root,
         root: Uid::effective().is_root(),
         cgroup: Uid::effective().is_root() && doctor::cgroup_is_usable(),
         openat2: doctor::has_openat2(),

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags};
 
+use super::edge_root::close_off;
 use super::error::ServeError;
 use super::identity::Identity;
 use crate::config::Settings;
@@ -169,9 +170,16 @@ fn prepare_log_dir(dir: &Path, identity: Option<Identity>, own: Option<OsString>
 }
 
 /// The directory in which the edge keeps what it promised, made for it and opened. Without one it serves and promises nothing.
-pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
+///
+/// `is_closed_off`: nothing above it is to be reached by its descriptor.
+pub fn prepare_tickets(
+    settings: &Settings,
+    identity: Option<Identity>,
+    is_closed_off: bool,
+) -> Option<OwnedFd> {
     let path = settings.state_dir.join("tickets");
     own_directory(settings, &path, identity)
+        .and_then(|directory| if is_closed_off { close_off(&directory) } else { Ok(directory) })
         .inspect_err(|error| {
             tracing::error!(
                 code = "NGY0513",
@@ -183,14 +191,20 @@ pub fn prepare_tickets(settings: &Settings, identity: Option<Identity>) -> Optio
 }
 
 /// The directory in which the edge keeps large bodies, made for it and opened. Without one it takes in what fits into memory.
-pub fn prepare_spool(settings: &Settings, identity: Option<Identity>) -> Option<OwnedFd> {
+///
+/// `is_closed_off`: nothing above it is to be reached by its descriptor.
+pub fn prepare_spool(
+    settings: &Settings,
+    identity: Option<Identity>,
+    is_closed_off: bool,
+) -> Option<OwnedFd> {
     let path = settings.spool_dir();
     let open = || {
         let directory = own_directory(settings, &path, identity)?;
         // A file system without nameless files is found out now, and not by the first upload.
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         rustix::fs::openat(&directory, ".", flags, rustix::fs::Mode::RUSR)?;
-        Ok::<_, io::Error>(directory)
+        if is_closed_off { close_off(&directory) } else { Ok::<_, io::Error>(directory) }
     };
     open()
         .inspect_err(|error| {

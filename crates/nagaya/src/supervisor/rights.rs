@@ -11,8 +11,8 @@ use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, Signal};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::call_filter;
 use super::child::Role;
+use super::{call_filter, edge_root};
 use crate::inherit::{InheritError, Inherited, InheritedPeers, Taker, described};
 use crate::logging::{self, Sink};
 
@@ -34,7 +34,7 @@ pub(super) fn system<E: Into<std::io::Error>>(what: &'static str) -> impl FnOnce
 
 /// `nagaya edge`.
 pub fn run_edge() -> ExitCode {
-    match begin(Role::Edge).and_then(|(inherited, taker)| edge_start(&inherited, taker)) {
+    match begin_edge() {
         Ok(start) => nagaya_edge::run(start),
         Err(error) => refuse(Role::Edge, &error),
     }
@@ -42,7 +42,7 @@ pub fn run_edge() -> ExitCode {
 
 /// `nagaya keeper`.
 pub fn run_keeper() -> ExitCode {
-    match begin(Role::Keeper).and_then(|(inherited, taker)| keeper_start(&inherited, taker)) {
+    match begin_keeper() {
         Ok(start) => nagaya_keeper::run(start),
         Err(error) => refuse(Role::Keeper, &error),
     }
@@ -57,24 +57,43 @@ fn refuse(role: Role, error: &RightsError) -> ExitCode {
     ExitCode::FAILURE
 }
 
-fn begin(role: Role) -> Result<(Inherited, Taker), RightsError> {
+fn begin_edge() -> Result<nagaya_edge::Start, RightsError> {
+    let inherited = begin()?;
+    let mut taker = Taker::default();
+    // Before it leaves the node's root: what is inherited is found in /proc.
+    let start = edge_start(&inherited, &mut taker)?;
+    if let Some(root) = inherited.root {
+        let root = taker.take(root)?;
+        edge_root::enter(&root).map_err(system("the edge's own root directory cannot be entered"))?;
+    }
+    give_up(inherited.identity)?;
+    tie(&inherited)?;
+    call_filter::install().map_err(system("the filter of system calls cannot be put on"))?;
+    Ok(start)
+}
+
+fn begin_keeper() -> Result<nagaya_keeper::Start, RightsError> {
+    let inherited = begin()?;
+    tie(&inherited)?;
+    keeper_start(&inherited, Taker::default())
+}
+
+fn begin() -> Result<Inherited, RightsError> {
     let inherited = described()?;
     logging::start(&inherited.log_level, inherited.log_json, Sink::standard_error());
     raise_open_files().map_err(system("the limit of open files cannot be raised"))?;
-    if role == Role::Edge {
-        give_up(inherited.identity)?;
-    }
-    // A change of uid clears this, so it comes after.
+    Ok(inherited)
+}
+
+/// Has this process end with its supervisor. A change of uid takes that back, so it comes after.
+fn tie(inherited: &Inherited) -> Result<(), RightsError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(system("the process cannot be tied to its supervisor"))?;
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
-    if parent != Some(inherited.supervisor) {
-        return Err(RightsError::Orphaned);
+    match parent == Some(inherited.supervisor) {
+        true => Ok(()),
+        false => Err(RightsError::Orphaned),
     }
-    if role == Role::Edge {
-        call_filter::install().map_err(system("the filter of system calls cannot be put on"))?;
-    }
-    Ok((inherited, Taker::default()))
 }
 
 /// Connections and files are descriptors; the soft limit is for programs that still use `select`.
@@ -118,7 +137,7 @@ fn drop_bounding_set() -> rustix::io::Result<()> {
     Ok(())
 }
 
-fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::Start, RightsError> {
+fn edge_start(inherited: &Inherited, taker: &mut Taker) -> Result<nagaya_edge::Start, RightsError> {
     let feed = UnixStream::from(taker.take(inherited.feed)?);
     let mut listeners = Vec::with_capacity(inherited.listeners.len());
     for listener in &inherited.listeners {
@@ -135,7 +154,7 @@ fn edge_start(inherited: &Inherited, mut taker: Taker) -> Result<nagaya_edge::St
     }
     let tickets = inherited.tickets.map(|fd| taker.take(fd)).transpose()?;
     let spool = inherited.spool.map(|fd| taker.take(fd)).transpose()?;
-    let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, &mut taker)).transpose()?;
+    let peers = inherited.peers.as_ref().map(|peers| peer_sockets(peers, taker)).transpose()?;
     Ok(nagaya_edge::Start {
         listeners,
         feed,
