@@ -95,6 +95,12 @@ impl Builder {
         self
     }
 
+    /// Adds a table of a list to `nagaya.toml`, as it stands there.
+    pub fn table(mut self, table: &str) -> Self {
+        self.listen.push_str(table);
+        self
+    }
+
     /// A tenant with a home that nobody else can look into. Its uid is its own.
     pub fn tenant(mut self, name: &'static str) -> Self {
         self.tenants.push(name);

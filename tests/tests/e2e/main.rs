@@ -12,6 +12,7 @@ mod browser;
 mod cells;
 mod cgi;
 mod cluster;
+mod edge_files;
 mod etcd_trust;
 mod failures;
 mod fastcgi;
@@ -98,6 +99,8 @@ fn main() -> ExitCode {
         outbound::SUITE,
         request_cells::SUITE,
         tenants::SUITE,
+        edge_files::SUITE,
+        edge_files::ALONE,
         admin_roles::SUITE,
         admin_roles::ALONE,
         sites::SUITE,
