@@ -70,6 +70,7 @@ const PATH_OPENERS: &[(&str, &str)] = &[
     ),
     ("crates/keeper/src/instances/carried.rs", "from directory to directory without following a link"),
     ("crates/keeper/src/instances/holder.rs", "what the kernel tells of processes, by their numbers"),
+    ("crates/keeper/src/instances/lateness.rs", "what the kernel tells of processes, by their numbers"),
     ("crates/keeper/src/instances/pressure.rs", "files of the kernel's"),
     ("crates/keeper/src/instances/lateness.rs", "what the kernel tells of processes, by their numbers"),
     ("crates/keeper/src/instances/rest.rs", "what the kernel tells of processes, by their numbers"),
