@@ -380,7 +380,7 @@ fn a_path_that_cannot_be_shown_hides_no_other() {
     machine::run("mount", &["--make-unbindable", &at]);
     let world = with_page(builder);
     world.get("www.test", "/").expect(403);
-    for told in ["NGY0515", "NGY0424"] {
+    for told in ["NGY0518", "NGY0424"] {
         assert!(world.log().contains(told), "{told}");
     }
     world.write_rule("one", &answering(410));
@@ -453,7 +453,7 @@ fn without_the_right_to_mount_it_serves_and_says_so() {
             directories_of(edge).into_iter().filter(|directory| identity(directory) == identity(&www));
         roots.any(|root| identity(&root.join("..")) == identity(&world.home("alice")))
     });
-    for told in ["NGY0515", "edge-files is off"] {
+    for told in ["NGY0518", "edge-files is off"] {
         assert!(world.log().contains(told), "{told}");
     }
     world.stop();

@@ -229,7 +229,7 @@ static ROWS: &[Row] = &[
     Row {
         name: "certificates",
         why: "a browser shows a warning in place of a site whose certificate has ended",
-        how: "renew them, and look whether what is to renew them runs (nagaya error NGY0518)",
+        how: "renew them, and look whether what is to renew them runs (nagaya error NGY0515)",
         judge: |facts| match &facts.certificates {
             None => (State::Ok, "no directory of them is configured".into()),
             Some(Err(why)) => (State::Warn, format!("unknown: {why}")),
