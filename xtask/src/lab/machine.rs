@@ -20,7 +20,7 @@ use super::network::Network;
 const CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "blkio", "pids", "memory", "freezer"];
 
 /// Longest wait until everything stands still, or is gone.
-const SETTLE_MAX: Duration = Duration::from_secs(10);
+const SETTLE_MAX: Duration = Duration::from_secs(60);
 
 /// How often that is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
@@ -133,7 +133,10 @@ impl Cgroups {
     /// Stops all of it; returns when nothing of it runs any more.
     pub fn freeze(&self) -> Result<()> {
         self.write_state(&self.freezer, true)?;
-        wait(&format!("{} stands still", self.freezer.display()), || self.is_frozen())
+        wait(&format!("{} stands still", self.freezer.display()), || {
+            // A process that could not be stopped when it was told is told again (the kernel's freezer-subsystem.rst).
+            self.is_frozen() || (self.write_state(&self.freezer, true).is_ok() && self.is_frozen())
+        })
     }
 
     pub fn thaw(&self) -> Result<()> {
