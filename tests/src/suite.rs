@@ -16,14 +16,13 @@ use crate::world::World;
 /// Tests mostly wait for timeouts and processes, so more of them run at once than there are cores.
 const AT_ONCE: usize = 6;
 
-/// Clusters that run at once. Each is some nodes and an etcd, and on a machine that runs many they are slower than a fence lasts.
-const CLUSTERS_AT_ONCE: usize = 2;
-
 /// Tests that may run at this moment.
 static RUNNING: Places = Places::new(AT_ONCE);
 
-/// Those of them that are of a cluster.
-static CLUSTERS: Places = Places::new(CLUSTERS_AT_ONCE);
+/// Those of them that are of a cluster on loopback, and those that are of a lab: one of each. Either is some nodes and an etcd, and
+/// on a machine that runs many they are slower than a fence lasts.
+static CLUSTERS: Places = Places::new(1);
+static LABS: Places = Places::new(1);
 
 /// How long tests that succeeded took.
 static DURATIONS: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
@@ -79,8 +78,9 @@ fn text_of(panic: &(dyn std::any::Any + Send)) -> String {
 pub struct Order {
     /// No other test runs beside one of these: it takes all processors that it gets.
     pub saturating: &'static [&'static str],
-    /// Few of these run at once. They begin first, so that nothing is left to wait for them at the end.
+    /// One of each of these runs at once. They begin first, so that nothing is left to wait for them at the end.
     pub clusters: &'static [&'static str],
+    pub labs: &'static [&'static str],
 }
 
 /// Runs the tests that the command line selects. Takes libtest's arguments.
@@ -139,6 +139,7 @@ fn in_shared(node: &Shared, test: fn(&World)) {
 /// What is run.
 #[derive(Default)]
 struct Trials {
+    /// With labs.
     clusters: Vec<Trial>,
     beside: Vec<Trial>,
     /// One after the other, when the rest is through.
@@ -153,6 +154,8 @@ impl Trials {
             (&mut self.saturating, None)
         } else if is_of(order.clusters) {
             (&mut self.clusters, Some(&CLUSTERS))
+        } else if is_of(order.labs) {
+            (&mut self.clusters, Some(&LABS))
         } else {
             (&mut self.beside, None)
         };

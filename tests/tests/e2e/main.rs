@@ -64,15 +64,8 @@ const ORDER: Order = Order {
         "receipts::a_program_too_short",
         "starved::",
     ],
-    clusters: &[
-        "cluster::",
-        "etcd_trust::",
-        "icmp::",
-        "lab::",
-        "membership::",
-        "moved_tickets::",
-        "partitions::",
-    ],
+    clusters: &["cluster::", "etcd_trust::", "membership::", "moved_tickets::"],
+    labs: &["icmp::", "lab::", "partitions::"],
 };
 
 fn main() -> ExitCode {
