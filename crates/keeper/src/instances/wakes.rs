@@ -13,7 +13,8 @@ use nagaya_cmdb::TenantName;
 /// Instances that may wait for their turn.
 pub const QUEUE_MAX: usize = 16_384;
 
-/// Late starts that one tenant may have at once. With so many, its others wait for one of them to end.
+/// With so many late starts of one tenant, its next ones wait for one of them to end. Those that have a place by then may become late
+/// as well, so it has fewer than this and `at_once` together.
 pub const LATE_PER_TENANT_MAX: usize = 4;
 
 /// What a wake is taken to last before one was seen.

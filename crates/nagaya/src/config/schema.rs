@@ -570,7 +570,7 @@ const INSTANCES: &[Key<Settings>] = &[
         "0.1",
         count(0, 1_024),
         keeper.instances.wakes_at_once,
-        "Applications that are started or restored at once; the others wait in order. More at once make each of them later, and none earlier. A start that sleeps for half a second, stands still by its own CPU limit or takes 10 s gives its place to the next one; a tenant may have four such starts. `0` is one per core."
+        "Applications that are started or restored at once; the others wait in order. More at once make each of them later, and none earlier. A start that sleeps for half a second, stands still by its own CPU limit or takes 10 s gives its place to the next one; where a tenant has four such starts, its next ones wait for them. `0` is one per core."
     ),
     key!(
         "huge_pages",

@@ -7,9 +7,9 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-use super::super::alarms::Alarms;
 use nagaya_cmdb::TenantName;
 
+use super::super::alarms::Alarms;
 use super::super::wakes::{Key, Wakes};
 use super::*;
 
