@@ -40,7 +40,7 @@ pub fn cores() -> usize {
 
 fn versions() -> Value {
     json!({
-        "nagaya": first_line(&workspace::nagaya().to_string_lossy(), &["--version"]),
+        "nagaya": first_line(&workspace::nagaya(workspace::Build::Shipped).to_string_lossy(), &["--version"]),
         "nginx": first_line("nginx", &["-v"]),
         "apache": first_line("apache2", &["-v"]),
         "haproxy": first_line("haproxy", &["-v"]),

@@ -4,14 +4,14 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::panic::resume_unwind;
-use std::process::{ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail};
-use rustix::process::setpriority_process;
+use rustix::process::{Pid, setpriority_process};
 
-use crate::workspace::PACKAGES;
+use crate::workspace::{Build, PACKAGES};
 use crate::{guest, workspace};
 
 /// The program that tries the kernel, and the one that looks at how the code is written.
@@ -20,6 +20,9 @@ const TIDY: &str = "tidy";
 
 /// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
 const NICE_BESIDE: i32 = 10;
+
+/// The same of what runs beside tests that measure what programs get: a sixtieth.
+const NICE_LINT: i32 = 19;
 
 /// Lines that are repeated at the end of what one failed test printed, and of all: a record may hold only the end of a run.
 const WORDS_OF_ONE_MAX: usize = 25;
@@ -44,29 +47,37 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let mut sum = Sum::default();
     let mut succeeded = true;
     match arguments {
-        [] => succeeded &= all(&mut sum)?,
+        [] => succeeded &= all(&mut sum, Lint::Not)?,
+        [only] if only == "--with-lint" => succeeded &= all(&mut sum, Lint::Beside)?,
         [only] if only == "--unit" => succeeded &= unit(&mut sum)?,
-        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum)?,
+        [only] if only == "--e2e" => succeeded &= end_to_end(&mut sum, Lint::Not)?,
         [only] if only == "--guest" => {
             if guest::is_possible(&mut sum) {
                 let suite = guest::Suite::build()?;
                 succeeded &= suite.run(suite.is_emulated()?, &mut sum)?;
             }
         }
-        _ => bail!("unknown arguments '{}': use --unit, --e2e or --guest", arguments.join(" ")),
+        _ => bail!("unknown arguments '{}': use --with-lint, --unit, --e2e or --guest", arguments.join(" ")),
     }
     Ok(sum.tell(succeeded))
 }
 
+/// Whether `./dev lint` runs while the end-to-end tests wait for what they have started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lint {
+    Not,
+    Beside,
+}
+
 /// An emulated guest takes what modules' tests leave of the processors, and has ended before this machine's kernel and the built
 /// server are tried. One with KVM is alone, as its clock is this machine's.
-fn all(sum: &mut Sum) -> Result<bool> {
+fn all(sum: &mut Sum, lint: Lint) -> Result<bool> {
     if !guest::is_possible(sum) {
-        return Ok(unit(sum)? & end_to_end(sum)?);
+        return Ok(unit(sum)? & end_to_end(sum, lint)?);
     }
     let suite = timed("building for the guest", guest::Suite::build)?;
     if !suite.is_emulated()? {
-        return Ok(unit(sum)? & end_to_end(sum)? & suite.run(false, sum)?);
+        return Ok(unit(sum)? & end_to_end(sum, lint)? & suite.run(false, sum)?);
     }
     let beside = thread::spawn(move || {
         // Of this thread alone, and of what it starts: setpriority(2), "C library/kernel differences".
@@ -80,7 +91,7 @@ fn all(sum: &mut Sum) -> Result<bool> {
     let (succeeded, more) = inside?;
     sum.take_in(more);
     let kernel = timed("kernel", || kernel(sum))?;
-    Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum))?)
+    Ok(here? & succeeded & kernel & timed("end to end", || end_to_end(sum, lint))?)
 }
 
 /// Says how long a part took, with what it had built.
@@ -103,12 +114,12 @@ fn modules(sum: &mut Sum) -> Result<bool> {
     for target in targets.iter().filter(|target| *target != KERNEL) {
         arguments.extend(["--test", target.as_str()]);
     }
-    cargo_test(&arguments, sum)
+    cargo_test(&arguments, sum, || Ok(()))
 }
 
 /// The keeper's process on this machine's kernel.
 fn kernel(sum: &mut Sum) -> Result<bool> {
-    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", KERNEL], sum)
+    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", KERNEL], sum, || Ok(()))
 }
 
 /// Names of what lies in `tests` of our crates: one file or one directory for each program.
@@ -125,13 +136,36 @@ fn test_targets() -> Result<Vec<String>> {
 }
 
 /// The built server, visited from outside.
-fn end_to_end(sum: &mut Sum) -> Result<bool> {
-    workspace::build_nagaya()?;
-    cargo_test(&["test", "--no-fail-fast", PACKAGES, "--test", "e2e"], sum)
+fn end_to_end(sum: &mut Sum, lint: Lint) -> Result<bool> {
+    let tests = ["test", "--no-fail-fast", PACKAGES, "--test", "e2e"];
+    workspace::build_nagaya(Build::Tested)?;
+    let mut linting = None;
+    let succeeded = cargo_test(&tests, sum, || {
+        if lint == Lint::Beside {
+            linting = Some(begin_lint()?);
+        }
+        Ok(())
+    })?;
+    let Some(linting) = linting else { return Ok(succeeded & (lint == Lint::Not)) };
+    let output = timed("lint, after the tests", || linting.wait_with_output()).context("waiting for lint")?;
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    if !output.status.success() {
+        sum.failures.push("lint".into());
+    }
+    Ok(succeeded & output.status.success())
 }
 
-/// Builds as the checkout's owner, then runs as the caller while reading along.
-fn cargo_test(arguments: &[&str], sum: &mut Sum) -> Result<bool> {
+/// A process of its own, so that its nice value is nobody else's. Begun when nothing is left to build: cargo would wait for it.
+fn begin_lint() -> Result<Child> {
+    let own = std::env::current_exe().context("asking which program this is")?;
+    let child = Command::new(own).arg("lint").stdout(Stdio::piped()).spawn().context("starting lint")?;
+    let pid = Pid::from_child(&child);
+    setpriority_process(Some(pid), NICE_LINT).context("letting the tests go before lint")?;
+    Ok(child)
+}
+
+/// Builds as the checkout's owner, then runs as the caller while reading along. `begun` is called once the tests run.
+fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<()>) -> Result<bool> {
     let built = workspace::cargo_as_builder()
         .args(arguments)
         .arg("--no-run")
@@ -145,12 +179,17 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum) -> Result<bool> {
     let mut child = workspace::cargo()
         .args(arguments)
         .env("NAGAYA_XTASK", own)
+        .env("NAGAYA_BIN", workspace::nagaya(Build::Tested))
         .stdout(Stdio::piped())
         .spawn()
         .context("running cargo test")?;
     let output = child.stdout.take().context("the output of cargo test")?;
+    let mut begun = Some(begun);
     for line in BufReader::new(output).lines() {
         let line = line.context("reading the output of cargo test")?;
+        if let Some(begun) = begun.take() {
+            begun()?;
+        }
         println!("{line}");
         sum.read(&line);
     }

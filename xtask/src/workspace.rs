@@ -54,17 +54,34 @@ pub fn cargo_as_builder_with(variables: &[(&str, String)]) -> Command {
     command
 }
 
-/// The release binary, built or not.
-pub fn nagaya() -> PathBuf {
-    target_dir().join("release/nagaya")
+/// How the program is built.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Build {
+    /// As it is shipped: optimised.
+    Shipped,
+    /// With the dependencies that all tests share, and with every check that only tests have.
+    Tested,
 }
 
-/// Builds the release binary and says where it is.
-pub fn build_nagaya() -> Result<PathBuf> {
+/// The program, built or not.
+pub fn nagaya(build: Build) -> PathBuf {
+    target_dir().join(match build {
+        Build::Shipped => "release/nagaya",
+        Build::Tested => "debug/nagaya",
+    })
+}
+
+/// Builds the program and says where it is.
+pub fn build_nagaya(build: Build) -> Result<PathBuf> {
+    let options: &[&str] = match build {
+        Build::Shipped => &["--release", "--package", "nagaya"],
+        Build::Tested => &[PACKAGES, "--bin", "nagaya"],
+    };
     let status = cargo_as_builder()
-        .args(["build", "--quiet", "--release", "--package", "nagaya"])
+        .args(["build", "--quiet"])
+        .args(options)
         .status()
         .context("running cargo build")?;
     ensure!(status.success(), "nagaya does not build: {status}");
-    Ok(nagaya())
+    Ok(nagaya(build))
 }

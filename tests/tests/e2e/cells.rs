@@ -203,7 +203,7 @@ fn who_has_a_line_gives_way_until_it_is_gone() {
 }
 
 fn one_request_is_slowed_after_it_used_much() {
-    let rule = "demote after: \"20ms\", cpu: \"10%\"\n";
+    let rule = "demote after: \"400ms\", cpu: \"10%\"\n";
     let world = start(builder().rule("one", "access_checker", rule, ""));
     write_held(&world, "alice");
     let mut long = begin_held(&world);

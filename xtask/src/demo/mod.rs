@@ -27,6 +27,7 @@ use crate::content::{self, dokuwiki, gitweb};
 use crate::process::Process;
 use crate::server::Probe;
 use crate::server::nagaya::Node;
+use crate::workspace::Build;
 use crate::{interrupt, workspace};
 
 const PORT: u16 = 8080;
@@ -40,6 +41,7 @@ const DRAIN: &str = "1s";
 struct Arguments {
     port: u16,
     check: bool,
+    build: Build,
 }
 
 pub fn run(arguments: &[String]) -> Result<()> {
@@ -48,7 +50,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     // Processes that lose their parent come to this one, where they can be found.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).context("adopting orphans")?;
     let listen = addresses(arguments.port)?;
-    let program = workspace::build_nagaya()?;
+    let program = workspace::build_nagaya(arguments.build)?;
     let dir = tempfile::Builder::new().prefix("nagaya-demo-").tempdir().context("making a directory")?;
     chmod(dir.path(), Mode::from_raw_mode(0o755)).context("opening the directory to the tenants")?;
     let mut traces = Traces::before(dir.path());
@@ -64,18 +66,19 @@ pub fn run(arguments: &[String]) -> Result<()> {
 }
 
 fn parse(arguments: &[String]) -> Result<Arguments> {
-    let mut parsed = Arguments { port: PORT, check: false };
+    let mut parsed = Arguments { port: PORT, check: false, build: Build::Shipped };
     let mut port_given = false;
     let mut words = arguments.iter();
     while let Some(word) = words.next() {
         match word.as_str() {
             "--check" => parsed.check = true,
+            "--tested" => parsed.build = Build::Tested,
             "--port" => {
                 let port = words.next().context("--port needs a number")?;
                 parsed.port = port.parse().with_context(|| format!("'{port}' is not a port"))?;
                 port_given = true;
             }
-            other => bail!("unknown argument '{other}': use --port N or --check"),
+            other => bail!("unknown argument '{other}': use --port N, --check or --tested"),
         }
     }
     // A script has no favourite port, and the usual one may be in use.
@@ -112,7 +115,7 @@ fn serve(program: &Path, dir: &Path, listen: &[SocketAddr], check: bool, traces:
     let visited = if check {
         check::visit(&server, &node, dir, &apps)
     } else {
-        welcome(dir, port, &apps);
+        welcome(program, dir, port, &apps);
         watch(&mut server.process)
     };
     traces.node(server.process.pid());
@@ -231,7 +234,7 @@ fn records(dir: &Path) -> Vec<serde_json::Value> {
     ]
 }
 
-fn welcome(dir: &Path, port: u16, apps: &Apps) {
+fn welcome(program: &Path, dir: &Path, port: u16, apps: &Apps) {
     let dir = dir.display();
     println!(
         "
@@ -285,7 +288,7 @@ Names under .localhost need no DNS: browsers and curl know them. Also
   {program} --config {dir}/nagaya.toml site list
 
 Ctrl-C ends everything and removes {dir}.",
-        program = workspace::nagaya().display(),
+        program = program.display(),
         name = content::LOGIN.name,
         password = content::LOGIN.password,
         apps = apps.lines(port),

@@ -113,7 +113,7 @@ impl Asked {
     pub fn program(&self) -> Result<PathBuf> {
         match &self.program {
             Some(program) => std::path::absolute(program).context("the program"),
-            None => workspace::build_nagaya(),
+            None => workspace::build_nagaya(workspace::Build::Shipped),
         }
     }
 }

@@ -103,7 +103,9 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
         }
         [] => kernel_suite(words)?,
         [only] if only == "--e2e" => end_to_end(words)?,
-        [only] if only == "--service" => service::job(workspace::build_nagaya()?, words)?,
+        [only] if only == "--service" => {
+            service::job(workspace::build_nagaya(workspace::Build::Tested)?, words)?
+        }
         [first, program, file] if first == "--service" && program == "--program" => {
             service::job(file.into(), words)?
         }
@@ -134,7 +136,7 @@ impl Suite {
             rules.extend(["--skip".into(), other.into()]);
         }
         jobs.push(end_to_end(rules)?);
-        jobs.push(service::job(workspace::build_nagaya()?, Vec::new())?);
+        jobs.push(service::job(workspace::build_nagaya(workspace::Build::Tested)?, Vec::new())?);
         Ok(Self(jobs))
     }
 
@@ -186,7 +188,7 @@ fn end_to_end(mut words: Vec<String>) -> Result<Job> {
     if words.is_empty() {
         words.push("cells::".into());
     }
-    let beside = vec![("nagaya", workspace::build_nagaya()?)];
+    let beside = vec![("nagaya", workspace::build_nagaya(workspace::Build::Tested)?)];
     let program = built_test("e2e")?;
     Ok(tests(program, beside, vec![format!("NAGAYA_BIN={}/nagaya", root::TESTS)], words))
 }

@@ -156,7 +156,7 @@ fn up(words: &Words) -> Result<()> {
     interrupt::install()?;
     let program = match words.option("--program") {
         Some(program) => std::path::absolute(program).context("the program")?,
-        None => workspace::build_nagaya()?,
+        None => workspace::build_nagaya(workspace::Build::Shipped)?,
     };
     let lab = Lab::up(&Plan {
         nodes: nodes.parse().with_context(|| format!("'{nodes}' is not a number of nodes"))?,
