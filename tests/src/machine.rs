@@ -30,6 +30,12 @@ pub fn output(program: &str, arguments: &[&str]) -> Output {
     })
 }
 
+/// An argument that marks the processes of one application of one suite of this run: other suites use the same names, and another
+/// run may be under way. None is the beginning of another one.
+pub fn mark(suite: &str, name: &str) -> String {
+    format!("app-named-{name}-of-{suite}-{}.", std::process::id())
+}
+
 /// Ids of all processes whose command line or environment-free name mentions `text`.
 pub fn processes_with(text: &str) -> Vec<i32> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };

@@ -38,7 +38,7 @@ fn world() -> World {
 /// A site whose application has its name on its command line, so that its processes can be told from others.
 fn add(world: &World, name: &str, command: &[&str], more: serde_json::Value) {
     let mut command: Vec<_> = command.iter().map(|word| (*word).to_owned()).collect();
-    command.push(format!("app-named-{name}"));
+    command.push(machine::mark("app", name));
     let mut backend = json!({ "kind": "app", "directory": "app", "command": command, "start_seconds": 10 });
     for (key, value) in more.as_object().expect("an object") {
         backend[key] = value.clone();
@@ -49,7 +49,7 @@ fn add(world: &World, name: &str, command: &[&str], more: serde_json::Value) {
 }
 
 fn running(name: &str) -> Vec<i32> {
-    machine::processes_with(&format!("app-named-{name}"))
+    machine::processes_with(&machine::mark("app", name))
 }
 
 fn an_application_is_started_by_its_first_request(world: &World) {
@@ -101,7 +101,7 @@ fn an_application_that_never_listens_is_refused_in_time(world: &World) {
     add(world, "deaf", &["/bin/sh", "-c", "while :; do sleep 1; done"], json!({ "start_seconds": 1 }));
     let answer = world.get("deaf.test", "/");
     assert!(matches!(answer.status, 502 | 504), "{answer:?}");
-    machine::wait_until_gone("app-named-deaf");
+    machine::wait_until_gone(&machine::mark("app", "deaf"));
 }
 
 fn an_application_that_ends_at_once_is_refused(world: &World) {
@@ -122,7 +122,7 @@ fn an_application_ends_with_its_site(world: &World) {
     world.get("removed.test", "/").expect(200);
     assert_eq!(running("removed").len(), 1);
     world.cli(&["site", "remove", "removed"]);
-    machine::wait_until_gone("app-named-removed");
+    machine::wait_until_gone(&machine::mark("app", "removed"));
 }
 
 fn what_an_application_writes_is_logged(world: &World) {

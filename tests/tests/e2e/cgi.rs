@@ -53,6 +53,11 @@ fn raw_program(world: &World, name: &str, body: &str) {
     world.write_program("alice", &format!("cgi/{name}"), &format!("#!/bin/sh\n{body}\n"));
 }
 
+/// Of a program, as its command line has it.
+fn path(world: &World, name: &str) -> String {
+    world.home("alice").join("cgi").join(name).display().to_string()
+}
+
 fn a_program_is_told_the_request(world: &World) {
     program(world, "env.cgi", "env; pwd");
     let fields = "X-Own: v\u{61}lue\r\nProxy: http://evil.test\r\nAuthorization: Basic eDp5\r\n";
@@ -177,8 +182,8 @@ fn a_program_that_never_ends_is_504_and_its_tree_is_gone(world: &World) {
     );
     let answer = world.get("cgi.test", "/never.cgi").expect(504);
     assert!(answer.text().contains("NGY0419"));
-    machine::wait_until_gone("tree-of-never");
-    machine::wait_until_gone("never.cgi");
+    machine::wait_until_gone(&path(world, "tree-of-never"));
+    machine::wait_until_gone(&path(world, "never.cgi"));
 }
 
 fn a_daemon_does_not_outlive_its_request(world: &World) {
@@ -190,7 +195,7 @@ fn a_daemon_does_not_outlive_its_request(world: &World) {
          for try in 1 2 3 4 5 6 7 8 9; do\n  grep -l the-daemon /proc/[0-9]*/cmdline >/dev/null 2>&1 && break\ndone\necho started",
     );
     assert_eq!(world.get("slow.test", "/daemon.cgi").expect(200).text(), "started\n");
-    machine::wait_until_gone("/the-daemon");
+    machine::wait_until_gone(&path(world, "the-daemon"));
 }
 
 fn a_client_that_leaves_ends_the_program(world: &World) {
@@ -198,16 +203,16 @@ fn a_client_that_leaves_ends_the_program(world: &World) {
     let mut connection = Connection::open(world.http());
     connection.send("GET /left.cgi HTTP/1.1\r\nHost: slow.test\r\n\r\n");
     connection.head().expect(200);
-    assert!(!machine::processes_with("/left.cgi").is_empty());
+    assert!(!machine::processes_with(&path(world, "left.cgi")).is_empty());
     drop(connection);
-    machine::wait_until_gone("/left.cgi");
+    machine::wait_until_gone(&path(world, "left.cgi"));
     // Also before it has answered at all.
     raw_program(world, "mute.cgi", "while :; do sleep 1; done");
     let mut connection = Connection::open(world.http());
     connection.send("GET /mute.cgi HTTP/1.1\r\nHost: slow.test\r\n\r\n");
-    wait::until("the program runs", || !machine::processes_with("/mute.cgi").is_empty());
+    wait::until("the program runs", || !machine::processes_with(&path(world, "mute.cgi")).is_empty());
     drop(connection);
-    machine::wait_until_gone("/mute.cgi");
+    machine::wait_until_gone(&path(world, "mute.cgi"));
 }
 
 fn a_program_that_breaks_off_breaks_the_answer_off(world: &World) {

@@ -82,7 +82,7 @@ pub fn cluster_with(count: usize, each: impl Fn(Builder) -> Builder) -> Cluster 
 
 pub fn add(world: &World, name: &str) {
     let backend = json!({
-        "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
+        "kind": "app", "directory": "app", "command": ["./app.py", machine::mark("cluster", name)], "start_seconds": 20,
         "env": { "NAME": name },
     });
     world.import(&[
@@ -820,7 +820,7 @@ fn run_of_any(world: &World, site: &str) -> bool {
 
 /// Processes of all nodes that run a site's program.
 fn running(site: &str) -> usize {
-    machine::processes_with(&format!("app-named-{site}")).len()
+    machine::processes_with(&machine::mark("cluster", site)).len()
 }
 
 /// A node's instance of a site: how deep it rests. None: there is none.

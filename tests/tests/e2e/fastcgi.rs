@@ -96,7 +96,7 @@ fn add(world: &World, name: &str, more: Value) {
         "kind": "app", "directory": "wp", "start_seconds": 20, "protocol": "fastcgi",
         // All that is kept of compiled scripts is in an image.
         "command": [
-            php_fpm(), "--nodaemonize", "--force-stderr", "--fpm-config", config, "-d", format!("fcgi.name={name}"),
+            php_fpm(), "--nodaemonize", "--force-stderr", "--fpm-config", config, "-d", format!("fcgi.name={}", machine::mark("fastcgi", name)),
             "-d", "opcache.memory_consumption=16", "-d", "opcache.file_update_protection=0",
         ],
         "files": { "root": "wp/html", "front_controller": "index.php", "deny": ["/private"] },
@@ -235,7 +235,7 @@ fn a_process_that_dies_is_502_and_a_post_is_done_once(world: &World) {
 fn an_end_between_two_requests_is_invisible(world: &World) {
     add(world, "ended", json!({}));
     get(world, "ended", "/").expect(200);
-    for id in machine::processes_with("fcgi.name=ended") {
+    for id in machine::processes_with(&machine::mark("fastcgi", "ended")) {
         machine::signal(id, "KILL");
     }
     assert_eq!(get(world, "ended", "/").expect(200).text(), "front /");

@@ -88,7 +88,7 @@ fn world() -> World {
 /// A site at `NAME.test` whose application has its name on its command line, so that its processes can be told from others.
 fn add(world: &World, name: &str, more: Value) {
     let backend = json!({
-        "kind": "app", "directory": "app", "command": ["./app.py", format!("app-named-{name}")], "start_seconds": 20,
+        "kind": "app", "directory": "app", "command": ["./app.py", machine::mark("instances", name)], "start_seconds": 20,
         "env": { "NAME": name },
     });
     add_site(world, name, backend, more);
@@ -115,7 +115,7 @@ fn until_tier(world: &World, name: &str, tiers: &[&str]) {
 }
 
 fn processes(name: &str) -> Vec<i32> {
-    machine::processes_with(&format!("app-named-{name}"))
+    machine::processes_with(&machine::mark("instances", name))
 }
 
 // === Waking ===
@@ -229,7 +229,7 @@ fn a_client_that_leaves_waits_for_no_wake(world: &World) {
     add(
         world,
         "left",
-        json!({ "command": ["/bin/sh", "-c", "while :; do sleep 1; done", "app-named-left"] }),
+        json!({ "command": ["/bin/sh", "-c", "while :; do sleep 1; done", machine::mark("instances", "left")] }),
     );
     let waiting = || {
         let shown: Value =
