@@ -40,8 +40,9 @@ const LOOK_MAX: Duration = Duration::from_millis(20);
 /// How long that is looked for: a request that waits so long for a process is the instance's.
 pub const ACCEPT_MAX: Duration = Duration::from_secs(60);
 
-/// Looks at a connection that several processes hold: one that is handed over has one holder soon.
-const SEVERAL_MAX: u32 = 8;
+/// Looks at a connection that several processes hold, each pause twice as long as the one before: 3 s in all. One that is handed over
+/// has one holder soon, and so has one whose holder starts a program, but the program may wait for a processor first.
+const SEVERAL_MAX: u32 = 15;
 
 /// Time between two looks whether a process that was moved serves others by now.
 const SHARED_LOOK: Duration = Duration::from_millis(100);
@@ -218,7 +219,11 @@ async fn until_held(engine: &Rc<Engine>, body: &Rc<Body>, look: &Look) -> Result
         let (look, leaves) = (look.clone(), body.seats.leaves(body));
         let looked = engine.on_worker(move || Ok(look.holder(&leaves))).await?;
         match looked {
-            Ok(Holder::Several) if several < SEVERAL_MAX => several += 1,
+            Ok(Holder::Several) if several < SEVERAL_MAX => {
+                sleep(LOOK_FIRST * (1 << several)).await;
+                several += 1;
+                continue;
+            }
             Ok(Holder::Nobody) if Instant::now() < until => {}
             Ok(holder) => return Ok(holder),
             Err(error) => {
