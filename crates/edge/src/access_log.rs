@@ -124,6 +124,8 @@ pub struct More {
     pub fence: Duration,
     /// So long its site's instance waited for databases for it, and for no other.
     pub database: Option<Duration>,
+    /// What was wrong, if the site or the node was to blame.
+    pub fault: Option<Box<str>>,
 }
 
 /// A request that came to an instance that rested.

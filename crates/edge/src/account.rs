@@ -469,6 +469,7 @@ impl Account {
             let record = self.record();
             let site = record.site.as_ref().map_or("-", |site| site.name.as_str());
             tracing::warn!(code = %row.code, site, request = %record.id, "{refusal}");
+            self.more().fault = Some(refusal.to_string().into());
         }
     }
 
@@ -615,6 +616,18 @@ impl Account {
 }
 
 impl Receipt for Account {
+    fn broke(&mut self, why: &BodyError) {
+        let refusal = match why {
+            BodyError::Backend(what) => Refusal::AnswerBroken(what.clone()),
+            BodyError::File(error) => Refusal::AnswerBroken(error.to_string()),
+            // A lost node is told by itself, and a client that left or sent nonsense is no fault of the answer.
+            _ => return,
+        };
+        if self.record().refusal.is_none() {
+            self.refused(&refusal, &refusal.row());
+        }
+    }
+
     fn sent(&mut self, bytes: u64, complete: bool) {
         let record = self.record_mut();
         record.bytes_out = bytes;

@@ -176,7 +176,12 @@ impl Body for Outgoing {
         }
         match &frame {
             Some(Ok(frame)) => this.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
-            Some(Err(_)) => this.failed = true,
+            Some(Err(why)) => {
+                this.failed = true;
+                if let Some(receipt) = &mut this.receipt {
+                    receipt.broke(why);
+                }
+            }
             // Only now does a stream of unknown length know that it is complete.
             None => this.source = Source::new(ResponseBody::Empty),
         }

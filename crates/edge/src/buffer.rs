@@ -47,22 +47,25 @@ const X_ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering
 type Stream = Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>;
 
 /// Has the rest of the answer taken in, if it is one that may be.
+///
+/// # Errors
+/// If the body breaks before its first byte: the client can still be told so.
 pub fn keep(
     spool: &Arc<Spool>,
     tenant: &TenantName,
     account: &mut Account,
     mut response: Response,
-) -> Response {
+) -> Result<Response, BodyError> {
     if is_passed_as_it_comes(&response.headers) {
-        return response;
+        return Ok(response);
     }
     response.body = match response.body {
         ResponseBody::Stream(body) if !body.is_end_stream() => {
-            ResponseBody::stream(take_ahead(spool, tenant, account.lend(response.status), body))
+            ResponseBody::stream(take_ahead(spool, tenant, account.lend(response.status), body)?)
         }
         other => other,
     };
-    response
+    Ok(response)
 }
 
 /// Its reader waits for each piece, or its program says so as it would to nginx.
@@ -77,14 +80,23 @@ fn is_passed_as_it_comes(headers: &HeaderMap) -> bool {
 
 const EVENTS: &[u8] = b"text/event-stream";
 
-fn take_ahead(spool: &Arc<Spool>, tenant: &TenantName, release: Rc<Release>, mut body: Stream) -> Ahead {
+fn take_ahead(
+    spool: &Arc<Spool>,
+    tenant: &TenantName,
+    release: Rc<Release>,
+    mut body: Stream,
+) -> Result<Ahead, BodyError> {
     let left = body.size_hint().exact();
     let mut queue = Queue::new(spool.memory());
     let first = queue.fill(&mut body);
-    if let Some(end) = &queue.end {
+    if let Some(end) = queue.end.take() {
         release.end(end.is_ok());
+        match end {
+            Err(error) if queue.memory.is_empty() => return Err(error),
+            end => queue.end = Some(end),
+        }
         let queue = Rc::new(RefCell::new(queue));
-        return Ahead { queue, reading: None, left, task: None };
+        return Ok(Ahead { queue, reading: None, left, task: None });
     }
     let queue = Rc::new(RefCell::new(queue));
     let pump =
@@ -93,7 +105,7 @@ fn take_ahead(spool: &Arc<Spool>, tenant: &TenantName, release: Rc<Release>, mut
         let is_whole = pump.run(body, first).await;
         release.end(is_whole);
     });
-    Ahead { queue, reading: None, left, task: Some(task.abort_handle()) }
+    Ok(Ahead { queue, reading: None, left, task: Some(task.abort_handle()) })
 }
 
 /// What was taken in and not sent yet.

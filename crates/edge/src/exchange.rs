@@ -84,7 +84,7 @@ pub async fn run(
     account.backend_answered();
     // A request that still comes needs the task of its connection, which polls the answer.
     let response = if is_taken_in {
-        buffer::keep(&node.shared.spool, &route.tenant.name, account, response)
+        buffer::keep(&node.shared.spool, &route.tenant.name, account, response)?
     } else {
         response
     };

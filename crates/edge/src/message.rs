@@ -270,6 +270,8 @@ impl DerefMut for Headers {
 pub trait Receipt {
     /// `bytes` of body went out; `complete` says whether that is all of it.
     fn sent(&mut self, bytes: u64, complete: bool);
+    /// The body ended before its end. Comes before `sent`.
+    fn broke(&mut self, _why: &BodyError) {}
 }
 
 pub enum ResponseBody {

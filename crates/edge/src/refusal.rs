@@ -90,6 +90,9 @@ pub enum Refusal {
     )]
     MayBeDone { node: NodeName, reason: &'static str },
     /// Never seen by a client, which has had the head of the answer: it is broken off.
+    #[error("the answer was broken off: {0}")]
+    AnswerBroken(String),
+    /// Never seen by a client either.
     #[error("node '{node}' was lost in the middle of its answer: {why}")]
     AnswerLost { node: NodeName, why: String },
     /// To another node: its request is for a site that does not run here. It did when the application was given the request
@@ -186,6 +189,7 @@ impl Refusal {
             Self::FilesHang => row(StatusCode::SERVICE_UNAVAILABLE, 473, "files_hang", Node),
             Self::BackendUnreachable(_) => row(StatusCode::BAD_GATEWAY, 417, "backend_unreachable", Site),
             Self::BackendInvalid(_) => row(StatusCode::BAD_GATEWAY, 418, "backend_invalid", Site),
+            Self::AnswerBroken(_) => row(StatusCode::BAD_GATEWAY, 476, "broken_off", Site),
             Self::BackendTimeout => row(StatusCode::GATEWAY_TIMEOUT, 419, "backend_timeout", Site),
             Self::SiteBroken(_) => row(StatusCode::INTERNAL_SERVER_ERROR, 420, "site_broken", Site),
             Self::Fenced | Self::FencedHere { .. } => {

@@ -52,7 +52,7 @@ fn answer(spool: &Arc<Spool>, pieces: u32, len: usize, breaks: bool) -> Answer {
     let (taken, is_free) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
     let backend = Backend { pieces, len, taken: Rc::clone(&taken), is_free: Rc::clone(&is_free), breaks };
     let tenant = TenantName::new("alice").unwrap();
-    let ahead = take_ahead(spool, &tenant, Release::of_nothing(), Box::pin(backend));
+    let ahead = take_ahead(spool, &tenant, Release::of_nothing(), Box::pin(backend)).unwrap();
     let queue = Rc::clone(&ahead.queue);
     Answer { body: Some(Box::pin(ahead)), queue, taken, is_free }
 }
@@ -167,7 +167,7 @@ async fn each_piece_reaches_a_waiting_client_at_once() {
         .run_until(async {
             let (say, told) = mpsc::channel(1);
             let tenant = TenantName::new("alice").unwrap();
-            let ahead = take_ahead(&spool, &tenant, Release::of_nothing(), Box::pin(Told(told)));
+            let ahead = take_ahead(&spool, &tenant, Release::of_nothing(), Box::pin(Told(told))).unwrap();
             let mut body: Stream = Box::pin(ahead);
             for piece in [&b"one"[..], b"two"] {
                 say.send(piece).await.unwrap();

@@ -7,6 +7,7 @@ use http::HeaderMap;
 use nagaya_base::fuzz::copy_seeds;
 
 use super::split_step;
+use crate::http1::fields::Peer;
 use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
 use crate::programs::response::{HEAD_FIELDS_MAX, HeadReader, ScriptHead};
 
@@ -17,6 +18,7 @@ pub(super) fn http1_bodies() -> Vec<Vec<u8>> {
         b"\x02ffffffffffffffff\r\n",
         b"\x031;a=\"\r\n\"\r\nx\r\n0\r\n\r\n",
         b"\x030\r\nContent-Length: 1\r\n\r\n",
+        b"\x033 \nabc\n000 ;a\nb : c\n d\n\n",
         b"\x031 \r\nx\r\n0\r\na: b\n\r\n\r\n",
     ])
 }
@@ -32,9 +34,12 @@ struct Body {
 /// A chunked body means the same in pieces as in one; so does one of known length.
 pub(super) fn read_http1_body(bytes: &[u8]) {
     let Some((step, wire)) = split_step(bytes) else { return };
-    for framing in [Framing::Chunked, Framing::Length(step as u64), Framing::ToEnd, Framing::None] {
-        let whole = decode_body(framing, wire, wire.len().max(1));
-        assert_eq!(decode_body(framing, wire, step), whole, "{framing:?}");
+    let framings = [Framing::Chunked, Framing::Length(step as u64), Framing::ToEnd, Framing::None];
+    for (peer, framing) in
+        [Peer::Client, Peer::Backend].into_iter().flat_map(|peer| framings.map(|f| (peer, f)))
+    {
+        let whole = decode_body(peer, framing, wire, wire.len().max(1));
+        assert_eq!(decode_body(peer, framing, wire, step), whole, "{peer:?} {framing:?}");
         let Some(body) = whole else { continue };
         assert!(body.data.len() + body.left <= wire.len());
         if let Framing::Length(len) = framing {
@@ -45,8 +50,8 @@ pub(super) fn read_http1_body(bytes: &[u8]) {
 }
 
 /// `None`: it is refused, or not whole.
-fn decode_body(framing: Framing, wire: &[u8], step: usize) -> Option<Body> {
-    let (mut decoder, mut body, mut buffer) = (Decoder::new(framing), Body::default(), BytesMut::new());
+fn decode_body(peer: Peer, framing: Framing, wire: &[u8], step: usize) -> Option<Body> {
+    let (mut decoder, mut body, mut buffer) = (Decoder::new(framing, peer), Body::default(), BytesMut::new());
     let mut pieces = wire.chunks(step);
     loop {
         match decoder.decode(&mut buffer).ok()? {

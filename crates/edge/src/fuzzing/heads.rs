@@ -15,6 +15,7 @@ use crate::authority;
 use crate::forward::Forwarding;
 use crate::http1::framing::Framing;
 use crate::http1::head::{self, HeadLimits, RequestHead};
+use crate::http1::response_head;
 use crate::message::{ConnInfo, Head};
 use crate::options::{Limits, Options};
 use crate::path::{self, SitePath};
@@ -152,14 +153,16 @@ pub(super) fn http1_responses() -> Vec<Vec<u8>> {
         b"HTTP/1.1 304 Not Modified\r\nETag: \"a\"\r\nContent-Length: 3\r\nConnection: close\r\n\r\n",
         b"HTTP/1.1 100 Continue\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n",
+        b"HTTP/1.2  200 OK\nContent-Length : 3, 3\nX: a\n b\nConnection: close;x\n\nabc",
+        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: ,chunked\r\n\r\n",
     ])
 }
 
 pub(super) fn read_http1_response(wire: &[u8]) {
     for to_head in [false, true] {
         let mut buffer = BytesMut::from(wire);
-        let Ok(Some(end)) = head::find_end(&buffer, &mut 0, LIMITS) else { return };
-        let Ok(head) = head::parse_response(&mut buffer, end, to_head) else { continue };
+        let Ok(Some(end)) = response_head::find_end(&buffer, &mut 0, LIMITS.bytes) else { return };
+        let Ok(head) = response_head::parse(&mut buffer, end, to_head) else { continue };
         assert!(!to_head || head.framing == Framing::None, "an answer to HEAD has no body");
         assert!(!(head.keep_alive && head.framing == Framing::ToEnd), "its end is that of the connection");
         for name in [header::CONNECTION, header::TRANSFER_ENCODING, header::CONTENT_LENGTH, header::UPGRADE] {

@@ -1,18 +1,17 @@
-//! Heads of HTTP/1 messages (RFC 9112 sections 2 to 5), checked so strictly that no two parsers can disagree.
+//! Heads of HTTP/1 requests (RFC 9112 sections 2 to 5), checked so strictly that no two parsers can disagree.
 //!
-//! Not here: bodies (`framing`), reading from a socket (`connection`, `upstream`).
+//! Not here: single fields (`fields`), answers of backends (`response_head`), bodies (`framing`), reading from a socket
+//! (`connection`).
 
 use std::sync::LazyLock;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
-};
-use http::{HeaderMap, Method, StatusCode, Version};
+use http::header::HeaderValue;
+use http::{HeaderMap, Method, Version};
 use memchr::memmem::Finder;
 
 use crate::authority::{self, Authority};
+use crate::http1::fields::{Fields, Peer};
 use crate::http1::framing::Framing;
 use crate::options::HEADER_FIELDS_MAX;
 use crate::refusal::Refusal;
@@ -45,18 +44,6 @@ pub struct RequestHead {
     pub trailers: bool,
 }
 
-/// A response head from a backend.
-#[derive(Debug)]
-pub struct ResponseHead {
-    pub status: StatusCode,
-    pub headers: HeaderMap,
-    pub framing: Framing,
-    /// As announced, also where there is no body (HEAD, 304).
-    pub content_length: Option<u64>,
-    pub keep_alive: bool,
-    pub upgrade: Option<HeaderValue>,
-}
-
 /// Finding it is prepared once: that takes longer than looking through an ordinary head.
 static END: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b"\r\n\r\n"));
 
@@ -81,7 +68,7 @@ pub fn find_end(buffer: &[u8], scanned: &mut usize, limits: HeadLimits) -> Resul
 }
 
 /// No NUL, and CR and LF only as a pair.
-fn check_lines(head: &[u8]) -> Result<(), &'static str> {
+pub(super) fn check_lines(head: &[u8]) -> Result<(), &'static str> {
     let mut from = 0;
     while let Some(at) = memchr::memchr3(b'\r', b'\n', 0, &head[from..]) {
         let at = from + at;
@@ -101,12 +88,20 @@ pub fn parse_request(buffer: &mut BytesMut, end: usize, limits: HeadLimits) -> R
     // RFC 9112 section 2.2: one empty line before a request is tolerated.
     let bytes = if bytes.starts_with(b"\r\n") { bytes.slice(2..) } else { bytes };
     check_lines(&bytes).map_err(Refusal::BadRequest)?;
+    read_request(bytes, limits)
+}
+
+fn read_request(bytes: Bytes, limits: HeadLimits) -> Result<RequestHead, Refusal> {
     let mut fields = [const { std::mem::MaybeUninit::uninit() }; FIELDS_MAX];
     let room = limits.fields.min(FIELDS_MAX);
     let mut parsed = httparse::Request::new(&mut []);
     match parsed.parse_with_uninit_headers(&bytes, &mut fields[..room]) {
         Ok(httparse::Status::Complete(_)) => {}
         Ok(httparse::Status::Partial) => return Err(Refusal::BadRequest("the head ends too early")),
+        Err(httparse::Error::Version) => {
+            let known = with_known_version(&bytes).ok_or(Refusal::VersionNotSupported)?;
+            return read_request(known, limits);
+        }
         Err(error) => return Err(refuse(error)),
     }
     let version = match parsed.version {
@@ -116,7 +111,7 @@ pub fn parse_request(buffer: &mut BytesMut, end: usize, limits: HeadLimits) -> R
     };
     let method = Method::from_bytes(parsed.method.unwrap_or_default().as_bytes())
         .map_err(|_| Refusal::BadRequest("the method is not a token"))?;
-    let mut fields = Fields::collect(&bytes, parsed.headers).map_err(Refusal::BadRequest)?;
+    let mut fields = Fields::collect(&bytes, parsed.headers, Peer::Client).map_err(Refusal::BadRequest)?;
     let target = Target::parse(parsed.path.unwrap_or_default(), &method)?;
     let authority = authority(&target, fields.host.take(), version)?;
     let framing = fields.request_framing(version).map_err(Refusal::BadRequest)?;
@@ -141,41 +136,15 @@ pub fn parse_request(buffer: &mut BytesMut, end: usize, limits: HeadLimits) -> R
     })
 }
 
-/// Parses a backend's response head, which it takes away. `to_head` says that the request was HEAD.
-pub fn parse_response(
-    buffer: &mut BytesMut,
-    end: usize,
-    to_head: bool,
-) -> Result<ResponseHead, &'static str> {
-    let bytes = buffer.split_to(end).freeze();
-    check_lines(&bytes)?;
-    let mut fields = [const { std::mem::MaybeUninit::uninit() }; FIELDS_MAX];
-    let mut parsed = httparse::Response::new(&mut []);
-    let config = httparse::ParserConfig::default();
-    match config.parse_response_with_uninit_headers(&mut parsed, &bytes, &mut fields) {
-        Ok(httparse::Status::Complete(_)) => {}
-        Ok(httparse::Status::Partial) => return Err("the head ends too early"),
-        Err(httparse::Error::TooManyHeaders) => return Err("too many header fields"),
-        Err(_) => return Err("the head is not HTTP/1"),
-    }
-    let version = if parsed.version == Some(1) { Version::HTTP_11 } else { Version::HTTP_10 };
-    let status = StatusCode::from_u16(parsed.code.unwrap_or_default()).map_err(|_| "no valid status code")?;
-    let mut fields = Fields::collect(&bytes, parsed.headers)?;
-    let framing = if to_head || status.is_informational() || status == 204 || status == 304 {
-        // RFC 9112 section 6.3: no body whatever the fields say. They must still not contradict each other.
-        fields.response_framing(version)?;
-        Framing::None
-    } else {
-        fields.response_framing(version)?
-    };
-    fields.strip_hop_by_hop();
-    Ok(ResponseHead {
-        status,
-        framing,
-        content_length: fields.content_length,
-        keep_alive: fields.keep_alive(version) && framing != Framing::ToEnd,
-        upgrade: fields.upgrade.take(),
-        headers: fields.headers,
+/// The head as one of HTTP/1.1, if it is of a higher minor version (RFC 9110 section 2.5).
+fn with_known_version(bytes: &Bytes) -> Option<Bytes> {
+    let end = memchr::memmem::find(bytes, b"\r\n")?;
+    let minor = end.checked_sub(1)?;
+    let is_higher = bytes[..minor].ends_with(b" HTTP/1.") && matches!(bytes[minor], b'2'..=b'9');
+    is_higher.then(|| {
+        let mut known = BytesMut::from(&bytes[..]);
+        known[minor] = b'1';
+        known.freeze()
     })
 }
 
@@ -185,183 +154,8 @@ fn refuse(error: httparse::Error) -> Refusal {
         httparse::Error::HeaderValue => Refusal::BadRequest("a header value has a control character"),
         httparse::Error::NewLine => Refusal::BadRequest("a line does not end in CR LF"),
         httparse::Error::TooManyHeaders => Refusal::HeadTooLarge,
-        httparse::Error::Version => Refusal::VersionNotSupported,
         _ => Refusal::BadRequest("the request line is not 'METHOD target HTTP/1.1'"),
     }
-}
-
-/// The fields of a head, those that frame or concern the connection taken out.
-#[derive(Default)]
-struct Fields {
-    headers: HeaderMap,
-    host: Option<Bytes>,
-    content_length: Option<u64>,
-    transfer_encoding: bool,
-    close: bool,
-    keep: bool,
-    wants_upgrade: bool,
-    upgrade: Option<HeaderValue>,
-    te_trailers: bool,
-    expect: Option<Bytes>,
-    /// Names that Connection listed: they end here.
-    listed: Vec<HeaderName>,
-}
-
-impl Fields {
-    fn collect(bytes: &Bytes, parsed: &[httparse::Header<'_>]) -> Result<Self, &'static str> {
-        let mut fields = Self::default();
-        for field in parsed {
-            let name =
-                HeaderName::from_bytes(field.name.as_bytes()).map_err(|_| "a header name is not a token")?;
-            let value = bytes.slice_ref(field.value);
-            if let Some(value) = fields.take(&name, value)? {
-                if fields.headers.is_empty() {
-                    // At once for all, and not at all for a head that has nothing but a Host.
-                    fields.headers.reserve(parsed.len());
-                }
-                fields.headers.append(name, value);
-            }
-        }
-        Ok(fields)
-    }
-
-    /// Keeps what concerns framing and connection; gives back what goes on.
-    fn take(&mut self, name: &HeaderName, value: Bytes) -> Result<Option<HeaderValue>, &'static str> {
-        match *name {
-            HOST => {
-                if self.host.replace(value).is_some() {
-                    return Err("more than one Host");
-                }
-            }
-            CONTENT_LENGTH => {
-                if self.content_length.replace(parse_length(&value)?).is_some() {
-                    return Err("more than one Content-Length");
-                }
-            }
-            TRANSFER_ENCODING => {
-                // Any coding but a single `chunked` (also `identity`, `gzip, chunked`) is where smuggling lives.
-                if self.transfer_encoding || !value.eq_ignore_ascii_case(b"chunked") {
-                    return Err("a Transfer-Encoding other than 'chunked'");
-                }
-                self.transfer_encoding = true;
-            }
-            CONNECTION => self.connection(&value)?,
-            // These end here whether Connection lists them or not.
-            TRAILER | PROXY_AUTHENTICATE | PROXY_AUTHORIZATION => {}
-            _ if matches!(name.as_str(), "keep-alive" | "proxy-connection") => {}
-            EXPECT => match self.expect {
-                None => self.expect = Some(value),
-                Some(_) => return Err("more than one Expect"),
-            },
-            UPGRADE => self.upgrade = Some(header_value(value)?),
-            TE => self.te_trailers |= value.eq_ignore_ascii_case(b"trailers"),
-            _ => return header_value(value).map(Some),
-        }
-        Ok(None)
-    }
-
-    fn connection(&mut self, value: &[u8]) -> Result<(), &'static str> {
-        for token in value.split(|&b| b == b',').map(<[u8]>::trim_ascii).filter(|t| !t.is_empty()) {
-            if token.eq_ignore_ascii_case(b"close") {
-                self.close = true;
-            } else if token.eq_ignore_ascii_case(b"keep-alive") {
-                self.keep = true;
-            } else if token.eq_ignore_ascii_case(b"upgrade") {
-                self.wants_upgrade = true;
-            } else {
-                let name = HeaderName::from_bytes(token)
-                    .map_err(|_| "Connection lists something that is no name")?;
-                self.listed.push(name);
-            }
-        }
-        Ok(())
-    }
-
-    fn request_framing(&self, version: Version) -> Result<Framing, &'static str> {
-        match (self.transfer_encoding, self.content_length) {
-            (true, Some(_)) => Err("both Content-Length and Transfer-Encoding"),
-            (true, None) if version == Version::HTTP_10 => Err("Transfer-Encoding in HTTP/1.0"),
-            (true, None) => Ok(Framing::Chunked),
-            (false, None | Some(0)) => Ok(Framing::None),
-            (false, Some(length)) => Ok(Framing::Length(length)),
-        }
-    }
-
-    fn response_framing(&self, version: Version) -> Result<Framing, &'static str> {
-        match (self.transfer_encoding, self.content_length) {
-            (true, Some(_)) => Err("both Content-Length and Transfer-Encoding"),
-            (true, None) if version == Version::HTTP_10 => Err("Transfer-Encoding in HTTP/1.0"),
-            (true, None) => Ok(Framing::Chunked),
-            (false, Some(length)) => Ok(Framing::Length(length)),
-            (false, None) => Ok(Framing::ToEnd),
-        }
-    }
-
-    fn keep_alive(&self, version: Version) -> bool {
-        !self.close && (version == Version::HTTP_11 || self.keep)
-    }
-
-    /// RFC 9110 section 7.6.1. What Connection lists goes too, except fields that mean something beyond
-    /// this connection: a client could otherwise delete, say, Authorization on the way to a backend.
-    fn strip_hop_by_hop(&mut self) {
-        for name in std::mem::take(&mut self.listed) {
-            if !is_end_to_end(&name) {
-                self.headers.remove(name);
-            }
-        }
-        self.upgrade = self.upgrade.take().filter(|_| self.wants_upgrade).and_then(other_protocols);
-    }
-}
-
-/// What of `Upgrade` may be offered to a backend: all but versions of HTTP and TLS, which are this connection's. Over `h2c` requests
-/// would pass that nobody here has read (RFC 9110 section 7.8).
-fn other_protocols(upgrade: HeaderValue) -> Option<HeaderValue> {
-    let is_other = |protocol: &&str| {
-        let name = protocol.split('/').next().unwrap_or_default();
-        !name.is_empty()
-            && !["h2c", "h2", "h3", "http", "tls"].iter().any(|own| own.eq_ignore_ascii_case(name))
-    };
-    let words = || upgrade.to_str().unwrap_or_default().split(',').map(str::trim);
-    let others: Vec<_> = words().filter(is_other).collect();
-    if others.len() == words().count() {
-        return Some(upgrade);
-    }
-    HeaderValue::try_from(others.join(", ")).ok().filter(|value| !value.is_empty())
-}
-
-fn is_end_to_end(name: &HeaderName) -> bool {
-    use http::header;
-    [
-        header::AUTHORIZATION,
-        header::COOKIE,
-        header::CONTENT_TYPE,
-        header::CONTENT_ENCODING,
-        header::CONTENT_RANGE,
-        header::CACHE_CONTROL,
-        header::FORWARDED,
-        header::VIA,
-        header::RANGE,
-        header::IF_MATCH,
-        header::IF_NONE_MATCH,
-        header::ORIGIN,
-        header::REFERER,
-        header::SET_COOKIE,
-        header::LOCATION,
-    ]
-    .contains(name)
-        || name.as_str().starts_with("x-forwarded-")
-}
-
-fn header_value(value: Bytes) -> Result<HeaderValue, &'static str> {
-    HeaderValue::from_maybe_shared(value).map_err(|_| "a header value has a control character")
-}
-
-/// RFC 9110 section 8.6: digits only. A list like `5, 5` is refused, though it may be accepted.
-fn parse_length(value: &[u8]) -> Result<u64, &'static str> {
-    if value.is_empty() || value.len() > 18 || !value.iter().all(u8::is_ascii_digit) {
-        return Err("Content-Length is not one number");
-    }
-    Ok(value.iter().fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0')))
 }
 
 /// The request target (RFC 9112 section 3.2).

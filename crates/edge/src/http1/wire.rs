@@ -18,6 +18,7 @@ use tokio::net::TcpStream;
 use tokio::time::Sleep;
 
 use crate::arrival::{Allowance, Arrival};
+use crate::http1::fields::Peer;
 use crate::http1::framing::{Decoded, Decoder, Framing};
 use crate::message::BodyError;
 use crate::options::Limits;
@@ -94,7 +95,7 @@ impl<S: Stream> Wire<S> {
         Self {
             stream: RefCell::new(stream),
             input: RefCell::new(input),
-            decoder: RefCell::new(Decoder::new(Framing::None)),
+            decoder: RefCell::new(Decoder::new(Framing::None, Peer::Client)),
             expect: Cell::new(Continue::NotWanted),
             idle: Cell::new(idle),
             body_failed: Cell::new(false),
@@ -144,7 +145,7 @@ impl<S: Stream> Wire<S> {
         expect_continue: bool,
         limits: &Limits,
     ) -> Incoming<S> {
-        *self.decoder.borrow_mut() = Decoder::new(framing);
+        *self.decoder.borrow_mut() = Decoder::new(framing, Peer::Client);
         self.body_failed.set(false);
         let wanted = expect_continue && framing != Framing::None;
         self.expect.set(if wanted { Continue::Wanted { sent: 0 } } else { Continue::NotWanted });

@@ -73,7 +73,12 @@ pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Resp
     give_back(head);
     let complete = match result {
         Ok(()) => wire.flush().await.is_ok(),
-        Err(_) => {
+        Err(error) => {
+            // Of a client that left only the connection tells.
+            let why = error.get_ref().and_then(|inner| inner.downcast_ref::<BodyError>());
+            if let Some((receipt, why)) = response.receipt.as_mut().zip(why) {
+                receipt.broke(why);
+            }
             wire.reset_on_close();
             false
         }
@@ -299,7 +304,7 @@ async fn send_stream<S: Stream>(
         let next = poll_fn(|cx| match body.as_mut().poll_frame(cx) {
             Poll::Pending if !front.is_empty() => Poll::Ready(None),
             Poll::Pending => match wire.poll_gone(cx) {
-                Poll::Ready(Err(error)) => Poll::Ready(Some(Some(Err(BodyError::File(error))))),
+                Poll::Ready(Err(_)) => Poll::Ready(Some(Some(Err(BodyError::ClientGone)))),
                 Poll::Ready(Ok(())) => {
                     cx.waker().wake_by_ref();
                     Poll::Pending
@@ -323,7 +328,7 @@ async fn send_stream<S: Stream>(
             Ok(data) => {
                 *sent += data.len() as u64;
                 if matches!(ending, Ending::Length(length) if *sent > length) {
-                    return Err(io::Error::other("the body is longer than announced"));
+                    return Err(broken("it is longer than announced"));
                 }
                 send_frame(wire, &mut front, &data, ending).await?;
                 front.clear();
@@ -342,12 +347,17 @@ async fn send_stream<S: Stream>(
         Ending::Length(length) if *sent != length => {
             // Nothing may stay unsaid: a receipt and the client both learn that this is not all.
             wire.write(&mut [IoSlice::new(&front)]).await?;
-            return Err(io::Error::other("the body is shorter than announced"));
+            return Err(broken("it is shorter than announced"));
         }
         Ending::Chunked => front.extend_from_slice(b"0\r\n\r\n"),
         _ => {}
     }
     wire.write(&mut [IoSlice::new(&front)]).await
+}
+
+/// The fault of a backend that does not keep to the length it announced.
+fn broken(what: &str) -> io::Error {
+    io::Error::other(BodyError::Backend(what.into()))
 }
 
 async fn send_frame<S: Stream>(

@@ -141,14 +141,15 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::MayBeDone { node: nagaya_cmdb::NodeName::new("b").unwrap(), reason: "" },
         Refusal::AnswerLost { node: nagaya_cmdb::NodeName::new("b").unwrap(), why: String::new() },
         Refusal::NotPlacedHere { epoch: 1, tries: 0 },
+        Refusal::AnswerBroken(String::new()),
         Refusal::OtherSite,
     ];
     for refusal in &refusals {
         let reason = refusal.row().reason;
         assert_eq!(REASONS.values.iter().filter(|r| **r == reason).count(), 1, "{reason}");
     }
-    // `broken_off` and `other` are of no refusal.
-    assert_eq!(refusals.len() + 2, REASONS.values.len(), "a reason nobody gives");
+    // `other` is of no refusal.
+    assert_eq!(refusals.len() + 1, REASONS.values.len(), "a reason nobody gives");
 }
 
 #[test]

@@ -6,7 +6,8 @@
 //! - A body without `Content-Type` is passed on without one, as Apache does.
 //! - `Location: /path` is a local redirect only if it is the sole field. With any other field beside it the answer
 //!   is a redirect for the client, so that a cookie set along with it is not lost (Apache loses it).
-//! - `Transfer-Encoding` is refused: the body would be framed twice.
+//! - `Transfer-Encoding` is dropped: how the body is framed is the server's to say, and the output is passed on as it is.
+//! - `Status`, `Content-Type`, `Location` and `Content-Length` may stand there twice if they say the same.
 //! - Connection fields, `Date` and `Server` belong to the edge and are dropped.
 //! - No folded lines, no bare CR, no `HTTP/1.1 200 OK` in front (no NPH).
 
@@ -54,8 +55,6 @@ pub(crate) enum HeadError {
     Status,
     #[error("its Content-Length is not a number")]
     Length,
-    #[error("it set Transfer-Encoding, which only the server can")]
-    TransferEncoding,
     #[error("its Location is not a path and query")]
     Location,
 }
@@ -154,7 +153,8 @@ impl Draft {
     fn take(&mut self, name: HeaderName, value: HeaderValue) -> Result<(), HeadError> {
         match name.as_str() {
             "status" => {
-                if self.status.replace(status(&value)?).is_some() {
+                let status = status(&value)?;
+                if self.status.replace(status).is_some_and(|before| before != status) {
                     return Err(HeadError::Twice("Status"));
                 }
             }
@@ -165,18 +165,22 @@ impl Draft {
                     return Err(HeadError::Twice("Content-Length"));
                 }
             }
-            "transfer-encoding" => return Err(HeadError::TransferEncoding),
             "connection" => self.nominate(&value),
-            "keep-alive" | "proxy-connection" | "te" | "trailer" | "upgrade" | "date" | "server" => {}
-            "content-type" if self.headers.contains_key(&name) => {
-                return Err(HeadError::Twice("Content-Type"));
-            }
-            "location" if self.headers.contains_key(&name) => return Err(HeadError::Twice("Location")),
+            "keep-alive" | "proxy-connection" | "te" | "trailer" | "transfer-encoding" | "upgrade"
+            | "date" | "server" => {}
+            "content-type" if self.is_other(&name, &value) => return Err(HeadError::Twice("Content-Type")),
+            "location" if self.is_other(&name, &value) => return Err(HeadError::Twice("Location")),
+            "content-type" | "location" => drop(self.headers.insert(name, value)),
             _ => {
                 self.headers.append(name, value);
             }
         }
         Ok(())
+    }
+
+    /// The field stands there already, with another value.
+    fn is_other(&self, name: &HeaderName, value: &HeaderValue) -> bool {
+        self.headers.get(name).is_some_and(|before| before != value)
     }
 
     fn nominate(&mut self, value: &HeaderValue) {

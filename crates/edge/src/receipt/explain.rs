@@ -76,7 +76,8 @@ fn tell(record: &AccessRecord, node: &str) -> Value {
         }),
         "place": told::json(more),
         "refusal": record.refusal.map(|reason| {
-            json!({ "reason": reason, "code": record.code.map(|code| code.to_string()) })
+            let code = record.code.map(|code| code.to_string());
+            json!({ "reason": reason, "code": code, "detail": more.fault })
         }),
         "spans": spans(record, more, &figures),
         "database_us": figures.db_us,

@@ -17,7 +17,7 @@ pub use pool::{Address, Connector, NoConnection, Pool, Socket, dial, watch_socke
 use transfer::{Broken, Transfer};
 
 use crate::http1::framing::Framing;
-use crate::http1::head::ResponseHead;
+use crate::http1::response_head::ResponseHead;
 use crate::message::{Head, RequestBody, Response, ResponseBody};
 use crate::place::Retries;
 use crate::refusal::Refusal;

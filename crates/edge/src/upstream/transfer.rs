@@ -17,8 +17,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
 use super::pool::{Address, Connection, Pool};
 use crate::forward::fields::{Fate, fate};
+use crate::http1::fields::Peer;
 use crate::http1::framing::{Decoded, Decoder, Framing, is_forbidden_trailer};
-use crate::http1::head::{self, FIELDS_MAX, HeadLimits, ResponseHead};
+use crate::http1::response_head::{self, ResponseHead};
 use crate::message::{BodyError, RequestBody};
 use crate::receipt::RECEIPT;
 use crate::seat::Seat;
@@ -82,7 +83,7 @@ impl Transfer {
             answer_seen: false,
             seat,
             scanned: 0,
-            decoder: Decoder::new(Framing::None),
+            decoder: Decoder::new(Framing::None, Peer::Backend),
             keep_alive: false,
         }
     }
@@ -197,22 +198,20 @@ impl Transfer {
         patience: Duration,
     ) -> Result<ResponseHead, Broken> {
         self.connection.silence.begin(patience);
-        let limits = HeadLimits { bytes: bytes_max, fields: FIELDS_MAX };
         poll_fn(|cx| {
             loop {
                 if let Poll::Ready(Err(error)) = self.poll_send(cx) {
                     return Poll::Ready(Err(Broken::Request(error)));
                 }
                 let input = &mut self.connection.input;
-                match head::find_end(input, &mut self.scanned, limits) {
+                match response_head::find_end(input, &mut self.scanned, bytes_max) {
                     Ok(Some(end)) => {
                         self.scanned = 0;
-                        return Poll::Ready(
-                            head::parse_response(input, end, to_head).map_err(Broken::Invalid),
-                        );
+                        let head = response_head::parse(input, end, to_head);
+                        return Poll::Ready(head.map_err(Broken::Invalid));
                     }
                     Ok(None) => {}
-                    Err(_) => return Poll::Ready(Err(Broken::Invalid("its head is too large or not HTTP"))),
+                    Err(what) => return Poll::Ready(Err(Broken::Invalid(what))),
                 }
                 let Poll::Ready(read) = self.poll_fill(cx, HEAD_READ) else {
                     return self.connection.silence.poll_over(cx).map(|()| Err(Broken::TimedOut));
@@ -235,7 +234,7 @@ impl Transfer {
     }
 
     pub fn begin_answer(&mut self, framing: Framing, keep_alive: bool) {
-        self.decoder = Decoder::new(framing);
+        self.decoder = Decoder::new(framing, Peer::Backend);
         self.keep_alive = keep_alive;
     }
 

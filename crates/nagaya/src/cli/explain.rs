@@ -102,6 +102,8 @@ struct Limit {
 struct Refusal {
     reason: String,
     code: Option<String>,
+    /// What exactly was wrong.
+    detail: Option<String>,
 }
 
 /// A stretch of the request's time.
@@ -164,6 +166,7 @@ fn head(receipt: &Receipt, out: &mut String) {
             None => refusal.reason.clone(),
         }),
     );
+    field("because", receipt.refusal.as_ref().and_then(|refusal| refusal.detail.clone()));
 }
 
 fn times(receipt: &Receipt, out: &mut String) {
@@ -311,11 +314,11 @@ What it used
     #[test]
     fn a_request_that_was_refused_before_it_was_understood_has_little_to_tell() {
         let text = shown(json!({
-            "id": "ab", "status": 400, "took_us": 0, "refusal": {"reason": "bad \u{1b}[31m head", "code": "NGY0401"},
+            "id": "ab", "status": 400, "took_us": 0, "refusal": {"reason": "bad \u{1b}[31m head", "code": "NGY0401", "detail": "a \u{1b}[31m fault"},
         }));
         for part in [
             "(no method) : 400 in 0 us\n",
-            "  refused bad \\u{1b}[31m head: see `nagaya error NGY0401`\n",
+            "  refused bad \\u{1b}[31m head: see `nagaya error NGY0401`\n  because a \\u{1b}[31m fault\n",
             "it took no time that can be measured",
             "What limited it\n  nothing\n",
             "  CPU time   not known\n",
