@@ -8,6 +8,7 @@ pub mod backend;
 pub mod client;
 pub mod cluster;
 pub mod fuse;
+pub mod http2;
 pub mod lab;
 pub mod machine;
 pub mod suite;

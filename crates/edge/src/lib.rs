@@ -41,6 +41,7 @@ pub mod proxy_header;
 pub mod recent;
 pub mod silence;
 mod spool;
+pub mod target;
 pub mod tls;
 
 pub mod access_log;

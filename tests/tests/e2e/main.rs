@@ -18,6 +18,7 @@ mod failures;
 mod fastcgi;
 mod http1;
 mod http2;
+mod http_readings;
 mod hung_files;
 mod icmp;
 mod instances;
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
         static_files::SUITE,
         http1::SUITE,
         http2::SUITE,
+        http_readings::SUITE,
         tls::SUITE,
         proxy::SUITE,
         proxy_protocol::SUITE,

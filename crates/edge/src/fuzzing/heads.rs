@@ -197,7 +197,7 @@ pub(super) fn read_http2_head(bytes: &[u8]) {
     let Ok(head) = crate::http2::head::read(parts, connection(), &Limits::default(), RequestId(1)) else {
         return;
     };
-    assert!(!head.host.is_empty() && head.upgrade.is_none());
+    assert!(head.upgrade.is_none());
     assert!(all(&head.headers, header::COOKIE).count() <= 1);
     check_forwarded(head, Framing::None);
 }

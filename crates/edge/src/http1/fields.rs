@@ -11,6 +11,7 @@ use http::header::{
 use http::{HeaderMap, Version};
 
 use crate::http1::framing::Framing;
+use crate::target::is_continue;
 
 /// Who has written the head.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -83,10 +84,9 @@ impl Fields {
             // These end here whether Connection lists them or not.
             TRAILER | PROXY_AUTHENTICATE | PROXY_AUTHORIZATION => {}
             _ if matches!(name.as_str(), "keep-alive" | "proxy-connection") => {}
-            EXPECT => match self.expect {
-                None => self.expect = Some(value),
-                Some(_) => return Err("more than one Expect"),
-            },
+            // The one that cannot be met decides.
+            EXPECT if self.expect.is_some() && is_continue(&value) => {}
+            EXPECT => self.expect = Some(value),
             UPGRADE => self.upgrade = Some(header_value(value)?),
             TE => self.te_trailers |= value.eq_ignore_ascii_case(b"trailers"),
             _ => return header_value(value).map(Some),

@@ -10,11 +10,12 @@ use http::header::HeaderValue;
 use http::{HeaderMap, Method, Version};
 use memchr::memmem::Finder;
 
-use crate::authority::{self, Authority};
+use crate::authority::Authority;
 use crate::http1::fields::{Fields, Peer};
 use crate::http1::framing::Framing;
 use crate::options::HEADER_FIELDS_MAX;
 use crate::refusal::Refusal;
+use crate::target::{self, HostNames};
 
 /// Most header fields the parser has room for.
 pub const FIELDS_MAX: usize = HEADER_FIELDS_MAX;
@@ -113,11 +114,13 @@ fn read_request(bytes: Bytes, limits: HeadLimits) -> Result<RequestHead, Refusal
         .map_err(|_| Refusal::BadRequest("the method is not a token"))?;
     let mut fields = Fields::collect(&bytes, parsed.headers, Peer::Client).map_err(Refusal::BadRequest)?;
     let target = Target::parse(parsed.path.unwrap_or_default(), &method)?;
-    let authority = authority(&target, fields.host.take(), version)?;
+    let host = fields.host.take();
+    let names = HostNames { target: target.authority, scheme: target.scheme, field: host.as_deref() };
+    let authority = target::read_authority(version, names)?;
     let framing = fields.request_framing(version).map_err(Refusal::BadRequest)?;
     let expect_continue = match &fields.expect {
         None => false,
-        Some(value) if value.eq_ignore_ascii_case(b"100-continue") => version == Version::HTTP_11,
+        Some(value) if target::is_continue(value) => version == Version::HTTP_11,
         Some(_) => return Err(Refusal::ExpectationFailed),
     };
     fields.strip_hop_by_hop();
@@ -160,6 +163,7 @@ fn refuse(error: httparse::Error) -> Refusal {
 
 /// The request target (RFC 9112 section 3.2).
 struct Target<'a> {
+    scheme: Option<&'a str>,
     authority: Option<&'a str>,
     path: &'a str,
     query: Option<&'a str>,
@@ -167,40 +171,22 @@ struct Target<'a> {
 
 impl<'a> Target<'a> {
     fn parse(text: &'a str, method: &Method) -> Result<Self, Refusal> {
-        if !text.bytes().all(|b| matches!(b, 0x21..=0x7e) && b != b'#') {
-            return Err(Refusal::BadRequest("the target has a character that must be percent-encoded"));
-        }
-        // An answer to TRACE shows what the request had of credentials (RFC 9110 section 9.3.8).
-        if *method == Method::CONNECT || *method == Method::TRACE {
-            return Err(Refusal::MethodNotAllowed("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
-        }
-        if text == "*" {
-            return if *method == Method::OPTIONS {
-                Ok(Self { authority: None, path: "*", query: None })
-            } else {
-                Err(Refusal::BadRequest("the target '*' is for OPTIONS only"))
-            };
-        }
-        let (authority, rest) = match scheme_end(text) {
-            Some(at) => {
-                let rest = &text[at..];
-                let end = rest.find(['/', '?']).unwrap_or(rest.len());
-                (Some(&rest[..end]), &rest[end..])
-            }
-            None => (None, text),
+        target::check_method(method)?;
+        let Some(at) = scheme_end(text) else {
+            let (path, query) = target::split(text, method)?;
+            return Ok(Self { scheme: None, authority: None, path, query });
         };
-        let (path, query) = match rest.split_once('?') {
-            Some((path, query)) => (path, Some(query)),
-            None => (rest, None),
+        target::check_characters(text)?;
+        let (scheme, rest) = (text[..at].strip_suffix("://"), &text[at..]);
+        let (authority, rest) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+        let (path, query) = match rest.strip_prefix('?') {
+            // RFC 9112 section 3.2.4: without a path it is about the server.
+            None if rest.is_empty() && *method == Method::OPTIONS => ("*", None),
+            None if rest.is_empty() => ("/", None),
+            Some(query) => ("/", Some(query)),
+            None => target::split(rest, method)?,
         };
-        match (path.is_empty(), authority) {
-            (true, Some(_)) if *method == Method::OPTIONS && query.is_none() => {
-                Ok(Self { authority, path: "*", query })
-            }
-            (true, Some(_)) => Ok(Self { authority, path: "/", query }),
-            _ if path.starts_with('/') => Ok(Self { authority, path, query }),
-            _ => Err(Refusal::BadRequest("the target does not begin with '/'")),
-        }
+        Ok(Self { scheme, authority: Some(authority), path, query })
     }
 }
 
@@ -209,32 +195,6 @@ fn scheme_end(text: &str) -> Option<usize> {
         .iter()
         .find(|scheme| text.get(..scheme.len()).is_some_and(|front| front.eq_ignore_ascii_case(scheme)))
         .map(|scheme| scheme.len())
-}
-
-/// Whom the request is for. RFC 9112 section 3.2.2 lets the target win over Host; they must agree here.
-fn authority(target: &Target<'_>, host: Option<Bytes>, version: Version) -> Result<Authority, Refusal> {
-    let host = match &host {
-        Some(bytes) => {
-            Some(std::str::from_utf8(bytes).map_err(|_| Refusal::BadRequest("Host is not a host name"))?)
-        }
-        None if version == Version::HTTP_11 => return Err(Refusal::BadRequest("no Host")),
-        None => None,
-    };
-    let read =
-        |text: &str| authority::parse(text).map_err(|_| Refusal::BadRequest("Host is not a host name"));
-    match (target.authority, host) {
-        (Some(from_target), Some(from_host)) => {
-            let authority = read(from_target)?;
-            if read(from_host)? == authority {
-                Ok(authority)
-            } else {
-                Err(Refusal::BadRequest("Host and target name different hosts"))
-            }
-        }
-        (Some(text), None) | (None, Some(text)) if !text.is_empty() => read(text),
-        // RFC 9112 section 3.2: an empty Host is valid where the target has no authority; it is the default site's.
-        _ => Ok(Authority::default()),
-    }
 }
 
 #[cfg(test)]

@@ -1,23 +1,22 @@
-//! The head of an HTTP/2 request, checked as strictly as HTTP/1's.
+//! The head of an HTTP/2 request. What it is for is read as over HTTP/1 (`target`).
 //!
 //! hyper and h2 have already refused, by resetting the stream (RFC 9113 section 8.1.1): connection-specific
-//! fields, `te` other than `trailers`, repeated or misplaced pseudo-header fields, upper-case names, and bodies
-//! that do not have the announced length. Not here: header fields between proxies (`forward`).
+//! fields, `te` other than `trailers`, repeated, missing or misplaced pseudo-header fields, upper-case names, and bodies
+//! that do not have the announced length. A path or authority that is none gets a status (`vendor/h2/NAGAYA.md`). Not here: header fields between proxies (`forward`).
 
 use std::rc::Rc;
 
+use h2::ext::RawTarget;
 use http::header::{CONTENT_LENGTH, COOKIE, EXPECT, HOST, TE};
 use http::uri::Scheme;
-use http::{HeaderMap, HeaderValue, Method, Version, request};
+use http::{HeaderMap, HeaderValue, Version, request};
 use nagaya_base::RequestId;
 
-use crate::authority::{self, Authority};
+use crate::authority::Authority;
 use crate::message::{ConnInfo, Head};
 use crate::options::Limits;
 use crate::refusal::Refusal;
-
-/// All methods but CONNECT and TRACE.
-const ALLOWED: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
+use crate::target::{self, HostNames};
 
 pub(crate) fn read(
     parts: request::Parts,
@@ -25,27 +24,30 @@ pub(crate) fn read(
     limits: &Limits,
     id: RequestId,
 ) -> Result<Head, Refusal> {
-    let request::Parts { method, uri, mut headers, .. } = parts;
-    if method == Method::CONNECT || method == Method::TRACE {
-        return Err(Refusal::MethodNotAllowed(ALLOWED));
-    }
+    let request::Parts { method, uri, mut headers, extensions, .. } = parts;
+    target::check_method(&method)?;
+    // Before they are counted: a client may send each cookie as a field of its own.
+    join_cookies(&mut headers);
     if headers.len() > limits.header_fields {
         return Err(Refusal::HeadTooLarge);
     }
-    if !matches!(uri.scheme(), Some(scheme) if *scheme == Scheme::HTTP || *scheme == Scheme::HTTPS) {
+    // h2 leaves the scheme out where there is no authority, and has checked it.
+    if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err(Refusal::BadRequest("the scheme is neither http nor https"));
     }
-    let Authority { host, port } =
-        target_authority(uri.authority().map(http::uri::Authority::as_str), &headers)?;
-    // The same characters as over HTTP/1. A fragment is gone already: `http` cuts it off as it parses the field.
-    let target = uri.path_and_query().map_or("", |target| target.as_str());
-    if !target.bytes().all(|byte| matches!(byte, 0x21..=0x7e)) {
-        return Err(Refusal::BadRequest("the target has a character that must be percent-encoded"));
-    }
-    let path = uri.path();
-    if !(path.starts_with('/') || path == "*" && method == Method::OPTIONS) {
-        return Err(Refusal::BadRequest("the path does not begin with '/'"));
-    }
+    let raw = extensions.get::<RawTarget>();
+    let Authority { host, port } = {
+        let mut hosts = headers.get_all(HOST).iter();
+        let field = hosts.next().map(HeaderValue::as_bytes);
+        if hosts.next().is_some() {
+            return Err(Refusal::BadRequest("more than one Host"));
+        }
+        let authority = uri.authority().map(http::uri::Authority::as_str);
+        let target = authority.or_else(|| raw.and_then(RawTarget::authority));
+        target::read_authority(Version::HTTP_2, HostNames { target, scheme: uri.scheme_str(), field })?
+    };
+    let text = uri.path_and_query().map_or("", |target| target.as_str());
+    let (path, query) = target::split(raw.and_then(RawTarget::path).unwrap_or(text), &method)?;
     check_expectation(&headers)?;
     if headers.get_all(CONTENT_LENGTH).iter().count() > 1 {
         return Err(Refusal::BadRequest("more than one Content-Length"));
@@ -53,11 +55,10 @@ pub(crate) fn read(
     for field in [HOST, TE, EXPECT] {
         headers.remove(field);
     }
-    join_cookies(&mut headers);
     Ok(Head {
         id,
         path: path.into(),
-        query: uri.query().map(Into::into),
+        query: query.map(Into::into),
         method,
         host,
         port,
@@ -68,31 +69,9 @@ pub(crate) fn read(
     })
 }
 
-/// RFC 9113 section 8.3.1: `:authority`, or Host in its place; if both are there they must say the same.
-fn target_authority(pseudo: Option<&str>, headers: &HeaderMap) -> Result<Authority, Refusal> {
-    let parse =
-        |text: &str| authority::parse(text).map_err(|_| Refusal::BadRequest("the host name is not valid"));
-    let mut hosts = headers.get_all(HOST).iter();
-    let field = match (hosts.next(), hosts.next()) {
-        (None, _) => None,
-        (Some(host), None) => {
-            let text = host.to_str().map_err(|_| Refusal::BadRequest("the host name is not valid"))?;
-            Some(parse(text)?)
-        }
-        (Some(_), Some(_)) => return Err(Refusal::BadRequest("more than one Host")),
-    };
-    match (pseudo.map(parse).transpose()?, field) {
-        (Some(pseudo), Some(field)) if pseudo != field => {
-            Err(Refusal::BadRequest(":authority and Host are not the same"))
-        }
-        (Some(authority), _) | (None, Some(authority)) => Ok(authority),
-        (None, None) => Err(Refusal::BadRequest("there is no host name")),
-    }
-}
-
 /// `100-continue` needs no answer of its own here: a client may send its body within the flow-control window.
 fn check_expectation(headers: &HeaderMap) -> Result<(), Refusal> {
-    let met = headers.get_all(EXPECT).iter().all(|e| e.as_bytes().eq_ignore_ascii_case(b"100-continue"));
+    let met = headers.get_all(EXPECT).iter().all(|value| target::is_continue(value.as_bytes()));
     if met { Ok(()) } else { Err(Refusal::ExpectationFailed) }
 }
 
@@ -174,6 +153,7 @@ mod tests {
     fn what_is_ambiguous_is_refused() {
         for (method, uri, fields, reason) in [
             ("GET", "https://a/", &[("host", "b")][..], "bad_request"),
+            ("GET", "https://a/", &[("host", "a:80")], "bad_request"),
             ("GET", "https://a/", &[("host", "a"), ("host", "a")], "bad_request"),
             ("GET", "https://u@a/", &[], "bad_request"),
             ("GET", "https://a:99999/", &[], "bad_request"),

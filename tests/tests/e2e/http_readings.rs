@@ -1,0 +1,459 @@
+//! How messages are read that others would spell differently: the same over both versions of HTTP, and of every kind of backend.
+//!
+//! Not here: messages that two parsers could read differently (`smuggling`), faults of a backend that has no answer (`proxy`).
+
+use std::path::PathBuf;
+
+use nagaya_tests::backend::{Backend, Peer, Request};
+use nagaya_tests::client::Connection;
+use nagaya_tests::http2::{self, Answer};
+use nagaya_tests::suite::{Suite, Tests};
+use nagaya_tests::world::World;
+use nagaya_tests::{machine, wait};
+use serde_json::json;
+
+pub const SUITE: Suite = Suite {
+    name: "http_readings",
+    needs_root: true,
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            sloppy_answers_with_one_reading_are_passed_on,
+            answers_with_two_readings_are_502_with_their_reason,
+            a_fault_in_a_body_leaves_its_reason,
+            a_transfer_encoding_of_a_program_is_dropped,
+            targets_are_read_alike_over_both_versions,
+            a_host_is_named_alike_over_both_versions,
+            crumbs_of_a_cookie_are_one_field,
+            trailers_that_must_not_be_there_are_dropped,
+            loose_requests_with_one_reading_are_answered,
+        ],
+    ),
+};
+
+const VERSIONS: [&str; 2] = ["--http1.1", "--http2-prior-knowledge"];
+
+/// An answer and how it is read.
+struct Case {
+    name: &'static str,
+    wire: &'static str,
+    read: Reading,
+}
+
+enum Reading {
+    /// 200 with the body `ok`.
+    Ok,
+    /// 502, and this in log and `explain`.
+    Refused(&'static str),
+    /// Broken off, or 502, and this in log and `explain`.
+    Broken(&'static str),
+}
+
+const CASES: &[Case] = &[
+    ok("lengths-agree", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX: y\r\nContent-Length: 2\r\n\r\nok"),
+    ok("length-list", "HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok"),
+    ok("line-feeds", "HTTP/1.1 200 OK\nX: y\nContent-Length: 2\n\nok"),
+    ok("line-feeds-mixed", "HTTP/1.1 200 OK\r\nContent-Length: 2\nX: y\r\n\nok"),
+    ok("line-feeds-chunked", "HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n2\nok\n0\n\n"),
+    ok(
+        "chunked-in-1.0",
+        "HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+    ),
+    ok("padded-size", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2   \r\nok\r\n0\t\r\n\r\n"),
+    ok(
+        "zeros",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n000000000000000000002\r\nok\r\n00\r\n\r\n",
+    ),
+    ok("extension", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2 ; a=\"b\"\r\nok\r\n0\r\n\r\n"),
+    ok(
+        "trailers",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nSet-Cookie: a=b\r\nContent-Length: 9\r\n\r\n",
+    ),
+    ok(
+        "no-trailers",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nno field\r\n\r\n",
+    ),
+    ok("no-last-line", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"),
+    ok("coding-list", "HTTP/1.1 200 OK\r\nTransfer-Encoding: ,chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"),
+    ok("identity", "HTTP/1.1 200 OK\r\nTransfer-Encoding: identity\r\n\r\nok"),
+    ok("connection-token", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close;q=1, \"x\"\r\n\r\nok"),
+    ok("folded", "HTTP/1.1 200 OK\r\nX: y\r\n  z\r\nContent-Length: 2\r\n\r\nok"),
+    ok("blank-before-colon", "HTTP/1.1 200 OK\r\nContent-Length : 2\r\n\r\nok"),
+    ok("blanks-in-status", "HTTP/1.1  200  OK\r\nContent-Length: 2\r\n\r\nok"),
+    ok("no-reason", "HTTP/1.1 200\r\nContent-Length: 2\r\n\r\nok"),
+    ok("minor-version", "HTTP/1.3 200 OK\r\nContent-Length: 2\r\n\r\nok"),
+    ok("fields-of-requests", "HTTP/1.1 200 OK\r\nHost: a\r\nHost: b\r\nContent-Length: 2\r\n\r\nok"),
+    refused(
+        "lengths-differ",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
+        "two values",
+    ),
+    refused(
+        "length-and-chunked",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        "both Content-Length and Transfer-Encoding",
+    ),
+    refused(
+        "coding-twice",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked, chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        "a Transfer-Encoding other than",
+    ),
+    refused(
+        "carriage-return",
+        "HTTP/1.1 200 OK\r\nX: y\rContent-Length: 2\r\n\r\nok",
+        "a bare carriage return",
+    ),
+    refused("no-field", "HTTP/1.1 200 OK\r\nContent-Length 2\r\n\r\nok", "a line that is no field"),
+    refused(
+        "size-of-two-numbers",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2 2\r\nok\r\n0\r\n\r\n",
+        "behind the size",
+    ),
+    broken(
+        "data-too-long",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok!\r\n0\r\n\r\n",
+        "a chunk is longer than its size says",
+    ),
+    broken("cut-off", "HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\nok", "it closed before the end"),
+    broken(
+        "cut-off-chunked",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+        "it closed before the end",
+    ),
+];
+
+const fn ok(name: &'static str, wire: &'static str) -> Case {
+    Case { name, wire, read: Reading::Ok }
+}
+
+const fn refused(name: &'static str, wire: &'static str, reason: &'static str) -> Case {
+    Case { name, wire, read: Reading::Refused(reason) }
+}
+
+const fn broken(name: &'static str, wire: &'static str, reason: &'static str) -> Case {
+    Case { name, wire, read: Reading::Broken(reason) }
+}
+
+/// Answers as the file that the target names says, and ends the connection.
+const APP: &str = r#"#!/usr/bin/python3
+import os, socket
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ["NAGAYA_SOCKET"])
+server.listen(64)
+while True:
+    client, _ = server.accept()
+    read = b""
+    while b"\r\n\r\n" not in read:
+        more = client.recv(65536)
+        if not more:
+            break
+        read += more
+    if read:
+        name = read.split(b" ")[1].decode().strip("/").split("?")[0]
+        path = "cases/" + name
+        data = open(path, "rb").read() if name and os.path.exists(path) else b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        client.sendall(data)
+    client.close()
+"#;
+
+const FPM: &str = "[global]\nerror_log = /dev/null\n[site]\nlisten = ${NAGAYA_SOCKET}\npm = static\n\
+                   pm.max_children = 1\nclear_env = no\n";
+
+const ECHO: &str = "<?php echo file_get_contents('php://input');";
+
+fn php_fpm() -> Option<PathBuf> {
+    let names = std::fs::read_dir("/usr/sbin").ok()?;
+    let found = names.flatten().find(|entry| entry.file_name().to_string_lossy().starts_with("php-fpm"));
+    found.map(|entry| entry.path())
+}
+
+fn world() -> World {
+    let backend = Backend::answering(answer);
+    let address = backend.address.to_string();
+    let mut builder = World::builder();
+    let home = builder.path("home/alice");
+    builder = builder
+        .site_of("alice", "http", json!({ "kind": "http", "address": address, "timeout_seconds": 5 }))
+        .site_of("alice", "app", json!({ "kind": "app", "directory": "app", "command": ["./app.py"] }))
+        .site_of("alice", "cgi", json!({ "kind": "cgi", "root": "cgi" }))
+        .site_of("alice", "php", json!({ "kind": "php", "root": "php" }))
+        .site_of("alice", "www", json!({ "kind": "static", "root": "www" }));
+    if let Some(fpm) = php_fpm() {
+        let command = [
+            fpm,
+            "--nodaemonize".into(),
+            "--force-stderr".into(),
+            "--fpm-config".into(),
+            home.join("fpm/fpm.conf"),
+        ];
+        let backend = json!({ "kind": "app", "directory": "fpm", "protocol": "fastcgi", "command": command,
+            "files": { "root": "fpm/php" } });
+        builder = builder.site_of("alice", "fastcgi", backend);
+    }
+    let world = builder.start();
+    world.write_program("alice", "app/app.py", APP);
+    for case in CASES {
+        world.write("alice", &format!("app/cases/{}", case.name), case.wire);
+    }
+    world.write("alice", "fpm/fpm.conf", FPM);
+    world.write("alice", "www/a.txt", "alpha");
+    for (file, coding) in [("chunked", "chunked"), ("gzip", "gzip")] {
+        let php = format!("<?php header('Transfer-Encoding: {coding}'); echo 'plain';");
+        world.write("alice", &format!("php/{file}.php"), &php);
+        world.write("alice", &format!("fpm/php/{file}.php"), &php);
+        let cgi = format!(
+            "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\nTransfer-Encoding: {coding}\\r\\n\\r\\nplain'\n"
+        );
+        world.write_program("alice", &format!("cgi/{file}.cgi"), &cgi);
+    }
+    world.write("alice", "php/echo.php", ECHO);
+    world.write("alice", "fpm/php/echo.php", ECHO);
+    world.write_program("alice", "cgi/echo.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\n\\r\\n'\ncat\n");
+    world.give("alice");
+    world.keep(backend);
+    world
+}
+
+/// Answers as the case that the target names says, and ends the connection.
+fn answer(peer: &mut Peer, request: &Request) -> bool {
+    let name = request.target().trim_start_matches('/').split('?').next().unwrap_or_default();
+    if name.starts_with("told") {
+        let cookie = request.field("cookie").unwrap_or_default();
+        return peer.answer("200 OK", &format!("{} {cookie}", request.target()));
+    }
+    match CASES.iter().find(|case| case.name == name) {
+        Some(case) => {
+            peer.send(case.wire);
+            false
+        }
+        None => peer.answer("200 OK", &String::from_utf8_lossy(&request.body)),
+    }
+}
+
+/// Asks by curl: whether the answer was whole, its status, request id and body.
+#[track_caller]
+fn ask(world: &World, version: &str, host: &str, target: &str, more: &[&str]) -> (bool, u16, String) {
+    let connect = format!("{host}:80:{}", world.http());
+    let url = format!("http://{host}{target}");
+    let mut arguments =
+        vec!["-sS", "--path-as-is", version, "--connect-to", &connect, "-w", "\n%{http_code}"];
+    arguments.extend(more);
+    arguments.push(&url);
+    let output = machine::output("curl", &arguments);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let (body, status) = text.rsplit_once('\n').expect("curl writes the status last");
+    (output.status.success(), status.trim().parse().expect("a status"), body.to_owned())
+}
+
+/// Each kind of server over each version of HTTP.
+fn each_server(check: impl Fn(&str, &str, &str)) {
+    for host in ["http.test", "app.test"] {
+        for version in VERSIONS {
+            check(host, version, &format!("{host} {version}"));
+        }
+    }
+}
+
+fn sloppy_answers_with_one_reading_are_passed_on(world: &World) {
+    each_server(|host, version, place| {
+        for case in CASES.iter().filter(|case| matches!(case.read, Reading::Ok)) {
+            let answer = ask(world, version, host, &format!("/{}", case.name), &[]);
+            assert_eq!(answer, (true, 200, "ok".into()), "{place} {}", case.name);
+        }
+    });
+}
+
+/// What log and `explain` say of the last request for this target.
+#[track_caller]
+fn reason(world: &World, host: &str, target: &str) -> String {
+    let mut found = None;
+    wait::until("the access log has the request", || {
+        found = world.access_log().into_iter().rfind(|line| line["host"] == host && line["target"] == target);
+        found.is_some()
+    });
+    let id = found.and_then(|line| line["id"].as_str().map(str::to_owned)).expect("a request has an id");
+    let log: Vec<_> = world.log().lines().filter(|line| line.contains(&id)).map(str::to_owned).collect();
+    format!("{}\nexplain: {}", log.join("\n"), world.cli(&["explain", &id]))
+}
+
+#[track_caller]
+fn assert_reason(world: &World, host: &str, target: &str, reason: &str, place: &str) {
+    let told = self::reason(world, host, target);
+    let (log, explained) = told.split_once("explain: ").expect("both are there");
+    assert!(log.contains(reason), "{place}: the log does not say '{reason}': {told}");
+    assert!(explained.contains(reason), "{place}: explain does not say '{reason}': {told}");
+}
+
+fn answers_with_two_readings_are_502_with_their_reason(world: &World) {
+    each_server(|host, version, place| {
+        for case in CASES {
+            let Reading::Refused(reason) = case.read else { continue };
+            let target = format!("/{}?{}", case.name, &version[2..7]);
+            let (is_whole, status, _) = ask(world, version, host, &target, &[]);
+            assert_eq!((is_whole, status), (true, 502), "{place} {}", case.name);
+            assert_reason(world, host, &target, reason, &format!("{place} {}", case.name));
+        }
+    });
+}
+
+fn a_fault_in_a_body_leaves_its_reason(world: &World) {
+    each_server(|host, version, place| {
+        for case in CASES {
+            let Reading::Broken(reason) = case.read else { continue };
+            let target = format!("/{}?{}", case.name, &version[2..7]);
+            let (is_whole, status, _) = ask(world, version, host, &target, &[]);
+            // What is known before the first byte goes out is a 502.
+            assert!(!is_whole || status == 502, "{place} {}: {status}", case.name);
+            assert_reason(world, host, &target, reason, &format!("{place} {}", case.name));
+        }
+    });
+}
+
+fn a_transfer_encoding_of_a_program_is_dropped(world: &World) {
+    let mut programs = vec![("cgi.test", "cgi"), ("php.test", "php")];
+    programs.extend(php_fpm().map(|_| ("fastcgi.test", "php")));
+    for (host, ending) in programs {
+        for (version, file) in VERSIONS.iter().flat_map(|version| [(version, "chunked"), (version, "gzip")]) {
+            let answer = ask(world, version, host, &format!("/{file}.{ending}"), &[]);
+            assert_eq!(answer, (true, 200, "plain".into()), "{host} {version} {file}");
+        }
+    }
+}
+
+/// Hosts of all kinds of backend that are here.
+fn hosts() -> Vec<&'static str> {
+    let mut hosts = vec!["www.test", "http.test", "app.test", "cgi.test", "php.test"];
+    hosts.extend(php_fpm().map(|_| "fastcgi.test"));
+    hosts
+}
+
+/// The status and body over HTTP/1.1, and what became of the same over HTTP/2.
+#[track_caller]
+fn both(world: &World, host: &str, target: &str) -> ((u16, String), Answer) {
+    let mut connection = Connection::open(world.http());
+    connection.send(format!("GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+    let first = connection.response();
+    let fields = [(":method", "GET"), (":scheme", "http"), (":path", target), (":authority", host)];
+    ((first.status, first.text()), http2::ask(world.http(), &fields, None))
+}
+
+fn targets_are_read_alike_over_both_versions(world: &World) {
+    for (target, expected) in [
+        ("/told?q=\"a\"", 200),
+        ("/told?q=<b>", 200),
+        ("/told<1>", 200),
+        ("/told`x`\"y\"", 200),
+        ("/told^|{}[]\\'", 200),
+        ("/told?^`|{}[]\\'", 200),
+        ("/told/\u{65e5}", 400),
+        ("/told?\u{e9}", 400),
+        ("/told#part", 400),
+        ("/told?a#part", 400),
+        ("/told\u{7f}", 400),
+        ("told", 400),
+        ("?told", 400),
+        ("*", 400),
+    ] {
+        for host in hosts() {
+            let (first, second) = both(world, host, target);
+            assert_eq!(second.status(), Some(first.0), "{host} {target}: {first:?} {second:?}");
+            match host {
+                "http.test" => assert_eq!(first.0, expected, "{target}: {first:?}"),
+                "app.test" => assert_eq!(first.0, expected, "{target}: {first:?}"),
+                // A file that is not there.
+                _ => assert!(first.0 == 400 || (expected == 200 && first.0 == 404), "{host} {target}: {first:?}"),
+            }
+            if host == "http.test" && expected == 200 {
+                let Answer::Response { body, .. } = second else { panic!("{second:?}") };
+                assert_eq!((first.1.trim(), String::from_utf8_lossy(&body).trim()), (target, target));
+            }
+        }
+    }
+}
+
+fn a_host_is_named_alike_over_both_versions(world: &World) {
+    for host in hosts() {
+        let with_port = format!("{host}:80");
+        for (authority, field, expected) in [
+            (Some(host), None, None),
+            (None, Some(host), None),
+            (Some(host), Some(host), None),
+            (Some(host), Some(&*with_port), None),
+            (Some(&*with_port), Some(host), None),
+            (Some(host), Some("other.test"), Some(400)),
+            (None, None, Some(400)),
+            (Some("u@www.test"), None, Some(400)),
+            (Some("a\"b"), None, Some(400)),
+        ] {
+            let target = authority.map_or("/told".into(), |authority| format!("http://{authority}/told"));
+            let fields = field.or(authority).map_or(String::new(), |host| format!("Host: {host}\r\n"));
+            let mut connection = Connection::open(world.http());
+            connection.send(format!("GET {target} HTTP/1.1\r\n{fields}\r\n"));
+            let first = connection.response().status;
+            let mut fields = vec![(":method", "GET"), (":scheme", "http"), (":path", "/told")];
+            fields.extend(authority.map(|authority| (":authority", authority)));
+            fields.extend(field.map(|field| ("host", field)));
+            let second = http2::ask(world.http(), &fields, None);
+            let expected = expected.unwrap_or(if matches!(host, "http.test" | "app.test") { 200 } else { 404 });
+            assert_eq!((first, second.status()), (expected, Some(expected)), "{authority:?} {field:?}: {second:?}");
+        }
+    }
+}
+
+fn crumbs_of_a_cookie_are_one_field(world: &World) {
+    let crumbs: Vec<_> = (0..150).map(|number| format!("c{number}=v")).collect();
+    for host in hosts() {
+        let mut fields = vec![(":method", "GET"), (":scheme", "http"), (":path", "/told"), (":authority", host)];
+        fields.extend(crumbs.iter().map(|crumb| ("cookie", crumb.as_str())));
+        let answer = http2::ask(world.http(), &fields, None);
+        let Answer::Response { status, body, .. } = answer else { panic!("{host}: {answer:?}") };
+        let expected = if matches!(host, "http.test" | "app.test") { 200 } else { 404 };
+        assert_eq!(status, expected, "{host}");
+        if host == "http.test" {
+            assert_eq!(String::from_utf8_lossy(&body), format!("/told {}", crumbs.join("; ")));
+        }
+    }
+}
+
+fn trailers_that_must_not_be_there_are_dropped(world: &World) {
+    let trailers = [("content-type", "text/x"), ("content-length", "9"), ("host", "other.test"), ("x-sum", "1")];
+    let lines: String = trailers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    for (host, target) in [("http.test", "/"), ("cgi.test", "/echo.cgi"), ("php.test", "/echo.php"), ("fastcgi.test", "/echo.php")] {
+        if !hosts().contains(&host) {
+            continue;
+        }
+        let mut connection = Connection::open(world.http());
+        connection.send(format!(
+            "POST {target} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n{lines}\r\n"
+        ));
+        assert_eq!(connection.response().expect(200).text(), "hello", "{host}");
+        // The next request begins where the trailers end.
+        connection.send("GET /missing HTTP/1.1\r\nHost: www.test\r\n\r\n").response().expect(404);
+        let fields = [(":method", "POST"), (":scheme", "http"), (":path", target), (":authority", host)];
+        let answer = http2::ask(world.http(), &fields, Some((b"hello", &trailers)));
+        assert_eq!(answer, Answer::Response { status: 200, interim: vec![], body: b"hello".into() }, "{host}");
+    }
+}
+
+fn loose_requests_with_one_reading_are_answered(world: &World) {
+    let chunked = "POST / HTTP/1.1\r\nHost: http.test\r\nTransfer-Encoding: chunked\r\n\r\n";
+    for (request, status, body) in [
+        ("GET /a.txt HTTP/1.2\r\nHost: www.test\r\n\r\n".to_owned(), 200, Some("alpha")),
+        ("GET http://www.test/a.txt HTTP/1.1\r\nHost: www.test:80\r\n\r\n".into(), 200, Some("alpha")),
+        ("GET http://www.test:80/a.txt HTTP/1.1\r\nHost: www.test\r\n\r\n".into(), 200, Some("alpha")),
+        (format!("{chunked}5 ; a=b\r\nhello\r\n0\t;c\r\n\r\n"), 200, Some("hello")),
+        // What two readers take in two ways.
+        ("GET http://www.test:81/a.txt HTTP/1.1\r\nHost: www.test:80\r\n\r\n".into(), 400, None),
+        ("GET /a.txt HTTP/2.0\r\nHost: www.test\r\n\r\n".into(), 505, None),
+        (format!("{chunked}5 \r\nhello\r\n0\r\n\r\n"), 400, None),
+        (format!("{chunked}5\nhello\r\n0\r\n\r\n"), 400, None),
+        ("GET /a.txt HTTP/1.1\nHost: www.test\n\n".into(), 400, None),
+        ("POST / HTTP/1.1\r\nHost: http.test\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello".into(), 400, None),
+    ] {
+        let answer = Connection::open(world.http()).send(&request).response();
+        assert_eq!(answer.status, status, "{request:?}: {answer:?}");
+        if let Some(body) = body {
+            assert_eq!(answer.text(), body, "{request:?}");
+        }
+    }
+}
