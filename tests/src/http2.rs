@@ -42,11 +42,7 @@ impl Answer {
 
 /// Sends a request with these fields, pseudo-header fields first. With `body`, trailers follow it.
 #[track_caller]
-pub fn ask(
-    address: SocketAddr,
-    fields: &[(&str, &str)],
-    body: Option<(&[u8], &[(&str, &str)])>,
-) -> Answer {
+pub fn ask(address: SocketAddr, fields: &[(&str, &str)], body: Option<(&[u8], &[(&str, &str)])>) -> Answer {
     let mut stream = TcpStream::connect(address).expect("the node listens");
     stream.set_read_timeout(Some(wait::SOON.saturating_mul(wait::STRETCH_MAX))).expect("an open connection");
     let mut out = PREFACE.to_vec();

@@ -50,6 +50,7 @@ use crate::message::{Head, Request, RequestBody};
 use crate::node::Node;
 use crate::refusal::Refusal;
 use crate::route::Route;
+use crate::serving;
 
 /// One in so many requests on lent permits is learned from.
 const SAMPLE: u32 = 16;
@@ -216,6 +217,7 @@ async fn ask(
     let (permit, predicted) = match entered {
         Entered::Runs(pass) => (Permit::of_pass(&lane, pass), None),
         Entered::Waits(pass, prediction, told) => {
+            serving::need_client();
             let ticket = shown.as_ref().map(|shown| &shown.ticket);
             let patience = patience(lanes, &lane, ticket);
             let permit = wait(node, route, &lane, pass, patience, told, request).await?;

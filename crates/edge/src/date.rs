@@ -5,10 +5,16 @@
 use std::cell::RefCell;
 use std::time::{Duration, UNIX_EPOCH};
 
+use http::HeaderValue;
 use rustix::time::{ClockId, clock_gettime};
 
 thread_local! {
     static NOW: RefCell<(i64, String)> = const { RefCell::new((i64::MIN, String::new())) };
+}
+
+/// The current date as a field's value.
+pub fn header_value() -> HeaderValue {
+    with_now(|date| HeaderValue::from_bytes(date).expect("a date is of visible characters"))
 }
 
 /// Gives `use_it` the current date in IMF-fixdate form.

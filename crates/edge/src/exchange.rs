@@ -29,6 +29,7 @@ use crate::refusal::Refusal;
 use crate::route::Route;
 use crate::rules;
 use crate::seat::Seating;
+use crate::serving;
 use crate::upstream::{self, Address, Bounds, Connector, Failed, NoConnection, Outgoing, Socket};
 
 /// What the fields of a request to an application mostly take, in bytes.
@@ -47,6 +48,7 @@ pub fn prepare(node: &Node, route: &Route, head: &Head, account: &mut Account) {
     let names_script =
         |files: &Files| head.path.split('/').any(|name| Programs::FastCgi.contains(files, name));
     if app.files.as_deref().is_none_or(names_script) {
+        serving::need_client();
         let epoch = account.stint().map(|stint| stint.epoch());
         account.need(|| node.instances.hold(&route.site.name, epoch));
     }
@@ -116,6 +118,7 @@ async fn from_files(
         let Some(program) = node.files.find_program(&root, rel, files, programs).await? else {
             return node.files.serve(&Ctx { head, files, programs, root: &root, path: &path, rel }).await;
         };
+        serving::need_client();
         let mount = route.site.path.trim_end_matches('/');
         let script = Script {
             name: format!("{mount}/{}", program.script),
@@ -157,6 +160,7 @@ async fn from_server(
     request: Request,
     retries: &Retries,
 ) -> Result<Response, Refusal> {
+    serving::need_client();
     let address = Address::of(site, http);
     let Request { head, body } = request;
     let mut proxy = Proxy::new(node, &head, http.host_header.as_deref(), http.timeout_seconds)?;

@@ -1,4 +1,4 @@
-//! A client's HTTP/2 connection: hyper's server, its bounds set by name, and requests and responses as the
+//! A client's HTTP/2 connection: h2's server, its bounds set by name, and requests and responses as the
 //! rest of the edge knows them.
 //!
 //! What bounds a hostile client (RFC 9113 section 10.5):
@@ -23,33 +23,35 @@
 mod guard;
 pub(crate) mod head;
 mod incoming;
+mod keep_alive;
+mod send;
 mod streams;
 
-use std::convert::Infallible;
 use std::future::poll_fn;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::BytesMut;
-use http::header::{CONTENT_LENGTH, SERVER};
-use http::{HeaderValue, Method, StatusCode};
-use hyper::body::Incoming;
-use hyper::server::conn::http2::{Builder, Connection};
-use hyper::service::Service;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use bytes::{Bytes, BytesMut};
+use h2::server::{Builder, Connection, SendResponse};
+use h2::{Reason, RecvStream};
+use http::header::{CONTENT_LENGTH, DATE, EXPECT, SERVER};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::body::{Outgoing, Pace};
+use crate::date;
 use crate::drain::Entered;
 use crate::http1::connection::Host;
 use crate::message::{ConnInfo, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
 use crate::receipt::{Covers, metered};
 use crate::refusal::Refusal;
+use crate::serving;
 use guard::GuardedIo;
 use incoming::Arriving;
+use keep_alive::KeepAlive;
 use streams::Streams;
 
 /// Streams a client may reset before they were taken up. Honest clients reset a few at a time.
@@ -72,10 +74,6 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// Dynamic table of the header decoder (RFC 7541 section 4.2); the default of the protocol.
 const HPACK_TABLE_BYTES: u32 = 4096;
 
-/// A peer that is silent so long is asked whether it lives, and has so long to answer.
-const PING_EVERY: Duration = Duration::from_secs(30);
-const PING_PATIENCE: Duration = Duration::from_secs(10);
-
 /// After GOAWAY, once no stream is left: how long the client may take to close.
 const GOODBYE: Duration = Duration::from_secs(2);
 
@@ -87,7 +85,7 @@ pub async fn serve<IO, H>(
     conn: Rc<ConnInfo>,
     entered: Entered,
     host: Rc<H>,
-) -> Result<(), hyper::Error>
+) -> Result<(), h2::Error>
 where
     IO: AsyncRead + AsyncWrite + Unpin + 'static,
     H: Host,
@@ -95,15 +93,14 @@ where
     let limits = host.limits();
     let streams = Streams::new(&limits, entered.phases());
     let peer = conn.peer;
-    let service = Exchange { conn, host: Rc::clone(&host), streams: streams.clone() };
     let (guarded, shared) = GuardedIo::new(input, io);
-    let mut builder = builder(&limits, host.windows(), streams.clone());
-    builder.max_pending_accept_reset_streams(host.pending_resets());
-    // Boxed, so that it can be gone before the client is told why.
-    let connection = Box::pin(builder.serve_connection(TokioIo::new(guarded), service));
+    let builder = builder(&limits, host.windows(), host.pending_resets());
     let idle = Duration::from_millis(limits.keep_alive_ms);
+    let exchange = Exchange { conn, host, streams: streams.clone() };
+    // Boxed, so that it can be gone before the client is told why.
+    let serving = Box::pin(until_end(builder, guarded, exchange, &entered, idle));
     let ended = tokio::select! {
-        ended = until_end(connection, &streams, &entered, idle) => ended,
+        ended = serving => ended,
         () = streams.cancelled_too_often() => {
             tracing::debug!(%peer, "an HTTP/2 client cancels its requests too often");
             Ok(())
@@ -115,49 +112,89 @@ where
     ended
 }
 
-type GuardedConnection<IO, H> = Connection<TokioIo<GuardedIo<IO>>, Exchange<H>, Streams>;
-
 /// Serves until the client has had enough, or is told that it has.
 async fn until_end<IO, H>(
-    mut connection: Pin<Box<GuardedConnection<IO, H>>>,
-    streams: &Streams,
+    builder: Builder,
+    io: GuardedIo<IO>,
+    exchange: Exchange<H>,
     entered: &Entered,
     idle: Duration,
-) -> Result<(), hyper::Error>
+) -> Result<(), h2::Error>
 where
     IO: AsyncRead + AsyncWrite + Unpin + 'static,
     H: Host,
 {
+    let streams = exchange.streams.clone();
+    let heard = io.heard();
+    let connection = tokio::select! {
+        connection = builder.handshake(io) => connection?,
+        () = drained(entered) => return Ok(()),
+        () = streams.idle_for(idle) => return Ok(()),
+    };
+    let mut server = Server { keep_alive: None, connection, exchange };
+    server.keep_alive = server.connection.ping_pong().map(|pings| KeepAlive::new(pings, heard));
     tokio::select! {
-        ended = connection.as_mut() => return ended,
+        ended = poll_fn(|cx| server.poll_streams(cx)) => return ended,
         () = drained(entered) => {}
         () = streams.idle_for(idle) => {}
         () = streams.used_up() => {}
     }
     // GOAWAY: streams that were begun are still answered, and no new one is taken.
-    connection.as_mut().graceful_shutdown();
+    server.connection.graceful_shutdown();
     tokio::select! {
-        ended = connection => ended,
+        ended = poll_fn(|cx| server.poll_streams(cx)) => ended,
         () = streams.idle_for(GOODBYE) => Ok(()),
     }
 }
 
-fn builder(limits: &Limits, (stream, connection): (u32, u32), streams: Streams) -> Builder<Streams> {
-    let mut builder = Builder::new(streams);
+fn builder(limits: &Limits, (stream, connection): (u32, u32), pending_resets: usize) -> Builder {
+    let mut builder = Builder::new();
     builder
-        .timer(TokioTimer::new())
         .max_concurrent_streams(limits.h2_streams)
         .max_header_list_size(u32::try_from(limits.head_bytes).unwrap_or(u32::MAX))
-        .max_local_error_reset_streams(OWN_RESETS_MAX)
-        .initial_stream_window_size(stream)
+        .max_local_error_reset_streams(Some(OWN_RESETS_MAX))
+        .max_pending_accept_reset_streams(pending_resets)
+        .initial_window_size(stream)
         .initial_connection_window_size(connection)
         .max_frame_size(FRAME_BYTES)
-        .max_send_buf_size(SEND_BUFFER_BYTES)
-        .header_table_size(HPACK_TABLE_BYTES)
-        .keep_alive_interval(PING_EVERY)
-        .keep_alive_timeout(PING_PATIENCE)
-        .auto_date_header(true);
+        .max_send_buffer_size(SEND_BUFFER_BYTES)
+        .header_table_size(HPACK_TABLE_BYTES);
     builder
+}
+
+/// A connection after its handshake.
+struct Server<IO, H>
+where
+    IO: AsyncRead + AsyncWrite + Unpin,
+{
+    connection: Connection<GuardedIo<IO>, Bytes>,
+    keep_alive: Option<KeepAlive>,
+    exchange: Exchange<H>,
+}
+
+impl<IO, H> Server<IO, H>
+where
+    IO: AsyncRead + AsyncWrite + Unpin,
+    H: Host,
+{
+    /// Begins the streams that come, and moves the bytes of all. Ready when the connection has ended.
+    fn poll_streams(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
+        loop {
+            if let Some(keep_alive) = &mut self.keep_alive
+                && keep_alive.poll_dead(cx).is_ready()
+            {
+                self.keep_alive = None;
+                self.connection.abrupt_shutdown(Reason::NO_ERROR);
+            }
+            match ready!(self.connection.poll_accept(cx)) {
+                Some(stream) => {
+                    let (request, respond) = stream?;
+                    self.exchange.begin(request, respond);
+                }
+                None => return Poll::Ready(Ok(())),
+            }
+        }
+    }
 }
 
 /// Ends when draining begins.
@@ -172,49 +209,94 @@ pub(crate) async fn drained(entered: &Entered) {
     .await;
 }
 
-/// What hyper calls for each stream.
+/// What each stream needs of its connection.
 struct Exchange<H> {
     conn: Rc<ConnInfo>,
     host: Rc<H>,
     streams: Streams,
 }
 
-impl<H: Host> Service<http::Request<Incoming>> for Exchange<H> {
-    type Response = http::Response<Outgoing>;
-    type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>>>>;
-
-    fn call(&self, request: http::Request<Incoming>) -> Self::Future {
+impl<H: Host> Exchange<H> {
+    /// Serves one stream, in a task of its own.
+    fn begin(&self, request: http::Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         let pace = self.streams.begin();
-        let (host, conn) = (Rc::clone(&self.host), Rc::clone(&self.conn));
-        Box::pin(async move {
+        let (host, conn, paced) = (Rc::clone(&self.host), Rc::clone(&self.conn), Rc::clone(&pace));
+        let stream = Box::pin(async move {
             let covers = host.measures().then_some(Covers::Answer);
-            Ok(metered(covers, exchange(&*host, conn, request, pace)).await)
-        })
+            let expects = request.headers().contains_key(EXPECT);
+            let serving = pin!(metered(covers, exchange(&*host, conn, request, paced)));
+            if let Some(response) = until_reset(serving, &mut respond, expects).await {
+                send::respond(respond, response).await;
+            }
+        });
+        self.streams.spawn(stream, pace);
+    }
+}
+
+/// Serves a request unless its client gives it up. Interim answers go out before; `100 Continue` only if the client
+/// `expects` it.
+async fn until_reset<T>(
+    mut serving: Pin<&mut impl Future<Output = T>>,
+    respond: &mut SendResponse<Bytes>,
+    mut expects: bool,
+) -> Option<T> {
+    poll_fn(|cx| {
+        let (served, said) = serving::listen(|| serving.as_mut().poll(cx));
+        for interim in said.interim {
+            if interim.status == StatusCode::CONTINUE && !std::mem::take(&mut expects) {
+                continue;
+            }
+            let mut head = http::Response::new(());
+            (*head.status_mut(), *head.headers_mut()) = (interim.status, interim.headers);
+            strip_connection(head.headers_mut());
+            // A client that has gone is noticed below.
+            let _ = respond.send_informational(head);
+        }
+        match served {
+            Poll::Ready(served) => Poll::Ready(Some(served)),
+            Poll::Pending => respond.poll_reset(cx).map(|_| None),
+        }
+    })
+    .await
+}
+
+/// Fields of one connection of HTTP/1.1 (RFC 9113 section 8.2.2).
+fn strip_connection(headers: &mut HeaderMap) {
+    const NAMES: [HeaderName; 6] = [
+        http::header::CONNECTION,
+        http::header::TE,
+        http::header::TRANSFER_ENCODING,
+        http::header::UPGRADE,
+        HeaderName::from_static("keep-alive"),
+        HeaderName::from_static("proxy-connection"),
+    ];
+    for name in NAMES {
+        headers.remove(name);
     }
 }
 
 async fn exchange<H: Host>(
     host: &H,
     conn: Rc<ConnInfo>,
-    request: http::Request<Incoming>,
+    request: http::Request<RecvStream>,
     pace: Rc<Pace>,
 ) -> http::Response<Outgoing> {
     let (parts, body) = request.into_parts();
     let is_head = parts.method == Method::HEAD;
     let limits = host.limits();
     let id = host.request_id();
-    let announced = http_body::Body::size_hint(&body).exact();
+    let is_empty = body.is_end_stream();
+    let announced = incoming::announced(&parts.headers);
     let response = match head::read(parts, Rc::clone(&conn), &limits, id) {
         Err(refusal) => host.refuse(&conn, refusal, id),
         Ok(_) if announced.is_some_and(|len| len > limits.body_bytes) => {
             host.refuse(&conn, Refusal::BodyTooLarge, id)
         }
         Ok(head) => {
-            let body = if http_body::Body::is_end_stream(&body) {
+            let body = if is_empty {
                 RequestBody::empty()
             } else {
-                RequestBody::new(Arriving::new(body, &limits))
+                RequestBody::new(Arriving::new(body, announced, &limits))
             };
             host.serve(Request { head: Box::new(head), body }).await
         }
@@ -228,14 +310,16 @@ async fn exchange<H: Host>(
     into_wire(response, is_head, pace)
 }
 
-/// The response as hyper takes it. hyper adds `Date`, and `Content-Length` where the body's length is known.
+/// The response as it goes out, with the fields that the wire adds.
 fn into_wire(mut response: Response, is_head: bool, pace: Rc<Pace>) -> http::Response<Outgoing> {
     let bodiless = is_head || matches!(response.status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
     let length = response.body.len();
     let body = Outgoing::take(&mut response, !bodiless).paced(pace);
     let mut headers = response.headers.into_map();
     // An application's own Server stays, as its Date does.
+    strip_connection(&mut headers);
     headers.entry(SERVER).or_insert(HeaderValue::from_static("nagaya"));
+    headers.entry(DATE).or_insert_with(date::header_value);
     // RFC 9110 section 8.6: HEAD and 304 may say how long the body would be; 204 must not.
     if !bodiless || response.status == StatusCode::NO_CONTENT {
         headers.remove(CONTENT_LENGTH);

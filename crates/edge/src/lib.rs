@@ -54,6 +54,7 @@ pub mod stay;
 pub mod listen;
 pub mod node;
 pub mod options;
+pub mod serving;
 pub mod shared;
 mod sys;
 pub mod turns;

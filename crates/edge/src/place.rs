@@ -36,6 +36,7 @@ use crate::node::Node;
 use crate::peers::Carried;
 use crate::refusal::{Later, Refusal};
 use crate::route::Route;
+use crate::serving;
 use hop::{Hop, Lost};
 use keep::Keep;
 use repeat::{Repeat, may_repeat};
@@ -83,6 +84,7 @@ pub async fn arrive(
         }
         return Ok(Arrival::Here(request));
     }
+    serving::need_client();
     // Boxed, or its state would be part of every request's.
     let conn = Rc::clone(&request.head.conn);
     match &conn.carried {

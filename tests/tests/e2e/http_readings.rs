@@ -208,7 +208,11 @@ fn world() -> World {
     }
     world.write("alice", "php/echo.php", ECHO);
     world.write("alice", "fpm/php/echo.php", ECHO);
-    world.write_program("alice", "cgi/echo.cgi", "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\n\\r\\n'\ncat\n");
+    world.write_program(
+        "alice",
+        "cgi/echo.cgi",
+        "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\n\\r\\n'\ncat\n",
+    );
     world.give("alice");
     world.keep(backend);
     world
@@ -361,7 +365,10 @@ fn targets_are_read_alike_over_both_versions(world: &World) {
                 "http.test" => assert_eq!(first.0, expected, "{target}: {first:?}"),
                 "app.test" => assert_eq!(first.0, expected, "{target}: {first:?}"),
                 // A file that is not there.
-                _ => assert!(first.0 == 400 || (expected == 200 && first.0 == 404), "{host} {target}: {first:?}"),
+                _ => assert!(
+                    first.0 == 400 || (expected == 200 && first.0 == 404),
+                    "{host} {target}: {first:?}"
+                ),
             }
             if host == "http.test" && expected == 200 {
                 let Answer::Response { body, .. } = second else { panic!("{second:?}") };
@@ -394,8 +401,13 @@ fn a_host_is_named_alike_over_both_versions(world: &World) {
             fields.extend(authority.map(|authority| (":authority", authority)));
             fields.extend(field.map(|field| ("host", field)));
             let second = http2::ask(world.http(), &fields, None);
-            let expected = expected.unwrap_or(if matches!(host, "http.test" | "app.test") { 200 } else { 404 });
-            assert_eq!((first, second.status()), (expected, Some(expected)), "{authority:?} {field:?}: {second:?}");
+            let expected =
+                expected.unwrap_or(if matches!(host, "http.test" | "app.test") { 200 } else { 404 });
+            assert_eq!(
+                (first, second.status()),
+                (expected, Some(expected)),
+                "{authority:?} {field:?}: {second:?}"
+            );
         }
     }
 }
@@ -403,7 +415,8 @@ fn a_host_is_named_alike_over_both_versions(world: &World) {
 fn crumbs_of_a_cookie_are_one_field(world: &World) {
     let crumbs: Vec<_> = (0..150).map(|number| format!("c{number}=v")).collect();
     for host in hosts() {
-        let mut fields = vec![(":method", "GET"), (":scheme", "http"), (":path", "/told"), (":authority", host)];
+        let mut fields =
+            vec![(":method", "GET"), (":scheme", "http"), (":path", "/told"), (":authority", host)];
         fields.extend(crumbs.iter().map(|crumb| ("cookie", crumb.as_str())));
         let answer = http2::ask(world.http(), &fields, None);
         let Answer::Response { status, body, .. } = answer else { panic!("{host}: {answer:?}") };
@@ -416,9 +429,15 @@ fn crumbs_of_a_cookie_are_one_field(world: &World) {
 }
 
 fn trailers_that_must_not_be_there_are_dropped(world: &World) {
-    let trailers = [("content-type", "text/x"), ("content-length", "9"), ("host", "other.test"), ("x-sum", "1")];
+    let trailers =
+        [("content-type", "text/x"), ("content-length", "9"), ("host", "other.test"), ("x-sum", "1")];
     let lines: String = trailers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
-    for (host, target) in [("http.test", "/"), ("cgi.test", "/echo.cgi"), ("php.test", "/echo.php"), ("fastcgi.test", "/echo.php")] {
+    for (host, target) in [
+        ("http.test", "/"),
+        ("cgi.test", "/echo.cgi"),
+        ("php.test", "/echo.php"),
+        ("fastcgi.test", "/echo.php"),
+    ] {
         if !hosts().contains(&host) {
             continue;
         }
@@ -431,7 +450,11 @@ fn trailers_that_must_not_be_there_are_dropped(world: &World) {
         connection.send("GET /missing HTTP/1.1\r\nHost: www.test\r\n\r\n").response().expect(404);
         let fields = [(":method", "POST"), (":scheme", "http"), (":path", target), (":authority", host)];
         let answer = http2::ask(world.http(), &fields, Some((b"hello", &trailers)));
-        assert_eq!(answer, Answer::Response { status: 200, interim: vec![], body: b"hello".into() }, "{host}");
+        assert_eq!(
+            answer,
+            Answer::Response { status: 200, interim: vec![], body: b"hello".into() },
+            "{host}"
+        );
     }
 }
 
@@ -448,7 +471,12 @@ fn loose_requests_with_one_reading_are_answered(world: &World) {
         (format!("{chunked}5 \r\nhello\r\n0\r\n\r\n"), 400, None),
         (format!("{chunked}5\nhello\r\n0\r\n\r\n"), 400, None),
         ("GET /a.txt HTTP/1.1\nHost: www.test\n\n".into(), 400, None),
-        ("POST / HTTP/1.1\r\nHost: http.test\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello".into(), 400, None),
+        (
+            "POST / HTTP/1.1\r\nHost: http.test\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello"
+                .into(),
+            400,
+            None,
+        ),
     ] {
         let answer = Connection::open(world.http()).send(&request).response();
         assert_eq!(answer.status, status, "{request:?}: {answer:?}");

@@ -24,6 +24,7 @@ use crate::message::{BodyError, Request, Response, ResponseBody};
 use crate::node::Node;
 use crate::refusal::Refusal;
 use crate::route::Route;
+use crate::serving;
 
 /// Paths of the node's own on every site.
 pub const OWN: &str = "/.nagaya/";
@@ -60,6 +61,7 @@ pub fn answer(node: &Node, route: &Route, request: &Request) -> Result<Option<Re
     let lane = lanes.by_short(&route.lane, lane).ok_or(Refusal::NotFound)?;
     let shown = tickets.shown(&lane, head, node.shared.cluster.ticket_mark())?.ok_or(Refusal::NotFound)?;
     let nonce = shown.ticket.nonce;
+    serving::need_client();
     let called = match lanes.listen(nonce) {
         Ok(called) => called,
         // The one status by which a page is told not to ask again. It enters when its slot begins.

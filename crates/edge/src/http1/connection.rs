@@ -3,6 +3,7 @@
 //! Read a head, check it, let `serve` answer it, write the answer; on anything doubtful answer once and close.
 //! Not here: what the head may look like (`head`), what happens to a request (`request`).
 
+use std::cell::Cell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -28,6 +29,7 @@ use crate::message::{ConnInfo, Head, Request, RequestBody, Response, ResponseBod
 use crate::options::Limits;
 use crate::receipt::{Covers, metered};
 use crate::refusal::Refusal;
+use crate::serving;
 use crate::silence::Silence;
 
 /// After an answer that ends the connection the client may still be sending: so long and so much is read
@@ -37,6 +39,15 @@ const LINGER_BYTES: usize = 1 << 20;
 
 /// A client that is turned away may take so long to ask.
 const TURN_AWAY_WAIT: Duration = Duration::from_secs(2);
+
+/// Of what was no request.
+const REFUSED: Asked = Asked {
+    version: Version::HTTP_11,
+    is_head: false,
+    keep_alive: false,
+    trailers: false,
+    needs_client: false,
+};
 
 /// What a connection needs of the thread it lives on.
 pub trait Host: 'static {
@@ -79,9 +90,7 @@ pub async fn serve<S: Stream, H: Host>(
             Ok(None) => return,
             Err(refusal) => {
                 let response = host.refuse(&conn, refusal, host.request_id());
-                let asked =
-                    Asked { version: Version::HTTP_11, is_head: false, keep_alive: false, trailers: false };
-                write::respond(&wire, asked, response).await;
+                write::respond(&wire, REFUSED, response).await;
                 return linger(&wire).await;
             }
         };
@@ -92,6 +101,7 @@ pub async fn serve<S: Stream, H: Host>(
             is_head: head.method == Method::HEAD,
             keep_alive: may_stay,
             trailers: head.trailers,
+            needs_client: false,
         };
         entered.begin(if head.framing == Framing::None { Phase::Working } else { Phase::Arriving });
         let body = wire.begin_body(head.framing, head.expect_continue, &limits);
@@ -103,7 +113,12 @@ pub async fn serve<S: Stream, H: Host>(
         .await
         {
             Exchanged::Answered(sent) => sent,
-            Exchanged::Switched(response) => return tunnel::run(wire, response).await,
+            Exchanged::Switched(response) => {
+                if wire.end_interim().await.is_ok() {
+                    tunnel::run(wire, response).await;
+                }
+                return;
+            }
             Exchanged::Gone => return,
         };
         if !sent.complete {
@@ -129,8 +144,7 @@ pub async fn turn_away<S: Stream, H: Host>(stream: S, conn: Rc<ConnInfo>, refusa
         return;
     }
     let response = host.refuse(&conn, refusal, host.request_id());
-    let asked = Asked { version: Version::HTTP_11, is_head: false, keep_alive: false, trailers: false };
-    write::respond(&wire, asked, response).await;
+    write::respond(&wire, REFUSED, response).await;
     linger(&wire).await;
 }
 
@@ -147,19 +161,28 @@ async fn exchange<S: Stream, H: Host>(
     wire: &Wire<S>,
     host: &H,
     request: Request,
-    asked: Asked,
+    mut asked: Asked,
     entered: &Entered,
 ) -> Exchanged {
     // The client left: dropping the unfinished future gives everything back.
     let mut serving = pin!(host.serve(request));
-    let noting_phase = poll_fn(|cx| {
-        let served = serving.as_mut().poll(cx);
+    let needs_client = Cell::new(false);
+    let listening = poll_fn(|cx| {
+        let (served, said) = serving::listen(|| serving.as_mut().poll(cx));
+        needs_client.set(needs_client.get() || said.needs_client);
+        if asked.version == Version::HTTP_11 {
+            said.interim.iter().for_each(|interim| wire.put_interim(interim));
+        }
+        // A client that does not take them is noticed when it is to take the answer.
+        let _ = wire.poll_interim(cx);
         if entered.phase() == Phase::Arriving && (served.is_ready() || wire.body_is_complete()) {
             entered.begin(Phase::Working);
         }
         served
     });
-    match until_gone(wire, pin!(noting_phase)).await {
+    let served = until_gone(wire, &needs_client, pin!(listening)).await;
+    asked.needs_client = needs_client.get();
+    match served {
         None => Exchanged::Gone,
         Some(response) if matches!(response.body, ResponseBody::Tunnel(_)) => Exchanged::Switched(response),
         Some(response) => Exchanged::Answered(write::respond(wire, asked, response).await),
@@ -261,13 +284,17 @@ fn request<S: Stream>(head: RequestHead, body: Incoming<S>, conn: Rc<ConnInfo>, 
 }
 
 /// Runs `work` unless the client leaves first.
-async fn until_gone<S: Stream, T>(wire: &Wire<S>, mut work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+async fn until_gone<S: Stream, T>(
+    wire: &Wire<S>,
+    needs_client: &Cell<bool>,
+    mut work: Pin<&mut impl Future<Output = T>>,
+) -> Option<T> {
     poll_fn(|cx| {
         loop {
             if let Poll::Ready(done) = work.as_mut().poll(cx) {
                 return Poll::Ready(Some(done));
             }
-            match wire.poll_gone(cx) {
+            match wire.poll_gone(cx, needs_client.get()) {
                 // Something arrived, perhaps the body that `work` waits for.
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(_)) => return Poll::Ready(None),

@@ -12,6 +12,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Interest};
 use tokio::net::TcpStream;
@@ -20,8 +21,10 @@ use tokio::time::Sleep;
 use crate::arrival::{Allowance, Arrival};
 use crate::http1::fields::Peer;
 use crate::http1::framing::{Decoded, Decoder, Framing};
+use crate::http1::write;
 use crate::message::BodyError;
 use crate::options::Limits;
+use crate::serving::Interim;
 
 /// Read at once while a head is expected, and while a body arrives.
 const HEAD_READ: usize = 8 << 10;
@@ -72,18 +75,16 @@ impl Stream for tokio_rustls::server::TlsStream<TcpStream> {
     }
 }
 
-/// Where `100 Continue` stands for the request being served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Continue {
-    NotWanted,
-    Wanted { sent: usize },
-}
-
 pub struct Wire<S> {
     stream: RefCell<S>,
     input: RefCell<BytesMut>,
     decoder: RefCell<Decoder>,
-    expect: Cell<Continue>,
+    /// The client waits for `100 Continue`.
+    expects: Cell<bool>,
+    /// Interim answers that the client has not taken yet.
+    interim: RefCell<Vec<u8>>,
+    /// The client has said that it sends no more.
+    finished: Cell<bool>,
     /// Longest silence while a body arrives or a response is taken.
     idle: Cell<Duration>,
     body_failed: Cell<bool>,
@@ -96,7 +97,9 @@ impl<S: Stream> Wire<S> {
             stream: RefCell::new(stream),
             input: RefCell::new(input),
             decoder: RefCell::new(Decoder::new(Framing::None, Peer::Client)),
-            expect: Cell::new(Continue::NotWanted),
+            expects: Cell::new(false),
+            interim: RefCell::default(),
+            finished: Cell::new(false),
             idle: Cell::new(idle),
             body_failed: Cell::new(false),
         }
@@ -147,8 +150,7 @@ impl<S: Stream> Wire<S> {
     ) -> Incoming<S> {
         *self.decoder.borrow_mut() = Decoder::new(framing, Peer::Client);
         self.body_failed.set(false);
-        let wanted = expect_continue && framing != Framing::None;
-        self.expect.set(if wanted { Continue::Wanted { sent: 0 } } else { Continue::NotWanted });
+        self.expects.set(expect_continue && framing != Framing::None);
         self.resume_body(limits)
     }
 
@@ -169,37 +171,68 @@ impl<S: Stream> Wire<S> {
         !self.body_failed.get() && left.is_some_and(|left| left <= SKIP_MAX)
     }
 
-    /// Ready when the client has left while its request runs. Reads ahead, within a bound; beyond it the question is
-    /// left open. `true` in `Ok`: something arrived, so whoever waits for body should be polled again.
-    pub fn poll_gone(&self, cx: &mut Context<'_>) -> Poll<Result<(), io::Error>> {
-        if self.input.borrow().len() >= AHEAD_MAX {
-            return Poll::Pending;
+    /// Ready when the client has left while its request runs, or said something. Reads ahead, within a bound; beyond it the
+    /// question is left open. A client that only finishes sending has left if the request `needs_client`.
+    pub fn poll_gone(&self, cx: &mut Context<'_>, needs_client: bool) -> Poll<io::Result<()>> {
+        if !self.finished.get() {
+            if self.input.borrow().len() >= AHEAD_MAX {
+                return Poll::Pending;
+            }
+            if ready!(self.poll_fill(cx, HEAD_READ))? > 0 {
+                return Poll::Ready(Ok(()));
+            }
+            self.finished.set(true);
         }
-        match ready!(self.poll_fill(cx, HEAD_READ)) {
-            Ok(0) => Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())),
-            Ok(_) => Poll::Ready(Ok(())),
-            Err(error) => Poll::Ready(Err(error)),
-        }
+        if needs_client { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending }
     }
 
     fn poll_continue(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while let Continue::Wanted { sent } = self.expect.get() {
-            let mut stream = self.stream.borrow_mut();
-            let wrote = ready!(Pin::new(&mut *stream).poll_write(cx, &CONTINUE[sent..]))?;
-            ready!(Pin::new(&mut *stream).poll_flush(cx))?;
-            let done = sent + wrote >= CONTINUE.len();
-            self.expect.set(if done { Continue::NotWanted } else { Continue::Wanted { sent: sent + wrote } });
-        }
-        Poll::Ready(Ok(()))
+        self.put_continue();
+        self.poll_interim(cx)
     }
 
-    /// The final response begins: an interim one may no longer be sent.
-    pub fn end_interim(&self) {
-        if self.expect.get() == (Continue::Wanted { sent: 0 }) {
+    /// Tells the client to go on, if it waits for that.
+    fn put_continue(&self) {
+        if self.expects.replace(false) {
+            self.interim.borrow_mut().extend_from_slice(CONTINUE);
+        }
+    }
+
+    /// An interim answer of the backend goes to the client. `100 Continue` is only for one that waits for it.
+    pub fn put_interim(&self, interim: &Interim) {
+        if interim.status == StatusCode::CONTINUE {
+            return self.put_continue();
+        }
+        write::encode_interim(&mut self.interim.borrow_mut(), interim);
+    }
+
+    /// Writes the interim answers that wait.
+    pub fn poll_interim(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut interim = self.interim.borrow_mut();
+        if interim.is_empty() {
+            return Poll::Ready(Ok(()));
+        }
+        let mut stream = self.stream.borrow_mut();
+        while !interim.is_empty() {
+            let wrote = ready!(Pin::new(&mut *stream).poll_write(cx, &interim))?;
+            if wrote == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            interim.drain(..wrote);
+        }
+        Pin::new(&mut *stream).poll_flush(cx)
+    }
+
+    /// The final response begins: interim ones are written before it, and no other may be sent.
+    pub async fn end_interim(&self) -> io::Result<()> {
+        if self.expects.replace(false) {
             // The client may or may not send its body now: the connection cannot be used again.
             self.body_failed.set(true);
         }
-        self.expect.set(Continue::NotWanted);
+        if self.interim.borrow().is_empty() {
+            return Ok(());
+        }
+        self.within_idle(|cx| self.poll_interim(cx)).await
     }
 
     /// Writes the slices in order, failing when the client takes nothing for too long.

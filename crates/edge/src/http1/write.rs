@@ -19,6 +19,7 @@ use crate::date;
 use crate::http1::wire::{Stream, Wire};
 use crate::message::{BodyError, Part, Response, ResponseBody};
 use crate::pace::{Flow, Slow};
+use crate::serving::Interim;
 
 /// Bodies up to this many bytes are copied behind their head and sent with it.
 const JOIN_MAX: usize = 16 << 10;
@@ -33,6 +34,8 @@ pub struct Asked {
     pub is_head: bool,
     pub keep_alive: bool,
     pub trailers: bool,
+    /// A program or a server works for it: a client that has finished sending counts as gone.
+    pub needs_client: bool,
 }
 
 /// What became of a response.
@@ -57,7 +60,7 @@ enum Ending {
 
 /// Writes `response` and drops it, with all it holds, when its body has been sent or has failed.
 pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Response) -> Sent {
-    wire.end_interim();
+    let interim = wire.end_interim().await;
     let ending = ending(asked, &response);
     let keep_alive = asked.keep_alive && ending != Ending::Close && wire.body_is_complete_or_short();
     let mut head = scratch();
@@ -66,6 +69,7 @@ pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Resp
     let body = if ending == Ending::NoBody { ResponseBody::Empty } else { body };
     let mut sent = 0;
     let result = match response.flow.take() {
+        _ if interim.is_err() => interim,
         None => send(wire, &mut head, body, ending, asked, &mut sent).await,
         // Boxed, or what only limited bodies need would be part of every response.
         Some(flow) => Box::pin(send_slowly(wire, &mut head, body, ending, asked, flow, &mut sent)).await,
@@ -160,6 +164,18 @@ fn number_field(out: &mut Vec<u8>, name: &[u8], number: u64) {
     field(out, name, itoa::Buffer::new().format(number).as_bytes());
 }
 
+/// An interim answer, complete.
+pub(super) fn encode_interim(out: &mut Vec<u8>, interim: &Interim) {
+    out.extend_from_slice(b"HTTP/1.1 ");
+    out.extend_from_slice(interim.status.as_str().as_bytes());
+    out.push(b' ');
+    out.extend_from_slice(interim.status.canonical_reason().unwrap_or("").as_bytes());
+    for (name, value) in &interim.headers {
+        field(out, name.as_str().as_bytes(), value.as_bytes());
+    }
+    out.extend_from_slice(b"\r\n\r\n");
+}
+
 /// The head of a `101`, after which the connection belongs to another protocol.
 pub fn encode_switch(response: &Response) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
@@ -200,7 +216,7 @@ async fn send<S: Stream>(
             }
             Ok(())
         }
-        ResponseBody::Stream(body) => send_stream(wire, head, body, ending, asked.trailers, sent).await,
+        ResponseBody::Stream(body) => send_stream(wire, head, body, ending, asked, sent).await,
     }
 }
 
@@ -220,7 +236,7 @@ async fn send_slowly<S: Stream>(
         ResponseBody::Parts(parts) => parts,
         ResponseBody::Stream(body) => {
             let slow = Box::pin(Slow::new(body, flow));
-            return send_stream(wire, head, slow, ending, asked.trailers, sent).await;
+            return send_stream(wire, head, slow, ending, asked, sent).await;
         }
         other => return send(wire, head, other, ending, asked, sent).await,
     };
@@ -228,7 +244,7 @@ async fn send_slowly<S: Stream>(
     for mut part in parts {
         while !part.is_empty() {
             let slice = part.split_to(flow.slice());
-            turn(wire, &mut flow, slice.len()).await?;
+            turn(wire, &mut flow, slice.len(), asked.needs_client).await?;
             send_part(wire, &mut front, &slice).await?;
             front.clear();
             *sent += slice.len();
@@ -238,12 +254,12 @@ async fn send_slowly<S: Stream>(
 }
 
 /// Waits for the turn of the next slice, unless the client leaves.
-async fn turn<S: Stream>(wire: &Wire<S>, flow: &mut Flow, len: u64) -> io::Result<()> {
+async fn turn<S: Stream>(wire: &Wire<S>, flow: &mut Flow, len: u64, needs_client: bool) -> io::Result<()> {
     poll_fn(|cx| {
         if flow.poll_take(cx, len).is_ready() {
             return Poll::Ready(Ok(()));
         }
-        match wire.poll_gone(cx) {
+        match wire.poll_gone(cx, needs_client) {
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             // More may have come, and the end of it is what is waited for.
             Poll::Ready(Ok(())) => {
@@ -295,7 +311,7 @@ async fn send_stream<S: Stream>(
     head: &mut Vec<u8>,
     mut body: Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>,
     ending: Ending,
-    take_trailers: bool,
+    asked: Asked,
     sent: &mut u64,
 ) -> io::Result<()> {
     // The head waits for the first piece of the body only as long as that is there at once.
@@ -303,7 +319,7 @@ async fn send_stream<S: Stream>(
     loop {
         let next = poll_fn(|cx| match body.as_mut().poll_frame(cx) {
             Poll::Pending if !front.is_empty() => Poll::Ready(None),
-            Poll::Pending => match wire.poll_gone(cx) {
+            Poll::Pending => match wire.poll_gone(cx, asked.needs_client) {
                 Poll::Ready(Err(_)) => Poll::Ready(Some(Some(Err(BodyError::ClientGone)))),
                 Poll::Ready(Ok(())) => {
                     cx.waker().wake_by_ref();
@@ -334,7 +350,7 @@ async fn send_stream<S: Stream>(
                 front.clear();
             }
             Err(frame) => {
-                if let (Ending::Chunked, true, Ok(trailers)) = (ending, take_trailers, frame.into_trailers())
+                if let (Ending::Chunked, true, Ok(trailers)) = (ending, asked.trailers, frame.into_trailers())
                 {
                     front.extend_from_slice(b"0");
                     encode_trailers(&mut front, &trailers);

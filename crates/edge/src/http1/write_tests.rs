@@ -12,7 +12,13 @@ use tokio::net::{TcpListener, TcpStream};
 use super::*;
 use crate::stay::Stay;
 
-const ASKED: Asked = Asked { version: Version::HTTP_11, is_head: false, keep_alive: true, trailers: false };
+const ASKED: Asked = Asked {
+    version: Version::HTTP_11,
+    is_head: false,
+    keep_alive: true,
+    trailers: false,
+    needs_client: true,
+};
 
 /// Both ends of a connection.
 async fn connection() -> (Wire<TcpStream>, TcpStream) {

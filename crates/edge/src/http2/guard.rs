@@ -143,14 +143,22 @@ pub struct SharedIo<IO> {
     io: RefCell<IO>,
     meter: RefCell<FrameMeter>,
     is_flooded: Cell<bool>,
+    /// When something was last read.
+    heard: Rc<Cell<Instant>>,
 }
 
 impl<IO: AsyncRead + AsyncWrite + Unpin> GuardedIo<IO> {
     pub fn new(input: BytesMut, io: IO) -> (Self, Rc<SharedIo<IO>>) {
         let meter = RefCell::new(FrameMeter::new());
-        let shared = Rc::new(SharedIo { io: RefCell::new(io), meter, is_flooded: Cell::new(false) });
+        let heard = Rc::new(Cell::new(Instant::now()));
+        let shared = Rc::new(SharedIo { io: RefCell::new(io), meter, is_flooded: Cell::new(false), heard });
         shared.scan(&input);
         (Self { input, shared: Rc::clone(&shared) }, shared)
+    }
+
+    /// When something was last read.
+    pub fn heard(&self) -> Rc<Cell<Instant>> {
+        Rc::clone(&self.shared.heard)
     }
 }
 
@@ -202,6 +210,7 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncRead for GuardedIo<IO> {
         let before = into.filled().len();
         ready!(Pin::new(&mut *self.shared.io.borrow_mut()).poll_read(cx, into))?;
         self.shared.scan(&into.filled()[before..]);
+        self.shared.heard.set(Instant::now());
         Poll::Ready(Ok(()))
     }
 }

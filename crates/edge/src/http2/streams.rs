@@ -28,8 +28,6 @@ struct State {
     phases: PhaseHandle,
     /// When the last one ended.
     idle_since: Cell<Instant>,
-    /// Pace of the stream that hyper is just making: it calls the service, then at once the executor.
-    next: RefCell<Option<Rc<Pace>>>,
     /// How long a client may take nothing of a response.
     patience: Duration,
     /// How many more may begin.
@@ -48,7 +46,6 @@ impl Streams {
             open: Cell::new(0),
             phases,
             idle_since: Cell::new(Instant::now()),
-            next: RefCell::new(None),
             patience: Duration::from_millis(limits.idle_body_ms),
             left: Cell::new(limits.keep_alive_requests),
             used_up: Notify::new(),
@@ -83,9 +80,7 @@ impl Streams {
         if self.0.left.get() == 0 {
             self.0.used_up.notify_one();
         }
-        let pace = Rc::new(Pace::default());
-        self.0.next.replace(Some(Rc::clone(&pace)));
-        pace
+        Rc::new(Pace::default())
     }
 
     /// Ends when there has been no stream for `time`, beginning now. Looks when that could be, so that streams that come and go
@@ -104,13 +99,10 @@ impl Streams {
     }
 }
 
-impl<F> hyper::rt::Executor<F> for Streams
-where
-    F: Future<Output = ()> + 'static,
-{
-    fn execute(&self, stream: F) {
+impl Streams {
+    /// Runs a stream in a task of its own.
+    pub(super) fn spawn(&self, stream: impl Future<Output = ()> + 'static, pace: Rc<Pace>) {
         let open = Open::new(Rc::clone(&self.0));
-        let pace = self.0.next.take().unwrap_or_default();
         let patience = self.0.patience;
         tokio::task::spawn_local(async move {
             let open = open;
@@ -140,7 +132,7 @@ impl State {
 }
 
 /// Lets all tasks run that were woken before.
-async fn behind_others() {
+pub(super) async fn behind_others() {
     let mut is_behind = false;
     poll_fn(|cx| {
         if std::mem::replace(&mut is_behind, true) {

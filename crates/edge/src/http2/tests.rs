@@ -87,7 +87,7 @@ fn run<F: Future>(test: F) -> F::Output {
 }
 
 /// Begins to serve `world`; the client's end, and the server's task.
-fn listen(world: &Rc<World>) -> (DuplexStream, JoinHandle<Result<(), hyper::Error>>) {
+fn listen(world: &Rc<World>) -> (DuplexStream, JoinHandle<Result<(), h2::Error>>) {
     let (near, far) = duplex(1 << 20);
     let conn = Rc::new(ConnInfo {
         peer: "192.0.2.7:5000".parse().unwrap(),

@@ -27,6 +27,7 @@ use super::pool::Seat;
 use super::upload::Upload;
 use crate::message::{BodyError, Head, RequestBody, Response, ResponseBody};
 use crate::refusal::Refusal;
+use crate::serving;
 
 /// Of one connection alone, and never passed on.
 const HOP_BY_HOP: [HeaderName; 8] = [
@@ -163,6 +164,10 @@ async fn wait(
     poll_fn(|cx| {
         if let Err(error) = outgoing.poll(cx) {
             return Poll::Ready(Err(Broken { why: error.into(), by_client: true }));
+        }
+        while let Poll::Ready(Some(Ok(interim))) = answer.poll_informational(cx) {
+            let (parts, ()) = interim.into_parts();
+            serving::send_interim(parts.status, parts.headers);
         }
         Pin::new(&mut answer).poll(cx).map_err(|error| {
             // A stream that was reset says nothing of the others.

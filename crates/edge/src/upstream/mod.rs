@@ -21,12 +21,13 @@ use crate::http1::response_head::ResponseHead;
 use crate::message::{Head, RequestBody, Response, ResponseBody};
 use crate::place::Retries;
 use crate::refusal::Refusal;
+use crate::serving;
 
 /// A reused connection may turn out to have been closed: one more try, on a fresh one.
 const STALE_MAX: u32 = 1;
 
-/// Interim responses (RFC 9110 section 15.2) read over before the final one.
-const INTERIM_MAX: u32 = 8;
+/// Interim answers (RFC 9110 section 15.2) of one request together, in bytes.
+const INTERIM_BYTES_MAX: usize = 64 << 10;
 
 /// Room for what is neither path nor fields: method, version, framing.
 const ENCODED_LEN: usize = 96;
@@ -117,9 +118,9 @@ pub async fn exchange(
     }
 }
 
-/// The final head; interim ones are read over.
+/// The final head; interim ones go to the client.
 async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<ResponseHead, Broken> {
-    for _ in 0..=INTERIM_MAX {
+    loop {
         let answer = transfer.head(head.method == Method::HEAD, bounds.head_bytes, bounds.head).await?;
         match answer.status {
             StatusCode::SWITCHING_PROTOCOLS if is_offered(head.upgrade.as_ref(), answer.upgrade.as_ref()) => {
@@ -128,11 +129,15 @@ async fn answer(transfer: &mut Transfer, head: &Head, bounds: Bounds) -> Result<
             StatusCode::SWITCHING_PROTOCOLS => {
                 return Err(Broken::Invalid("it switches to a protocol nobody asked for"));
             }
-            status if status.is_informational() => {}
+            status if status.is_informational() => {
+                if transfer.heads_len() > INTERIM_BYTES_MAX {
+                    return Err(Broken::Invalid("it sends interim answers without end"));
+                }
+                serving::send_interim(status, answer.headers);
+            }
             _ => return Ok(answer),
         }
     }
-    Err(Broken::Invalid("it sends interim responses without end"))
 }
 
 /// Whether all protocols of `taken` are among those of `offered`.

@@ -57,6 +57,8 @@ pub struct Transfer {
     /// Where limits of the request's own hold; it is left when all of this is dropped.
     seat: Option<Seat>,
     scanned: usize,
+    /// Of all heads that came, bytes.
+    heads_len: usize,
     decoder: Decoder,
     keep_alive: bool,
 }
@@ -83,6 +85,7 @@ impl Transfer {
             answer_seen: false,
             seat,
             scanned: 0,
+            heads_len: 0,
             decoder: Decoder::new(Framing::None, Peer::Backend),
             keep_alive: false,
         }
@@ -207,6 +210,7 @@ impl Transfer {
                 match response_head::find_end(input, &mut self.scanned, bytes_max) {
                     Ok(Some(end)) => {
                         self.scanned = 0;
+                        self.heads_len += end;
                         let head = response_head::parse(input, end, to_head);
                         return Poll::Ready(head.map_err(Broken::Invalid));
                     }
@@ -231,6 +235,11 @@ impl Transfer {
             }
         })
         .await
+    }
+
+    /// Bytes of all heads that came, the interim ones too.
+    pub fn heads_len(&self) -> usize {
+        self.heads_len
     }
 
     pub fn begin_answer(&mut self, framing: Framing, keep_alive: bool) {
