@@ -51,6 +51,13 @@ impl Outgoing {
         Self { source, sent: 0, failed: false, receipt: response.receipt.take(), pace: None }
     }
 
+    /// The client has taken some of what it was given.
+    pub fn client_took(&self) {
+        if let Some(pace) = &self.pace {
+            pace.client_took();
+        }
+    }
+
     /// Notes in `pace` whose turn it is.
     pub fn paced(mut self, pace: Rc<Pace>) -> Self {
         self.pace = Some(pace);
@@ -249,13 +256,30 @@ impl Pace {
         self.receipt.take()
     }
 
-    /// Ends when the client has taken nothing for `patience` though it could have.
-    pub async fn client_stalled(&self, patience: Duration) {
+    /// The client has taken some of what it was given.
+    pub fn client_took(&self) {
+        if self.client_since.get().is_some() {
+            self.client_since.set(Some(Instant::now()));
+        }
+    }
+
+    /// Ends when the client has taken nothing for `patience` though it could have. `queued` tells what waits in its
+    /// connection: a socket takes more only when a third of its queue is free, and a client that empties it slowly has not
+    /// stalled.
+    pub async fn client_stalled(&self, patience: Duration, queued: impl Fn() -> Option<u64>) {
         loop {
-            let due = self.client_since.get().unwrap_or_else(Instant::now) + patience;
-            sleep_until(due).await;
-            if self.client_since.get().is_some_and(|since| since + patience <= Instant::now()) {
-                return;
+            let since = self.client_since.get();
+            sleep_until(since.unwrap_or_else(Instant::now) + patience / 2).await;
+            if since.is_none() || self.client_since.get() != since {
+                continue;
+            }
+            let before = queued();
+            sleep_until(Instant::now() + patience / 2).await;
+            if self.client_since.get() == since {
+                if queued() >= before {
+                    return;
+                }
+                self.client_took();
             }
         }
     }

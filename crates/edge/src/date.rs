@@ -9,12 +9,20 @@ use http::HeaderValue;
 use rustix::time::{ClockId, clock_gettime};
 
 thread_local! {
+    static VALUE: RefCell<HeaderValue> = const { RefCell::new(HeaderValue::from_static("")) };
     static NOW: RefCell<(i64, String)> = const { RefCell::new((i64::MIN, String::new())) };
 }
 
 /// The current date as a field's value.
 pub fn header_value() -> HeaderValue {
-    with_now(|date| HeaderValue::from_bytes(date).expect("a date is of visible characters"))
+    VALUE.with_borrow_mut(|value| {
+        with_now(|date| {
+            if value.as_bytes() != date {
+                *value = HeaderValue::from_bytes(date).expect("a date is of visible characters");
+            }
+        });
+        value.clone()
+    })
 }
 
 /// Gives `use_it` the current date in IMF-fixdate form.

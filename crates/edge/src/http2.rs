@@ -38,12 +38,12 @@ use h2::server::{Builder, Connection, SendResponse};
 use h2::{Reason, RecvStream};
 use http::header::{CONTENT_LENGTH, DATE, EXPECT, SERVER};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
-use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::body::{Outgoing, Pace};
 use crate::date;
 use crate::drain::Entered;
 use crate::http1::connection::Host;
+use crate::http1::wire::Stream;
 use crate::message::{ConnInfo, Request, RequestBody, Response, ResponseBody};
 use crate::options::Limits;
 use crate::receipt::{Covers, metered};
@@ -87,13 +87,15 @@ pub async fn serve<IO, H>(
     host: Rc<H>,
 ) -> Result<(), h2::Error>
 where
-    IO: AsyncRead + AsyncWrite + Unpin + 'static,
+    IO: Stream,
     H: Host,
 {
     let limits = host.limits();
-    let streams = Streams::new(&limits, entered.phases());
     let peer = conn.peer;
     let (guarded, shared) = GuardedIo::new(input, io);
+    let watched = Rc::downgrade(&shared);
+    let queued = Box::new(move || watched.upgrade()?.queued());
+    let streams = Streams::new(&limits, entered.phases(), queued);
     let builder = builder(&limits, host.windows(), host.pending_resets());
     let idle = Duration::from_millis(limits.keep_alive_ms);
     let exchange = Exchange { conn, host, streams: streams.clone() };
@@ -121,7 +123,7 @@ async fn until_end<IO, H>(
     idle: Duration,
 ) -> Result<(), h2::Error>
 where
-    IO: AsyncRead + AsyncWrite + Unpin + 'static,
+    IO: Stream,
     H: Host,
 {
     let streams = exchange.streams.clone();
@@ -165,7 +167,7 @@ fn builder(limits: &Limits, (stream, connection): (u32, u32), pending_resets: us
 /// A connection after its handshake.
 struct Server<IO, H>
 where
-    IO: AsyncRead + AsyncWrite + Unpin,
+    IO: Stream,
 {
     connection: Connection<GuardedIo<IO>, Bytes>,
     keep_alive: Option<KeepAlive>,
@@ -174,7 +176,7 @@ where
 
 impl<IO, H> Server<IO, H>
 where
-    IO: AsyncRead + AsyncWrite + Unpin,
+    IO: Stream,
     H: Host,
 {
     /// Begins the streams that come, and moves the bytes of all. Ready when the connection has ended.

@@ -14,17 +14,22 @@ use tokio::io::unix::AsyncFd;
 /// `SIOCOUTQ`, which Linux defines as `TIOCOUTQ` (asm-generic/ioctls.h).
 const SIOCOUTQ: ioctl::Opcode = 0x5411;
 
-/// True if the other end of a Unix stream socket has read everything that was written to this one.
-pub fn all_read(socket: impl AsFd) -> io::Result<bool> {
+/// Bytes that were written to this socket and that the other side has not taken: of TCP, not acknowledged.
+pub fn queued(socket: impl AsFd) -> io::Result<u64> {
     // SAFETY: SIOCOUTQ writes one C int through its argument and reads nothing, which is what `Getter` provides for;
     // on a descriptor that is no socket it fails without writing.
     let queued = unsafe {
         let getter = ioctl::Getter::<SIOCOUTQ, std::ffi::c_int>::new();
         ioctl::ioctl(socket, getter)?
     };
+    Ok(u64::try_from(queued).unwrap_or(0))
+}
+
+/// True if the other end of a Unix stream socket has read everything that was written to this one.
+pub fn all_read(socket: impl AsFd) -> io::Result<bool> {
     // While the kernel wakes the sender, it still counts one byte of what was read (`sock_wfree`). Each piece in the queue
     // costs hundreds.
-    Ok(queued <= 1)
+    queued(socket).map(|queued| queued <= 1)
 }
 
 /// Has this thread's runtime watch a descriptor.

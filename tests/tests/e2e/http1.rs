@@ -23,6 +23,7 @@ pub const SUITE: Suite = Suite {
             a_connection_ends_after_its_number_of_requests,
             oversized_heads_are_refused,
             an_oversized_body_is_refused,
+            a_refused_upload_may_be_sent_to_its_end,
             both_address_families_are_served,
         ],
     ),
@@ -188,4 +189,23 @@ fn an_oversized_body_is_refused(world: &World) {
 fn both_address_families_are_served(world: &World) {
     let answer = nagaya_tests::client::get(world.address("[::1]", false), "www.test", "/a.txt").expect(200);
     assert_eq!(answer.text(), "alpha");
+}
+
+fn a_refused_upload_may_be_sent_to_its_end(world: &World) {
+    const LEN: usize = 12 << 20;
+    let piece = vec![b'x'; 1 << 20];
+    for framing in [format!("Content-Length: {LEN}"), "Transfer-Encoding: chunked".to_owned()] {
+        let mut connection = open(world);
+        connection.send(format!("POST / HTTP/1.1\r\nHost: echo.test\r\n{framing}\r\n\r\n"));
+        for _ in 0..LEN / piece.len() {
+            if framing.contains("chunked") {
+                connection.send(format!("{:x}\r\n", piece.len())).send(&piece).send("\r\n");
+            } else {
+                connection.send(&piece);
+            }
+        }
+        // Nothing was read until here, and nothing of the answer is lost.
+        connection.response().expect(413);
+        assert!(connection.next_error().is_none(), "{framing}: it ends by a reset");
+    }
 }

@@ -27,6 +27,10 @@ pub const SUITE: Suite = Suite {
             crumbs_of_a_cookie_are_one_field,
             trailers_that_must_not_be_there_are_dropped,
             loose_requests_with_one_reading_are_answered,
+            interim_answers_reach_the_client,
+            interim_answers_without_end_are_502,
+            a_client_that_has_finished_sending_is_answered,
+            a_short_answer_arrives_as_far_as_it_goes,
         ],
     ),
 };
@@ -49,7 +53,34 @@ enum Reading {
     Broken(&'static str),
 }
 
+macro_rules! hint {
+    () => {
+        "HTTP/1.1 103 Early Hints\r\nLink: </s.css>; rel=preload\r\nNagaya-Receipt: forged\r\nConnection: X-Hop\r\nX-Hop: 1\r\n\r\n"
+    };
+}
+
 const CASES: &[Case] = &[
+    ok("hint", concat!(hint!(), "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")),
+    ok(
+        "hints",
+        concat!(
+            "HTTP/1.1 102 Processing\r\n\r\n",
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            hint!(),
+            "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        ),
+    ),
+    ok("continue", "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"),
     ok("lengths-agree", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX: y\r\nContent-Length: 2\r\n\r\nok"),
     ok("length-list", "HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok"),
     ok("line-feeds", "HTTP/1.1 200 OK\nX: y\nContent-Length: 2\n\nok"),
@@ -197,6 +228,9 @@ fn world() -> World {
     }
     world.write("alice", "fpm/fpm.conf", FPM);
     world.write("alice", "www/a.txt", "alpha");
+    world.write("alice", "www/dir/index.html", "index");
+    world.write("alice", "www/big.bin", vec![b'b'; SHORT_LEN]);
+    world.write("alice", "php/a.txt", "alpha");
     for (file, coding) in [("chunked", "chunked"), ("gzip", "gzip")] {
         let php = format!("<?php header('Transfer-Encoding: {coding}'); echo 'plain';");
         world.write("alice", &format!("php/{file}.php"), &php);
@@ -218,12 +252,29 @@ fn world() -> World {
     world
 }
 
+/// More than the sockets and the memory of the edge hold.
+const SHORT_LEN: usize = 6 << 20;
+
 /// Answers as the case that the target names says, and ends the connection.
 fn answer(peer: &mut Peer, request: &Request) -> bool {
     let name = request.target().trim_start_matches('/').split('?').next().unwrap_or_default();
     if name.starts_with("told") {
         let cookie = request.field("cookie").unwrap_or_default();
         return peer.answer("200 OK", &format!("{} {cookie}", request.target()));
+    }
+    if name == "hints-without-end" {
+        return (0..2000).all(|_| peer.send(hint!()));
+    }
+    if name == "short" {
+        peer.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", 2 * SHORT_LEN));
+        peer.send(vec![b's'; SHORT_LEN]);
+        return false;
+    }
+    if name == "short-chunked" {
+        peer.send(format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{SHORT_LEN:x}\r\n"));
+        peer.send(vec![b's'; SHORT_LEN]);
+        peer.send("\r\n");
+        return false;
     }
     match CASES.iter().find(|case| case.name == name) {
         Some(case) => {
@@ -483,5 +534,102 @@ fn loose_requests_with_one_reading_are_answered(world: &World) {
         if let Some(body) = body {
             assert_eq!(answer.text(), body, "{request:?}");
         }
+    }
+}
+
+/// Heads of answers as curl shows them, and the body.
+#[track_caller]
+fn heads(world: &World, version: &str, host: &str, target: &str, more: &[&str]) -> Vec<String> {
+    let more = [&["-D", "-"], more].concat();
+    let (is_whole, status, text) = ask(world, version, host, target, &more);
+    assert!(is_whole && status == 200, "{host} {version} {target}: {text}");
+    text.split("\r\n\r\n").map(str::to_ascii_lowercase).collect()
+}
+
+fn interim_answers_reach_the_client(world: &World) {
+    each_server(|host, version, place| {
+        for (target, statuses) in [
+            ("/hint", vec!["103"]),
+            ("/hints", [vec!["102"], vec!["103"; 12]].concat()),
+            ("/continue", vec![]),
+        ] {
+            let heads = heads(world, version, host, target, &[]);
+            let (rest, interim) = (&heads[statuses.len()..], &heads[..statuses.len()]);
+            for (head, status) in interim.iter().zip(&statuses) {
+                assert_eq!(head.split(' ').nth(1), Some(*status), "{place} {target}: {heads:?}");
+                assert_eq!(
+                    head.contains("link: </s.css>; rel=preload"),
+                    *status == "103",
+                    "{place} {heads:?}"
+                );
+                assert!(!head.contains("forged") && !head.contains("x-hop"), "{place}: {heads:?}");
+            }
+            assert_eq!(rest[0].split(' ').nth(1), Some("200"), "{place} {target}: {heads:?}");
+            assert_eq!(rest[1], "ok", "{place} {target}");
+        }
+        // Who asked to be told to go on is told so once, whoever says it first.
+        let heads = heads(world, version, host, "/continue", &["-H", "Expect: 100-continue", "-d", "body"]);
+        let told = heads.iter().filter(|head| head.split(' ').nth(1) == Some("100")).count();
+        assert!(told <= 1 && (told == 1 || version != "--http1.1"), "{place}: {heads:?}");
+    });
+    // HTTP/1.0 has none.
+    let mut old = Connection::open(world.http());
+    assert_eq!(
+        old.send("GET /hints HTTP/1.0\r\nHost: http.test\r\n\r\n").response().expect(200).text(),
+        "ok"
+    );
+}
+
+fn interim_answers_without_end_are_502(world: &World) {
+    for version in VERSIONS {
+        let target = format!("/hints-without-end?{}", &version[2..7]);
+        let (is_whole, status, _) = ask(world, version, "http.test", &target, &[]);
+        assert_eq!((is_whole, status), (true, 502), "{version}");
+        assert_reason(world, "http.test", &target, "it sends interim answers without end", version);
+    }
+}
+
+fn a_client_that_has_finished_sending_is_answered(world: &World) {
+    for (host, target, status, len) in [
+        ("www.test", "/a.txt", 200, Some(5)),
+        ("www.test", "/big.bin", 200, Some(SHORT_LEN)),
+        ("www.test", "/dir", 301, None),
+        ("www.test", "/missing", 404, None),
+        ("www.test", "/../x", 400, None),
+        ("php.test", "/a.txt", 200, Some(5)),
+        ("php.test", "/missing", 404, None),
+        ("cgi.test", "/missing", 404, None),
+        ("nobody.test", "/", 404, None),
+    ] {
+        for version in ["1.0", "1.1"] {
+            let mut connection = Connection::open(world.http());
+            connection.send(format!("GET {target} HTTP/{version}\r\nHost: {host}\r\n\r\n")).finish();
+            let answer = connection.response();
+            assert_eq!(answer.status, status, "{host}{target} HTTP/{version}: {answer:?}");
+            assert!(
+                len.is_none_or(|len| answer.body.len() == len),
+                "{host}{target} HTTP/{version}: {answer:?}"
+            );
+            assert!(connection.is_closed(), "nothing more can be asked");
+        }
+    }
+    // All of several requests are answered.
+    let mut connection = Connection::open(world.http());
+    let get = |target: &str| format!("GET {target} HTTP/1.1\r\nHost: www.test\r\n\r\n");
+    connection.send([get("/missing"), get("/big.bin"), get("/a.txt")].concat()).finish();
+    let statuses = [(); 3].map(|()| connection.response().status);
+    assert_eq!(statuses, [404, 200, 200]);
+}
+
+fn a_short_answer_arrives_as_far_as_it_goes(world: &World) {
+    for target in ["/short", "/short-chunked"] {
+        let mut connection = Connection::open(world.http());
+        connection.send(format!("GET {target} HTTP/1.1\r\nHost: http.test\r\n\r\n"));
+        // The backend has said all it says before a byte of it is read here.
+        let logged = || world.log().contains("it closed before the end");
+        wait::until("the edge knows that the answer is short", || connection.is_answered() || logged());
+        let read = connection.until_end();
+        let count = read.iter().filter(|&&byte| byte == b's').count();
+        assert!(count >= SHORT_LEN, "{target}: {count} of {SHORT_LEN} bytes");
     }
 }

@@ -69,7 +69,6 @@ fn misbehave(peer: &mut Peer, request: &Request) -> bool {
         }
         "/split-field" => peer.send("HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\nab"),
         "/huge-head" => peer.send(format!("HTTP/1.1 200 OK\r\nX-Huge: {}\r\n\r\n", "x".repeat(1 << 20))),
-        "/interim-for-ever" => (0..100).all(|_| peer.send("HTTP/1.1 103 Early Hints\r\n\r\n")),
         "/uninvited-switch" => {
             peer.send("HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n")
         }
@@ -158,7 +157,6 @@ fn invalid_answers_are_502(world: &World) {
         "/length-and-chunked",
         "/split-field",
         "/huge-head",
-        "/interim-for-ever",
         "/uninvited-switch",
     ] {
         let answer = world.get("app.test", target);

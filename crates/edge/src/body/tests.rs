@@ -113,10 +113,27 @@ fn only_the_client_can_stall() {
         };
         tokio::select! {
             () = backend => {}
-            () = pace.client_stalled(patience) => {}
+            () = pace.client_stalled(patience, || None) => {}
         }
         let took = begun.elapsed();
         assert!(took >= patience * 13 / 2 && took < patience * 8, "{took:?}");
+    });
+}
+
+#[test]
+fn a_client_that_empties_its_connection_slowly_has_not_stalled() {
+    block_on(async {
+        let patience = Duration::from_secs(30);
+        for queued in [10u32, 1, 0] {
+            let pace = Pace::default();
+            pace.clients_turn();
+            let (begun, left) = (Instant::now(), Cell::new(u64::from(queued)));
+            // Each look finds less, until there is nothing.
+            let look = || Some(left.replace(left.get().saturating_sub(1)));
+            pace.client_stalled(patience, look).await;
+            // Two looks in each period, and one period more in which nothing changes.
+            assert_eq!(begun.elapsed(), patience * (queued.div_ceil(2) + 1), "{queued}");
+        }
     });
 }
 

@@ -32,10 +32,12 @@ use crate::refusal::Refusal;
 use crate::serving;
 use crate::silence::Silence;
 
-/// After an answer that ends the connection the client may still be sending: so long and so much is read
-/// over, or the reset would destroy the answer on its way (RFC 9112 section 9.6).
-const LINGER: Duration = Duration::from_secs(2);
-const LINGER_BYTES: usize = 1 << 20;
+/// After an answer that ends the connection the client may still be sending, a whole upload for one: it is read over for so
+/// long and so much, as long as the client is not silent, or the reset would destroy the answer on its way (RFC 9112
+/// section 9.6).
+const LINGER_MAX: Duration = Duration::from_secs(30);
+const LINGER_SILENCE: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 64 << 20;
 
 /// A client that is turned away may take so long to ask.
 const TURN_AWAY_WAIT: Duration = Duration::from_secs(2);
@@ -91,7 +93,7 @@ pub async fn serve<S: Stream, H: Host>(
             Err(refusal) => {
                 let response = host.refuse(&conn, refusal, host.request_id());
                 write::respond(&wire, REFUSED, response).await;
-                return linger(&wire).await;
+                return linger(&wire, &entered).await;
             }
         };
         served += 1;
@@ -121,11 +123,11 @@ pub async fn serve<S: Stream, H: Host>(
             }
             Exchanged::Gone => return,
         };
-        if !sent.complete {
+        if !sent.complete && !sent.is_visibly_short {
             return;
         }
         if !sent.keep_alive {
-            return linger(&wire).await;
+            return linger(&wire, &entered).await;
         }
         if !wire.body_is_complete() && skip_body(&wire, &limits).await.is_err() {
             return;
@@ -145,7 +147,7 @@ pub async fn turn_away<S: Stream, H: Host>(stream: S, conn: Rc<ConnInfo>, refusa
     }
     let response = host.refuse(&conn, refusal, host.request_id());
     write::respond(&wire, REFUSED, response).await;
-    linger(&wire).await;
+    linger(&wire, &host.enter()).await;
 }
 
 /// What came of a request.
@@ -314,21 +316,24 @@ async fn skip_body<S: Stream>(wire: &Rc<Wire<S>>, limits: &Limits) -> Result<(),
     Ok(())
 }
 
-/// Says goodbye and reads over what still comes, so that the answer is not lost to a reset.
-async fn linger<S: Stream>(wire: &Wire<S>) {
+/// Says goodbye and reads over what still comes, so that the answer is not lost to a reset. Meanwhile the connection gives way
+/// to others.
+async fn linger<S: Stream>(wire: &Wire<S>, entered: &Entered) {
+    entered.begin(Phase::Idle);
     if wire.shutdown().await.is_err() {
         return;
     }
     let mut left = LINGER_BYTES;
     let drain = async {
-        while left > 0 {
+        while left > 0 && !entered.is_draining() {
             wire.with_input(BytesMut::clear);
-            match poll_fn(|cx: &mut Context<'_>| wire.poll_fill_head(cx)).await {
-                Ok(0) | Err(_) => return,
-                Ok(read) => left = left.saturating_sub(read),
+            let filled = poll_fn(|cx: &mut Context<'_>| wire.poll_fill_head(cx));
+            match timeout(LINGER_SILENCE, filled).await {
+                Ok(Ok(read)) if read > 0 => left = left.saturating_sub(read),
+                _ => return,
             }
         }
     };
     // Whether it ends by itself or by the clock, the connection is closed now.
-    let _ = timeout(LINGER, drain).await;
+    let _ = timeout(LINGER_MAX, drain).await;
 }

@@ -16,7 +16,7 @@ use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, Interest};
 use tokio::net::TcpStream;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep, sleep};
 
 use crate::arrival::{Allowance, Arrival};
 use crate::http1::fields::Peer;
@@ -25,6 +25,7 @@ use crate::http1::write;
 use crate::message::BodyError;
 use crate::options::Limits;
 use crate::serving::Interim;
+use crate::sys;
 
 /// Read at once while a head is expected, and while a body arrives.
 const HEAD_READ: usize = 8 << 10;
@@ -38,6 +39,10 @@ const SENDFILE_MAX: usize = 1 << 20;
 
 /// Rest of a body that nobody wanted, read over so that the connection can be used again.
 const SKIP_MAX: u64 = 64 << 10;
+
+/// A client may take so long to take what was sent before a reset that would destroy it, and is looked at so often.
+const TAKEN_MAX: Duration = Duration::from_secs(5);
+const TAKEN_EVERY: Duration = Duration::from_millis(20);
 
 /// Empty buffers kept for the next connection that has something to read, per thread.
 const SPARE_MAX: usize = 64;
@@ -54,6 +59,10 @@ pub trait Stream: AsyncRead + AsyncWrite + Unpin + 'static {
     fn as_tcp(&self) -> Option<&TcpStream> {
         None
     }
+    /// Bytes that were written and that the client has not taken. `None`: the kernel does not tell.
+    fn queued(&self) -> Option<u64> {
+        None
+    }
     /// Makes the close that follows a reset, so that a response cut short cannot pass for a complete one.
     fn reset_on_close(&self);
 }
@@ -63,6 +72,10 @@ impl Stream for TcpStream {
         Some(self)
     }
 
+    fn queued(&self) -> Option<u64> {
+        sys::queued(self).ok()
+    }
+
     fn reset_on_close(&self) {
         // Fails only on a socket that is gone already, which is what is wanted.
         let _ = self.set_zero_linger();
@@ -70,6 +83,10 @@ impl Stream for TcpStream {
 }
 
 impl Stream for tokio_rustls::server::TlsStream<TcpStream> {
+    fn queued(&self) -> Option<u64> {
+        sys::queued(self.get_ref().0).ok()
+    }
+
     fn reset_on_close(&self) {
         let _ = self.get_ref().0.set_zero_linger();
     }
@@ -282,10 +299,8 @@ impl<S: Stream> Wire<S> {
                 .socket_io(|socket| Ok(rustix::fs::sendfile(socket, file, Some(&mut offset), want)?))
                 .await?;
             if sent == 0 {
-                return Err(io::Error::new(
-                    io::ErrorKind::UnexpectedEof,
-                    "the file became shorter while it was sent",
-                ));
+                let what = "the file became shorter while it was sent";
+                return Err(io::Error::other(BodyError::Backend(what.into())));
             }
             len -= sent as u64;
         }
@@ -320,19 +335,37 @@ impl<S: Stream> Wire<S> {
         self.within_idle(|cx| Pin::new(&mut *self.stream.borrow_mut()).poll_shutdown(cx)).await
     }
 
-    /// `poll`, bounded by the longest silence allowed.
+    /// Waits until the client has taken what was written, within a bound.
+    pub async fn until_taken(&self) {
+        let begun = Instant::now();
+        while self.stream.borrow().queued().is_some_and(|queued| queued > 0) && begun.elapsed() < TAKEN_MAX {
+            sleep(TAKEN_EVERY).await;
+        }
+    }
+
+    /// `poll`, bounded by the longest silence allowed. A client that takes what was written is not silent, however slowly it
+    /// does: a socket takes more only when a third of its queue is free.
     pub async fn within_idle<T>(
         &self,
         mut poll: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
     ) -> io::Result<T> {
-        let mut timer: Option<Pin<Box<Sleep>>> = None;
+        let mut waiting: Option<(Pin<Box<Sleep>>, Option<u64>)> = None;
         std::future::poll_fn(|cx| {
             if let Poll::Ready(result) = poll(cx) {
                 return Poll::Ready(result);
             }
-            let timer = timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.idle.get())));
-            ready!(timer.as_mut().poll(cx));
-            Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+            let idle = self.idle.get();
+            let (timer, before) =
+                waiting.get_or_insert_with(|| (Box::pin(sleep(idle)), self.stream.borrow().queued()));
+            loop {
+                ready!(timer.as_mut().poll(cx));
+                let queued = self.stream.borrow().queued();
+                if queued >= *before {
+                    return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+                }
+                *before = queued;
+                timer.as_mut().reset(Instant::now() + idle);
+            }
         })
         .await
     }
@@ -403,5 +436,61 @@ impl<S: Stream> Body for Incoming<S> {
 
     fn size_hint(&self) -> SizeHint {
         self.wire.decoder.borrow().remaining().map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::ReadBuf;
+
+    use super::*;
+
+    /// Takes a byte only when its client has taken what is queued, each time that somebody looks.
+    struct Socket {
+        queued: Cell<u64>,
+        taken: u64,
+    }
+
+    impl AsyncRead for Socket {
+        fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    impl AsyncWrite for Socket {
+        fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+            if self.queued.get() == 0 { Poll::Ready(Ok(bytes.len())) } else { Poll::Pending }
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl Stream for Socket {
+        fn queued(&self) -> Option<u64> {
+            let queued = self.queued.get();
+            self.queued.set(queued.saturating_sub(self.taken));
+            Some(queued)
+        }
+
+        fn reset_on_close(&self) {}
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_empties_its_queue_slowly_is_not_silent() {
+        let idle = Duration::from_secs(30);
+        for (queued, taken, outlasts) in [(10, 1, true), (1000, 250, true), (10, 0, false)] {
+            let wire = Wire::new(Socket { queued: Cell::new(queued), taken }, BytesMut::new(), idle);
+            let begun = Instant::now();
+            let written = wire.write(&mut [IoSlice::new(b"more")]).await;
+            assert_eq!(written.is_ok(), outlasts, "{queued} by {taken}");
+            let turns = if outlasts { queued.div_ceil(taken) } else { 1 };
+            assert_eq!(begun.elapsed().as_secs(), turns * 30, "{queued} by {taken}");
+        }
     }
 }

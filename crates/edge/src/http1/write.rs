@@ -1,7 +1,8 @@
 //! Writes one response to an HTTP/1 client: its head, then its body in the way that costs least.
 //!
 //! Small bodies go with the head in one call, files by `sendfile` on plain TCP, streams as they come. A body that
-//! fails midway resets the connection, so that nobody takes half for whole. Not here: HTTP/2 (`http2`).
+//! fails midway ends the connection so that nobody takes half for whole: by a close where length or chunks show it, else by a
+//! reset. Not here: HTTP/2 (`http2`).
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -47,6 +48,8 @@ pub struct Sent {
     pub complete: bool,
     /// Another request may follow on this connection.
     pub keep_alive: bool,
+    /// What was sent shows by itself that it is not all, so the connection may end with a proper close.
+    pub is_visibly_short: bool,
 }
 
 /// How the end of this body is told to the client.
@@ -75,6 +78,7 @@ pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Resp
         Some(flow) => Box::pin(send_slowly(wire, &mut head, body, ending, asked, flow, &mut sent)).await,
     };
     give_back(head);
+    let mut is_visibly_short = false;
     let complete = match result {
         Ok(()) => wire.flush().await.is_ok(),
         Err(error) => {
@@ -83,14 +87,22 @@ pub async fn respond<S: Stream>(wire: &Wire<S>, asked: Asked, mut response: Resp
             if let Some((receipt, why)) = response.receipt.as_mut().zip(why) {
                 receipt.broke(why);
             }
-            wire.reset_on_close();
+            // A client that is still there gets what was sent: a reset would destroy what is on its way.
+            let is_there = !matches!(why, None | Some(BodyError::ClientGone)) && wire.flush().await.is_ok();
+            is_visibly_short = is_there && matches!(ending, Ending::Length(_) | Ending::Chunked);
+            if is_there && !is_visibly_short {
+                wire.until_taken().await;
+            }
+            if !is_visibly_short {
+                wire.reset_on_close();
+            }
             false
         }
     };
     if let Some(receipt) = &mut response.receipt {
         receipt.sent(sent, complete);
     }
-    Sent { bytes: sent, complete, keep_alive: keep_alive && complete }
+    Sent { bytes: sent, complete, keep_alive: keep_alive && complete, is_visibly_short }
 }
 
 fn ending(asked: Asked, response: &Response) -> Ending {
@@ -295,8 +307,7 @@ async fn send_part<S: Stream>(wire: &Wire<S>, head: &mut Vec<u8>, part: &Part) -
                 let want = chunk.len().min(usize::try_from(end - offset).unwrap_or(usize::MAX));
                 let read = rustix::io::pread(file, &mut chunk[..want], offset)?;
                 if read == 0 {
-                    let what = "the file became shorter while it was sent";
-                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
+                    return Err(broken("the file became shorter while it was sent"));
                 }
                 wire.write(&mut [IoSlice::new(&chunk[..read])]).await?;
                 offset += read as u64;
@@ -338,7 +349,11 @@ async fn send_stream<S: Stream>(
                 continue;
             }
             Some(None) => break,
-            Some(Some(frame)) => frame.map_err(io::Error::other)?,
+            Some(Some(Ok(frame))) => frame,
+            Some(Some(Err(error))) => {
+                wire.write(&mut [IoSlice::new(&front)]).await?;
+                return Err(io::Error::other(error));
+            }
         };
         match frame.into_data() {
             Ok(data) => {

@@ -63,7 +63,8 @@ async fn a_limited_body_is_sent_slowly_and_whole_however_it_is_made() {
     {
         let (got, sent, paced_us) = sent(body, 200_000).await;
         assert!(got == content);
-        assert_eq!(sent, Sent { bytes: 60_000, complete: true, keep_alive: true });
+        let whole = Sent { bytes: 60_000, complete: true, keep_alive: true, is_visibly_short: false };
+        assert_eq!(sent, whole);
         assert!(paced_us > 200_000, "{paced_us} us of 300 ms");
     }
 }

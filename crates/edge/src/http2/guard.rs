@@ -16,6 +16,8 @@ use bytes::{Buf, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::{Instant, timeout};
 
+use crate::http1::wire::Stream;
+
 /// Control frames that may come at once without progress.
 pub const CONTROL_FRAMES_MAX: u32 = 10_000;
 
@@ -167,6 +169,14 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> SharedIo<IO> {
         if !self.meter.borrow_mut().scan(bytes) {
             self.is_flooded.set(true);
         }
+    }
+
+    /// Bytes that were written and that the client has not taken. `None`: the kernel does not tell.
+    pub fn queued(&self) -> Option<u64>
+    where
+        IO: Stream,
+    {
+        self.io.borrow().queued()
     }
 
     /// The client sent too many control frames.

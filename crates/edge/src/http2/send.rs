@@ -14,6 +14,9 @@ use http_body::Body;
 use super::streams::behind_others;
 use crate::body::Outgoing;
 
+/// Handed on at once: a client that takes so much within the time allowed has not stalled. One frame of the usual size.
+const SLICE_BYTES: usize = 16 << 10;
+
 /// Sends head and body. A client that gives up ends it.
 pub(super) async fn respond(mut respond: SendResponse<Bytes>, response: http::Response<Outgoing>) {
     let (parts, body) = response.into_parts();
@@ -60,9 +63,16 @@ fn poll_body(
                 }
             }
         }
-        if let Some((data, is_end)) = held.take() {
-            if stream.send_data(data, is_end).is_err() || is_end {
+        if let Some((mut data, is_end)) = held.take() {
+            let slice = data.split_to(data.len().min(SLICE_BYTES));
+            let is_last = is_end && data.is_empty();
+            if stream.send_data(slice, is_last).is_err() || is_last {
                 return Poll::Ready(false);
+            }
+            if !data.is_empty() {
+                body.client_took();
+                stream.reserve_capacity(1);
+                *held = Some((data, is_end));
             }
             continue;
         }

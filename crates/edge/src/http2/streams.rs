@@ -18,10 +18,9 @@ use crate::drain::PhaseHandle;
 use crate::options::Limits;
 
 /// Runs the streams of one connection, each a task of the thread it was accepted on.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Streams(Rc<State>);
 
-#[derive(Debug)]
 struct State {
     open: Cell<usize>,
     /// Is told whether there are any.
@@ -37,10 +36,15 @@ struct State {
     cancels: RefCell<Budget>,
     is_over: Cell<bool>,
     over: Notify,
+    /// What of the connection's bytes its client has not taken.
+    queued: Queued,
 }
 
+/// Bytes that were written and that the client has not taken. `None`: the kernel does not tell.
+pub(super) type Queued = Box<dyn Fn() -> Option<u64>>;
+
 impl Streams {
-    pub(super) fn new(limits: &Limits, phases: PhaseHandle) -> Self {
+    pub(super) fn new(limits: &Limits, phases: PhaseHandle, queued: Queued) -> Self {
         let cancels = limits.pace.h2_resets;
         Self(Rc::new(State {
             open: Cell::new(0),
@@ -52,6 +56,7 @@ impl Streams {
             cancels: RefCell::new(Budget::new(cancels, f64::from(cancels) / 60.0)),
             is_over: Cell::new(false),
             over: Notify::new(),
+            queued,
         }))
     }
 
@@ -111,7 +116,7 @@ impl Streams {
                 // The stream of a response that has not ended was reset by its client.
                 () = stream => if !pace.is_ended() { open.0.count_cancel() },
                 // Dropping the stream's future resets the stream and gives back all the response holds.
-                () = pace.client_stalled(patience) => {}
+                () = pace.client_stalled(patience, || (open.0.queued)()) => {}
             }
             let receipt = pace.take_receipt();
             if receipt.is_some() {

@@ -12,7 +12,7 @@ use http::{HeaderMap, Request as HttpRequest};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full};
 use nagaya_base::RequestId;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
 use tokio::time::Instant;
 
@@ -637,6 +637,14 @@ fn what_was_read_before_is_part_of_the_connection() {
         // 0x88 is `:status: 200` of the static table.
         assert_eq!(head[0], 0x88);
     });
+}
+
+impl Stream for DuplexStream {
+    fn reset_on_close(&self) {}
+}
+
+impl Stream for Counting {
+    fn reset_on_close(&self) {}
 }
 
 /// Counts what is written to it.

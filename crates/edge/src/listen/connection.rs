@@ -253,7 +253,7 @@ async fn speaks_http2(stream: &mut TcpStream, input: &mut BytesMut) -> io::Resul
 
 async fn second<S>(stream: S, input: BytesMut, conn: Rc<ConnInfo>, entered: Entered, node: &Rc<Node>)
 where
-    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + 'static,
+    S: http1::wire::Stream,
 {
     let peer = conn.peer;
     if let Err(error) = http2::serve(stream, input, conn, entered, Rc::clone(node)).await {
