@@ -49,7 +49,7 @@ type Stream = Pin<Box<dyn Body<Data = Bytes, Error = BodyError>>>;
 /// Has the rest of the answer taken in, if it is one that may be.
 ///
 /// # Errors
-/// If the body is known to break off before the client has a byte of the answer: it can be told so.
+/// If the body breaks before its first byte: the client can still be told so.
 pub fn keep(
     spool: &Arc<Spool>,
     tenant: &TenantName,
@@ -91,8 +91,10 @@ fn take_ahead(
     let first = queue.fill(&mut body);
     if let Some(end) = queue.end.take() {
         release.end(end.is_ok());
-        end?;
-        queue.end = Some(Ok(()));
+        match end {
+            Err(error) if queue.memory.is_empty() => return Err(error),
+            end => queue.end = Some(end),
+        }
         let queue = Rc::new(RefCell::new(queue));
         return Ok(Ahead { queue, reading: None, left, task: None });
     }

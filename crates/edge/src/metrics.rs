@@ -34,6 +34,7 @@ const REASONS: Dimension = Dimension {
         "not_found",
         "forbidden",
         "method",
+        "method_unknown",
         "head_too_large",
         "target_too_long",
         "body_too_large",

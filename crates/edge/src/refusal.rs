@@ -28,6 +28,8 @@ pub enum Refusal {
     Forbidden(&'static str),
     #[error("this method is not allowed here")]
     MethodNotAllowed(&'static str),
+    #[error("this method is not known here")]
+    MethodUnknown,
     #[error("the request head is too large")]
     HeadTooLarge,
     #[error("the request target is too long")]
@@ -157,6 +159,7 @@ impl Refusal {
             Self::NotFound => row(StatusCode::NOT_FOUND, 404, "not_found", Client),
             Self::Forbidden(_) => row(StatusCode::FORBIDDEN, 405, "forbidden", Client),
             Self::MethodNotAllowed(_) => row(StatusCode::METHOD_NOT_ALLOWED, 406, "method", Client),
+            Self::MethodUnknown => row(StatusCode::NOT_IMPLEMENTED, 477, "method_unknown", Client),
             Self::HeadTooLarge => {
                 row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, 407, "head_too_large", Client)
             }

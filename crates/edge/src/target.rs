@@ -31,6 +31,22 @@ pub fn check_method(method: &Method) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Whether the method is one of RFC 9110 section 9 or RFC 5789, which say what becomes of it where it is not allowed.
+pub fn is_known(method: &Method) -> bool {
+    [
+        Method::GET,
+        Method::HEAD,
+        Method::POST,
+        Method::PUT,
+        Method::PATCH,
+        Method::DELETE,
+        Method::OPTIONS,
+        Method::CONNECT,
+        Method::TRACE,
+    ]
+    .contains(method)
+}
+
 /// Splits path and query, as sent in a request line or in `:path`.
 ///
 /// Characters that RFC 3986 wants encoded and that have one meaning all the same (`"`, `<`, `>`, `` ` `` and others of ASCII) are

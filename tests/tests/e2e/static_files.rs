@@ -279,6 +279,7 @@ fn other_methods_are_refused_with_those_allowed(world: &World) {
     let ask = |line: &str| {
         Connection::open(world.http()).send(format!("{line} HTTP/1.1\r\nHost: www.test\r\n\r\n")).response()
     };
+    ask("BREW /plain.txt").expect(501);
     let refused = ask("DELETE /plain.txt").expect(405);
     assert!(refused.header("allow").is_some_and(|allow| allow.contains("GET") && allow.contains("HEAD")));
     let options = ask("OPTIONS /plain.txt");

@@ -57,6 +57,7 @@ use crate::blocking::BlockingPool;
 use crate::message::{Head, Headers, Response, ResponseBody};
 use crate::path::{RelPath, SitePath, matches_prefix};
 use crate::refusal::Refusal;
+use crate::target;
 use crate::turns::Turns;
 
 /// The methods files answer to.
@@ -223,7 +224,8 @@ impl FileServer {
                 return Ok(Response::new(StatusCode::NO_CONTENT)
                     .with_header(ALLOW, HeaderValue::from_static(ALLOWED)));
             }
-            _ => return Err(Refusal::MethodNotAllowed(ALLOWED)),
+            ref method if target::is_known(method) => return Err(Refusal::MethodNotAllowed(ALLOWED)),
+            _ => return Err(Refusal::MethodUnknown),
         }
         refuse_unservable(ctx.rel, ctx.files)?;
         if ctx.rel.is_directory() {

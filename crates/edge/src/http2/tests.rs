@@ -413,6 +413,73 @@ fn an_applications_server_and_date_stay_its_own() {
 }
 
 #[test]
+fn interim_answers_go_before_the_final_one() {
+    run(async {
+        let world = world(|_| async {
+            for status in [100, 103, 103, 102] {
+                let link = (http::header::LINK, HeaderValue::from(status));
+                let status = StatusCode::from_u16(status).unwrap();
+                serving::send_interim(status, HeaderMap::from_iter([link]));
+                yield_now().await;
+            }
+            bytes("final")
+        });
+        let (io, _server) = listen(&world);
+        let (mut client, _connection) = connect(io).await;
+        for (expects, interim) in [(false, &[103, 103, 102][..]), (true, &[100, 103, 103, 102])] {
+            let mut request = get("/");
+            if expects {
+                request.headers_mut().insert(EXPECT, HeaderValue::from_static("100-continue"));
+            }
+            let (mut response, _) = client.send_request(request, true).unwrap();
+            let mut seen = Vec::new();
+            let response = poll_fn(|cx| {
+                while let Poll::Ready(Some(interim)) = response.poll_informational(cx) {
+                    let interim = interim.unwrap();
+                    assert_eq!(interim.headers()["link"], interim.status().as_str());
+                    seen.push(interim.status().as_u16());
+                }
+                Pin::new(&mut response).poll(cx)
+            });
+            assert_eq!(response.await.unwrap().status(), 200);
+            assert_eq!(seen, interim, "expects: {expects}");
+        }
+    });
+}
+
+/// A piece, and then its backend breaks off.
+struct Breaking(bool);
+
+impl http_body::Body for Breaking {
+    type Data = Bytes;
+    type Error = BodyError;
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        Poll::Ready(Some(if std::mem::replace(&mut self.0, true) {
+            Err(BodyError::Backend("it ended".into()))
+        } else {
+            Ok(Frame::data(Bytes::from_static(b"part")))
+        }))
+    }
+}
+
+#[test]
+fn what_has_been_given_arrives_before_a_reset() {
+    run(async {
+        let world = world(|_| async {
+            Response::new(StatusCode::OK).with_body(ResponseBody::stream(Breaking(false)))
+        });
+        let (io, _server) = listen(&world);
+        let (mut client, _connection) = connect(io).await;
+        let mut response = client.send_request(get("/"), true).unwrap().0.await.unwrap();
+        assert_eq!(response.body_mut().data().await.unwrap().unwrap(), "part");
+        assert!(response.body_mut().data().await.unwrap().unwrap_err().is_reset());
+    });
+}
+
+#[test]
 fn a_tunnel_cannot_be_had() {
     run(async {
         let world = world(|_| async { Response::new(StatusCode::SWITCHING_PROTOCOLS) });

@@ -108,6 +108,7 @@ fn every_refusal_has_its_own_reason_among_the_labels() {
         Refusal::NotFound,
         Refusal::Forbidden(""),
         Refusal::MethodNotAllowed(""),
+        Refusal::MethodUnknown,
         Refusal::HeadTooLarge,
         Refusal::TargetTooLong,
         Refusal::BodyTooLarge,

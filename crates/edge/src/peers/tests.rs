@@ -34,6 +34,7 @@ mod authority;
 mod certificates;
 mod connections;
 mod images;
+mod interim;
 mod lulls;
 mod made_up;
 mod probing;
