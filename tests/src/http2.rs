@@ -19,13 +19,16 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
+/// Names and values, in order.
+pub type Fields<'a> = &'a [(&'a str, &'a str)];
+
 /// What became of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// The status of the final head, those of the interim ones before it, and the body.
     Response { status: u16, interim: Vec<u16>, body: Vec<u8> },
-    /// Its stream was reset with this error code.
-    Reset(u32),
+    /// Its stream was reset with this error code, perhaps after a head with this status.
+    Reset { status: Option<u16>, code: u32 },
     /// The connection ended.
     Closed,
 }
@@ -42,7 +45,7 @@ impl Answer {
 
 /// Sends a request with these fields, pseudo-header fields first. With `body`, trailers follow it.
 #[track_caller]
-pub fn ask(address: SocketAddr, fields: &[(&str, &str)], body: Option<(&[u8], &[(&str, &str)])>) -> Answer {
+pub fn ask(address: SocketAddr, fields: Fields<'_>, body: Option<(&[u8], Fields<'_>)>) -> Answer {
     let mut stream = TcpStream::connect(address).expect("the node listens");
     stream.set_read_timeout(Some(wait::SOON.saturating_mul(wait::STRETCH_MAX))).expect("an open connection");
     let mut out = PREFACE.to_vec();
@@ -73,7 +76,7 @@ fn read_answer(stream: &mut TcpStream) -> Answer {
             DATA if id == 1 => body.extend(payload),
             RST_STREAM if id == 1 => {
                 let code = payload.try_into().map_or(0, u32::from_be_bytes);
-                return Answer::Reset(code);
+                return Answer::Reset { status: statuses.pop(), code };
             }
             GOAWAY => return Answer::Closed,
             _ => {}
@@ -87,7 +90,7 @@ fn read_answer(stream: &mut TcpStream) -> Answer {
 }
 
 /// Each field as a literal without indexing (RFC 7541 section 6.2.2).
-fn encode(fields: &[(&str, &str)]) -> Vec<u8> {
+fn encode(fields: Fields<'_>) -> Vec<u8> {
     let mut out = Vec::new();
     for (name, value) in fields {
         out.push(0);

@@ -213,10 +213,7 @@ impl Refusal {
             Self::LoopDetected => row(StatusCode::LOOP_DETECTED, 425, "loop", Site),
             Self::RuleBroken(_) => row(StatusCode::SERVICE_UNAVAILABLE, 426, "rule_broken", Node),
             Self::Ruled(status) => row(*status, 428, "ruled", Client),
-            // 499 is never sent: it is what the access log says of a client that left.
-            Self::ClientGone => {
-                row(StatusCode::from_u16(499).expect("a valid status code"), 421, "client_gone", Client)
-            }
+            Self::ClientGone => row(client_gone(), 421, "client_gone", Client),
         }
     }
 
@@ -295,6 +292,11 @@ impl Refusal {
         }
         response
     }
+}
+
+/// 499 is never sent: it is what the access log says of a client that left.
+fn client_gone() -> StatusCode {
+    StatusCode::from_u16(499).expect("a valid status code")
 }
 
 impl From<BodyError> for Refusal {

@@ -356,8 +356,16 @@ fn a_fault_in_a_body_leaves_its_reason(world: &World) {
         for case in CASES {
             let Reading::Broken(reason) = case.read else { continue };
             let target = format!("/{}?{}", case.name, &version[2..7]);
-            let (is_whole, status, _) = ask(world, version, host, &target, &[]);
-            assert_eq!((is_whole, status), (false, 200), "{place} {}", case.name);
+            if version == "--http1.1" {
+                let (is_whole, status, _) = ask(world, version, host, &target, &[]);
+                assert_eq!((is_whole, status), (false, 200), "{place} {}", case.name);
+            } else {
+                // curl forgets a head that comes together with a reset.
+                let fields =
+                    [(":method", "GET"), (":scheme", "http"), (":path", &*target), (":authority", host)];
+                let answer = http2::ask(world.http(), &fields, None);
+                assert_eq!(answer, Answer::Reset { status: Some(200), code: 2 }, "{place} {}", case.name);
+            }
             assert_reason(world, host, &target, reason, &format!("{place} {}", case.name));
         }
     });

@@ -1,6 +1,6 @@
 //! The head of an HTTP/2 request. What it is for is read as over HTTP/1 (`target`).
 //!
-//! hyper and h2 have already refused, by resetting the stream (RFC 9113 section 8.1.1): connection-specific
+//! h2 has already refused, by resetting the stream (RFC 9113 section 8.1.1): connection-specific
 //! fields, `te` other than `trailers`, repeated, missing or misplaced pseudo-header fields, upper-case names, and bodies
 //! that do not have the announced length. A path or authority that is none gets a status (`vendor/h2/NAGAYA.md`). Not here: header fields between proxies (`forward`).
 
