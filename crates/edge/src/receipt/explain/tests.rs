@@ -197,7 +197,9 @@ fn what_is_not_known_is_not_made_up() {
     let told = tell(&seen, "n1");
     assert_eq!(told["usage"]["cpu_us"], Value::Null);
     assert_eq!(told["usage"]["read_bytes"], Value::Null);
-    assert_eq!(told["refusal"], json!({"reason": "backend_timeout", "code": "NGY0417"}));
+    assert_eq!(told["refusal"], json!({"reason": "backend_timeout", "code": "NGY0417", "detail": null}));
+    seen.more.as_mut().unwrap().fault = Some("two values of Content-Length".into());
+    assert_eq!(tell(&seen, "n1")["refusal"]["detail"], "two values of Content-Length");
     assert!(named(&told, "program")["why"].as_str().unwrap().contains("not known"), "{told}");
 }
 
