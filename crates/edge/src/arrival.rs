@@ -43,6 +43,11 @@ impl Allowance {
         Self { first, rate: pace.body_rate, most: Duration::MAX, silence }
     }
 
+    /// Of what a client still sends though it was answered. It may be silent for `first`.
+    pub fn of_linger(first: Duration, rate: u64, most: Duration) -> Self {
+        Self { first, rate, most, silence: first }
+    }
+
     /// The time that `bytes` may have taken.
     pub fn time(&self, bytes: u64) -> Duration {
         let earned = match self.rate {

@@ -33,11 +33,13 @@ use crate::serving;
 use crate::silence::Silence;
 
 /// After an answer that ends the connection the client may still be sending, a whole upload for one: it is read over for so
-/// long and so much, as long as the client is not silent, or the reset would destroy the answer on its way (RFC 9112
-/// section 9.6).
-const LINGER_MAX: Duration = Duration::from_secs(30);
-const LINGER_SILENCE: Duration = Duration::from_secs(2);
+/// long and so much, or the reset would destroy the answer on its way (RFC 9112 section 9.6).
 const LINGER_BYTES: usize = 64 << 20;
+const LINGER_MAX: Duration = Duration::from_secs(30);
+const LINGER_FIRST: Duration = Duration::from_secs(2);
+
+/// Beyond the first time, so many bytes earn a second: a client that drips is not waited for.
+const LINGER_RATE: u64 = 64 << 10;
 
 /// A client that is turned away may take so long to ask.
 const TURN_AWAY_WAIT: Duration = Duration::from_secs(2);
@@ -324,14 +326,17 @@ async fn linger<S: Stream>(wire: &Wire<S>, entered: &Entered) {
         return;
     }
     let mut left = LINGER_BYTES;
+    let mut arrival = Arrival::new(Allowance::of_linger(LINGER_FIRST, LINGER_RATE, LINGER_MAX));
     let drain = async {
         while left > 0 && !entered.is_draining() {
             wire.with_input(BytesMut::clear);
-            let filled = poll_fn(|cx: &mut Context<'_>| wire.poll_fill_head(cx));
-            match timeout(LINGER_SILENCE, filled).await {
-                Ok(Ok(read)) if read > 0 => left = left.saturating_sub(read),
-                _ => return,
-            }
+            let filled = poll_fn(|cx: &mut Context<'_>| match wire.poll_fill_head(cx) {
+                Poll::Pending => arrival.poll_late(cx).map(|()| None),
+                Poll::Ready(filled) => Poll::Ready(filled.ok().filter(|read| *read > 0)),
+            });
+            let Some(read) = filled.await else { return };
+            arrival.received(read);
+            left = left.saturating_sub(read);
         }
     };
     // Whether it ends by itself or by the clock, the connection is closed now.
