@@ -7,6 +7,7 @@
 pub mod backend;
 pub mod client;
 pub mod cluster;
+pub mod corpus;
 pub mod fuse;
 pub mod http2;
 pub mod lab;

@@ -1,8 +1,9 @@
-//! What `./dev` calls: tests, fuzzing, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
+//! What `./dev` calls: tests, conformance, fuzzing, lints, the demo, clusters on one machine and the experiments. `./dev` installs packages and builds this.
 //!
 //! Not here: anything that ships; nothing depends on this program.
 
 mod clients;
+mod conformance;
 mod content;
 mod demo;
 mod experiment;
@@ -47,6 +48,7 @@ fn run(arguments: &[String]) -> Result<ExitCode> {
     match verb.as_str() {
         "test" => test::run(rest),
         "guest" => guest::run(rest),
+        "conformance" => conformance::run(rest),
         "fuzz" => fuzz::run(rest),
         "lint" => lint::run(rest),
         "docs" => lint::write_generated_pages().map(|()| ExitCode::SUCCESS),

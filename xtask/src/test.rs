@@ -12,11 +12,13 @@ use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, setpriority_process};
 
 use crate::workspace::{Build, PACKAGES};
-use crate::{guest, workspace};
+use crate::{conformance, guest, workspace};
 
 /// The program that tries the kernel, and the one that looks at how the code is written.
 const KERNEL: &str = "kernel";
 const TIDY: &str = "tidy";
+/// The one that tries the built server.
+const END_TO_END: &str = "e2e";
 
 /// The nice value of what runs beside other tests: an eleventh of a processor that they want, all that they do not.
 const NICE_BESIDE: i32 = 10;
@@ -137,7 +139,7 @@ fn test_targets() -> Result<Vec<String>> {
 
 /// The built server, visited from outside.
 fn end_to_end(sum: &mut Sum, lint: Lint) -> Result<bool> {
-    let tests = ["test", "--no-fail-fast", PACKAGES, "--test", "e2e"];
+    let tests = ["test", "--no-fail-fast", PACKAGES, "--test", END_TO_END];
     workspace::build_nagaya(Build::Tested)?;
     let mut linting = None;
     let succeeded = cargo_test(&tests, sum, || {
@@ -176,7 +178,15 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<
     }
     // Tests of clusters on one machine call this program.
     let own = std::env::current_exe().context("asking which program this is")?;
-    let mut child = workspace::cargo()
+    let mut command = workspace::cargo();
+    if arguments.contains(&END_TO_END) {
+        match conformance::prepare() {
+            Ok(directory) => _ = command.env(conformance::DIRECTORY_VARIABLE, directory),
+            // Without a network its tests are skipped, and say so.
+            Err(error) => println!("conformance: {error:#}"),
+        }
+    }
+    let mut child = command
         .args(arguments)
         .env("NAGAYA_XTASK", own)
         .env("NAGAYA_BIN", workspace::nagaya(Build::Tested))

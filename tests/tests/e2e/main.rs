@@ -12,6 +12,7 @@ mod browser;
 mod cells;
 mod cgi;
 mod cluster;
+mod conformance;
 mod edge_files;
 mod etcd_trust;
 mod failures;
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
         http1::SUITE,
         http2::SUITE,
         http_readings::SUITE,
+        conformance::SUITE,
         tls::SUITE,
         proxy::SUITE,
         proxy_protocol::SUITE,
