@@ -27,6 +27,7 @@ pub mod body;
 mod buffer;
 pub mod clients;
 pub mod cluster;
+mod crypto;
 pub mod date;
 pub mod drain;
 pub mod forward;

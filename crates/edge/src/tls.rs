@@ -27,6 +27,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::TlsStream;
 
+use crate::crypto;
 use crate::message::TlsInfo;
 use crate::metrics::{Handshake, Metrics};
 use certificate::Certificate;
@@ -62,7 +63,7 @@ pub enum TlsError {
 
 /// What all threads of a process share: above all the keys of session tickets.
 static SHARED: LazyLock<Shared> = LazyLock::new(|| {
-    Shared::new().expect("the kernel gives random bytes, and the ring provider knows TLS 1.2 and 1.3")
+    Shared::new().expect("the kernel gives random bytes, and the provider knows TLS 1.2 and 1.3")
 });
 
 #[derive(Debug)]
@@ -74,7 +75,7 @@ struct Shared {
 
 impl Shared {
     fn new() -> Result<Self, rustls::Error> {
-        let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        let mut config = ServerConfig::builder_with_provider(Arc::new(crypto::provider()))
             .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
             .with_no_client_auth()
             .with_cert_resolver(Arc::new(Nobody));

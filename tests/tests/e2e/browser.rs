@@ -253,7 +253,7 @@ impl Drop for Person {
 }
 
 /// A program of the machine's.
-fn installed(name: &str) -> PathBuf {
+pub fn installed(name: &str) -> PathBuf {
     let path = env::var_os("PATH").unwrap_or_default();
     let found = env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
     found.unwrap_or_else(|| panic!("no {name} is installed: 'sudo ./dev setup test' installs it"))

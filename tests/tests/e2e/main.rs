@@ -65,6 +65,7 @@ const ORDER: Order = Order {
         "browser::",
         "receipts::a_program_too_short",
         "starved::",
+        "tls::a_browser",
     ],
     clusters: &["cluster::", "etcd_trust::", "membership::", "moved_tickets::"],
     labs: &["icmp::", "lab::", "partitions::"],

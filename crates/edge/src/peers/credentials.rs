@@ -14,6 +14,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 
+use crate::crypto;
 use crate::options::ClusterOptions;
 
 /// Behind a node's name in its certificate.
@@ -92,7 +93,7 @@ impl Credentials {
         let key = || {
             PrivateKeyDer::from_pem_slice(options.key.as_bytes()).map_err(|error| E::Key(error.to_string()))
         };
-        let crypto = Arc::new(provider::default_provider());
+        let crypto = Arc::new(crypto::provider());
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&crypto))
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .with_root_certificates(Arc::clone(&roots))
