@@ -29,6 +29,7 @@ const REASONS: Dimension = Dimension {
     label: "reason",
     values: &[
         "bad_request",
+        "plain_http",
         "unknown_host",
         "misdirected",
         "not_found",

@@ -18,6 +18,8 @@ use crate::peers::{Denied, fields};
 pub enum Refusal {
     #[error("the request is not valid HTTP: {0}")]
     BadRequest(&'static str),
+    #[error("plain HTTP was sent to a port that speaks HTTPS: begin the address with https://")]
+    PlainHttp,
     #[error("no site answers to this host name")]
     UnknownHost,
     #[error("this connection's certificate is for another site")]
@@ -154,6 +156,7 @@ impl Refusal {
         let row = |status, code, reason, blame| Row { status, code: Code(code), reason, blame, has_own_page };
         match self {
             Self::BadRequest(_) => row(StatusCode::BAD_REQUEST, 401, "bad_request", Client),
+            Self::PlainHttp => row(StatusCode::BAD_REQUEST, 478, "plain_http", Client),
             Self::UnknownHost => row(StatusCode::NOT_FOUND, 402, "unknown_host", Client),
             Self::Misdirected => row(StatusCode::MISDIRECTED_REQUEST, 403, "misdirected", Client),
             Self::NotFound => row(StatusCode::NOT_FOUND, 404, "not_found", Client),

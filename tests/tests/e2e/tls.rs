@@ -3,12 +3,16 @@
 //! Not here: how certificates are cached (unit tests of the edge).
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
+use nagaya_tests::client::Connection;
 use nagaya_tests::suite::{Suite, Tests};
 use nagaya_tests::world::World;
 use nagaya_tests::{machine, wait};
-use serde_json::json;
+use serde_json::{Value, json};
+
+use super::browser::installed;
 
 pub const SUITE: Suite = Suite {
     name: "tls",
@@ -26,6 +30,10 @@ pub const SUITE: Suite = Suite {
             old_versions_are_refused,
             a_big_file_arrives_whole,
             a_certificate_that_ends_soon_is_said,
+            plain_http_is_told_that_the_port_speaks_https,
+            plain_http_is_answered_before_it_is_whole,
+            a_browser_agrees_on_keys_with_ml_kem,
+            clients_without_ml_kem_agree_on_x25519,
         ],
     ),
 };
@@ -196,4 +204,65 @@ fn a_certificate_that_ends_soon_is_said(world: &World) {
     std::fs::remove_file(world.path("certificates").join("over.test.pem")).expect("our own file");
     reload();
     wait::until("it is no trouble any more", || ending() == json!([]));
+}
+
+fn plain_http_is_told_that_the_port_speaks_https(world: &World) {
+    for head in ["GET /a.txt HTTP/1.1\r\nHost: a.test\r\n\r\n", "BREW / HTTP/1.0\r\n\r\n", "get"] {
+        let mut connection = Connection::open(world.https());
+        connection.send(head);
+        let response = connection.response().expect(400);
+        assert!(response.text().contains("plain HTTP was sent to a port that speaks HTTPS"), "{response:?}");
+        assert!(response.text().contains("NGY0478"), "{response:?}");
+        assert_eq!(response.header("connection"), Some("close"), "{head}");
+        connection.finish();
+        assert!(connection.is_closed(), "{head}");
+    }
+    let logged = || world.access_log().into_iter().find(|line| line["refusal"] == "plain_http");
+    let line = wait::until_some("the access log has it", logged);
+    assert_eq!((&line["status"], &line["site"]), (&json!(400), &json!(null)), "{line}");
+    assert!(world.metric("nagaya_http_refusals_total", "reason=\"plain_http\"") >= 3.0);
+    // Others are served as before.
+    assert_eq!(curl(world, "a.test", "/a.txt", &[]), "alpha");
+}
+
+/// What is sent in part is answered and closed; what is no request of HTTP/1 is closed without an answer of HTTP.
+fn plain_http_is_answered_before_it_is_whole(world: &World) {
+    let told = |connection: &mut Connection| connection.send("GET / HTTP/1.1\r\n").response().expect(400);
+    let mut held: Vec<Connection> = (0..3).map(|_| Connection::open(world.https())).collect();
+    held.iter_mut().for_each(|connection| drop(told(connection)));
+    // Nobody has sent the rest of the request, and nobody does.
+    for connection in &mut held {
+        assert!(connection.is_closed(), "the node waits for what nobody sends");
+    }
+    // What begins neither like a record of TLS nor with a method gets the alert of TLS, and HTTP/2 has no answer without a handshake.
+    let mut connection = Connection::open(world.https());
+    connection.send([0x80, 0x2e, 1, 3, 1, 0]).finish();
+    assert!(!connection.until_end().starts_with(b"HTTP"));
+    let mut connection = Connection::open(world.https());
+    connection.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").finish();
+    assert_eq!(connection.until_end(), b"");
+}
+
+fn a_browser_agrees_on_keys_with_ml_kem(world: &World) {
+    let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("browser");
+    let script = scripts.join("keys.mjs").display().to_string();
+    let chromium = installed("chromium").display().to_string();
+    let port = world.https().port().to_string();
+    let told = machine::run(&installed("node").to_string_lossy(), &[&script, &chromium, "a.test", &port]);
+    let told: Value = serde_json::from_str(&told).unwrap_or_else(|error| panic!("{error}: {told}"));
+    assert_eq!(told["status"], 200, "{told}");
+    assert_eq!(told["protocol"], "TLS 1.3", "{told}");
+    assert_eq!(told["keyExchangeGroup"], "X25519MLKEM768", "{told}");
+}
+
+fn clients_without_ml_kem_agree_on_x25519(world: &World) {
+    for (version, groups, agreed) in [
+        ("-tls1_3", "X25519", "Server Temp Key: X25519"),
+        ("-tls1_3", "P-256", "Server Temp Key: ECDH, prime256v1"),
+        // In TLS 1.2 the curve of the certificate is one of the groups, too.
+        ("-tls1_2", "X25519:P-256", "Server Temp Key: X25519"),
+    ] {
+        let (shown, succeeded) = handshake(world, "a.test", &[version, "-groups", groups]);
+        assert!(succeeded && shown.contains(agreed), "{version} {groups}: {shown}");
+    }
 }

@@ -18,6 +18,7 @@ use ipnet::IpNet;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_rustls::server::TlsStream;
 
 use crate::clients::crowd::{Group, Phase};
 use crate::clients::limits::{Admitted, RETRY_CONNECTION_SECONDS};
@@ -25,7 +26,7 @@ use crate::clients::{ClientLimits, LimitKind};
 use crate::drain::Entered;
 use crate::http1;
 use crate::http2;
-use crate::message::ConnInfo;
+use crate::message::{ConnInfo, TlsInfo};
 use crate::node::Node;
 use crate::proxy_header::{self, Told};
 use crate::refusal::Refusal;
@@ -189,6 +190,19 @@ async fn serve(stream: TcpStream, conn: ConnInfo, entered: Entered, entrance: &E
     }
 }
 
+/// What came first where TLS is spoken.
+enum Hello {
+    Tls(TlsStream<TcpStream>, TlsInfo, Alpn),
+    Plain(TcpStream),
+}
+
+/// Tells a method of HTTP from the records of TLS, which begin with a byte that is no letter (RFC 8446 section 5.1). Takes nothing off the stream.
+async fn is_plain_http(stream: &TcpStream) -> io::Result<bool> {
+    let mut first = [0];
+    let count = stream.peek(&mut first).await?;
+    Ok(count == 1 && first[0].is_ascii_alphabetic())
+}
+
 async fn encrypted(stream: TcpStream, conn: ConnInfo, entered: Entered, tls: &Tls, node: &Rc<Node>) {
     let peer = conn.peer;
     let patience = Duration::from_millis(node.limits().handshake_ms);
@@ -199,10 +213,22 @@ async fn encrypted(stream: TcpStream, conn: ConnInfo, entered: Entered, tls: &Tl
             return Ok(None);
         }
         entered.begin(Phase::Arriving);
-        tls.accept(stream).await.map(Some)
+        if is_plain_http(&stream).await? {
+            return Ok(Some(Hello::Plain(stream)));
+        }
+        tls.accept(stream).await.map(|(stream, info, alpn)| Some(Hello::Tls(stream, info, alpn)))
     };
     let (stream, info, alpn) = match timeout(patience, handshake).await {
-        Ok(Ok(Some(accepted))) => accepted,
+        Ok(Ok(Some(Hello::Tls(stream, info, alpn)))) => (stream, info, alpn),
+        Ok(Ok(Some(Hello::Plain(stream)))) => {
+            // As few at once, and as briefly, as others who are turned away.
+            if let Some(turned_away) = ClientLimits::turn_away(&node.clients) {
+                let conn = Rc::new(conn);
+                http1::connection::turn_away(stream, conn, Refusal::PlainHttp, Rc::clone(node)).await;
+                drop(turned_away);
+            }
+            return;
+        }
         Ok(Ok(None)) => return,
         Ok(Err(error)) => return tracing::debug!(%peer, %error, "a TLS handshake failed"),
         Err(_) => return tracing::debug!(%peer, "a TLS handshake took too long"),

@@ -103,6 +103,7 @@ fn turned(is_early: bool) -> Refusal {
 fn every_refusal_has_its_own_reason_among_the_labels() {
     let refusals = [
         Refusal::BadRequest(""),
+        Refusal::PlainHttp,
         Refusal::UnknownHost,
         Refusal::Misdirected,
         Refusal::NotFound,
