@@ -195,6 +195,7 @@ const acts = {
     await tell("waiting", await told(page, seen));
     await page.locator("#send:enabled").waitFor();
     assert.ok(await send.evaluate((button) => button === document.activeElement), "the button has no focus");
+    assert.equal(await page.locator("#place").textContent(), "", "it is its turn, and others are said to go first");
     assert.notEqual((await page.locator("#live").textContent()).trim(), "", "nothing is said aloud");
     await tell("called");
     await send.click();

@@ -38,6 +38,7 @@ pub use self::explain::row;
 pub use self::exposition::text as exposition;
 pub use self::held::BYTES_MAX as BODY_HELD_MAX;
 pub use self::lanes::{Lane, Lanes};
+pub use self::page::BASE_STYLE;
 pub use self::tickets::{Mark, Tickets, open, take_away};
 pub use self::turned::{Notice, seconds, unplaced, without_ticket};
 pub use self::way::keep as keep_way;

@@ -8,7 +8,7 @@ use http::{HeaderValue, StatusCode};
 use nagaya_base::{Code, RequestId};
 use nagaya_cmdb::NodeName;
 
-use crate::admission::Notice;
+use crate::admission::{BASE_STYLE, Notice};
 use crate::cluster::Unanswered;
 use crate::message::{BodyError, Response, ResponseBody};
 use crate::peers::{Denied, fields};
@@ -257,8 +257,10 @@ impl Refusal {
         };
         let reason = row.status.canonical_reason().unwrap_or("Error");
         let page = format!(
-            "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>{status} {reason}</title>\
-             <h1>{status} {reason}</h1><p>{detail}.</p><p><small>{code} &middot; request {id}</small></p></html>\n",
+            "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
+             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><meta name=\"color-scheme\" content=\"light dark\">\
+             <title>{status} {reason}</title><style>{BASE_STYLE}</style>\
+             <main><h1>{status} {reason}</h1><p>{detail}.</p><p><small>{code} &middot; request {id}</small></p></main></html>\n",
             status = row.status.as_u16(),
             code = row.code,
         );
@@ -312,5 +314,22 @@ impl From<BodyError> for Refusal {
             BodyError::Backend(what) | BodyError::NodeLost(what) => Self::BackendInvalid(what),
             BodyError::File(error) => Self::SiteBroken(error.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_for_people_looks_like_the_waiting_page() {
+        let id = RequestId(1);
+        let ResponseBody::Bytes(body) = Refusal::NotFound.into_response(id).body else {
+            panic!("the page is in memory")
+        };
+        let page = String::from_utf8(body.to_vec()).expect("text");
+        assert!(page.contains(&format!("<style>{BASE_STYLE}</style><main><h1>404 Not Found</h1>")), "{page}");
+        assert!(page.contains("<meta name=\"viewport\""), "{page}");
+        assert!(page.contains("NGY0404 &middot; request "), "{page}");
     }
 }

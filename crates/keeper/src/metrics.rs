@@ -108,6 +108,7 @@ pub struct Metrics {
     pub database_queries: Counter,
     instances: [Gauge; Tier::ALL.len()],
     waiting_wakes: Gauge,
+    images_usable: Gauge,
     returns: [Gauge; Tier::ALL.len()],
     held: [Gauge; Tier::ALL.len()],
     leaves: Counters<1>,
@@ -167,6 +168,7 @@ impl Metrics {
                     &format!("Memory of an instance that is {tier}, a mean of the last counts; 0: none, or not counted"),
                 )
             }),
+            images_usable: r.gauge("keeper_images_usable", "Whether applications can rest as images: 1, or 0 where CRIU is missing"),
             waiting_wakes: r.gauge("keeper_wakes_waiting", "Instances that wait for their turn to wake"),
             leaves: r.counters(
                 "keeper_cell_leaves",
@@ -191,6 +193,7 @@ impl Metrics {
 
     /// The text, with what cells count themselves as it is now.
     pub fn encode(&self, cells: &Cells, instances: &Instances) -> String {
+        self.images_usable.set(i64::from(instances.can_use_images()));
         let (tiers, waiting) = instances.numbers();
         for (gauge, number) in
             self.instances.iter().chain([&self.waiting_wakes]).zip(tiers.into_iter().chain([waiting]))

@@ -2,7 +2,7 @@
 //!
 //! Not here: the counting (`series`).
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 
 use prometheus_client::encoding::{EncodeMetric, text};
 use prometheus_client::registry::Unit;
@@ -13,7 +13,7 @@ use crate::series::{Counter, Counters, Gauge, Histogram};
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// One label and every value it can have.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct Dimension {
     pub label: &'static str,
     pub values: &'static [&'static str],
@@ -21,8 +21,20 @@ pub struct Dimension {
 
 /// Declares metrics and writes them out. Names begin with `nagaya_`, which stands here once; units and
 /// `_total` are appended as OpenMetrics wants them, and are not part of the names given.
-#[derive(Debug)]
 pub struct Registry(prometheus_client::registry::Registry);
+
+/// A failed assertion shows what holds it, not all metrics.
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Dimension {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.label, self.values.len())
+    }
+}
 
 impl Default for Registry {
     fn default() -> Self {
@@ -123,6 +135,17 @@ mod tests {
 
     const COLOUR: Dimension = Dimension { label: "colour", values: &["red", "blue"] };
     const SIZE: Dimension = Dimension { label: "size", values: &["s", "m", "l"] };
+
+    #[test]
+    fn whoever_holds_metrics_is_shown_without_their_numbers() {
+        let mut registry = Registry::new();
+        let all: Vec<_> =
+            (0..100).map(|n| registry.counters(&format!("n{n}"), "N", [COLOUR, SIZE])).collect();
+        let shown = format!("{registry:?}");
+        assert!(shown.len() < 100, "{} bytes", shown.len());
+        let shown = format!("{:?}", all[0]);
+        assert!(shown.len() < 200 && shown.contains("colour of 2"), "{} bytes: {shown:.300}", shown.len());
+    }
 
     #[test]
     fn names_units_and_labels_come_out_as_openmetrics() {

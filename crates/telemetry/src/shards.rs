@@ -3,6 +3,7 @@
 //! Not here: what the numbers mean (`series`).
 
 use std::cell::Cell;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
@@ -10,14 +11,13 @@ use std::thread;
 const SHARDS_MAX: usize = 64;
 
 /// Numbers that share a cache line. A pair of lines, because processors fetch lines in pairs.
-#[derive(Debug, Default)]
+#[derive(Default)]
 #[repr(align(128))]
 struct Line([AtomicU64; LINE]);
 
 const LINE: usize = 16;
 
 /// `width` sums, each spread over one cell per shard.
-#[derive(Debug)]
 pub(crate) struct Shards {
     /// `shards * lines_per_shard` lines.
     lines: Box<[Line]>,
@@ -25,6 +25,12 @@ pub(crate) struct Shards {
     /// Shards less one: their number is a power of two.
     mask: usize,
     width: usize,
+}
+
+impl fmt::Debug for Shards {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shards").field("lines", &self.lines.len()).finish_non_exhaustive()
+    }
 }
 
 impl Shards {

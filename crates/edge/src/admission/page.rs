@@ -22,7 +22,9 @@ pub use self::asked::{Language, is_crawler, language, wants_html};
 use self::words::Words;
 
 const HTML: &str = include_str!("page/wait.html");
-const STYLE: &str = include_str!("page/wait.css");
+/// Of all pages that the node itself has for people.
+pub const BASE_STYLE: &str = include_str!("page/base.css");
+const STYLE: &str = concat!(include_str!("page/base.css"), include_str!("page/wait.css"));
 const SCRIPT: &str = include_str!("page/wait.js");
 
 /// The page with its style and script, and the policy that allows just these.

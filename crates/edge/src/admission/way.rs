@@ -5,8 +5,8 @@
 //! the processor than what runs for tenants that have none. It has to wait anyway, and gets all that the others leave.
 //!
 //! It must not lose what is its own by that. As long as those without a line keep less than half of the processors busy, they take less
-//! than their fair part, whatever the weights are, and so does nobody lose any: only who is served *first* is decided. When they take
-//! more, all weigh the same again.
+//! than their fair part, whatever the weights are, and so does nobody lose any: only who is served *first* is decided. It ends when they
+//! keep more than three quarters busy, so that it does not begin and end at one mark again and again: then all weigh the same.
 //!
 //! Not here: weights and how long they hold without being asked for again (`nagaya_keeper`), lines (`lanes`).
 

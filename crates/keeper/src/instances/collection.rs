@@ -151,6 +151,10 @@ impl Instances {
         self.logs.settle(LOGS_SETTLE_MAX);
     }
 
+    pub fn can_use_images(&self) -> bool {
+        self.images.borrow().is_some()
+    }
+
     /// Why no image can be taken here, for `nagaya status`; null: one can.
     pub(super) fn images_status(&self) -> Value {
         match (&*self.images.borrow(), &*self.no_images.borrow()) {

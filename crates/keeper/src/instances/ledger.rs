@@ -21,8 +21,11 @@ impl Ledger {
         Self { from, marks: vec![(Stage::Decide, now)] }
     }
 
+    /// Where it rested. Whether there is an image may have become known only on the way.
     pub fn from(&self) -> Tier {
-        self.from
+        let has = |wanted| self.marks.iter().any(|(stage, _)| *stage == wanted);
+        let is_restored = has(Stage::Restore) && !has(Stage::Boot);
+        if self.from == Tier::Cold && is_restored { Tier::Image } else { self.from }
     }
 
     pub fn mark(&mut self, stage: Stage, now: Instant) {
@@ -46,7 +49,7 @@ impl Ledger {
     pub fn wake(&self, joined: Instant, now: Instant) -> Wake {
         let micros = |took: Duration| u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let stages = self.since(joined, now).into_iter().map(|(stage, took)| (stage, micros(took)));
-        Wake { from: self.from, stages: stages.collect(), predicted_us: None }
+        Wake { from: self.from(), stages: stages.collect(), predicted_us: None }
     }
 
     fn since(&self, joined: Instant, now: Instant) -> Vec<(Stage, Duration)> {
@@ -71,6 +74,20 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_that_was_found_on_the_way_is_where_it_rested() {
+        let now = Instant::now();
+        for (stages, from) in [
+            (&[Stage::Sandbox, Stage::Restore][..], Tier::Image),
+            (&[Stage::Sandbox, Stage::Boot], Tier::Cold),
+            (&[Stage::Sandbox, Stage::Restore, Stage::Sandbox, Stage::Boot], Tier::Cold),
+        ] {
+            let mut ledger = Ledger::new(Tier::Cold, now);
+            stages.iter().for_each(|stage| ledger.mark(*stage, now + Duration::from_millis(1)));
+            assert_eq!((ledger.from(), ledger.wake_whole(now).from), (from, from), "{stages:?}");
+        }
+    }
 
     #[test]
     fn stages_add_up_to_the_wait_of_each() {

@@ -344,19 +344,23 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
     if format.json {
         return output::print_json(&answer["nodes"]);
     }
+    nodes_table(&answer["nodes"]).print()
+}
+
+fn nodes_table(nodes: &Value) -> Columns {
     let mut columns = Columns::new(&[
         "NODE",
         "STATE",
         "PEER",
         "APPLICATIONS",
-        "CPU",
+        "CPU USED",
         "MEMORY FREE",
         "REQUESTS/S",
         "WAKES",
         "AUTHORITY",
         "VERSION",
     ]);
-    for node in answer["nodes"].as_array().into_iter().flatten() {
+    for node in nodes.as_array().into_iter().flatten() {
         let percent =
             |value: &Value| value.as_f64().map_or("?".into(), |part| format!("{:.0} %", part * 100.0));
         columns.add([
@@ -372,7 +376,7 @@ fn list_nodes(format: Format, place: &Place) -> Result<(), CliError> {
             plain(&node["version"]),
         ]);
     }
-    columns.print()
+    columns
 }
 
 /// The other nodes that have a site. One that it is still being started on has a `*`.
@@ -402,9 +406,14 @@ fn list_placements(command: &Placements, place: &Place) -> Result<(), CliError> 
         return output::print_json(&answer["placements"]);
     }
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    placements_table(&answer["placements"], now).print()
+}
+
+/// `now` is Unix time.
+fn placements_table(placements: &Value, now: Duration) -> Columns {
     let mut columns =
         Columns::new(&["SITE", "NODE", "COPIES", "EPOCH", "SINCE", "WHY", "FALLBACK", "IMAGE HERE"]);
-    for placement in answer["placements"].as_array().into_iter().flatten() {
+    for placement in placements.as_array().into_iter().flatten() {
         let since = Duration::from_millis(placement["since_ms"].as_u64().unwrap_or_default());
         columns.add([
             plain(&placement["site"]),
@@ -417,5 +426,38 @@ fn list_placements(command: &Placements, place: &Place) -> Result<(), CliError> 
             if placement["image_here"] == true { "yes".into() } else { "no".into() },
         ]);
     }
-    columns.print()
+    columns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_say_which_part_of_the_processors_is_used() {
+        let table = nodes_table(&json!([
+            { "name": "a", "state": "up", "peer": "10.0.0.1:7", "placements": 2, "cpu_used": 0.04, "memory_free": 0.5,
+              "requests_per_second": 1.25, "wakes": 3, "authority": 1, "version": "0.1.0" },
+            { "name": "b", "state": "gone", "peer": "10.0.0.2:7", "placements": 0, "version": null },
+        ]));
+        assert_eq!(
+            table.text(),
+            "NODE  STATE  PEER        APPLICATIONS  CPU USED  MEMORY FREE  REQUESTS/S  WAKES  AUTHORITY  VERSION\n\
+             a     up     10.0.0.1:7  2             4 %       50 %         1.2         3      1          0.1.0\n\
+             b     gone   10.0.0.2:7  0             ?         ?            ?           ?      ?          -\n"
+        );
+    }
+
+    #[test]
+    fn a_placement_without_a_fallback_shows_a_dash() {
+        let table = placements_table(
+            &json!([{ "site": "s", "node": "a", "epoch": 1, "since_ms": 1_000, "why": "first", "fallback": null, "image_here": false }]),
+            Duration::from_secs(62),
+        );
+        assert_eq!(
+            table.text(),
+            "SITE  NODE  COPIES  EPOCH  SINCE  WHY    FALLBACK  IMAGE HERE\n\
+             s     a     -       1      1m 1s  first  -         no\n"
+        );
+    }
 }

@@ -167,7 +167,7 @@ fn list(tenant: Option<&str>, format: Format, place: &Place) -> Result<(), CliEr
 }
 
 fn table(all: &[Instance]) -> Columns {
-    let mut columns = Columns::new(&[
+    let mut columns = Columns::with_sentences(&[
         "SITE",
         "TENANT",
         "STATE",
@@ -303,14 +303,15 @@ mod tests {
                 "memory_bytes": 0, "image": { "bytes": 35_651_584, "digest": "ab" },
                 "last_wake": { "from": "image", "stages": [["restore", 38_000], ["connect", 40]] },
             },
-            { "site": "b", "tenant": "demo", "tier": "cold", "state": "starting", "note": "no image: CRIU is missing" },
+            { "site": "b", "tenant": "demo", "tier": "cold", "state": "starting",
+              "note": "it has no image: CRIU is missing, install it as docs/instances.md says" },
         ], "waking": 1 }))
         .unwrap();
         assert_eq!(
             table(&all.instances).text(),
             "SITE  TENANT  STATE     FOR    USES  MEMORY  IMAGE  WAKES  LAST WAKE      NOTE\n\
              wiki  demo    image     1h 1m  0     0B      34MiB  3      image 38.0 ms\n\
-             b     demo    starting  -      -     -       -      -      -              no image: CRIU is missing\n"
+             b     demo    starting  -      -     -       -      -      -              it has no image: CRIU is missing, install it as docs/instances.md says\n"
         );
     }
 

@@ -29,6 +29,9 @@ const PAGE_LEN: usize = nagaya_cmdb::store::PAGE_LEN_MAX;
 /// Widest column of a table, in characters; longer texts are cut, `--json` shows them whole.
 const COLUMN_WIDTH_MAX: usize = 48;
 
+/// The same of a last column that holds sentences: nothing has to line up behind it.
+const SENTENCE_WIDTH_MAX: usize = 1000;
+
 /// Where the commands find the records.
 #[derive(Debug, Clone)]
 pub struct Place {
@@ -392,15 +395,25 @@ pub fn print_json_list(access: &Access, path: &str, key: &str, after: Option<&st
 #[derive(Debug)]
 pub struct Columns {
     rows: Vec<Vec<String>>,
+    last_width_max: usize,
 }
 
 impl Columns {
     pub fn new(head: &[&str]) -> Self {
-        Self { rows: vec![head.iter().map(ToString::to_string).collect()] }
+        let rows = vec![head.iter().map(ToString::to_string).collect()];
+        Self { rows, last_width_max: COLUMN_WIDTH_MAX }
+    }
+
+    /// The last column holds sentences: they are shown whole.
+    pub fn with_sentences(head: &[&str]) -> Self {
+        Self { last_width_max: SENTENCE_WIDTH_MAX, ..Self::new(head) }
     }
 
     pub fn add(&mut self, row: impl IntoIterator<Item = String>) {
-        self.rows.push(row.into_iter().map(|text| shorten(&text)).collect());
+        let last = self.rows[0].len() - 1;
+        let width_max = |at: usize| if at == last { self.last_width_max } else { COLUMN_WIDTH_MAX };
+        let row = row.into_iter().enumerate().map(|(at, text)| shorten(&text, width_max(at))).collect();
+        self.rows.push(row);
     }
 
     pub fn print(&self) -> Result<(), CliError> {
@@ -430,22 +443,28 @@ impl Columns {
     }
 }
 
-fn shorten(text: &str) -> String {
-    match text.char_indices().nth(COLUMN_WIDTH_MAX) {
+fn shorten(text: &str, width_max: usize) -> String {
+    match text.char_indices().nth(width_max) {
         None => text.to_owned(),
-        Some(_) => text.chars().take(COLUMN_WIDTH_MAX - 1).chain(['…']).collect(),
+        Some(_) => text.chars().take(width_max - 1).chain(['…']).collect(),
     }
 }
 
 /// A record as `key  value` lines; what lies deeper is named `backend.root`.
 pub fn print_fields(record: &Value) -> Result<(), CliError> {
-    let mut columns = Vec::new();
-    flatten("", record, &mut columns);
+    let columns = fields(record);
     let width = columns.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
     for (key, value) in columns {
         print(format!("{key:width$}  {value}").trim_end())?;
     }
     Ok(())
+}
+
+/// Each value of a record with its dotted name.
+pub fn fields(record: &Value) -> Vec<(String, String)> {
+    let mut fields = Vec::new();
+    flatten("", record, &mut fields);
+    fields
 }
 
 fn flatten(prefix: &str, value: &Value, to: &mut Vec<(String, String)>) {
@@ -457,15 +476,30 @@ fn flatten(prefix: &str, value: &Value, to: &mut Vec<(String, String)>) {
             }
         }
         Value::Array(items) => {
-            to.push((prefix.into(), items.iter().map(plain).collect::<Vec<_>>().join(" ")))
+            to.push((prefix.into(), items.iter().map(in_a_list).collect::<Vec<_>>().join(" ")))
         }
         other => to.push((prefix.into(), plain(other))),
     }
 }
 
-/// A text without its quotes.
+/// One value of a list: an object as `key=value` pairs.
+fn in_a_list(value: &Value) -> String {
+    match value {
+        Value::Object(_) => {
+            let pairs = fields(value).into_iter().map(|(key, value)| format!("{key}={value}"));
+            pairs.collect::<Vec<_>>().join(",")
+        }
+        other => plain(other),
+    }
+}
+
+/// A text without its quotes; `-` for null.
 pub fn plain(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
+    match value {
+        Value::Null => "-".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
 }
 
 /// Like `3d 4h`: the two largest units.
@@ -519,10 +553,23 @@ mod tests {
     }
 
     #[test]
+    fn sentences_in_the_last_column_are_whole() {
+        let mut columns = Columns::with_sentences(&["SITE", "NOTE"]);
+        let sentence = "it has no image: ".to_owned() + &"why ".repeat(30);
+        columns.add(["x".repeat(100), sentence.trim_end().into()]);
+        let cut = "x".repeat(COLUMN_WIDTH_MAX - 1);
+        assert_eq!(columns.text().lines().nth(1), Some(&*format!("{cut}…  {}", sentence.trim_end())));
+        columns.add(["s".into(), "x".repeat(SENTENCE_WIDTH_MAX * 2)]);
+        assert_eq!(columns.rows[2][1].chars().count(), SENTENCE_WIDTH_MAX);
+    }
+
+    #[test]
     fn nested_fields_get_dotted_names() {
-        let mut fields = Vec::new();
-        flatten("", &serde_json::json!({"a": {"b": ["x", 1]}, "c": "t"}), &mut fields);
-        assert_eq!(fields, [("a.b".into(), "x 1".into()), ("c".into(), "t".into())]);
+        let shown = |value| fields(&value);
+        let found = shown(serde_json::json!({"a": {"b": ["x", 1]}, "c": "t", "d": null}));
+        assert_eq!(found, [("a.b".into(), "x 1".into()), ("c".into(), "t".into()), ("d".into(), "-".into())]);
+        let found = shown(serde_json::json!({"needs": [{"site": "a", "n": 1}, {"site": "b", "n": null}]}));
+        assert_eq!(found, [("needs".into(), "n=1,site=a n=-,site=b".into())]);
     }
 
     #[test]

@@ -90,15 +90,19 @@ fn screen(status: &Value) -> String {
         let how = if on { String::new() } else { format!("; {}", plain(&row["how"])) };
         format!("{}  {name:18} {why}{how}", if on { "on " } else { "OFF" })
     });
+    if let Some(why) = status["keeper"]["images"]["none"].as_str() {
+        let _ =
+            writeln!(out, "\napplications do not rest as images: {why} (`nagaya doctor` says what to do)");
+    }
     section(&mut out, "certificates that end soon", &status["certificates"]["ending"], plain);
     section(&mut out, "files that are no certificates", &status["certificates"]["broken"], plain);
     section(&mut out, "tenants to be looked after", &status["tenant_warnings"], plain);
     section(&mut out, "changed in the file, and in force after a restart", &status["needs_restart"], plain);
     for name in ["edge", "keeper"] {
-        if let Some(fields) = status[name].as_object() {
+        if status[name].is_object() {
             let _ = writeln!(out, "\n{name}");
-            for (key, value) in fields {
-                let _ = writeln!(out, "  {key}: {}", plain(value));
+            for (key, value) in output::fields(&status[name]) {
+                let _ = writeln!(out, "  {key}: {value}");
             }
         }
     }
@@ -153,7 +157,8 @@ mod tests {
             "processes": [{"name": "edge", "pid": null, "rss_bytes": null, "restarts": 2, "last_end": "signal 9 (SIGKILL)"}],
             "protections": [{"name": "tenant-uids", "on": false, "why": "one uid for all", "how": "start as root"}],
             "cluster_store": {"insecure": "it is in clear text", "refused": 2, "refused_values": ["sites/bob: it is not signed"]},
-            "needs_restart": ["listen"], "edge": null, "keeper": {"fence": "cgroup-v1"},
+            "needs_restart": ["listen"], "edge": null,
+            "keeper": {"fence": "cgroup-v1", "kinds": {"cgi": {"running": 1}}, "images": {"none": "no CRIU"}},
         }));
         assert!(
             text.starts_with(
@@ -169,8 +174,11 @@ mod tests {
             "2 restarts, the last after signal 9",
             "http   127.0.0.1:8080",
             "fence: cgroup-v1",
+            "\n  kinds.cgi.running: 1\n",
+            "\napplications do not rest as images: no CRIU (`nagaya doctor` says what to do)\n",
         ] {
             assert!(text.contains(part), "{part} is missing in\n{text}");
         }
+        assert!(!text.contains(['{', '"']), "no JSON is for people: {text}");
     }
 }

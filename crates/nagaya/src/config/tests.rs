@@ -124,6 +124,11 @@ fn hints_name_what_was_probably_meant() {
     assert_eq!(hint("[[rules]]\nphase = 'fixups'"), "add file = \"/etc/nagaya/rules/limits.rb\"");
     assert_eq!(hint("[rule_limit]\nmemory = '2MiB'"), "did you mean 'rule_limits'?");
     assert_eq!(hint("[log]\nformat = 'jsn'"), "did you mean \"json\"?");
+    assert_eq!(hint("[log]\nlevel = 'inf'"), "did you mean \"info\"?");
+    assert_eq!(hint("[log]\nlevel = 'nagaya_edge=debug,warm'"), "did you mean \"warn\"?");
+    for fine in ["info", "WARN", "nagaya_edge", "info,nagaya_edge=debug", "nagaya_edge=debug, h2=off"] {
+        assert_eq!(places(&format!("[log]\nlevel = '{fine}'")), [""; 0], "{fine}");
+    }
     assert_eq!(hint("[edge]\nuser = 'no-such-user-here'").split(':').next(), Some("create it"));
 }
 

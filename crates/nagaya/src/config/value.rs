@@ -20,6 +20,11 @@ use super::settings::{LogFormat, STORED};
 /// Users or groups one key names.
 const ACCOUNTS_MAX: usize = 64;
 
+const LOG_LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
+
+/// Parts of this program begin so.
+const OWN_TARGETS: &str = "nagaya";
+
 /// What a key takes.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
@@ -153,14 +158,7 @@ impl Kind {
             Self::Address => check_address(text).map(|address| Value::Text(address.to_string())),
             Self::Path(exists) => check_path(text, exists),
             Self::Rule => check_rule(text),
-            Self::Filter => match text.parse::<tracing_subscriber::filter::Targets>() {
-                Ok(_) => Ok(Value::Text(text.into())),
-                Err(error) => Err(Problem::new(
-                    INVALID,
-                    format!("'{text}' is not a log level: {error}"),
-                    "use error, warn, info, debug or trace, or a list like \"info,nagaya_edge=debug\"".into(),
-                )),
-            },
+            Self::Filter => check_log_filter(text),
             _ if text.is_empty() => {
                 Err(Problem::new(INVALID, "it is empty".into(), "write a value, or leave the key out".into()))
             }
@@ -274,6 +272,28 @@ fn print_ms(ms: u64) -> String {
 /// the same way.
 fn quote(text: &str) -> String {
     serde_json::Value::from(text).to_string()
+}
+
+/// A word alone is a level. The library takes any other word for the name of a program's part, all of which is shown then.
+fn check_log_filter(text: &str) -> Result<Value, Problem> {
+    const USE: &str = "use error, warn, info, debug or trace, or a list like \"info,nagaya_edge=debug\"";
+    let refuse = |part: &str, why: String| {
+        let near = super::mistake::nearest(part, LOG_LEVELS.into_iter());
+        let hint = near.map_or_else(|| USE.to_owned(), |near| format!("did you mean \"{near}\"?"));
+        Err(Problem::new(INVALID, format!("'{part}' is not a log level{why}"), hint))
+    };
+    let is_level = |word: &str| word.parse::<tracing_subscriber::filter::LevelFilter>().is_ok();
+    let stranger = text.split(',').map(str::trim).find(|part| {
+        let has_level = part.contains('=') || is_level(part) || part.starts_with(OWN_TARGETS);
+        !part.is_empty() && !has_level
+    });
+    if let Some(stranger) = stranger {
+        return refuse(stranger, String::new());
+    }
+    match text.parse::<tracing_subscriber::filter::Targets>() {
+        Ok(_) => Ok(Value::Text(text.into())),
+        Err(error) => refuse(text, format!(": {error}")),
+    }
 }
 
 fn check_address(text: &str) -> Result<SocketAddr, Problem> {

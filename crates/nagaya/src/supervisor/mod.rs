@@ -25,6 +25,7 @@ mod rights;
 mod rule_checker;
 mod sockets;
 mod stored_rules;
+mod tenant_watch;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -226,11 +227,14 @@ fn run(
         let balance = tokio::task::spawn_local(balance::keep(Arc::clone(&parts.node)));
         let rules = tokio::task::spawn_local(stored_rules::keep(Arc::clone(&parts.node)));
         let certificates = tokio::task::spawn_local(certificates::keep(Arc::clone(&parts.node)));
+        let tenants =
+            tokio::task::spawn_local(tenant_watch::keep(Arc::clone(&parts.node), parts.ids.clone()));
         let edge_root = parts.edge_root.clone().map(|root| tokio::task::spawn_local(edge_root::keep(root)));
         let result = Life::new(parts)?.run().await;
         balance.abort();
         rules.abort();
         certificates.abort();
+        tenants.abort();
         if let Some(edge_root) = edge_root {
             edge_root.abort();
         }

@@ -25,6 +25,7 @@ use super::exposition::{Page, merge};
 use super::feed::{Changes, Feed};
 use super::identity::{self, Protection};
 use super::stored_rules::StoredRules;
+use super::tenant_watch;
 use crate::admin::{self, Ask, BoxFuture, Health, Problem};
 
 /// How long something done to an instance may take: more than the longest start, and less than the command waits.
@@ -50,6 +51,7 @@ pub struct Node {
     keeper_facts: Mutex<KeeperFacts>,
     pub balance: Balance,
     pub certificates: Watch,
+    pub tenants: tenant_watch::Watch,
     pub rules: StoredRules,
     state: Mutex<State>,
     /// By which revision each process serves.
@@ -117,6 +119,7 @@ impl Node {
             keeper_facts: Mutex::default(),
             balance: Balance::default(),
             certificates: Watch::default(),
+            tenants: tenant_watch::Watch::default(),
             rules,
             state: Mutex::default(),
             revisions: watch::Sender::default(),
@@ -306,6 +309,7 @@ impl Node {
             cluster.health.expose(&mut page);
         }
         self.certificates.expose(&mut page);
+        self.tenants.expose(&mut page);
         self.balance.told.expose(&mut page);
         page.into_text()
     }

@@ -40,6 +40,7 @@
     if (hasCome) return;
     hasCome = true;
     element("clock").textContent = document.title = data.turn;
+    element("place").textContent = "";
     if (isPost) {
       spoken = 0;
       say(data.turn);
