@@ -11,6 +11,7 @@ mod doctor;
 mod inherit;
 mod logging;
 mod rule_check;
+mod rule_test;
 mod supervisor;
 mod tenant_ids;
 

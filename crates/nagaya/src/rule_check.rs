@@ -15,15 +15,19 @@ use std::time::{Duration, Instant};
 use nagaya_rules::{FaultKind, RuleFault};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::MemfdFlags;
+use serde::de::DeserializeOwned;
 
-/// The hidden subcommand.
+use crate::rule_test::{self, Outcome, Question};
+
+/// The hidden subcommands.
 pub const SUBCOMMAND: &str = "rule-check";
+const TEST_SUBCOMMAND: &str = "rule-try";
 
 /// Longest time from the start of the process to its verdict. It may use much less processor time.
 const CHECK_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// Longest verdict in bytes. A message of mruby has at most 1 KiB.
-const VERDICT_LEN_MAX: usize = 16 << 10;
+/// Longest verdict in bytes. A message of mruby has at most 1 KiB, and a dry run tells each decision.
+const VERDICT_LEN_MAX: usize = 1 << 20;
 
 /// Whether this text can be a rule file, which messages call `file`. Blocks until the process has ended.
 pub fn check(text: &[u8], file: &str) -> Result<(), RuleFault> {
@@ -31,8 +35,19 @@ pub fn check(text: &[u8], file: &str) -> Result<(), RuleFault> {
     if cfg!(test) {
         return nagaya_rules::check(text, file);
     }
-    let verdict = ask_process(text, file).unwrap_or_else(|error| Some(no_verdict(file, &error)));
+    let verdict: Option<RuleFault> =
+        ask_process(SUBCOMMAND, text, file).unwrap_or_else(|error| Some(no_verdict(file, &error)));
     verdict.map_or(Ok(()), |fault| Err(RuleFault { file: file.into(), ..fault }))
+}
+
+/// What the text decides about a request that there is not. Blocks until the process has ended.
+pub fn test(question: &Question, file: &str) -> Outcome {
+    if cfg!(test) {
+        return rule_test::run(question, file);
+    }
+    let asked = serde_json::to_vec(question).map_err(io::Error::other);
+    let outcome = asked.and_then(|asked| ask_process(TEST_SUBCOMMAND, &asked, file));
+    outcome.unwrap_or_else(|error| Outcome { faults: vec![no_verdict(file, &error)], ..Outcome::default() })
 }
 
 fn no_verdict(file: &str, error: &io::Error) -> RuleFault {
@@ -40,15 +55,15 @@ fn no_verdict(file: &str, error: &io::Error) -> RuleFault {
     RuleFault { kind: FaultKind::Check, file: file.into(), line: None, message }
 }
 
-/// Returns what is wrong with the text, if anything is.
-fn ask_process(text: &[u8], file: &str) -> io::Result<Option<RuleFault>> {
+/// Returns what the process says to the input.
+fn ask_process<T: DeserializeOwned>(subcommand: &str, text: &[u8], file: &str) -> io::Result<T> {
     // Not a pipe: nobody has to write to it while the process runs.
     let mut input = File::from(rustix::fs::memfd_create("rule", MemfdFlags::CLOEXEC)?);
     input.write_all(text)?;
     input.rewind()?;
     let mut child = Command::new("/proc/self/exe")
         .arg0("nagaya-rule-check")
-        .args([SUBCOMMAND, "--", file])
+        .args([subcommand, "--", file])
         .env_clear()
         .current_dir("/")
         .stdin(input)
@@ -120,7 +135,7 @@ mod tests {
     /// A binary of tests takes the command for a filter of tests, finds none, and writes no verdict.
     #[test]
     fn a_process_without_a_verdict_is_told() {
-        let error = ask_process(b"answer 410", "a.rb").unwrap_err();
+        let error = ask_process::<Option<RuleFault>>(SUBCOMMAND, b"answer 410", "a.rb").unwrap_err();
         let fault = no_verdict("a.rb", &error);
         assert!(
             fault.to_string().starts_with("NGY0611: a.rb: the process that checks it gave no verdict: "),

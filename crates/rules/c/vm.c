@@ -104,6 +104,10 @@ static int32_t line_of(mrb_state *mrb) {
 /* mruby 3.4 has one allocator for all VMs: the one that runs on this thread is found here. */
 static __thread ng_vm *current;
 
+int32_t ng_line(void) {
+  return current ? line_of(current->mrb) : 0;
+}
+
 static void *refuse(ng_vm *vm) {
   if (vm->is_compiling) {
     vm->ended = NG_MEMORY;

@@ -7,12 +7,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::Phase;
+use crate::api::complain;
 use crate::facts::Facts;
-use crate::fault::RuleFault;
+use crate::fault::{FaultKind, RuleFault};
 use crate::ffi::{Code, Scope};
 use crate::remembered::{Noted, Remembered};
 use crate::ruleset::{Budget, OnError, Rule, RuleSet, Tally};
-use crate::verdict::Verdict;
+use crate::verdict::{Refused, Verdict};
 use crate::vm::{self, Failed, Vm};
 
 /// One per thread that serves requests.
@@ -30,6 +31,13 @@ pub struct Engine {
     blank: Rc<Verdict>,
     /// A VM belongs to its thread.
     not_send: PhantomData<*mut ()>,
+}
+
+/// How much of a file's evaluation holds.
+enum Outcome {
+    Whole,
+    /// Some decisions were refused.
+    InPart,
 }
 
 /// One rule file on this thread.
@@ -135,11 +143,11 @@ impl Engine {
                 continue;
             }
             files += 1;
-            if let Err(fault) = self.evaluate_one(at, facts, verdict) {
-                failed = true;
-                if self.loaded[at].rule.file.on_error == OnError::Refuse {
-                    return Err(fault);
-                }
+            match self.evaluate_one(at, facts, verdict) {
+                Ok(Outcome::Whole) => {}
+                Ok(Outcome::InPart) => failed = true,
+                Err(fault) if self.loaded[at].rule.file.on_error == OnError::Refuse => return Err(fault),
+                Err(_) => failed = true,
             }
             if verdict.answer.is_some() && !had_answer {
                 break;
@@ -148,7 +156,12 @@ impl Engine {
         Ok((!failed).then_some(files))
     }
 
-    fn evaluate_one(&mut self, at: usize, facts: &dyn Facts, verdict: &mut Verdict) -> Result<(), RuleFault> {
+    fn evaluate_one(
+        &mut self,
+        at: usize,
+        facts: &dyn Facts,
+        verdict: &mut Verdict,
+    ) -> Result<Outcome, RuleFault> {
         let loaded = &mut self.loaded[at];
         let code = loaded.rule.runnable()?;
         loaded.tally.evaluated();
@@ -158,9 +171,14 @@ impl Engine {
             .and_then(|(vm, program)| vm.run(program, &mut Scope { facts, verdict, phase }, &loaded.name));
         let outcome = match outcome {
             Ok(()) => {
-                verdict.spoken(phase, &loaded.name);
                 loaded.rule.survived();
-                Ok(())
+                match verdict.take_refused() {
+                    refused if refused.is_empty() => {
+                        verdict.spoken(phase, &loaded.name);
+                        Ok(Outcome::Whole)
+                    }
+                    refused => loaded.settle(refused, facts, verdict, checkpoint),
+                }
             }
             Err(failed) => {
                 verdict.roll_back(checkpoint);
@@ -214,6 +232,34 @@ impl Engine {
 }
 
 impl Loaded {
+    /// Some of its decisions were refused: that is said, and the others hold, unless nothing may be missing.
+    fn settle(
+        &self,
+        refused: Vec<Refused>,
+        facts: &dyn Facts,
+        verdict: &mut Verdict,
+        checkpoint: Option<Box<Verdict>>,
+    ) -> Result<Outcome, RuleFault> {
+        let faults = refused.into_iter().map(|Refused { line, message }| RuleFault {
+            kind: FaultKind::Decision,
+            file: Arc::clone(&self.rule.name),
+            line,
+            message,
+        });
+        if self.rule.file.on_error == OnError::Refuse {
+            let fault = faults.last().expect("one decision at least was refused");
+            verdict.roll_back(checkpoint);
+            self.rule.failed(&self.tally, &fault);
+            return Err(fault);
+        }
+        for fault in faults {
+            complain(facts, verdict, &format!("{fault}; the request goes on without this decision"));
+            self.rule.failed_in_part(&self.tally, &fault);
+        }
+        verdict.spoken(self.rule.file.phase, &self.name);
+        Ok(Outcome::InPart)
+    }
+
     /// Counts go on in the tally of the file's earlier version.
     fn new(rule: &Arc<Rule>, had: &[Self]) -> Self {
         let earlier = had.iter().find(|loaded| Arc::ptr_eq(&loaded.rule.counters, &rule.counters));

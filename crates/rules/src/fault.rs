@@ -28,6 +28,8 @@ pub enum FaultKind {
     Syntax,
     /// It raised an exception.
     Exception,
+    /// One of its decisions could not be taken; the others were.
+    Decision,
     /// It ran for more instructions than an evaluation may.
     Instructions,
     /// It needed more memory than a VM may.
@@ -54,6 +56,7 @@ impl FaultKind {
             Self::Time => Code(609),
             Self::Compile => Code(610),
             Self::Check => Code(611),
+            Self::Decision => Code(613),
         }
     }
 

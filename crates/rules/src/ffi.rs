@@ -404,9 +404,20 @@ fn answer(
     *handle = call.handle.map_or(0, |at| at + 1);
     match &mut outcome {
         Ok(value) => host.kept.raw(value, result),
+        Err(error) if native.decides => {
+            scope.verdict.refuse(current_line(), &error.message);
+            result.tag = TAG_NIL;
+        }
         Err(_) => return outcome.map(|_| ()),
     }
     Ok(())
+}
+
+/// The line of the rule that calls the native.
+fn current_line() -> Option<u32> {
+    // SAFETY: it reads frames of the VM that runs on this thread, and changes nothing; without one it is 0.
+    let line = unsafe { ng_line() };
+    u32::try_from(line).ok().filter(|line| *line > 0)
 }
 
 /// One name of a program, for `Machine::names`.
@@ -650,6 +661,7 @@ unsafe extern "C" {
         tell: extern "C" fn(*mut c_void, *const c_char, usize),
         state: *mut c_void,
     ) -> i32;
+    fn ng_line() -> i32;
     fn ng_memory(vm: *const RawVm) -> usize;
     fn ng_symbols(vm: *const RawVm) -> u32;
     fn ng_collect(vm: *mut RawVm);

@@ -21,6 +21,7 @@ mod ruleset;
 mod source;
 #[cfg(test)]
 mod testing;
+mod trial;
 mod verdict;
 mod vm;
 mod vocabulary;
@@ -36,6 +37,7 @@ pub use facts::{Facts, Number, Scalar, Text};
 pub use fault::{FaultKind, RuleFault};
 pub use ruleset::{Budget, OnError, Phase, RULE_FILES_MAX, RuleFile, RuleSet, RuleState, RuleStatus};
 pub use source::SOURCE_LEN_MAX;
+pub use trial::{Trial, dry_run};
 pub use verdict::{
     Answer, Decided, Full, HeaderAction, HeaderEdit, Lane, LaneRun, Level, Mark, Rewrites, Spoke, Topic,
     Verdict,

@@ -21,6 +21,8 @@ pub struct Native {
     pub name: &'static str,
     /// Of the class itself, not of its objects.
     pub singleton: bool,
+    /// It is one decision: an error refuses it alone, and the rule goes on behind it.
+    pub decides: bool,
     pub call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
 }
 
@@ -30,7 +32,16 @@ impl Native {
         name: &'static str,
         call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
     ) -> Self {
-        Self { class, name, singleton: false, call }
+        Self { class, name, singleton: false, decides: false, call }
+    }
+
+    /// A word by which a rule decides something.
+    pub const fn decision(
+        class: &'static str,
+        name: &'static str,
+        call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
+    ) -> Self {
+        Self { class, name, singleton: false, decides: true, call }
     }
 
     pub const fn singleton(
@@ -38,7 +49,7 @@ impl Native {
         name: &'static str,
         call: for<'a> fn(&mut Call<'a>) -> Result<Value<'a>, NativeError>,
     ) -> Self {
-        Self { class, name, singleton: true, call }
+        Self { class, name, singleton: true, decides: false, call }
     }
 }
 

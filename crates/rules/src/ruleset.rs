@@ -422,6 +422,12 @@ impl Rule {
         true
     }
 
+    /// Counts an evaluation of which only a part holds. The log has it with the request.
+    pub fn failed_in_part(&self, tally: &Tally, fault: &RuleFault) {
+        tally.add(&tally.errors);
+        *self.last_fault.lock() = Some(fault.clone());
+    }
+
     /// Counts an evaluation that failed, and logs it if it is the first of its kind.
     pub fn failed(&self, tally: &Tally, fault: &RuleFault) {
         tally.add(&tally.errors);

@@ -33,6 +33,9 @@ pub const LOG_LINES_MAX: usize = 16;
 /// Longest line of the log, in bytes; what is longer is cut.
 pub const LOG_LINE_LEN_MAX: usize = 1024;
 
+/// Most refused decisions of one evaluation that are told.
+pub const REFUSED_MAX: usize = 8;
+
 /// Longest name of a note, a variable, a header field or a lane, in bytes.
 pub const NAME_LEN_MAX: usize = 256;
 
@@ -70,8 +73,17 @@ pub struct Verdict {
     pub spoke: Vec<Spoke>,
     /// What the running evaluation decided so far.
     decided: Decided,
+    /// What it could not decide. Whoever runs it takes them out.
+    refused: Vec<Refused>,
     /// When its changes of cells were last found to be so already.
     pub settled: Mark,
+}
+
+/// One decision that was not taken, because of what it was given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub line: Option<u32>,
+    pub message: String,
 }
 
 /// A moment that whoever carries verdicts out notes on one that many requests share. No part of what it says.
@@ -383,6 +395,17 @@ impl Verdict {
         put(&mut self.env, name, value, "variables")?;
         self.decided.add(Topic::Env);
         Ok(())
+    }
+
+    /// Leaves one decision out.
+    pub(crate) fn refuse(&mut self, line: Option<u32>, message: &str) {
+        if self.refused.len() < REFUSED_MAX {
+            self.refused.push(Refused { line, message: message.to_owned() });
+        }
+    }
+
+    pub(crate) fn take_refused(&mut self) -> Vec<Refused> {
+        std::mem::take(&mut self.refused)
     }
 
     /// One line for the error log.

@@ -32,6 +32,7 @@ pub const SUITE: Suite = Suite {
         one_long_call_of_a_rule_is_ended_and_others_are_answered,
         a_text_that_takes_long_to_compile_is_refused,
         the_check_of_a_rule_has_no_rights,
+        a_rule_is_tried_without_a_request,
         figure_4_runs_unchanged,
         a_request_goes_on_in_ten_percent_of_a_core,
         settings_come_from_the_store,
@@ -267,6 +268,41 @@ fn a_text_that_takes_long_to_compile_is_refused() {
     assert!(!refused.status.success() && said.contains("compiling it takes more than"), "{said}");
     world.set_rule("limits", "answer 410\n");
     world.get("a.test", "/x.cgi").expect(410);
+    world.stop();
+}
+
+fn a_rule_is_tried_without_a_request() {
+    let world = with_rule("");
+    world.cli(&["setting", "set", "www.test", "fast"]);
+    let file = world.path("tried.rb");
+    let file = file.to_str().expect("UTF-8");
+    let test = |text: &str| {
+        fs::write(file, text).expect("it can be written");
+        let path = "/search?q=1";
+        let output = world.try_cli(&[
+            "rule",
+            "test",
+            file,
+            "--host",
+            "www.test",
+            "--path",
+            path,
+            "--header",
+            "User-Agent: bot",
+        ]);
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let text = "answer 403 if request.header['User-Agent'] == 'bot' && request.query == 'q=1'\nlimit KVS[request.host]\n";
+    let (code, said) = test(text);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.starts_with("answer: 403, 0 bytes\nREFUSED: NGY0613: "), "{said}");
+    assert!(said.contains("tried.rb:2: limit takes words with amounts"), "{said}");
+    assert_eq!(test("answer 410 if request.path == '/x'"), (Some(0), "it decides nothing\n".into()));
+    let (code, said) = test("if");
+    assert!(code == Some(1) && said.contains("NGY0602"), "{said}");
+    // The same for a request.
+    world.write_rule("one", text);
+    client::get_with(world.http(), "a.test", "/x.cgi?q=1", "User-Agent: bot\r\n").expect(403);
     world.stop();
 }
 

@@ -158,6 +158,9 @@ enum Command {
     /// Checks the rule on standard input without any rights; messages call it FILE
     #[command(hide = true)]
     RuleCheck { file: String },
+    /// Runs the rule on standard input once without any rights
+    #[command(hide = true)]
+    RuleTry { file: String },
 }
 
 const SERVE_EXAMPLES: &str = "\
@@ -212,6 +215,7 @@ A node runs a rule if its configuration names it: [[rules]] with file = \"store:
 
 Examples:
   nagaya rule set limits limits.rb
+  nagaya rule test limits.rb --host www.example.org --path '/search?q=1'
   nagaya rule show limits > limits.rb
   nagaya rule list --json";
 
@@ -221,6 +225,7 @@ pub fn run() -> ExitCode {
     let result = match command {
         Command::Edge => return supervisor::run_edge(),
         Command::Keeper => return supervisor::run_keeper(),
+        Command::RuleTry { file } => return supervisor::run_rule_try(&file),
         Command::RuleCheck { file } => return supervisor::run_rule_check(&file),
         Command::Serve { log } => return serve(Serve { config, log }),
         Command::CheckConfig(format) => config::check(config.as_deref(), format),

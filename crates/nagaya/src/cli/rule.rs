@@ -2,22 +2,32 @@
 //!
 //! Not here: Ruby (`nagaya_rules`), the process that checks it (`rule_check`), when a rule runs (`[[rules]]` in the configuration), where commands work (`output`).
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use nagaya_cmdb::record::RULE_TEXT_LEN_MAX;
-use serde_json::json;
+use nagaya_rules::Phase;
+use percent_encoding::percent_decode_str;
+use serde_json::{Value, json};
 
-use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain};
+use super::output::{self, Access, CliError, Columns, Format, Intent, Place, escape, plain, printable};
 use crate::admin::{Problem, place_and_message};
 use crate::rule_check;
+use crate::rule_test::{Case, Outcome, Question};
+
+/// Settings that a rule that is tried can see.
+const SETTINGS_MAX: usize = 100_000;
 
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Add a rule or replace it; in force with the next request
     Set(Set),
+    /// Say what a rule would decide about a request; nothing is changed
+    Test(Box<Test>),
     /// List all rules
     List(Format),
     /// Print the text of a rule
@@ -44,10 +54,54 @@ pub struct Set {
     pub file: PathBuf,
 }
 
+#[derive(Debug, clap::Args)]
+pub struct Test {
+    /// The file with the rule's text; '-' is standard input
+    pub file: PathBuf,
+    /// Host name of the request
+    #[arg(long)]
+    pub host: String,
+    /// Path of the request, with its query if it has one
+    #[arg(long, default_value = "/")]
+    pub path: String,
+    #[arg(long, default_value = "GET")]
+    pub method: String,
+    #[arg(long, default_value = "https", value_parser = ["http", "https"])]
+    pub scheme: String,
+    /// Address of the client
+    #[arg(long, default_value = "192.0.2.1")]
+    pub address: std::net::IpAddr,
+    /// A header field, like 'User-Agent: bot'; repeat for more
+    #[arg(long = "header", value_name = "NAME: VALUE", value_parser = header)]
+    pub headers: Vec<(String, String)>,
+    /// Name of the site that the request is for
+    #[arg(long)]
+    pub site: Option<String>,
+    /// Name of the site's tenant
+    #[arg(long)]
+    pub tenant: Option<String>,
+    /// When it runs, as the configuration has it
+    #[arg(long, default_value = "access_checker", value_parser = phase)]
+    pub phase: Phase,
+    #[command(flatten)]
+    pub format: Format,
+}
+
+fn header(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once(':').ok_or("write NAME: VALUE")?;
+    Ok((name.trim().to_owned(), value.trim().to_owned()))
+}
+
+fn phase(word: &str) -> Result<Phase, String> {
+    let known = Phase::ALL.map(Phase::as_str);
+    Phase::ALL.into_iter().find(|phase| phase.as_str() == word).ok_or(format!("use {}", known.join(", ")))
+}
+
 pub fn run(command: Command, place: &Place) -> Result<ExitCode, CliError> {
     let text = Format { json: false };
     let (result, format) = match &command {
         Command::Set(set) => (self::set(set, place), text),
+        Command::Test(test) => return self::test(test, place),
         Command::List(format) => (list(*format, place), *format),
         Command::Show { name, format } => (show(name, *format, place), *format),
         Command::Remove { name, format } => (remove(name, *format, place), *format),
@@ -67,14 +121,66 @@ fn set(command: &Set, place: &Place) -> Result<(), CliError> {
     let path = path(&command.name)?;
     let text = read(&command.file)?;
     // The node does so, too, but knows neither the file nor whether it was one.
-    let file =
-        if command.file == Path::new("-") { "standard input".into() } else { command.file.to_string_lossy() };
+    let file = name_of(&command.file);
     rule_check::check(text.as_bytes(), &file).map_err(|fault| {
         CliError::Refused(Problem::broken_rule(fault.kind.code(), place_and_message(&fault)))
     })?;
     let reply = Access::open(place, Intent::Change)?.put(&path, &json!({ "text": text }))?;
     let what = if reply.0["changed"] == json!(true) { "was set" } else { "is as it was" };
     output::print(&format!("rule '{}' {what}; revision {}", command.name, reply.0["revision"]))
+}
+
+/// Exit status 1 if the rule fails or one of its decisions is refused.
+fn test(command: &Test, place: &Place) -> Result<ExitCode, CliError> {
+    let (file, text) = (name_of(&command.file), read(&command.file)?);
+    let (path, query) =
+        command.path.split_once('?').map_or((&*command.path, None), |(path, query)| (path, Some(query)));
+    let case = Case {
+        phase: Some(command.phase),
+        method: command.method.clone(),
+        scheme: command.scheme.clone(),
+        host: command.host.to_ascii_lowercase(),
+        path: percent_decode_str(path).decode_utf8_lossy().into_owned(),
+        query: query.map(ToOwned::to_owned),
+        address: command.address.to_string(),
+        site: command.site.clone(),
+        tenant: command.tenant.clone(),
+        headers: command.headers.clone(),
+        settings: settings(place),
+    };
+    let outcome = rule_check::test(&Question { text, case }, &file);
+    if command.format.json {
+        output::print_json(&json!(outcome))?;
+    } else {
+        output::print(&describe(&outcome))?;
+    }
+    Ok(if outcome.faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn describe(outcome: &Outcome) -> String {
+    let decided = outcome.decided.iter().map(|line| printable(line));
+    let log = outcome.log.iter().map(|line| format!("log: {}", printable(line)));
+    let faults = outcome.faults.iter().map(|fault| format!("REFUSED: {}", printable(&fault.to_string())));
+    let lines: Vec<String> = decided.chain(log).chain(faults).collect();
+    if lines.is_empty() { "it decides nothing".into() } else { lines.join("\n") }
+}
+
+/// Those of the store, if there is one: a rule can be tried on a machine without.
+fn settings(place: &Place) -> BTreeMap<String, Value> {
+    let mut settings = BTreeMap::new();
+    let Ok(access) = Access::open(place, Intent::Look) else { return settings };
+    // What was listed before an error is as good as without one.
+    let _ = access.each("/v1/settings", "settings", None, |setting| {
+        if settings.len() < SETTINGS_MAX {
+            settings.insert(plain(&setting["key"]), setting["value"].clone());
+        }
+        Ok(())
+    });
+    settings
+}
+
+fn name_of(file: &Path) -> Cow<'_, str> {
+    if file == Path::new("-") { "standard input".into() } else { file.to_string_lossy() }
 }
 
 fn read(file: &Path) -> Result<String, CliError> {

@@ -82,7 +82,7 @@ mod tests {
             let page = page(name).unwrap();
             assert!(page.starts_with(".") && page.contains(expected), "{name}: {page}");
         }
-        for hidden in ["nagaya-edge.1", "nagaya-keeper.1", "nagaya-rule-check.1"] {
+        for hidden in ["nagaya-edge.1", "nagaya-keeper.1", "nagaya-rule-check.1", "nagaya-rule-try.1"] {
             assert!(page(hidden).is_err(), "{hidden}");
         }
         let nowhere = dir.path().join("nowhere");

@@ -41,7 +41,7 @@ pub use error::ServeError;
 pub use identity::of_edge;
 pub use node::Node;
 pub use rights::{run_edge, run_keeper};
-pub use rule_checker::run_rule_check;
+pub use rule_checker::{run_rule_check, run_rule_try};
 
 use self::cluster::Records;
 use self::edge_root::EdgeRoot;

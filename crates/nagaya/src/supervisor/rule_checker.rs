@@ -11,13 +11,18 @@ use std::process::ExitCode;
 use nagaya_rules::{RuleFault, SOURCE_LEN_MAX};
 use nix::unistd::Uid;
 use rustix::process::{Resource, Rlimit};
+use serde::Serialize;
 
 use super::call_filter;
 use super::rights::{self, RightsError};
 use crate::inherit;
+use crate::rule_test::{self, Case, Question};
 
 /// The user and group it becomes when root starts it: those that own nothing by convention.
 const NOBODY: u32 = 65_534;
+
+/// Longest question of a dry run, bytes: a text and the settings.
+const QUESTION_LEN_MAX: u64 = 64 << 20;
 
 /// Bounds of the process should its own limits (`nagaya_rules`) fail: seconds of processor time, and bytes of addresses.
 /// The allocator reserves 1 GiB of addresses at once.
@@ -26,7 +31,16 @@ const ADDRESS_BYTES_MAX: u64 = 4 << 30;
 
 /// `nagaya rule-check`.
 pub fn run_rule_check(file: &str) -> ExitCode {
-    let done = give_up_all().and_then(|()| answer(file).map_err(rights::system("the text or the verdict")));
+    run(|| answer(file))
+}
+
+/// `nagaya rule-try`: the same for a dry run.
+pub fn run_rule_try(file: &str) -> ExitCode {
+    run(|| try_out(file))
+}
+
+fn run(act: impl FnOnce() -> io::Result<()>) -> ExitCode {
+    let done = give_up_all().and_then(|()| act().map_err(rights::system("the text or the verdict")));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -49,16 +63,27 @@ fn give_up_all() -> Result<(), RightsError> {
     let identity = Uid::effective().is_root().then_some((NOBODY, NOBODY));
     rights::give_up(identity)?;
     // The compiler's watchdog is a thread, and the filter allows no new one.
-    let _ = nagaya_rules::check(b"", "empty");
+    let _ = rule_test::run(&Question { text: String::new(), case: Case::default() }, "empty");
     call_filter::install_for_rule_check()
         .map_err(rights::system("the filter of system calls cannot be put on"))
+}
+
+fn try_out(file: &str) -> io::Result<()> {
+    let mut input = Vec::new();
+    io::stdin().lock().take(QUESTION_LEN_MAX).read_to_end(&mut input)?;
+    let question = serde_json::from_slice(&input)?;
+    print(&rule_test::run(&question, file))
+}
+
+fn print(verdict: &impl Serialize) -> io::Result<()> {
+    let mut output = io::stdout().lock();
+    output.write_all(&serde_json::to_vec(verdict)?)?;
+    output.flush()
 }
 
 fn answer(file: &str) -> io::Result<()> {
     let mut text = Vec::new();
     io::stdin().lock().take(SOURCE_LEN_MAX as u64 + 1).read_to_end(&mut text)?;
     let verdict: Option<RuleFault> = nagaya_rules::check(&text, file).err();
-    let mut output = io::stdout().lock();
-    output.write_all(&serde_json::to_vec(&verdict)?)?;
-    output.flush()
+    print(&verdict)
 }

@@ -91,7 +91,9 @@ mod tests {
             Change::PutTenant(serde_json::from_value(record).unwrap())
         };
         let missing = dir.path().join("missing");
-        store.transaction(vec![tenant("a", 5_000, Some(missing)), tenant("b", 5_001, None)], Mode::Merge).unwrap();
+        store
+            .transaction(vec![tenant("a", 5_000, Some(missing)), tenant("b", 5_001, None)], Mode::Merge)
+            .unwrap();
         let watch = Watch::default();
         let found = look(&store, &IdPolicy::default()).unwrap();
         assert_eq!((found.looked_at, found.warnings.len()), (2, 1), "{:?}", found.warnings);

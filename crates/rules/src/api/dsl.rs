@@ -1,8 +1,9 @@
 //! nagaya's own words for rules: `limit`, `boost`, `cell`, `lane`, `demote`, `answer`, and what they ask of the request, the node
 //! and the time.
 //!
-//! A word that is not known and an amount that cannot be read raise, so that a limit is never missing because of a
-//! slip. Not here: `request`, `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
+//! With a word that is not known, or an amount that cannot be read, one decision is refused and said, and the others of its
+//! file stay: settings are data, and one host's slip must not take rules from all. Where a limit must not be missing, the file
+//! has `on_error = "refuse"`. Not here: `request`, `node` and `now` as objects, which are Ruby (`prelude/words.rb`).
 
 use std::ops::RangeInclusive;
 use std::thread;
@@ -34,16 +35,16 @@ const PRIORITIES: RangeInclusive<i8> = -100..=100;
 const RUN_MISSING: &str = "run: is how many run at once, such as lane \"reports\", run: 5, or \"auto\"";
 
 pub const NATIVES: &[Native] = &[
-    Native::method(WORDS, "limit", limit),
-    Native::method(WORDS, "boost", boost),
-    Native::method(WORDS, "cell", cell),
-    Native::method(WORDS, "lane", lane),
-    Native::method(WORDS, "priority", priority),
-    Native::method(WORDS, "bypass", bypass),
-    Native::method(WORDS, "demote", demote),
-    Native::method(WORDS, "answer", answer),
-    Native::method(WORDS, "redirect", redirect),
-    Native::method(WORDS, "log", log),
+    Native::decision(WORDS, "limit", limit),
+    Native::decision(WORDS, "boost", boost),
+    Native::decision(WORDS, "cell", cell),
+    Native::decision(WORDS, "lane", lane),
+    Native::decision(WORDS, "priority", priority),
+    Native::decision(WORDS, "bypass", bypass),
+    Native::decision(WORDS, "demote", demote),
+    Native::decision(WORDS, "answer", answer),
+    Native::decision(WORDS, "redirect", redirect),
+    Native::decision(WORDS, "log", log),
     Native::method(WORDS, "site_rests?", |call| {
         call.expect(0, 0)?;
         Ok(Value::Bool(call.facts.site_rests()))

@@ -14,6 +14,7 @@ mod nginx;
 mod request;
 mod units;
 
+pub use self::complaint::complain;
 use crate::native::{Native, Prelude};
 
 /// Names that are modules; every other name a native belongs to is a class.

@@ -40,6 +40,45 @@ fn killed(source: &str) -> RuleFault {
     status.last_fault.expect("an error is counted")
 }
 
+// === One decision ===
+
+#[test]
+fn one_refused_decision_leaves_the_others() {
+    let source = "limit cpu: 'half'\nanswer 403, 'bot'\nlane 'x', run: 0\npriority 'high'\ndemote after: 5\n";
+    let (set, mut engine) = Rules::of(source).engine();
+    for _ in 0..2 {
+        let (verdict, outcome) = evaluate(&mut engine);
+        assert_eq!((outcome, verdict.answer.map(|answer| answer.status)), (Ok(()), Some(403)));
+        assert_eq!((verdict.confinement, verdict.lane), (Default::default(), None));
+    }
+    let told = status(&set);
+    assert_eq!((told.evaluations, told.errors), (2, 8), "none of it is remembered");
+    let fault = told.last_fault.expect("it is said");
+    assert_eq!((fault.kind, fault.line), (FaultKind::Decision, Some(5)), "{fault}");
+    assert!(fault.to_string().starts_with("NGY0613: "), "{fault}");
+}
+
+#[test]
+fn a_refused_decision_is_said_once_with_its_line() {
+    let (_set, mut engine) = Rules::of("x = 1\nlimit cpu: 'half-said'\n").engine();
+    let (verdict, _) = evaluate(&mut engine);
+    let [(level, line)] = &verdict.log[..] else { panic!("{:?}", verdict.log) };
+    assert_eq!(*level, crate::Level::Warning);
+    assert!(line.contains(".rb:2: limit: cpu: 'half-said'"), "{line}");
+    assert!(line.ends_with("; the request goes on without this decision"), "{line}");
+    assert_eq!(evaluate(&mut engine).0.log, [], "not with every request");
+}
+
+#[test]
+fn where_nothing_may_be_missing_a_refused_decision_refuses_the_request() {
+    let mut rules = Rules::of("answer 403\nlimit cpu: 'half'\n");
+    rules.first().on_error = OnError::Refuse;
+    let (set, mut engine) = rules.engine();
+    let (verdict, outcome) = evaluate(&mut engine);
+    assert_eq!((outcome.unwrap_err().kind, verdict.answer), (FaultKind::Decision, None));
+    assert_eq!(status(&set).errors, 1);
+}
+
 // === Ruby ===
 
 #[test]
