@@ -149,16 +149,7 @@ pub fn site(site: &Site, to: &mut Findings) {
             files_without_programs(files, to);
         }
         Backend::Cgi(files) => files_of_any_kind(files, to),
-        Backend::Php(files) => {
-            files_of_any_kind(files, to);
-            if !files.extensions.is_empty() {
-                to.add(
-                    "extensions",
-                    files.extensions.join(" "),
-                    "is for cgi only: php runs files that end in .php",
-                );
-            }
-        }
+        Backend::Php(files) => files_of_any_kind(files, to),
         Backend::Http(backend) => http(backend, to),
         Backend::App(backend) => app::app(backend, to),
     }
@@ -310,7 +301,11 @@ fn files_of_any_kind(files: &Files, to: &mut Findings) {
 fn files_without_programs(files: &Files, to: &mut Findings) {
     let hint = "has no effect on a static site: use backend cgi or php, or remove it";
     if !files.extensions.is_empty() {
-        to.add("extensions", files.extensions.join(" "), "is for cgi only: remove it or use backend cgi");
+        to.add(
+            "extensions",
+            files.extensions.join(" "),
+            "has no effect on a static site: remove it, or use backend cgi or php",
+        );
     }
     if let Some(program) = &files.front_controller {
         to.add("front_controller", program, hint);

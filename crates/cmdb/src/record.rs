@@ -196,7 +196,7 @@ pub struct Files {
     /// A program beneath the root that also gets every path with no file, e.g. `index.php` for WordPress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub front_controller: Option<String>,
-    /// CGI and applications that speak FastCGI: file name endings that are programs. Empty: `.cgi`, or `.php` for FastCGI.
+    /// File name endings that are programs. Empty: `.cgi`, or `.php` for FastCGI. Those of PHP come beside `.php`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extensions: Vec<String>,
     /// CGI and PHP: variables for each program, set by the operator.

@@ -120,8 +120,10 @@ async fn from_files(
         };
         serving::need_client();
         let mount = route.site.path.trim_end_matches('/');
+        // What follows it is the whole path then.
+        let is_root = program.is_front && programs == Programs::Cgi;
         let script = Script {
-            name: format!("{mount}/{}", program.script),
+            name: if is_root { mount.to_owned() } else { format!("{mount}/{}", program.script) },
             file: program.script,
             path_info: program.path_info,
             variables: rules::variables(account),

@@ -28,6 +28,7 @@ pub const SUITE: Suite = Suite {
             a_program_that_breaks_off_breaks_the_answer_off,
             what_a_program_complains_about_is_logged,
             programs_are_never_sent_as_files,
+            a_front_controller_is_told_the_whole_path,
         ],
     ),
 };
@@ -39,6 +40,8 @@ fn world() -> World {
             "backend": { "kind": "cgi", "root": "cgi", "timeout_seconds": 1, "env": { "OPERATOR": "says so" } } }))
         .site(json!({ "name": "slow", "tenant": "alice", "hosts": ["slow.test"],
             "backend": { "kind": "cgi", "root": "cgi" } }))
+        .site(json!({ "name": "front", "tenant": "alice", "hosts": ["front.test"], "path": "/at",
+            "backend": { "kind": "cgi", "root": "front", "front_controller": "app" } }))
         .start();
     world.write("alice", "cgi/page.html", "a file beside programs");
     world
@@ -239,4 +242,20 @@ fn programs_are_never_sent_as_files(world: &World) {
     }
     let answer = client::get_with(world.http(), "cgi.test", "/secret.cgi", "Range: bytes=0-100\r\n");
     assert!(!answer.text().contains("hunter2"));
+}
+
+/// As Apache's `ScriptAlias /at /.../app` does.
+fn a_front_controller_is_told_the_whole_path(world: &World) {
+    let body = "#!/bin/sh\nprintf 'Content-Type: text/plain\\r\\n\\r\\n'\nenv\n";
+    world.write_program("alice", "front/app", body);
+    for (target, path_info) in [("/at/a/b", "/a/b"), ("/at/a%20b/?q=1", "/a b/"), ("/at/", "/")] {
+        let text = world.get("front.test", target).expect(200).text();
+        for line in
+            ["SCRIPT_NAME=/at".to_owned(), format!("PATH_INFO={path_info}"), format!("REQUEST_URI={target}")]
+        {
+            assert!(text.lines().any(|found| found == line), "{target}: {line} is missing in\n{text}");
+        }
+    }
+    let text = world.get("front.test", "/at/app").expect(200).text();
+    assert!(text.lines().any(|line| line == "SCRIPT_NAME=/at/app"), "{text}");
 }

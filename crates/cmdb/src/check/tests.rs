@@ -21,6 +21,7 @@ fn a_backend_in_order_has_no_mistakes() {
         r#"{"kind":"static","root":"www","index":["a.html","b/c.html"],"listing":true,"cache_control":"max-age=5"}"#,
         r#"{"kind":"static","root":"/usr/share/doc","error_documents":{"404":"e/404.html"}}"#,
         r#"{"kind":"static","root":"."}"#,
+        r#"{"kind":"php","root":"www","extensions":[".phtml"]}"#,
         r#"{"kind":"cgi","root":"bin","extensions":[".cgi",".pl"],"env":{"A_1":"x"},"timeout_seconds":5}"#,
         r#"{"kind":"php","root":"wp","deny":["/data","/a/b"],"front_controller":"index.php"}"#,
         r#"{"kind":"http","address":"127.0.0.1:3000","host_header":"a.test:81"}"#,
@@ -49,7 +50,7 @@ fn each_rule_names_its_field() {
         ("cache_control", r#"{"kind":"static","root":"w","cache_control":"a\r\nb"}"#),
         ("deny", r#"{"kind":"php","root":"w","deny":["data"]}"#),
         ("deny", r#"{"kind":"php","root":"w","deny":["/data/"]}"#),
-        ("extensions", r#"{"kind":"php","root":"w","extensions":[".cgi"]}"#),
+        ("extensions", r#"{"kind":"php","root":"w","extensions":["phtml"]}"#),
         ("extensions", r#"{"kind":"static","root":"w","extensions":[".cgi"]}"#),
         ("extensions", r#"{"kind":"cgi","root":"w","extensions":["cgi"]}"#),
         ("front_controller", r#"{"kind":"static","root":"w","front_controller":"a.php"}"#),
@@ -81,7 +82,7 @@ fn each_rule_names_its_field() {
 #[test]
 fn a_site_is_told_all_its_mistakes_at_once() {
     let json = r#"{"name":"s","tenant":"t","hosts":["a.test","A.test"],"path":"blog","max_concurrent":0,
-        "backend":{"kind":"php","root":"..","extensions":[".x"]}}"#;
+        "backend":{"kind":"php","root":"..","extensions":["x"]}}"#;
     assert_eq!(fields_of_site(json), ["hosts", "path", "max_concurrent", "root", "extensions"]);
 }
 

@@ -231,8 +231,8 @@ impl FileServer {
         if ctx.rel.is_directory() {
             return Box::pin(self.serve_directory(ctx)).await;
         }
-        // `find_program` had the first look; a program that comes here has just appeared.
-        if ctx.programs.contains(ctx.files, ctx.rel.name()) {
+        // `find_program` had the first look; a program that comes here has just appeared, or is never run.
+        if ctx.programs.is_source(ctx.files, ctx.rel.name()) {
             return Err(Refusal::NotFound);
         }
         match self.fetch(ctx, ctx.rel.as_str()).await? {

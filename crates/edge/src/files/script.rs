@@ -26,7 +26,17 @@ pub struct Program {
     pub script: String,
     /// RFC 3875 section 4.1.5: empty, or beginning with a slash. Decoded.
     pub path_info: String,
+    /// It answers for a path that it is not the file of.
+    pub is_front: bool,
 }
+
+/// Endings that servers run as PHP, or that programs in PHP include.
+const PHP_SOURCES: &[&str] =
+    &[".php", ".php3", ".php4", ".php5", ".php7", ".php8", ".phtml", ".pht", ".phar", ".inc"];
+
+/// How editors and people mark a copy of a program.
+const COPIES: &[&str] =
+    &["~", ".bak", ".old", ".orig", ".save", ".swp", ".dist", ".tmp", ".txt", ".disabled", ".1", ".2"];
 
 impl Programs {
     pub fn of(backend: &Backend) -> Self {
@@ -43,11 +53,25 @@ impl Programs {
     pub fn contains(self, files: &Files, name: &str) -> bool {
         match self {
             Self::None => false,
-            Self::Php => ends_with(name, ".php"),
+            Self::Php => {
+                ends_with(name, ".php") || files.extensions.iter().any(|extension| ends_with(name, extension))
+            }
             Self::FastCgi if files.extensions.is_empty() => ends_with(name, ".php"),
             Self::Cgi if files.extensions.is_empty() => ends_with(name, ".cgi"),
             Self::Cgi | Self::FastCgi => files.extensions.iter().any(|extension| ends_with(name, extension)),
         }
+    }
+
+    /// Whether a file of this name holds the text of a program and is never sent: one that is run, one that programs include, and
+    /// copies of both.
+    pub fn is_source(self, files: &Files, name: &str) -> bool {
+        if self == Self::None {
+            return false;
+        }
+        let copy_of = COPIES.iter().find(|mark| ends_with(name, mark));
+        let name = copy_of.map_or(name, |mark| &name[..name.len() - mark.len()]);
+        let is_php = || self != Self::Cgi && PHP_SOURCES.iter().any(|ending| ends_with(name, ending));
+        self.contains(files, name) || is_php()
     }
 
     /// The names tried for a directory, in order.
@@ -87,7 +111,7 @@ pub(super) fn find_program(
         Found::Directory => match find_index(look, rel, files, programs)? {
             // Without its slash the directory is redirected to first, or the links of its index would be wrong.
             Some(index) if rel.is_directory() && programs.contains(files, &index) => {
-                return Ok(Some(Program { script: index, path_info: String::new() }));
+                return Ok(Some(Program { script: index, path_info: String::new(), is_front: false }));
             }
             index => index.is_some() || files.listing,
         },
@@ -96,7 +120,14 @@ pub(super) fn find_program(
     Ok(match &files.front_controller {
         Some(script) if !answered => {
             let script = script.trim_start_matches('/').to_owned();
-            Some(Program { script, path_info: String::new() })
+            // As Apache's `ScriptAlias /` does: all of the path is the program's. PHP programs read `REQUEST_URI`, and some take a
+            // `PATH_INFO` for the mark of another kind of links.
+            let slash = if rel.is_directory() && !rel.as_str().is_empty() { "/" } else { "" };
+            let path_info = match programs {
+                Programs::Cgi => format!("/{}{slash}", rel.as_str()),
+                _ => String::new(),
+            };
+            Some(Program { script, path_info, is_front: true })
         }
         _ => None,
     })
@@ -115,7 +146,9 @@ fn split(
     for end in ends {
         let (script, name) = (&path[..end], &path[start..end]);
         start = end + 1;
-        if !programs.contains(files, name) {
+        // Its ending need not be one of programs'.
+        let front = files.front_controller.as_deref().map(|front| front.trim_start_matches('/'));
+        if !programs.contains(files, name) && front != Some(script) {
             continue;
         }
         if is_hidden(script) {
@@ -126,7 +159,7 @@ fn split(
             Found::File => {
                 let slash = if rel.is_directory() { "/" } else { "" };
                 let path_info = format!("{}{slash}", &path[end..]);
-                return Ok(Some(Program { script: script.to_owned(), path_info }));
+                return Ok(Some(Program { script: script.to_owned(), path_info, is_front: false }));
             }
             Found::Directory => {}
             Found::Missing => return Ok(None),

@@ -52,6 +52,8 @@ impl ScriptRule {
 pub struct SiteScripts {
     root: PathBuf,
     front_controller: Option<Vec<u8>>,
+    /// Endings of scripts beside `EXTENSION`.
+    extensions: Vec<Vec<u8>>,
     /// What the operator's record sets in their place.
     set_script: Option<Vec<u8>>,
     set_root: Option<Vec<u8>>,
@@ -70,6 +72,7 @@ impl SiteScripts {
         Self {
             // As the edge writes it: without `.` and repeated slashes.
             root: root.components().collect(),
+            extensions: files.extensions.iter().map(|ending| ending.clone().into_bytes()).collect(),
             front_controller: front.map(|front| front.as_bytes().to_vec()),
             set_script: set("SCRIPT_FILENAME"),
             set_root: set("DOCUMENT_ROOT"),
@@ -105,7 +108,10 @@ impl SiteScripts {
         let root = root.strip_suffix(b"/").unwrap_or(root);
         let file = script.strip_prefix(root)?.strip_prefix(b"/")?;
         let is_plain = |part: &[u8]| !matches!(part, b"" | b"." | b"..") && !part.contains(&0);
-        let is_script = file.ends_with(EXTENSION) || self.front_controller.as_deref() == Some(file);
+        let is_named = |ending: &Vec<u8>| !ending.is_empty() && file.ends_with(ending);
+        let is_script = file.ends_with(EXTENSION)
+            || self.extensions.iter().any(is_named)
+            || self.front_controller.as_deref() == Some(file);
         let is_ours = is_script && file.split(|byte| *byte == b'/').all(is_plain);
         is_ours.then(|| Path::new(OsStr::from_bytes(file)))
     }

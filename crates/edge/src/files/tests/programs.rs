@@ -68,6 +68,57 @@ fn a_front_controller_gets_what_has_no_file() {
 }
 
 #[test]
+fn a_front_controller_of_cgi_gets_the_path_as_path_info() {
+    let mut world = World::new();
+    world.programs = Programs::Cgi;
+    world.write("app", "#!/bin/sh");
+    world.write("page.html", "");
+    world.files.front_controller = Some("app".into());
+    for (target, path_info) in [
+        ("/", "/"),
+        ("/a/b", "/a/b"),
+        ("/a/b/", "/a/b/"),
+        ("/a%20b", "/a b"),
+        // The program itself is no file to be sent, whatever its name is.
+        ("/app", ""),
+        ("/app/c", "/c"),
+    ] {
+        assert_eq!(find(&world, target), Ok(Some(("app".to_owned(), path_info.to_owned()))), "{target}");
+    }
+    assert_eq!(find(&world, "/page.html"), Ok(None));
+}
+
+#[test]
+fn php_runs_further_endings_that_the_record_names() {
+    let mut world = php();
+    world.write("a.phtml", "<?php");
+    assert_eq!(find(&world, "/a.phtml"), Ok(None));
+    world.files.extensions = vec![".phtml".into()];
+    let script = |name: &str| Ok(Some((name.to_owned(), String::new())));
+    assert_eq!(
+        (find(&world, "/a.phtml"), find(&world, "/doku.php")),
+        (script("a.phtml"), script("doku.php"))
+    );
+}
+
+#[test]
+fn sources_and_copies_of_programs_are_not_sent() {
+    let mut world = php();
+    for name in ["a.phtml", "db.inc", "config.php~", "config.php.bak", "Old.PHP5", "x.phar", "db.inc.orig"] {
+        world.write(name, "<?php");
+        assert_eq!(world.refusal(&format!("/{name}")), Refusal::NotFound, "{name}");
+    }
+    for name in ["a.txt", "notes~", "php.html", "a.bak", "inc", "php.txt"] {
+        world.write(name, "text");
+        assert_eq!(world.get(&format!("/{name}")).text(), "text", "{name}");
+    }
+    world.programs = Programs::Cgi;
+    world.write("a.cgi.bak", "#!/bin/sh");
+    assert_eq!(world.refusal("/a.cgi.bak"), Refusal::NotFound);
+    assert_eq!(world.get("/db.inc").text(), "<?php", "of CGI programs it may be anything");
+}
+
+#[test]
 fn a_program_is_never_sent_as_a_file() {
     let mut world = php();
     world.write("Config.PHP", "<?php");

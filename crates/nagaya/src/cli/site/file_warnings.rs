@@ -25,6 +25,9 @@ const ENDINGS: &[&str] = &[
     "rb", "lua", "sh", "jsp", "asp", "aspx",
 ];
 
+/// Those that a site which runs PHP never sends.
+const PHP_ENDINGS: &[&str] = &["php", "php3", "php4", "php5", "php7", "php8", "phtml", "pht", "phar", "inc"];
+
 /// Endings that mark a copy, which begins with the program's own name.
 const COPIES: &[&str] = &["bak", "old", "orig", "save", "swp", "dist", "tmp", "txt", "disabled", "1", "2"];
 
@@ -39,8 +42,12 @@ pub fn warn_of_files(site: &Value, home: Option<&str>) -> Vec<String> {
     let mut warnings = Vec::new();
     if let Some(names) = found.programs.list() {
         warnings.push(format!(
-            "{names} beneath {root} look like programs and are sent as text to whoever asks: name their ending (--extension, \
-             for cgi), keep them from being sent (--deny), or move them out of the document root"
+            "{names} beneath {root} look like programs and are sent as text to whoever asks: name their ending (--extension), keep them from being sent (--deny), or move them out of the document root"
+        ));
+    }
+    if let Some(names) = found.kept.list() {
+        warnings.push(format!(
+            "{names} beneath {root} look like programs, and are neither run nor sent: to have them run, name their ending (--extension)"
         ));
     }
     if let Some(names) = found.apache.list() {
@@ -62,12 +69,15 @@ struct Look {
     own: Vec<String>,
     front: Option<String>,
     deny: Vec<String>,
+    runs_php: bool,
 }
 
 #[derive(Default)]
 struct Found {
     entries: usize,
     programs: Names,
+    /// Neither run nor sent.
+    kept: Names,
     apache: Names,
 }
 
@@ -110,13 +120,14 @@ impl Look {
         let named = texts(&files["extensions"]).iter().map(|ending| ending.to_ascii_lowercase()).collect();
         let own = match (kind, &files["extensions"]) {
             ("static", _) => Vec::new(),
-            ("php", _) => vec![".php".into()],
+            ("php", _) => [vec![".php".to_owned()], named].concat(),
             ("app", Value::Null) => vec![".php".into()],
             ("cgi", Value::Null) => vec![".cgi".into()],
             _ => named,
         };
         let front = files["front_controller"].as_str().map(|front| front.trim_start_matches('/').to_owned());
-        Some(Self { root, own, front, deny: texts(&files["deny"]) })
+        let runs_php = matches!(kind, "php" | "app");
+        Some(Self { root, own, front, deny: texts(&files["deny"]), runs_php })
     }
 
     fn walk(&self, directory: &OwnedFd, path: &str, depth: usize, found: &mut Found) {
@@ -137,8 +148,12 @@ impl Look {
                 FileType::RegularFile if name == b".htaccess" => found.apache.add(&below),
                 // Hidden names are not served.
                 _ if name.starts_with(b".") || self.is_denied(&below) => {}
-                FileType::RegularFile if self.is_sent_program(&below, &text, stat.st_mode) => {
-                    found.programs.add(&below);
+                FileType::RegularFile if self.is_other_program(&below, &text, stat.st_mode) => {
+                    match PhpSource::of(&text).filter(|_| self.runs_php) {
+                        None => found.programs.add(&below),
+                        Some(PhpSource::Itself) => found.kept.add(&below),
+                        Some(PhpSource::Copy) => {}
+                    }
                 }
                 FileType::Directory if depth < DEPTH_MAX => {
                     if let Ok(inner) = open_directory(directory, name) {
@@ -158,7 +173,7 @@ impl Look {
     }
 
     /// Whether the file looks like a program and is not one of the site's.
-    fn is_sent_program(&self, path: &str, name: &str, mode: u32) -> bool {
+    fn is_other_program(&self, path: &str, name: &str, mode: u32) -> bool {
         let name = name.to_ascii_lowercase();
         if self.own.iter().any(|ending| name.ends_with(ending.as_str()))
             || self.front.as_deref() == Some(path)
@@ -172,6 +187,27 @@ impl Look {
             name.rsplit_once('.').is_some_and(|(first, ending)| COPIES.contains(&ending) && is_program(first))
         };
         is_program(name) || is_copy(name) || mode & 0o111 != 0
+    }
+}
+
+/// A file that holds the text of a PHP program.
+enum PhpSource {
+    Itself,
+    Copy,
+}
+
+impl PhpSource {
+    fn of(name: &str) -> Option<Self> {
+        let name = name.to_ascii_lowercase();
+        let is_php =
+            |name: &str| name.rsplit_once('.').is_some_and(|(_, ending)| PHP_ENDINGS.contains(&ending));
+        if is_php(&name) {
+            return Some(Self::Itself);
+        }
+        let copy_of = name.strip_suffix('~').or_else(|| {
+            name.rsplit_once('.').filter(|(_, ending)| COPIES.contains(ending)).map(|(first, _)| first)
+        });
+        copy_of.filter(|name| is_php(name)).map(|_| Self::Copy)
     }
 }
 
@@ -227,14 +263,27 @@ mod tests {
     #[test]
     fn files_that_would_be_sent_as_text_are_named() {
         let all = warnings(json!({ "kind": "php", "root": "www", "deny": ["/data"] }));
-        assert_eq!(all.len(), 2, "{all:?}");
-        for name in ["a.phtml", "b.php7", "lib/db.inc", "config.php.bak", "edit.php~"] {
-            assert!(all[0].contains(name) || all[0].contains("and 1 more"), "{name}: {all:?}");
+        let [sent, kept, apache] = &all[..] else { panic!("{all:?}") };
+        assert!(sent.starts_with("run beneath"), "{sent}");
+        for name in ["a.phtml", "b.php7", "lib/db.inc"] {
+            assert!(kept.contains(name), "{name}: {kept}");
         }
-        for name in ["index.php", "INDEX2.PHP", "page.html", "style.css", "hook.sh", "data/", "bin/"] {
-            assert!(!all[0].contains(name), "{name}: {all:?}");
+        let others = [
+            "index.php",
+            "INDEX2.PHP",
+            "page.html",
+            "hook.sh",
+            "data/",
+            "bin/",
+            "config.php.bak",
+            "edit.php~",
+        ];
+        for name in others {
+            assert!(!sent.contains(name) && !kept.contains(name), "{name}: {all:?}");
         }
-        assert!(all[1].contains(".htaccess") && all[1].contains("admin/.htaccess"), "{all:?}");
+        assert!(apache.contains(".htaccess") && apache.contains("admin/.htaccess"), "{all:?}");
+        let named = json!({ "kind": "php", "root": "www", "extensions": [".phtml", ".PHP7"] });
+        assert!(!warnings(named)[1].contains("phtml"));
     }
 
     #[test]
