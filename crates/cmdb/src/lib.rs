@@ -11,6 +11,7 @@ pub mod feed;
 pub mod fuzzing;
 pub mod instance;
 pub mod names;
+mod punycode;
 pub mod record;
 pub mod store;
 pub mod table;

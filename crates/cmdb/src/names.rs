@@ -7,6 +7,8 @@ use std::fmt;
 use nagaya_base::limits::{HOST_LEN_MAX, NAME_LEN_MAX};
 use serde::{Deserialize, Serialize};
 
+use crate::punycode;
+
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
     #[error(
@@ -14,9 +16,16 @@ pub enum NameError {
     )]
     Name(String),
     #[error(
-        "'{0}' is not a host name: use letters, digits, '-' and '.', at most {HOST_LEN_MAX} characters; '*.' only in front; '*' alone is the default site"
+        "'{0}' is not a host name: use letters, digits, '-' and '.', at most {HOST_LEN_MAX} characters; '*.' only in front; '*' alone is the default site{hint}",
+        hint = hint(.0)
     )]
     Host(String),
+}
+
+/// Browsers ask for such a name in this form.
+fn hint(host: &str) -> String {
+    punycode::ascii_form(host)
+        .map_or_else(String::new, |ascii| format!("; in DNS this name is {ascii}: write it so"))
 }
 
 macro_rules! name_type {

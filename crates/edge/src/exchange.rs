@@ -19,6 +19,7 @@ use crate::files::{Ctx, Programs};
 use crate::instances::Hold;
 use crate::intake;
 use crate::message::{Head, Request, RequestBody, Response};
+use crate::named_file;
 use crate::node::Node;
 use crate::pace::{self, Debt};
 use crate::path::{self, SitePath};
@@ -138,7 +139,10 @@ async fn from_files(
             _ => node.programs.cgi(&route.site, &route.tenant, script, request, &account.stay()).await?,
         };
         match outcome {
-            Outcome::Response(response) => return Ok(response),
+            Outcome::Response(response) => {
+                let (here, which) = ((route, &root), (files, programs));
+                return Box::pin(named_file::apply(node, here, which, &again, response)).await;
+            }
             Outcome::LocalRedirect { path, query } => {
                 again.path = path.into();
                 path::canonicalize(&mut again.path, &route.site.path)?;

@@ -12,6 +12,7 @@ pub mod boost;
 pub mod exchange;
 pub mod files;
 pub mod instances;
+mod named_file;
 pub mod place;
 
 pub mod programs;
@@ -51,6 +52,7 @@ pub mod metrics;
 pub mod pace;
 pub mod receipt;
 pub mod stay;
+mod tenants;
 
 pub mod listen;
 pub mod node;

@@ -14,6 +14,7 @@ use crate::access_log::{AccessRecord, Used};
 use crate::clients::LimitKind;
 use crate::clients::crowd::Phase;
 use crate::place::Relocated;
+use crate::tenants::TenantTallies;
 
 const METHODS: Dimension = Dimension {
     label: "method",
@@ -173,6 +174,7 @@ pub enum UpstreamConnection {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    tenants_served: TenantTallies,
     requests: Counters<4>,
     refusals: Counters<1>,
     request_duration: Histogram,
@@ -427,12 +429,18 @@ impl Metrics {
             tenants: r.gauge("tenants", "Tenants known"),
             revision: r.gauge("store_revision", "Revision of the store this process has reached"),
             registry: r,
+            tenants_served: TenantTallies::default(),
         }
     }
 
     /// All metrics as text, of media type [`nagaya_telemetry::CONTENT_TYPE`].
     pub fn encode(&self) -> String {
         self.registry.encode()
+    }
+
+    /// What is counted of each tenant, in the text format.
+    pub fn encode_tenants(&self) -> String {
+        self.tenants_served.text()
     }
 
     /// One request is over.
@@ -447,6 +455,7 @@ impl Metrics {
         }
         self.sent.add(record.bytes_out);
         self.figures.add(record, backend);
+        self.tenants_served.add(record);
         if let Some(woken) = record.woken() {
             self.wakes.waits.observe(woken.wake.from as usize, woken.waited);
             self.wakes.stages.observe(FIRST_BYTE, record.backend);

@@ -267,6 +267,8 @@ impl Default for AdmissionOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
+    /// A combined line, with host, site, tenant and request id behind it.
+    Extended,
     Combined,
     Json,
 }
@@ -279,7 +281,7 @@ impl Default for Options {
             limits: Limits::default(),
             networks: NetworkOptions::default(),
             spool: SpoolOptions::default(),
-            log: LogOptions { access: None, format: LogFormat::Combined },
+            log: LogOptions { access: None, format: LogFormat::Extended },
             receipts: ReceiptOptions::default(),
             rules: Vec::new(),
             rule_limits: Budget::default(),

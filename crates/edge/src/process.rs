@@ -239,7 +239,10 @@ impl Process {
         let text = match question {
             Question::Metrics => {
                 let lanes = admission::exposition(self.shared.lanes.explain());
-                self.shared.metrics.encode() + &lanes + &self.shared.cluster.peers.tallies.exposition()
+                self.shared.metrics.encode()
+                    + &self.shared.metrics.encode_tenants()
+                    + &lanes
+                    + &self.shared.cluster.peers.tallies.exposition()
             }
             Question::Status => self.status().to_string(),
             Question::Requests => self.requests().to_string(),

@@ -29,6 +29,7 @@ pub const SUITE: Suite = Suite {
             what_a_program_complains_about_is_logged,
             programs_are_never_sent_as_files,
             a_front_controller_is_told_the_whole_path,
+            a_program_names_a_file_to_be_sent,
         ],
     ),
 };
@@ -41,7 +42,7 @@ fn world() -> World {
         .site(json!({ "name": "slow", "tenant": "alice", "hosts": ["slow.test"],
             "backend": { "kind": "cgi", "root": "cgi" } }))
         .site(json!({ "name": "front", "tenant": "alice", "hosts": ["front.test"], "path": "/at",
-            "backend": { "kind": "cgi", "root": "front", "front_controller": "app" } }))
+            "backend": { "kind": "cgi", "root": "front", "front_controller": "app", "deny": ["/data"] } }))
         .start();
     world.write("alice", "cgi/page.html", "a file beside programs");
     world
@@ -258,4 +259,45 @@ fn a_front_controller_is_told_the_whole_path(world: &World) {
     }
     let text = world.get("front.test", "/at/app").expect(200).text();
     assert!(text.lines().any(|line| line == "SCRIPT_NAME=/at/app"), "{text}");
+}
+
+fn a_program_names_a_file_to_be_sent(world: &World) {
+    world.write("alice", "front/data/a b.txt", "0123456789");
+    world.write("alice", "front/data/x.cgi", "#!/bin/sh");
+    world.write("alice", "front/data/.hidden", "x");
+    let field =
+        r#"printf 'Content-Type: a/b\r\nContent-Disposition: attachment\r\n%s\r\n\r\nbody' "$QUERY_STRING""#;
+    world.write_program("alice", "front/send.cgi", &format!("#!/bin/sh\n{field}\n"));
+    let send = |field: &str| world.get("front.test", &format!("/at/send.cgi?{field}"));
+    world.get("front.test", "/at/data/a%20b.txt").expect(403);
+    let root = world.home("alice").join("front").display().to_string();
+    world.write("alice", "front/data/plain.txt", "0123456789");
+    for field in ["X-Accel-Redirect:/data/a%20b.txt".to_owned(), format!("X-Sendfile:{root}/data/plain.txt")]
+    {
+        let answer = send(&field).expect(200);
+        assert_eq!(
+            (answer.text().as_str(), answer.header("content-type")),
+            ("0123456789", Some("a/b")),
+            "{field}"
+        );
+        assert_eq!(answer.header("content-disposition"), Some("attachment"));
+        assert!(answer.header("x-accel-redirect").or(answer.header("x-sendfile")).is_none(), "{answer:?}");
+    }
+    let part = client::get_with(
+        world.http(),
+        "front.test",
+        "/at/send.cgi?X-Accel-Redirect:/data/plain.txt",
+        "Range: bytes=2-3\r\n",
+    );
+    assert_eq!(part.expect(206).text(), "23");
+    for (field, status) in [
+        ("X-Accel-Redirect:/data/none", 404),
+        ("X-Accel-Redirect:/data/.hidden", 404),
+        // A program's text is not sent, by nobody's word.
+        ("X-Accel-Redirect:/data/x.cgi", 404),
+        ("X-Sendfile:/etc/passwd", 502),
+        ("X-Sendfile:../../etc/passwd", 400),
+    ] {
+        send(field).expect(status);
+    }
 }

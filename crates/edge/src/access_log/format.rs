@@ -1,4 +1,4 @@
-//! One request as one line: Apache's combined format, or a JSON object.
+//! One request as one line: Apache's combined format, the same with host, site and id of the request behind it, or a JSON object.
 //!
 //! A client chooses host, target, referer and user agent. None of these can end a line, begin another field
 //! or send a terminal control codes: quotes, backslashes and everything outside printable ASCII are
@@ -39,7 +39,7 @@ impl Formatter {
     pub(super) fn new(format: LogFormat, node: &str) -> Self {
         let mut name = Vec::new();
         match format {
-            LogFormat::Combined => word("node", node, &mut name),
+            LogFormat::Extended | LogFormat::Combined => word("node", node, &mut name),
             LogFormat::Json => text("node", node.as_bytes(), &mut name),
         }
         let mut formatter = Self { format, second: 0, date: String::new(), node: name };
@@ -53,7 +53,7 @@ impl Formatter {
             self.write_date(since_epoch.as_secs());
         }
         match self.format {
-            LogFormat::Combined => self.combined(record, out),
+            LogFormat::Extended | LogFormat::Combined => self.combined(record, out),
             LogFormat::Json => self.json(record, since_epoch.subsec_millis(), out),
         }
         out.push(b'\n');
@@ -68,7 +68,7 @@ impl Formatter {
         let (day, month, year, time) = (&http[5..7], &http[8..11], &http[12..16], &http[17..25]);
         self.second = second;
         self.date = match self.format {
-            LogFormat::Combined => format!("{day}/{month}/{year}:{time} +0000"),
+            LogFormat::Extended | LogFormat::Combined => format!("{day}/{month}/{year}:{time} +0000"),
             LogFormat::Json => {
                 const MONTHS: &str = "JanFebMarAprMayJunJulAugSepOctNovDec";
                 let number = MONTHS.find(month).map_or(0, |at| at / 3 + 1);
@@ -107,7 +107,23 @@ impl Formatter {
             }
             out.push(b'"');
         }
+        if self.format == LogFormat::Extended {
+            Self::whose(record, out);
+        }
         self.receipt(record, out);
+    }
+
+    /// Whose request it was. Readers of combined lines take what stands behind them for nothing.
+    fn whose(record: &AccessRecord, out: &mut Vec<u8>) {
+        word("host", record.host(), out);
+        if let Some(site) = &record.site {
+            word("site", site.name.as_str(), out);
+            word("tenant", site.tenant.as_str(), out);
+        }
+        out.extend_from_slice(b" id=");
+        for byte in record.id.0.to_be_bytes() {
+            out.extend_from_slice(&hex(byte));
+        }
     }
 
     /// Where it rested and each stage of its wake, as one word: `woken=image:decide_us=90,restore_us=38000`.
@@ -250,12 +266,16 @@ fn logged(name: &'static str) -> &'static str {
     }
 }
 
-/// ` name=value`, with what could end the word left out.
+/// ` name=value`, with what could end the word left out; `-` for nothing.
 fn word(name: &str, value: &str, out: &mut Vec<u8>) {
     out.push(b' ');
     out.extend_from_slice(name.as_bytes());
     out.push(b'=');
+    let at = out.len();
     out.extend(value.bytes().filter(|byte| matches!(byte, b'!'..=b'~') && *byte != b'"'));
+    if out.len() == at {
+        out.push(b'-');
+    }
 }
 
 fn protocol(version: Version) -> &'static str {

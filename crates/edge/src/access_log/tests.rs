@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use tokio::task::LocalSet;
 
 use super::*;
+use crate::options::Options;
 
 /// A `GET` of `target` from 192.0.2.7 at a known time.
 pub(crate) fn record(target: &str, agent: Option<&[u8]>) -> AccessRecord {
@@ -59,6 +60,27 @@ fn a_combined_line_is_apaches() {
         line(LogFormat::Combined, &unread),
         "192.0.2.7 - - [10/Oct/2000:13:55:36 +0000] \"-\" 400 - \"-\" \"-\" node=n1\n"
     );
+}
+
+#[test]
+fn an_extended_line_says_whose_the_request_was() {
+    let mut of_site = record("/", None);
+    of_site.took = Duration::ZERO;
+    let unrouted = line(LogFormat::Extended, &of_site);
+    let id = "00000000000000000000000000000abc";
+    assert!(
+        unrouted.ends_with(&format!(" \"-\" \"-\" host=www.example.org id={id} node=n1\n")),
+        "{unrouted}"
+    );
+    let site = r#"{"name":"s","tenant":"t","hosts":["s"],"backend":{"kind":"static","root":"s"}}"#;
+    of_site.site = Some(Arc::new(serde_json::from_str(site).unwrap()));
+    let routed = line(LogFormat::Extended, &of_site);
+    assert!(routed.contains(&format!(" host=www.example.org site=s tenant=t id={id} ")), "{routed}");
+    assert_eq!(Options::default().log.format, LogFormat::Extended, "who wants less says so");
+    // A client writes the host, and begins no word of its own by it.
+    let mut hostile = of_site;
+    (hostile.text, hostile.target_at) = ("a site=x\"\n/".into(), 10);
+    assert!(line(LogFormat::Extended, &hostile).contains(" host=asite=x site=s "));
 }
 
 #[test]

@@ -71,7 +71,7 @@ const HANG_MAX: Duration = Duration::from_secs(20);
 
 /// What must be escaped in the path of a URL: all but the unreserved characters and the delimiters that mean nothing
 /// special between two slashes (RFC 3986 section 3.3).
-const PATH_ESCAPED: &AsciiSet = &CONTROLS
+pub const PATH_ESCAPED: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
     .add(b'#')

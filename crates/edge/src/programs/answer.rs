@@ -137,7 +137,11 @@ impl<O: Output> Timed<O> {
 
     /// Reads the head of the answer, and what came together with it.
     pub async fn head(&mut self) -> Result<(ScriptHead, Bytes), Failure> {
-        let mut reader = HeadReader::default();
+        self.head_by(HeadReader::default()).await
+    }
+
+    /// The same by a reader that knows which program it is.
+    pub async fn head_by(&mut self, mut reader: HeadReader) -> Result<(ScriptHead, Bytes), Failure> {
         loop {
             match poll_fn(|cx| self.poll(cx)).await? {
                 Some(piece) => {

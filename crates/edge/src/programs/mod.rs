@@ -43,6 +43,7 @@ use self::php::Serving;
 pub use self::pool::PhpPools;
 use self::pool::{Lease, Place, Worker};
 use self::responder::{ErrorLines, Exchange};
+use self::response::HeadReader;
 use crate::admission::without_ticket;
 use crate::forward::ClientView;
 use crate::message::{Request, Response, ResponseBody};
@@ -154,7 +155,7 @@ impl Programs {
             .map_err(|error| Refusal::BackendUnreachable(format!("{}: its pipes: {error}", script.file)))?;
         let mut run = Timed::new(run, Alarm::new(patience, gauge));
         let refusal = |failure: Failure| failure.refusal(&script.file);
-        let (answer, rest) = run.head().await.map_err(refusal)?;
+        let (answer, rest) = run.head_by(HeadReader::of_program(&script.file)).await.map_err(refusal)?;
         let outcome = run.outcome(&head.method, answer, rest).await.map_err(refusal)?;
         Ok(finish(outcome, debt, stay).await)
     }

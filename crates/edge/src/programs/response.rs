@@ -9,7 +9,9 @@
 //! - `Transfer-Encoding` is dropped: how the body is framed is the server's to say, and the output is passed on as it is.
 //! - `Status`, `Content-Type`, `Location` and `Content-Length` may stand there twice if they say the same.
 //! - Connection fields, `Date` and `Server` belong to the edge and are dropped.
-//! - No folded lines, no bare CR, no `HTTP/1.1 200 OK` in front (no NPH).
+//! - No folded lines, no bare CR.
+//! - A program whose name begins with `nph-` (RFC 3875 section 5) prints a status line in front. It is read like a `Status` field: what
+//!   frames the answer stays the edge's.
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONNECTION, LOCATION};
@@ -63,22 +65,29 @@ pub(crate) enum HeadError {
 #[derive(Debug, Default)]
 pub(crate) struct HeadReader {
     buffer: BytesMut,
+    has_status_line: bool,
 }
 
 impl HeadReader {
+    /// For the program with this file name.
+    pub fn of_program(file: &str) -> Self {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        Self { has_status_line: name.starts_with("nph-"), ..Self::default() }
+    }
+
     /// Takes the next piece of output. Once the head is complete: the head, and what came behind it.
     pub fn feed(&mut self, piece: Bytes) -> Result<Option<(ScriptHead, Bytes)>, HeadError> {
         if self.buffer.is_empty() {
             // Nearly always the first piece holds the whole head, and nothing is copied.
             if let Some(end) = end_of_head(&piece, 0) {
-                return cut(piece, end).map(Some);
+                return cut(piece, end, self.has_status_line).map(Some);
             }
         }
         // The end may straddle the pieces: "\n" and "\r" of it may have been there already.
         let from = self.buffer.len().saturating_sub(2);
         self.buffer.extend_from_slice(&piece);
         match end_of_head(&self.buffer, from) {
-            Some(end) => cut(std::mem::take(&mut self.buffer).freeze(), end).map(Some),
+            Some(end) => cut(std::mem::take(&mut self.buffer).freeze(), end, self.has_status_line).map(Some),
             None if self.buffer.len() >= HEAD_BYTES_MAX => Err(HeadError::TooLarge),
             None => Ok(None),
         }
@@ -90,12 +99,13 @@ impl HeadReader {
     }
 }
 
-fn cut(mut output: Bytes, end: usize) -> Result<(ScriptHead, Bytes), HeadError> {
+fn cut(mut output: Bytes, end: usize, has_status_line: bool) -> Result<(ScriptHead, Bytes), HeadError> {
     if end > HEAD_BYTES_MAX {
         return Err(HeadError::TooLarge);
     }
     let body = output.split_off(end);
-    parse(output).map(|head| (head, body))
+    let status = if has_status_line { take_status_line(&mut output)? } else { None };
+    parse(output, status).map(|head| (head, body))
 }
 
 /// Where the head ends: behind the first empty line. Lines end in LF or CRLF. Looks for it behind `from`.
@@ -117,7 +127,19 @@ fn end_of_head(bytes: &[u8], from: usize) -> Option<usize> {
     })
 }
 
-fn parse(head: Bytes) -> Result<ScriptHead, HeadError> {
+/// Cuts off `HTTP/1.1 200 OK`. `None`: there is none, and the program answers as all others do.
+fn take_status_line(head: &mut Bytes) -> Result<Option<StatusCode>, HeadError> {
+    if !head.starts_with(b"HTTP/") {
+        return Ok(None);
+    }
+    let end = memchr::memchr(b'\n', head).map_or(head.len(), |at| at + 1);
+    let line = head.split_to(end);
+    let behind = line.iter().position(|byte| *byte == b' ').map_or(&b""[..], |at| &line[at + 1..]);
+    let value = HeaderValue::from_bytes(behind.trim_ascii()).map_err(|_| HeadError::Status)?;
+    status(&value).map(Some)
+}
+
+fn parse(head: Bytes, status: Option<StatusCode>) -> Result<ScriptHead, HeadError> {
     let mut fields = [httparse::EMPTY_HEADER; HEAD_FIELDS_MAX];
     let fields = match httparse::parse_headers(&head, &mut fields) {
         Ok(httparse::Status::Complete((len, fields))) if len == head.len() => fields,
@@ -126,10 +148,10 @@ fn parse(head: Bytes) -> Result<ScriptHead, HeadError> {
         Err(httparse::Error::HeaderName) => return Err(HeadError::Malformed("a line that is no field")),
         Err(_) => return Err(HeadError::Malformed("a control character in a field")),
     };
-    if fields.is_empty() {
+    if fields.is_empty() && status.is_none() {
         return Err(HeadError::Missing);
     }
-    let mut draft = Draft::default();
+    let mut draft = Draft { status, ..Draft::default() };
     for field in fields.iter() {
         let name = HeaderName::from_bytes(field.name.as_bytes())
             .map_err(|_| HeadError::Malformed("a field name"))?;

@@ -11,7 +11,7 @@ const LOG_LEN_MAX: u64 = 1 << 20;
 const LINE_LEN_MAX: usize = 300;
 
 /// What stands in a line of an error, and what it means.
-const KNOWN: [(&str, &str); 12] = [
+const KNOWN: [(&str, &str); 14] = [
     (
         "External socket is used",
         "a Unix socket is connected to something outside of the sandbox: close such connections when the application \
@@ -25,6 +25,8 @@ const KNOWN: [(&str, &str); 12] = [
         "this CRIU does not know TCP sockets of this kernel: install 4.2 or newer",
     ),
     ("In-flight connection", "a connection was just being made; another try may find none"),
+    ("fsnotify:", WATCHES),
+    ("irmap:", WATCHES),
     ("Can't fetch filter on", "the application has put a system call filter of its own on itself"),
     ("of that type", "it has something open that cannot be carried, such as io_uring or a device"),
     ("Can't lookup mount", "it has a file open that is not in the sandbox"),
@@ -32,6 +34,8 @@ const KNOWN: [(&str, &str); 12] = [
     ("Can't dump ghost file", "it keeps a large file open that has been removed"),
     (NO_SPACE, "no space is left on the device of the images"),
 ];
+
+const WATCHES: &str = "it watches files (inotify), as reloaders and file watchers do, and CRIU cannot carry such a watch here: turn the watching off";
 
 const OUTSIDE: &str = "one end of a Unix socket's connection is outside of the sandbox";
 
@@ -103,6 +107,12 @@ mod tests {
         let reason = of(log);
         assert!(reason.to_string().starts_with("a Unix socket is connected"), "{reason}");
         assert!(reason.line.starts_with("(criu/sk-unix.c:842)"), "{reason}");
+    }
+
+    #[test]
+    fn watches_of_files_are_named() {
+        let reason = of("(0) Error (criu/fsnotify.c:292): fsnotify: \tHandle 0x3:0x11 cannot be opened\n");
+        assert!(reason.to_string().starts_with("it watches files (inotify)"), "{reason}");
     }
 
     #[test]

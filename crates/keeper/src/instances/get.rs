@@ -5,9 +5,9 @@
 
 mod scripts;
 
-use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
+use std::{fmt, io};
 
 use bytes::BytesMut;
 use nagaya_cmdb::record::App;
@@ -28,8 +28,40 @@ const ANSWER_MAX: usize = 4 << 20;
 /// Longest first line of an answer, bytes.
 const STATUS_LINE_MAX: usize = 512;
 
+/// Bytes of the beginning of an answer that are kept, and characters of a line of it that are repeated.
+const BEGINNING_MAX: usize = 4 * 1024;
+const LINE_SHOWN_MAX: usize = 120;
+
 /// Longest head of a script's answer, bytes, in which its status is looked for.
 const HEAD_MAX: usize = 64 * 1024;
+
+/// What an application said.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub status: u16,
+    /// The first line of the body that says something; empty without one.
+    line: String,
+}
+
+impl Answer {
+    fn new(status: u16, beginning: &[u8]) -> Self {
+        let text = String::from_utf8_lossy(beginning);
+        let body =
+            text.split_once("\r\n\r\n").or_else(|| text.split_once("\n\n")).map_or("", |(_, body)| body);
+        let line = body.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
+        let shown = line.chars().filter(|c| !c.is_control()).take(LINE_SHOWN_MAX);
+        Self { status, line: shown.collect() }
+    }
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line.as_str() {
+            "" => write!(f, "status {} without a text", self.status),
+            line => write!(f, "status {}, which begins '{line}'", self.status),
+        }
+    }
+}
 
 /// Who is asked.
 pub struct Asked {
@@ -46,8 +78,8 @@ impl Asked {
         Ok(Self { host: plain.unwrap_or("localhost").to_owned(), scripts })
     }
 
-    /// Asks for this path, and returns the status.
-    pub async fn get(&self, socket: OwnedFd, path: &str, within: Duration) -> io::Result<u16> {
+    /// Asks for this path.
+    pub async fn get(&self, socket: OwnedFd, path: &str, within: Duration) -> io::Result<Answer> {
         let asked = async {
             let socket = sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?;
             match &self.scripts {
@@ -67,7 +99,7 @@ async fn send(socket: &AsyncFd<OwnedFd>, mut left: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-async fn run(socket: &AsyncFd<OwnedFd>, scripts: &Scripts, host: &str, path: &str) -> io::Result<u16> {
+async fn run(socket: &AsyncFd<OwnedFd>, scripts: &Scripts, host: &str, path: &str) -> io::Result<Answer> {
     let mut request = scripts.opening(host, path)?;
     request.extend_from_slice(&END_OF_BODY);
     send(socket, &request).await?;
@@ -86,7 +118,7 @@ async fn run(socket: &AsyncFd<OwnedFd>, scripts: &Scripts, host: &str, path: &st
             }
         };
         if ended || read >= ANSWER_MAX {
-            return scripts::status_of(&head);
+            return Ok(Answer::new(scripts::status_of(&head)?, &head));
         }
         let len = turn(socket, Interest::READABLE, |fd| rustix::io::read(fd, &mut piece[..])).await?;
         if len == 0 {
@@ -97,7 +129,7 @@ async fn run(socket: &AsyncFd<OwnedFd>, scripts: &Scripts, host: &str, path: &st
     }
 }
 
-async fn ask(socket: &AsyncFd<OwnedFd>, host: &str, path: &str) -> io::Result<u16> {
+async fn ask(socket: &AsyncFd<OwnedFd>, host: &str, path: &str) -> io::Result<Answer> {
     let request = format!(
         "GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: nagaya\r\nAccept: */*\r\nConnection: close\r\n\r\n"
     );
@@ -107,13 +139,14 @@ async fn ask(socket: &AsyncFd<OwnedFd>, host: &str, path: &str) -> io::Result<u1
     let mut status = None;
     loop {
         let len = turn(socket, Interest::READABLE, |fd| rustix::io::read(fd, &mut buffer[..])).await?;
+        head.extend_from_slice(&buffer[..len.min(BEGINNING_MAX - head.len())]);
         if status.is_none() {
-            head.extend_from_slice(&buffer[..len.min(STATUS_LINE_MAX)]);
             status = status_of(&head)?;
         }
         read += len;
         if len == 0 || read >= ANSWER_MAX {
-            return status.ok_or_else(|| io::ErrorKind::UnexpectedEof.into());
+            let status = status.ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?;
+            return Ok(Answer::new(status, &head));
         }
     }
 }
@@ -161,7 +194,7 @@ mod tests {
     }
 
     /// The status of an answer to a request that ends in `last`, and the request.
-    fn asked(backend: &str, last: &'static [u8], answer: &'static [u8]) -> (io::Result<u16>, Vec<u8>) {
+    fn asked(backend: &str, last: &'static [u8], answer: &'static [u8]) -> (io::Result<Answer>, Vec<u8>) {
         use std::io::{Read, Write};
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
@@ -195,7 +228,7 @@ mod tests {
             r#","protocol":"fastcgi","files":{"root":"d/html","front_controller":"index.php"}"#;
         let answer = b"\x01\x06\0\x01\0\x19\0\0Status: 404 no\r\nA: b\r\n\r\nx\x01\x03\0\x01\0\x08\0\0\0\0\0\0\0\0\0\0";
         let (status, seen) = asked(FASTCGI, &END_OF_BODY, answer);
-        assert_eq!(status.unwrap(), 404);
+        assert_eq!(status.unwrap().to_string(), "status 404, which begins 'x'");
         let seen = String::from_utf8_lossy(&seen);
         for pair in ["SCRIPT_FILENAME/home/t/d/html/index.php", "REQUEST_URI/up?x=1", "HTTP_HOSTa.test"] {
             assert!(seen.contains(pair), "{pair}: {seen:?}");
@@ -208,7 +241,7 @@ mod tests {
     #[test]
     fn a_real_answer_is_read_to_its_end() {
         let (status, seen) = asked("", b"\r\n\r\n", b"HTTP/1.1 302 Found\r\nLocation: /x\r\n\r\nbody");
-        assert_eq!(status.unwrap(), 302);
+        assert_eq!(status.unwrap().to_string(), "status 302, which begins 'body'");
         assert!(seen.starts_with(b"GET /up?x=1 HTTP/1.1\r\nHost: a.test\r\n"), "{}", seen.escape_ascii());
         let (status, _) = asked("", b"\r\n\r\n", b"");
         assert_eq!(status.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);

@@ -181,15 +181,7 @@ impl Body {
 
     /// Why it ended by itself, in words.
     pub fn why_ended(&self, exit: Exit) -> String {
-        match (self.memory_kills(), exit) {
-            (1.., _) => format!(
-                "out of memory: the kernel killed it at the memory limit of its cell [{}]",
-                fault::OUT_OF_MEMORY
-            ),
-            (0, Exit { status: Some(status), .. }) => format!("exit status {status}"),
-            (0, Exit { signal: Some(signal), .. }) => format!("signal {signal}"),
-            (0, _) => "nobody knows why".into(),
-        }
+        why_ended(self.memory_kills(), exit)
     }
 
     /// Resolves once nothing of it is left.
@@ -477,20 +469,53 @@ async fn make_ready(
     instance.mark(Stage::Ready, Instant::now().into());
     let until = if body.image.is_some() { until.min(Instant::now() + TRIAL_MAX) } else { until };
     let asked = Asked::of(&site, &instance.tenant(), app)?;
-    let said = timeout_at(until, until_answered(body, &asked, path, below)).await;
+    let last = RefCell::default();
+    let said = timeout_at(until, until_answered(body, &asked, path, below, &last)).await;
     said.map_err(|_| {
-        let why = format!("listens, but does not answer GET {path} with a status below {below} in time");
+        let last = last.take().unwrap_or_else(|| "it has answered nothing".into());
+        let why =
+            format!("listens, but does not answer GET {path} with a status below {below} in time: {last}");
         broken(&site, fault::NOT_READY, &why)
     })
 }
 
-async fn until_answered(body: &Body, asked: &Asked, path: &str, below: u16) {
+/// Why an application ended by itself, of whose processes the kernel has killed so many at its memory limit. It may have gone on
+/// for long after such a kill.
+fn why_ended(memory_kills: u64, exit: Exit) -> String {
+    const KILLED: i32 = 9;
+    /// What a shell says of a child that was killed.
+    const CHILD_KILLED: i32 = 128 + KILLED;
+    let end = match exit {
+        Exit { status: Some(CHILD_KILLED), .. } | Exit { signal: Some(KILLED), .. } if memory_kills > 0 => {
+            return format!(
+                "out of memory: the kernel killed it at the memory limit of its cell [{}]",
+                fault::OUT_OF_MEMORY
+            );
+        }
+        Exit { status: Some(status), .. } => format!("exit status {status}"),
+        Exit { signal: Some(signal), .. } => format!("signal {signal}"),
+        _ => "nobody knows why".into(),
+    };
+    match memory_kills {
+        0 => end,
+        kills => format!(
+            "{end}; before that the kernel had killed {kills} of its processes at the memory limit of its cell [{}]",
+            fault::OUT_OF_MEMORY
+        ),
+    }
+}
+
+/// `last` is what it said to the latest try.
+async fn until_answered(body: &Body, asked: &Asked, path: &str, below: u16, last: &RefCell<Option<String>>) {
     let mut pause = TRY_FIRST;
     loop {
-        if let Ok(socket) = body.connect().await
-            && asked.get(socket, path, START_MAX).await.is_ok_and(|status| status < below)
-        {
-            return;
+        if let Ok(socket) = body.connect().await {
+            let told = match asked.get(socket, path, START_MAX).await {
+                Ok(answer) if answer.status < below => return,
+                Ok(answer) => format!("its last answer was {answer}"),
+                Err(error) => format!("the last try failed: {error}"),
+            };
+            last.replace(Some(told));
         }
         sleep(pause).await;
         pause = (pause * 2).min(TRY_MAX);
@@ -550,7 +575,9 @@ async fn warm_up(housing: &Housing, body: &Body) {
         let left = until.saturating_duration_since(Instant::now());
         let Ok(socket) = body.connect().await else { return };
         match asked.get(socket, path, left).await {
-            Ok(status) => tracing::debug!(site = %site.name, path, status, "warmed up"),
+            Ok(answer) => {
+                tracing::debug!(site = %site.name, path, status = answer.status, "warmed up");
+            }
             Err(error) => {
                 tracing::info!(site = %site.name, path, %error, "warming it up with this path failed")
             }
@@ -561,4 +588,24 @@ async fn warm_up(housing: &Housing, body: &Body) {
 fn broken(site: &Site, code: nagaya_base::Code, why: &str) -> Fault {
     let message = format!("the application of '{}' {why}; `nagaya instance logs` says more", site.name);
     Fault::new(Failure::Broken, code, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn want_of_memory_is_named_where_it_ended_the_application() {
+        let of = |kills, status, signal| why_ended(kills, Exit { status, signal, cpu_us: 0 });
+        assert_eq!(of(0, Some(1), None), "exit status 1");
+        assert_eq!(of(0, None, Some(9)), "signal 9");
+        for end in [of(1, None, Some(9)), of(2, Some(137), None)] {
+            assert!(end.starts_with("out of memory: "), "{end}");
+        }
+        let later = of(1, Some(0), None);
+        assert!(
+            later.starts_with("exit status 0; before that the kernel had killed 1 of its processes"),
+            "{later}"
+        );
+    }
 }

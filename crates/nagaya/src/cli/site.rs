@@ -5,6 +5,7 @@
 mod admission;
 mod file_warnings;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
@@ -68,6 +69,18 @@ pub struct Set {
     pub format: Format,
     #[command(flatten)]
     pub fields: Box<Fields>,
+}
+
+/// No shell reads a command, so that one word with spaces is the name of one program.
+fn check_command(words: &[String]) -> Result<(), CliError> {
+    let [word] = words else { return Ok(()) };
+    if !word.trim().contains(char::is_whitespace) || Path::new(word).exists() {
+        return Ok(());
+    }
+    let rest = word.split_whitespace().map(|word| format!(" {}", word.escape_debug())).collect::<String>();
+    Err(CliError::Usage(format!(
+        "--command '{word}' is one word, the name of a program with spaces in it; no shell splits it: write the words behind '--', as last on the line: --{rest}"
+    )))
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
@@ -182,7 +195,7 @@ pub struct FileFields {
     /// Program that also gets every path without a file, like index.php
     #[arg(long, value_name = "FILE")]
     pub front_controller: Option<String>,
-    /// File name ending of programs (cgi, app), like .cgi; repeat for more
+    /// File name ending of programs, like .cgi; repeat for more. Of php they come beside .php
     #[arg(long = "extension", value_name = "ENDING")]
     pub extensions: Vec<String>,
 }
@@ -202,9 +215,12 @@ pub struct ServerFields {
     /// Whether request bodies are taken in before it gets the request (http, app)
     #[arg(long, value_enum)]
     pub request_buffering: Option<Buffering>,
-    /// Program or argument (app); repeat for each word
+    /// Program or argument (app); repeat for each word, or write all words behind '--'
     #[arg(long = "command", value_name = "WORD", allow_hyphen_values = true)]
     pub command: Vec<String>,
+    /// The command of an application, word by word
+    #[arg(last = true, value_name = "COMMAND", conflicts_with = "command")]
+    pub command_words: Vec<String>,
     /// Working directory (app), beneath the tenant's home if relative
     #[arg(long, value_name = "DIR")]
     pub directory: Option<String>,
@@ -390,6 +406,7 @@ impl Fields {
     /// Puts what was given into the record. Fields that do not go with its kind are left for the store's
     /// checks to name.
     fn apply(&self, record: &mut Map<String, Value>) -> Result<(), CliError> {
+        check_command(&self.server.command)?;
         put(record, "tenant", self.tenant.as_ref());
         put_list(record, "hosts", &self.hosts);
         put(record, "path", self.path.as_ref());
@@ -437,6 +454,7 @@ impl ServerFields {
         put_list(backend, "request_trailers", &self.request_trailers);
         put(backend, "request_buffering", self.request_buffering.map(|buffering| word(&buffering)));
         put_list(backend, "command", &self.command);
+        put_list(backend, "command", &self.command_words);
         put(backend, "directory", self.directory.as_ref());
         put(backend, "listen", self.listen.map(|listen| word(&listen)));
         put(backend, "protocol", self.protocol.map(|protocol| word(&protocol)));

@@ -284,9 +284,9 @@ const LOG: &[Key<Settings>] = &[
     key!(
         "access_format",
         "0.1",
-        Kind::Choice(&["combined", "json"]),
+        Kind::Choice(&["extended", "combined", "json"]),
         edge.log.format,
-        "Form of the access log: the combined log format, or one JSON object per request."
+        "Form of the access log: the combined log format with host, site, tenant and request id behind it, the same without these, or one JSON object per request."
     ),
 ];
 

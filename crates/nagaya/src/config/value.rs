@@ -507,7 +507,7 @@ word_field!(OnError: Pass = "pass", Refuse = "refuse");
 word_field!(HugePages: AsIs = "as-is", Of64KiB = "64KiB");
 word_field!(ProgramNetwork: Own = "own", Host = "host");
 word_field!(ProgramCalls: Filtered = "filtered", All = "all");
-word_field!(AccessFormat: Combined = "combined", Json = "json");
+word_field!(AccessFormat: Extended = "extended", Combined = "combined", Json = "json");
 word_field!(
     BackEnd: Auto = "auto",
     CgroupV2 = "cgroup-v2",

@@ -107,6 +107,30 @@ fn a_sole_location_with_a_path_is_a_local_redirect() {
 }
 
 #[test]
+fn programs_named_nph_print_a_status_line() {
+    let read = |file: &str, output: &'static str| {
+        let read = HeadReader::of_program(file).feed(Bytes::from_static(output.as_bytes()));
+        read.map(|complete| match complete.expect("it is whole") {
+            (ScriptHead::Document { status, headers, length }, body) => {
+                (status.as_u16(), headers.len(), length, String::from_utf8(body.to_vec()).unwrap())
+            }
+            (other, _) => panic!("{other:?}"),
+        })
+    };
+    let (file, whole) = ("bin/nph-x.cgi", "HTTP/1.1 404 Not Found\r\nServer: x\r\nX-A: 1\r\n\r\nbody");
+    assert_eq!(read(file, whole), Ok((404, 1, None, "body".into())));
+    assert_eq!(
+        read(file, "HTTP/1.0 200 OK\nContent-Length: 4\n\nbody"),
+        Ok((200, 0, Some(4), "body".into()))
+    );
+    assert_eq!(read(file, "HTTP/1.1 204\r\n\r\n"), Ok((204, 0, None, "".into())));
+    assert_eq!(read(file, "X-A: 1\n\nbody"), Ok((200, 1, None, "body".into())), "as all others do");
+    assert_eq!(read(file, "HTTP/1.1 100 Continue\r\n\r\n"), Err(HeadError::Status));
+    assert_eq!(read(file, "HTTP/1.1 200 OK\nStatus: 201\n\n"), Err(HeadError::Twice("Status")));
+    assert!(read("nph-dir/x.cgi", whole).is_err());
+}
+
+#[test]
 fn unacceptable_heads_are_refused() {
     let fields = "X-A: 1\n".repeat(HEAD_FIELDS_MAX + 1) + "\n";
     let malformed = |error: &HeadError| matches!(error, HeadError::Malformed(_));

@@ -383,3 +383,56 @@ fn an_application_that_speaks_fastcgi_has_files() {
     assert!(told.contains("listen: 'port' is not possible with protocol = fastcgi"), "{told}");
     world.ok("site set wp --protocol http --unset files");
 }
+
+#[test]
+fn words_of_a_command_are_written_behind_two_dashes() {
+    let world = world();
+    world.ok("tenant add t --home /srv/t");
+    world.ok("site add blog --tenant t --host b.test --backend app --directory blog -- gunicorn --bind unix:{socket} blog:app");
+    let words = json!(["gunicorn", "--bind", "unix:{socket}", "blog:app"]);
+    assert_eq!(world.site("blog")["backend"]["command"], words);
+    world.ok("site set blog -- node server.js");
+    assert_eq!(world.site("blog")["backend"]["command"], json!(["node", "server.js"]));
+}
+
+#[test]
+fn one_word_with_spaces_is_no_command() {
+    let add = |word: &str| {
+        let world = world();
+        world.ok("tenant add t --home /srv/t");
+        let line = [
+            "site",
+            "add",
+            "s",
+            "--tenant",
+            "t",
+            "--host",
+            "a.test",
+            "--backend",
+            "app",
+            "--directory",
+            "d",
+            "--command",
+            word,
+        ];
+        match Line::try_parse_from(line).expect("it parses") {
+            Line::Site(command) => run(command, &world.place).map_err(|error| error.to_string()),
+            _ => panic!("a command about sites"),
+        }
+    };
+    let refused = add("node server.js --x").expect_err("no shell splits it");
+    assert!(refused.contains("behind '--'") && refused.ends_with(": -- node server.js --x"), "{refused}");
+    assert!(add("node").is_ok());
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("my program");
+    std::fs::write(&program, "").unwrap();
+    assert!(add(program.to_str().unwrap()).is_ok(), "a program may have such a name");
+}
+
+#[test]
+fn a_host_in_other_letters_is_told_how_dns_writes_it() {
+    let world = world();
+    world.ok("tenant add t --home /srv/t");
+    let said = world.refused("site add s --tenant t --host b\u{fc}cher.example --backend static --root s");
+    assert!(said.contains("in DNS this name is xn--bcher-kva.example: write it so"), "{said}");
+}
