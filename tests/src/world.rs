@@ -384,7 +384,11 @@ impl World {
         if machine::is_root() {
             // Without root, the node can only open what is its own.
             let uid = self.user.unwrap_or_else(|| self.uid(tenant));
-            machine::run("chown", &["-hR", &format!("{uid}:{uid}"), &self.home(tenant).to_string_lossy()]);
+            let (home, owner) = (self.home(tenant), format!("{uid}:{uid}"));
+            // No others: to change an owner is to change a file, which ends images of what has read it.
+            let others = ["(", "!", "-uid", &uid.to_string(), "-o", "!", "-gid", &uid.to_string(), ")"];
+            let chown = ["-exec", "chown", "-h", &owner, "{}", "+"];
+            machine::run("find", &[&[&*home.to_string_lossy()][..], &others, &chown].concat());
         }
     }
 

@@ -132,6 +132,8 @@ pub enum Act {
     Rest { to: Option<Tier> },
     /// Takes a new image of it: it is started anew for that, if need be.
     Image,
+    /// Starts it anew: what runs is ended, and its image is not used again.
+    Restart,
     /// Ends its processes.
     Stop,
     /// In a cluster: gives it up, so that another node may have it. Nobody gets it any more; who uses it may end that for so

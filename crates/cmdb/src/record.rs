@@ -22,8 +22,8 @@ use crate::names::{HostPattern, NodeName, RuleName, SiteName, TenantName};
 
 pub use admission::{Admission, PAGE_LEN_MAX};
 pub use app::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, INSTANCES_MAX, Idle, ImageMemory,
-    Listen, Never, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    AFTER_WAKE_SIGNALS, APP_LIST_LEN_MAX, APP_PORT, After, App, Database, IDLE_SECONDS_MAX, INSTANCES_MAX,
+    Idle, ImageMemory, ImageWhen, Listen, Never, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 pub use base::Base;
 pub use cluster::{Copied, NodeRecord, Part, Placement, Standing, Why};

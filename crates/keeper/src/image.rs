@@ -28,13 +28,16 @@ pub(crate) mod memory;
 pub(crate) mod order;
 mod outgoing;
 pub(crate) mod pagemap;
+pub(crate) mod readings;
 mod sealed;
 mod shared;
 mod store;
+mod watched;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -43,6 +46,7 @@ use nagaya_cmdb::record::ImageMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::sandbox::{Launcher, SHM_FILE, Sandbox, SandboxError, Task};
+use crate::tenant_path::PathOwner;
 
 use archive::Head;
 use checkpoint::{Engine, Needs};
@@ -55,8 +59,10 @@ pub use checkpoint::Handed;
 pub use criu::{Criu, Search, find as find_criu};
 pub use digest::Digest;
 pub use header::{Environment, Subject, base_digest};
+pub use readings::{ReadRecorder, WatchTerms};
 pub use order::{ClusterKey, KEY_LEN, OrderError, TransferEnd, TransferOrder, give_order, verify_order};
 pub use store::{Limits, Listed};
+pub use watched::{PathState, Watched};
 
 /// There is no CRIU that works here.
 pub const NO_CRIU: Code = Code(334);
@@ -137,6 +143,22 @@ fn at(verb: &str, what: impl AsRef<Path>) -> impl FnOnce(io::Error) -> ImageErro
 pub struct Image {
     id: String,
     header: Header,
+    watched: Arc<Watched>,
+}
+
+/// How an image is taken.
+#[derive(Debug, Clone, Default)]
+pub struct ImageTerms {
+    pub memory: ImageMemory,
+    /// What it depends on.
+    pub watched: Watched,
+}
+
+impl From<ImageMemory> for ImageTerms {
+    /// Depends on no file.
+    fn from(memory: ImageMemory) -> Self {
+        Self { memory, watched: Watched::default() }
+    }
 }
 
 impl Image {
@@ -151,6 +173,11 @@ impl Image {
     /// Seconds since 1970.
     pub fn taken_at(&self) -> u64 {
         self.header.taken_at
+    }
+
+    /// What it depends on.
+    pub fn watched(&self) -> &Watched {
+        &self.watched
     }
 }
 
@@ -249,10 +276,11 @@ impl Images {
             tracing::info!(site = %subject.site, "its image is not used: {why}");
             return Found::Nothing;
         }
-        match self.store.check(&id, &header) {
-            Ok(()) => {
+        let watched = self.store.check(&id, &header).and_then(|()| self.store.watched(&id, &header));
+        match watched {
+            Ok(watched) => {
                 self.store.prefetch(&id, &header);
-                Found::Image(Box::new(Image { id, header }))
+                Found::Image(Box::new(Image { id, header, watched: Arc::new(watched) }))
             }
             Err(why) => {
                 self.found_wrong.fetch_add(1, Ordering::Relaxed);
@@ -267,6 +295,16 @@ impl Images {
         self.found_wrong.swap(0, Ordering::Relaxed)
     }
 
+    /// Returns in words which file that the image depends on is not as it was, or `None`. Blocks.
+    pub fn find_change(&self, image: &Image, owner: &PathOwner) -> Option<String> {
+        image.watched.find_change(owner, &self.store.origin())
+    }
+
+    /// Removes the image of a subject, if there is one: it is not to be used again.
+    pub fn remove(&self, subject: &Subject) {
+        self.store.discard(&subject.id());
+    }
+
     /// Whether another one is to be taken in its place, at a moment at which nobody waits for it.
     pub fn is_old(&self, image: &Image) -> bool {
         self.store.is_old(image.taken_at())
@@ -279,12 +317,12 @@ impl Images {
         subject: &Subject,
         sandbox: &Sandbox,
         handed: &Handed<'_>,
-        memory: ImageMemory,
+        how: impl Into<ImageTerms>,
     ) -> Result<Image, ImageError> {
         if sandbox.is_of_image() {
             return Err(ImageError::Unfit { reason: "its memory is that of an image already".into() });
         }
-        let taken = self.write((subject, memory), sandbox, handed);
+        let taken = self.write((subject, how.into()), sandbox, handed);
         if let Err(error @ (ImageError::Unfit { .. } | ImageError::TooLarge { .. })) = &taken {
             self.store.refuse(&subject.id(), subject, &self.environment, &error.to_string());
         }
@@ -293,7 +331,7 @@ impl Images {
 
     fn write(
         &self,
-        (subject, memory): (&Subject, ImageMemory),
+        (subject, how): (&Subject, ImageTerms),
         sandbox: &Sandbox,
         handed: &Handed<'_>,
     ) -> Result<Image, ImageError> {
@@ -302,7 +340,10 @@ impl Images {
         let work = self.store.work(sandbox)?;
         checkpoint::take(&self.engine, sandbox, handed, &image, &work)?;
         let group = crate::sandbox::root_id(subject.gid);
-        let (files, apart) = files::take_over(&image.path, group, room, memory)?;
+        let (mut files, apart) = files::take_over(&image.path, group, room, how.memory)?;
+        let watched = how.watched.of_node(self.store.origin());
+        let list = watched.encode().and_then(|bytes| files::add(&image.path, watched::FILE, &bytes));
+        files.insert(watched::FILE.into(), list.map_err(at("write", image.path.join(watched::FILE)))?);
         let header = Header {
             subject: subject.clone(),
             environment: self.environment.clone(),
@@ -313,7 +354,7 @@ impl Images {
             shared: apart.shared,
         };
         self.store.publish(&subject.id(), &header, image)?;
-        Ok(Image { id: subject.id(), header })
+        Ok(Image { id: subject.id(), header, watched: Arc::new(watched) })
     }
 
     /// Brings the processes of an image back in a fresh sandbox of the same kind. If that fails the sandbox is of no
@@ -475,7 +516,9 @@ impl Images {
         })?;
         self.store.publish(&id, &head.header, work)?;
         let _ = std::fs::remove_file(&staged.path);
-        Ok(Image { id, header: head.header })
+        let watched =
+            self.store.watched(&id, &head.header).map_err(|reason| ImageError::Corrupt { reason })?;
+        Ok(Image { id, header: head.header, watched: Arc::new(watched) })
     }
 
     fn corrupt(&self, id: &str, reason: &str) -> ImageError {

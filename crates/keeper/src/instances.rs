@@ -27,6 +27,7 @@ mod policy;
 mod precedence;
 mod pressure;
 mod rest;
+mod restarts;
 mod seats;
 mod show;
 mod start;
@@ -183,6 +184,8 @@ struct Instance {
     note: RefCell<Option<String>>,
     /// Why it has no image.
     no_image: RefCell<Option<String>>,
+    /// Why its last image was not used, though it was whole.
+    image_end: RefCell<Option<String>>,
     /// Another one when its site is another tenant's.
     journal: RefCell<Rc<Journal>>,
     /// Commands that run beside it.
@@ -279,6 +282,7 @@ impl Instances {
 
     async fn try_use(&self, engine: &Rc<Engine>, name: &SiteName) -> Result<Using, Unusable> {
         let instance = self.of_site(engine, name)?;
+        self.restart_if_touched(engine, &instance).await;
         let asked = Instant::now();
         let was_awake = instance.is_awake();
         let mut asking = Asking::new(engine, &instance);
@@ -379,6 +383,7 @@ impl Instances {
             last_end: RefCell::default(),
             note: RefCell::default(),
             no_image: RefCell::default(),
+            image_end: RefCell::default(),
             journal,
             execs: Cell::new(0),
             changed: Notify::new(),
@@ -528,6 +533,7 @@ impl Instance {
         self.fault.take();
         self.note.take();
         self.no_image.take();
+        self.image_end.take();
         self.refused.take();
     }
 

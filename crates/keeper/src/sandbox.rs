@@ -53,6 +53,7 @@ use nagaya_base::Code;
 use parking_lot::Mutex;
 use rustix::process::{Signal, pidfd_send_signal};
 
+use crate::image::{ReadRecorder, WatchTerms};
 use crate::protocol::Exit;
 
 use ending::Endings;
@@ -613,6 +614,11 @@ impl Sandbox {
                 Err(SandboxError::Ended(error))
             }
         }
+    }
+
+    /// Begins to record which files are opened in it beneath some places. Before its first program.
+    pub fn record_reads(&self, terms: WatchTerms) -> ReadRecorder {
+        ReadRecorder::start(&self.root, terms)
     }
 
     /// A pipe for what a program in it writes: its end to read, and its end to write. It belongs to the tenant, so that

@@ -153,6 +153,7 @@ fn serve(start: Start) -> Result<(), ServeError> {
             () = sweep(&engine) => Ok(()),
             () = engine.mind_the_way() => Ok(()),
             () = engine.instances.keep_time(&engine) => Ok(()),
+            () = engine.instances.watch_restarts(&engine) => Ok(()),
             () = outlive(launcher) => Err(ServeError::NoLauncher),
             () = engine.instances.follow_authority(&engine) => Err(ServeError::NoWarden),
             () = engine.instances.watch_pressure(&engine) => Ok(()),

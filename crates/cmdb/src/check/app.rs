@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{Findings, directory, env, files_of_any_kind, is_variable, trailers};
 use crate::record::{
-    APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files, IDLE_SECONDS_MAX,
+    AFTER_WAKE_SIGNALS, APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files, IDLE_SECONDS_MAX,
     INSTANCES_MAX, Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
 };
 
@@ -50,6 +50,9 @@ pub(super) fn app(app: &App, to: &mut Findings) {
     }
     short("warm_up", app.warm_up.len(), to);
     app.warm_up.iter().for_each(|path| url("warm_up", path, to));
+    short("image_watch", app.image_watch.len(), to);
+    app.image_watch.iter().for_each(|path| directory("image_watch", path, to));
+    after_wake(app, to);
     idle(&app.idle, to);
     if let Some(min) = app.min.filter(|min| *min > 1) {
         to.add("min", min, "is not possible: one instance of it is always there or none is, so use 0 or 1");
@@ -177,6 +180,18 @@ fn readiness(ready: &Ready, to: &mut Findings) {
     }
 }
 
+fn after_wake(app: &App, to: &mut Findings) {
+    short("after_wake", app.after_wake.len(), to);
+    for word in &app.after_wake {
+        if word.starts_with('/') {
+            url("after_wake", word, to);
+        } else if !AFTER_WAKE_SIGNALS.contains(&word.as_str()) {
+            let signals = AFTER_WAKE_SIGNALS.join(", ");
+            to.add("after_wake", word, format!("is neither a path, like /reload, nor one of {signals}"));
+        }
+    }
+}
+
 fn name_of_release(release: &str, to: &mut Findings) {
     let is_plain = |b: u8| b.is_ascii_graphic();
     if !(1..=RELEASE_LEN_MAX).contains(&release.len()) || !release.bytes().all(is_plain) {
@@ -258,6 +273,7 @@ mod tests {
         for more in [
             r#""listen":"fd","base":"/srv/base","writable":["media","/srv/shared"],"secrets":{"KEY":"k.txt"}"#,
             r#""ready":{"path":"/up?deep=1","within_seconds":300},"warm_up":["/","/login"],"release":"v1.2+git3""#,
+            r#""image_when":"rest","image_watch":["db.sqlite3","/srv/x"],"after_wake":["/reload?now","SIGHUP"]"#,
             r#""idle":{"quiet":0,"frozen":0,"reclaimed":5,"image":"never","cold":31536000},"min":0,"max":2,"cpu_max":"150%""#,
             r#""outbound":["203.0.113.7:443","[2001:db8::1]:443","db.internal:3306"],"listen":"port""#,
             r#""outbound":[]"#,
@@ -315,6 +331,12 @@ mod tests {
             ),
             ("release", r#""release":"""#.to_owned()),
             ("release", r#""release":"a b""#.to_owned()),
+            ("image_watch", r#""image_watch":["../x"]"#.to_owned()),
+            ("image_watch", format!(r#""image_watch":[{}]"#, many(r#""w""#))),
+            ("after_wake", r#""after_wake":["SIGKILL"]"#.to_owned()),
+            ("after_wake", r#""after_wake":["reload"]"#.to_owned()),
+            ("after_wake", r#""after_wake":["/a b"]"#.to_owned()),
+            ("after_wake", format!(r#""after_wake":[{}]"#, many(r#""/""#))),
             ("warm_up", r#""warm_up":["//\n"]"#.to_owned()),
             ("warm_up", format!(r#""warm_up":[{}]"#, many(r#""/""#))),
             ("idle.frozen", r#""idle":{"quiet":9,"frozen":8}"#.to_owned()),

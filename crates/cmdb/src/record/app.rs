@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Amount, Base, Buffering, Files, Outbound};
 
-/// Most words each of `writable`, `secrets`, `warm_up` and `databases`: each is a mount, a file or a request at a start.
+/// Most words each of `writable`, `secrets`, `warm_up`, `image_watch`, `after_wake` and `databases`: each is a mount, a file or a request at a start.
 pub const APP_LIST_LEN_MAX: usize = 32;
 
 /// Longest release name, in bytes.
@@ -73,6 +73,16 @@ pub struct App {
     /// How its memory comes back from an image.
     #[serde(default, skip_serializing_if = "ImageMemory::is_default")]
     pub image_memory: ImageMemory,
+    /// Which moment of the application its image is of.
+    #[serde(default, skip_serializing_if = "ImageWhen::is_default")]
+    pub image_when: ImageWhen,
+    /// Files and directories that end its image when they change, also where it writes them itself: beneath its directory if
+    /// relative. Of a directory its direct entries.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub image_watch: Vec<PathBuf>,
+    /// What it is told once it is back from an image, before any request: paths that nagaya gets, and signals (`SIGHUP`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub after_wake: Vec<String>,
     /// Paths that nagaya gets by itself before an image is taken, so that what a first request loads is in it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warm_up: Vec<String>,
@@ -124,6 +134,26 @@ impl ImageMemory {
         *self == Self::default()
     }
 }
+
+/// Which moment of an application its image is of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageWhen {
+    /// Right after its start, before its first visitor.
+    #[default]
+    Start,
+    /// Each time it goes to rest as an image: what is in its memory then survives, secrets and visitors' data too.
+    Rest,
+}
+
+impl ImageWhen {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Signals an application may be sent after a wake.
+pub const AFTER_WAKE_SIGNALS: [&str; 4] = ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGWINCH"];
 
 /// What is spoken with an application.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -52,6 +52,14 @@ pub fn rewrite(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     open(dir, name, OFlags::WRONLY | OFlags::TRUNC)?.write_all(bytes)
 }
 
+/// Writes a file of the keeper's own to an image that has been taken over.
+pub fn add(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<Content> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut file = File::from(rustix::fs::openat(CWD, dir.join(name), flags, Mode::from_raw_mode(0o600))?);
+    file.write_all(bytes)?;
+    Ok(Content { bytes: bytes.len() as u64, digest: Digest::of(&[bytes]) })
+}
+
 /// What of an image's memory is not filled by CRIU.
 pub struct SetApart {
     pub mapped: Mapped,

@@ -4,7 +4,7 @@
 //! part, a line `authenticator <hex>`: HMAC-SHA256 over the text, with a key that only the keeper of this node has. So nobody else
 //! can change a file of an image, or make one, and have it used. It stays on the node: other nodes seal what they send (`sealed`).
 //!
-//! Version 6 has the fields of `Header`, and the authenticator. A header of another version is no image any more; there is no
+//! Version 7 has the fields of `Header`, the authenticator, and a file that names what the image depends on (`watched`). A header of another version is no image any more; there is no
 //! migration, because an image can be taken again at any time. Not here: reading and writing the files it names (`store`).
 
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use super::shared::Shared;
 use crate::tenant_path::stat_in_tree;
 
 /// Version of the format. Change it with any field.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// The word the first line begins with.
 const MAGIC: &str = "nagaya-image";

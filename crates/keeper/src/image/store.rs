@@ -27,6 +27,8 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::Work;
 use super::files::{self, Marks};
 use super::header::{self, Environment, Header, ID_LEN, Subject};
+use super::order::write_hex;
+use super::watched::{self, Watched};
 use super::{ImageError, at};
 use crate::sandbox::Sandbox;
 
@@ -49,6 +51,9 @@ const INCOMING_AGE_MAX: Duration = Duration::from_secs(3600);
 /// The file with the key that signs headers, and its bytes.
 const KEY: &str = "key";
 const KEY_LEN: usize = 32;
+
+/// Bytes of a node's name in its images.
+const ORIGIN_LEN: usize = 8;
 
 /// What was refused and is remembered.
 const REFUSALS_MAX: usize = 10_000;
@@ -257,7 +262,9 @@ impl Store {
     /// Removes an image that is of no use, without anybody having to look into it.
     pub fn discard(&self, id: &str) {
         self.checked.lock().remove(id);
-        remove(&self.path(id));
+        if self.path(id).exists() {
+            remove(&self.path(id));
+        }
     }
 
     // === Images ===
@@ -284,6 +291,23 @@ impl Store {
         files::compare(&dir, &header.files)?;
         self.checked.lock().insert(id.to_owned(), marks);
         Ok(())
+    }
+
+    /// What an image depends on, of one that has been checked. The error is in words.
+    pub fn watched(&self, id: &str, header: &Header) -> Result<Watched, String> {
+        if !header.files.contains_key(watched::FILE) {
+            return Err("it does not say which files it depends on".into());
+        }
+        let read = files::read(&self.path(id), watched::FILE, watched::LEN_MAX);
+        let bytes = read.map_err(|error| format!("{}: {error}", watched::FILE))?;
+        let bytes = bytes.ok_or_else(|| format!("{} is too long", watched::FILE))?;
+        Watched::decode(&bytes).map_err(|error| format!("{}: {error}", watched::FILE))
+    }
+
+    /// A name of this node that images of it carry: it tells nothing about the key it is made with.
+    pub fn origin(&self) -> String {
+        let tag = hmac::sign(&self.key, b"origin");
+        write_hex(&tag.as_ref()[..ORIGIN_LEN])
     }
 
     /// Has the memory of an image read from disk, so that it is there when CRIU asks. Returns at once.

@@ -33,6 +33,7 @@ impl Instances {
             Act::Wake => self.wake(engine, &instance).await,
             Act::Rest { to } => self.rest(engine, &instance, to).await,
             Act::Image => self.image(engine, &instance).await,
+            Act::Restart => self.restart(engine, &instance).await,
             Act::Stop => self.wish(engine, &instance, Event::Stop, STEP_MAX).await,
             Act::Release { within_ms } => {
                 match self.release(engine, &instance, Duration::from_millis(within_ms)).await {
@@ -93,6 +94,32 @@ impl Instances {
         Err(note.map_or(Unwilling::Unfit(Unfit::NoImages), |note| {
             Unwilling::Fault(Fault::new(Failure::Broken, image::UNFIT, note))
         }))
+    }
+
+    /// Whatever it is of: not used again.
+    async fn remove_image(&self, engine: &Rc<Engine>, instance: &Instance) {
+        let images = self.images.borrow().clone();
+        let housing = self.housing(engine, &instance.site().name).await;
+        let (Some(images), Ok(housing)) = (images, housing) else { return };
+        let remove = move || {
+            images.remove(&housing.present_subject()?);
+            Ok(())
+        };
+        if let Err(fault) = engine.on_worker(remove).await {
+            tracing::warn!(site = %instance.site().name, "its image cannot be removed: {fault}");
+        }
+    }
+
+    async fn restart(&self, engine: &Rc<Engine>, instance: &Rc<Instance>) -> Result<(), Unwilling> {
+        // Before: what starts now has an image of its own soon.
+        self.remove_image(engine, instance).await;
+        instance.forget_troubles();
+        self.wish(engine, instance, Event::Restart, WAKE_MAX).await?;
+        // Its next request would say the same.
+        match instance.fault.borrow().clone() {
+            Some(fault) => Err(Unwilling::Fault(fault)),
+            None => Ok(()),
+        }
     }
 
     /// Returns once it is done.

@@ -439,6 +439,12 @@ async fn failed(engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, why: NoBod
             tell(Event::Lost);
             tell(over(Blame::Node));
         }
+        NoBody::NotRestored(NotRestored::Stale(why)) => {
+            tracing::info!(site = %site.name, "its image is not used, it is started: {why}");
+            instance.image_end.replace(Some(why));
+            tell(Event::Lost);
+            tell(over(Blame::Node));
+        }
         NoBody::NotRestored(NotRestored::Unfit(why, subject)) => {
             instance.refused.replace(Some(*subject));
             instance.no_image.replace(Some(why));

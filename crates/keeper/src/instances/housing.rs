@@ -16,12 +16,16 @@ use nagaya_cmdb::record::{App, Buffering, Database, Files, Idle, Listen, Outboun
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
+use super::restarts::{self, RestartFile};
 use super::surroundings::{self, Scratch};
 use crate::authority::Authority;
 use crate::bases::Unpacked;
 use crate::cells::Leaf;
 use crate::fault::{self, Fault};
-use crate::image::{Digest, Found, Handed, Image, ImageError, Images, Subject, base_digest};
+use crate::image::{
+    Digest, Found, Handed, Image, ImageError, ImageTerms, Images, ReadRecorder, Subject, WatchTerms, Watched,
+    base_digest,
+};
 use crate::options::Options;
 use crate::process::Root;
 use crate::protocol::Failure;
@@ -63,6 +67,9 @@ pub struct Made {
     /// For an image that is taken of it.
     pub handover: Handover,
     pub image: Option<Image>,
+    /// Which files it reads; `None`: it comes from an image.
+    pub reads: Option<Arc<ReadRecorder>>,
+    pub restart_file: Option<Arc<RestartFile>>,
     /// To be kept as long as the processes run.
     pub outlets: Option<Outlets>,
 }
@@ -83,6 +90,8 @@ impl Handover {
 pub enum NotRestored {
     /// There is no image.
     Nothing,
+    /// There is one, of files that are not as they were: which, in words.
+    Stale(String),
     /// None can be taken.
     Unfit(String, Box<Subject>),
     /// It is wrong, and was put aside with this reason.
@@ -96,8 +105,27 @@ impl Housing {
         self.runner.identity.expect("sandboxes are made by root for tenants")
     }
 
-    fn owner(&self) -> PathOwner {
+    pub(super) fn owner(&self) -> PathOwner {
         PathOwner::of(&self.tenant, self.runner.identity)
+    }
+
+    /// The file whose touch starts it anew.
+    pub fn restart_path(&self) -> Option<PathBuf> {
+        restarts::path_of(self.tenant.home.as_deref(), &self.directory())
+    }
+
+    fn directory(&self) -> PathBuf {
+        spawn::home(&self.tenant).join(&self.app.directory)
+    }
+
+    /// What its image depends on.
+    fn watch_terms(&self) -> WatchTerms {
+        let (home, directory) = (spawn::home(&self.tenant), self.directory());
+        let roots = std::iter::once(directory.clone()).chain(self.app.writable.iter().map(|path| home.join(path)));
+        // The base has a digest of its own.
+        let roots = roots.filter(|root| root != Path::new("/")).collect();
+        let named = self.app.image_watch.iter().map(|path| directory.join(path)).chain(self.restart_path());
+        WatchTerms { roots, named: named.collect(), directory }
     }
 
     fn scratch(&self) -> Scratch {
@@ -177,6 +205,8 @@ impl Housing {
         let sandbox = Arc::new(self.sandbox(launcher, leaf)?);
         let outlets = self.open_outlets(&sandbox, databases)?;
         let since = Instant::now();
+        let restart_file = self.restart_file().map(Arc::new);
+        let reads = Some(Arc::new(sandbox.record_reads(self.watch_terms())));
         let (log, handover) = self.hand_over(&sandbox)?;
         let address = surroundings::told(self.app.listen, &self.listens_at);
         let env = environment(&self.app, &self.tenant, &address, secrets);
@@ -194,7 +224,8 @@ impl Housing {
         };
         let task = sandbox.run(&program).map_err(|error| of_sandbox(&error))?;
         let started = started(&sandbox, task, log);
-        Ok((started, Made { sandbox, since, subject: Some(subject), handover, image: None, outlets }))
+        let subject = Some(subject);
+        Ok((started, Made { sandbox, since, subject, handover, image: None, reads, restart_file, outlets }))
     }
 
     /// Brings it back from its image, if it has one.
@@ -212,6 +243,10 @@ impl Housing {
             Found::Nothing => return Err(NotRestored::Nothing),
             Found::Unfit(why) => return Err(NotRestored::Unfit(why, Box::new(subject))),
         };
+        if let Some(why) = images.find_change(&image, &self.owner()) {
+            return Err(NotRestored::Stale(why));
+        }
+        let restart_file = self.restart_file().map(Arc::new);
         let scratch = self.make_scratch()?;
         self.put_back(&scratch).map_err(|error| {
             let why = format!("the files it expects cannot be put back: {error}");
@@ -230,7 +265,8 @@ impl Housing {
         match images.restore_watched(&image, &sandbox, &handover.handed(), is_to_blame) {
             Ok(task) => {
                 let started = started(&sandbox, task, log);
-                Ok((started, Made { sandbox, since, subject: None, handover, image: Some(image), outlets }))
+                let (subject, image, reads) = (None, Some(image), None);
+                Ok((started, Made { sandbox, since, subject, handover, image, reads, restart_file, outlets }))
             }
             Err(error) => {
                 let fault = Fault::new(Failure::Broken, error.code(), error.to_string());
@@ -250,8 +286,10 @@ impl Housing {
         sandbox: &Sandbox,
         subject: &Subject,
         handover: &Handover,
+        watched: Watched,
     ) -> Result<Image, ImageError> {
-        let image = images.take(subject, sandbox, &handover.handed(), self.app.image_memory)?;
+        let how = ImageTerms { memory: self.app.image_memory, watched };
+        let image = images.take(subject, sandbox, &handover.handed(), how)?;
         if let Err(error) = self.keep(&self.scratch()) {
             if error.kind() == io::ErrorKind::StorageFull {
                 images.discard(&image);
@@ -429,7 +467,7 @@ pub fn of_sandbox(error: &SandboxError) -> Fault {
 /// What of a record a running instance was made from.
 pub fn what_runs(app: &App) -> App {
     let when = App { idle: Idle::default(), min: None, max: None, timeout_seconds: None, ..app.clone() };
-    let when = App { request_trailers: Vec::new(), ..when };
+    let when = App { request_trailers: Vec::new(), after_wake: Vec::new(), ..when };
     // Of its files, which scripts are where. What the edge makes of the others is not its concern.
     let files = app.files.as_ref().map(|files| {
         let Files { root, index, front_controller, extensions, .. } = (**files).clone();

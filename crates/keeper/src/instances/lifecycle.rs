@@ -75,6 +75,8 @@ pub enum Event {
     Stop,
     /// The operator wants a new image.
     Retake,
+    /// Its operator or tenant wants it started anew: what runs is ended, and its image is not used again.
+    Restart,
     /// Its record is another: what runs is ended, and started anew if somebody waits.
     Renew(Terms),
     /// Only when it rests has changed.
@@ -513,6 +515,7 @@ impl Lifecycle {
             Event::Rest(to) => self.rest_as_asked(to),
             Event::Stop => self.stop(Refusal::Stopped),
             Event::Retake => self.take_anew(),
+            Event::Restart => self.restart(),
             Event::Renew(terms) => self.renew(terms),
             Event::Terms(terms) => self.set_terms(terms),
             Event::Lost if self.can_restore() => self.picture = Picture::None,
@@ -921,6 +924,17 @@ impl Lifecycle {
         match self.state {
             State::Off => self.queue(),
             _ => self.end(),
+        }
+    }
+
+    fn restart(&mut self) {
+        self.quarantine(Reason::Asked);
+        (self.bad_images, self.picture) = (0, Picture::None);
+        self.failures = Failures::default();
+        if !matches!(self.state, State::Off | State::Queued | State::Ending(_)) {
+            // What ran runs again, whether or not somebody waits.
+            self.retake = self.barred().is_none();
+            self.end();
         }
     }
 

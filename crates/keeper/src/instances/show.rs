@@ -7,7 +7,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use nagaya_cmdb::Backend;
 use nagaya_cmdb::instance::Tier;
+use nagaya_cmdb::record::{App, ImageWhen};
 use serde_json::{Value, json};
 
 use super::costs::{Figure, Known};
@@ -93,6 +95,13 @@ impl Instances {
         );
         let kills = instance.body.borrow().as_ref().map_or(0, |body| body.memory_kills());
         row["outbound"] = json!(instance.body.borrow().as_ref().and_then(|body| body.traffic()));
+        if row["image"].is_object()
+            && let Backend::App(app) = &instance.site().backend
+        {
+            row["image"]["of"] = json!(image_moment(app));
+            row["image"]["ends_when"] = json!(image_ends(app));
+        }
+        row["image_end"] = json!(*instance.image_end.borrow());
         row["memory_kills"] = json!(Some(kills).filter(|kills| *kills > 0));
         row["waiting"] = json!(life.waiting());
         row["failures"] = json!(failures);
@@ -127,7 +136,11 @@ impl Instances {
         };
         let image = instance.image.borrow();
         let image = image.as_ref().filter(|_| life.has_image());
-        let image = image.map(|image| json!({"bytes": image.bytes(), "taken_at": image.taken_at()}));
+        let image = image.map(|image| {
+            let (files, gaps) = (image.watched().len(), image.watched().gaps());
+            let gaps = Some(gaps).filter(|gaps| !gaps.is_empty());
+            json!({"bytes": image.bytes(), "taken_at": image.taken_at(), "files": files, "not_watched": gaps})
+        });
         let fault = instance.fault.borrow().as_ref().map(ToString::to_string);
         // Until it runs again.
         let end = instance.last_end.borrow().as_ref().map(|(why, _)| format!("it ended by itself: {why}"));
@@ -148,6 +161,24 @@ impl Instances {
             "note": fault.or_else(|| instance.note.borrow().clone()).or(end).or(no_image),
         })
     }
+}
+
+/// Of which moment of the application an image is, in words.
+fn image_moment(app: &App) -> &'static str {
+    match app.image_when {
+        ImageWhen::Start => "right after its start, before its first visitor",
+        ImageWhen::Rest => "when it went to rest, with what was in its memory",
+    }
+}
+
+/// What makes an image useless, in words.
+fn image_ends(app: &App) -> String {
+    let named: Vec<_> = app.image_watch.iter().map(|path| path.display().to_string()).collect();
+    let named = if named.is_empty() { String::new() } else { format!(", or {}", named.join(", ")) };
+    format!(
+        "a file that it had read changes{named}, or tmp/restart.txt is touched; its record, secrets or base change; \
+         the node gets another kernel, processor or CRIU"
+    )
 }
 
 impl Instance {

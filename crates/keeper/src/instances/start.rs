@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
@@ -18,6 +18,7 @@ use nagaya_cmdb::record::{App, Base, Outbound, Ready};
 use nagaya_cmdb::{Backend, Site};
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::door::Door;
@@ -25,13 +26,14 @@ use super::get::Asked;
 use super::housing::{Housing, Made, NotRestored};
 use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
+use super::restarts::RestartFile;
 use super::seats::Seats;
 use super::{Instance, PER_TENANT_MAX, START_MAX, address, surroundings};
 use crate::bases::{Sought, Unpacked};
 use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
 use crate::fault::{self, Fault};
-use crate::image::{self, Image, Images};
+use crate::image::{self, Image, Images, ReadRecorder};
 use crate::process::{Handle, Kind, Order, Request};
 use crate::protocol::{Exit, Failure};
 use crate::relay::{Outlets, Plan, Traffic};
@@ -55,6 +57,10 @@ const TRIAL_MAX: Duration = Duration::from_secs(5);
 /// How long warming up may take altogether, while those who asked first wait. What takes longer is no reason not to go on.
 const WARM_UP_MAX: Duration = Duration::from_secs(20);
 
+/// First and longest pause between two times at which it is taken in what an application has read.
+const DRAIN_FIRST: Duration = Duration::from_millis(100);
+const DRAIN_MAX: Duration = Duration::from_secs(2);
+
 /// Pauses before what could not be imaged is tried again. A program on a busy node may not have closed yet what nagaya's own
 /// requests have opened.
 const TAKE_PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(250)];
@@ -74,6 +80,7 @@ pub struct Body {
     inside: RefCell<Option<Inside>>,
     /// None: nobody counts.
     kills: Option<Kills>,
+    pub restart_file: Option<Arc<RestartFile>>,
     /// The ways out of its sandbox, and to its databases, which go with it.
     outlets: Option<Outlets>,
     /// It stays on disk as long as the processes see it.
@@ -286,10 +293,24 @@ async fn spawn(
     let outlets = inside.as_mut().and_then(|inside| inside.made.outlets.take());
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
     let base = inside.as_ref().and_then(|inside| inside.housing.unpacked.clone());
+    let restart_file = inside.as_mut().and_then(|inside| inside.made.restart_file.take());
     let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
     let kills = leaf.kills();
     let seats = Seats::default();
-    Ok(Body { handle, leaf, door, resting, seats, image, inside, kills, outlets, _base: base, _dir: dir })
+    Ok(Body {
+        handle,
+        leaf,
+        door,
+        resting,
+        seats,
+        image,
+        inside,
+        kills,
+        restart_file,
+        outlets,
+        _base: base,
+        _dir: dir,
+    })
 }
 
 /// Without root there are no sandboxes: all of the node runs as one.
@@ -401,7 +422,7 @@ async fn spawn_sandboxed(
             Err(why) => {
                 let fault = match &why {
                     NotRestored::Failed(fault) | NotRestored::PutAside(fault) => fault.clone(),
-                    NotRestored::Nothing | NotRestored::Unfit(..) => {
+                    NotRestored::Nothing | NotRestored::Stale(_) | NotRestored::Unfit(..) => {
                         Fault::new(Failure::NotFound, fault::BAD_IMAGE, "it has no image")
                     }
                 };
@@ -424,10 +445,25 @@ async fn spawn_sandboxed(
             );
         }
     };
+    if let Some(reads) = &made.reads {
+        spawn_local(drain_reads(Rc::clone(engine), Arc::downgrade(reads)));
+    }
     instance.mark(if made.image.is_some() { Stage::Restore } else { Stage::Boot }, made.since);
     let sandbox = Arc::clone(&made.sandbox);
     let door = Door::Sandboxed { sandbox, address, workers: engine.workers.clone() };
     Ok((handle, door, Inside { housing, made }))
+}
+
+/// Takes in which files it reads, so that the kernel need not keep that, until nobody wants to know.
+async fn drain_reads(engine: Rc<Engine>, reads: Weak<ReadRecorder>) {
+    let mut pause = DRAIN_FIRST;
+    loop {
+        sleep(pause).await;
+        let Some(reads) = reads.upgrade() else { return };
+        // Should no worker be free, the next time does it.
+        let count = engine.on_worker(move || Ok(reads.drain())).await.unwrap_or_default();
+        pause = if count > 0 { DRAIN_FIRST } else { (pause * 2).min(DRAIN_MAX) };
+    }
 }
 
 fn order(engine: &Engine, instance: &Instance) -> Order {
@@ -532,16 +568,20 @@ pub async fn take_image(
     let inside = body.inside.take();
     let unfit = || Fault::new(Failure::Broken, fault::BAD_IMAGE, "it runs in no sandbox");
     let Inside { housing, made } = inside.ok_or_else(unfit)?;
-    let subject = made.subject.ok_or_else(unfit)?;
+    let subject = made.subject.clone().ok_or_else(unfit)?;
     warm_up(&housing, body).await;
     instance.mark(Stage::Image, Instant::now().into());
-    let what = Arc::new((housing, images, made.sandbox, made.handover, subject.clone()));
+    let leaf = Arc::clone(&body.leaf);
+    let what = Arc::new((housing, images, made, subject.clone(), leaf));
     let mut pauses = TAKE_PAUSES.into_iter();
     let taken = loop {
         let what = Arc::clone(&what);
         let take = move || {
-            let (housing, images, sandbox, handover, of) = &*what;
-            let taken = housing.take(images, sandbox, of, handover);
+            let (housing, images, made, of, leaf) = &*what;
+            let pids: Vec<i32> =
+                leaf.pids().unwrap_or_default().iter().map(|pid| pid.as_raw_nonzero().get()).collect();
+            let watched = made.reads.as_ref().map(|reads| reads.finish(&housing.owner(), &pids));
+            let taken = housing.take(images, &made.sandbox, of, &made.handover, watched.unwrap_or_default());
             taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
         };
         // What no image carries is closed meanwhile.

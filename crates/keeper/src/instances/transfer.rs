@@ -59,7 +59,7 @@ impl Instances {
         })
     }
 
-    async fn housing(&self, engine: &Rc<Engine>, name: &SiteName) -> Result<Arc<Housing>, Fault> {
+    pub(super) async fn housing(&self, engine: &Rc<Engine>, name: &SiteName) -> Result<Arc<Housing>, Fault> {
         let instance = self.of_site(engine, name)?;
         let site = instance.site();
         let Backend::App(app) = &site.backend else { return Err(wrong_kind(&site, "app")) };
@@ -76,6 +76,8 @@ impl Instances {
         let look = move || {
             let subject = housing.present_subject()?;
             match images.find(&subject) {
+                // One that no wake would use is of no use elsewhere.
+                Found::Image(image) if images.find_change(&image, &housing.owner()).is_some() => Ok(None),
                 Found::Image(image) => {
                     let beside = packed(&housing)?;
                     Ok(Some((images, *image, beside)))

@@ -15,6 +15,7 @@ mod exec;
 mod faults;
 mod files;
 mod forged;
+mod fresh;
 mod groups;
 mod image;
 mod instances;
@@ -141,6 +142,7 @@ fn with_criu() -> Vec<Fact> {
         image::CRIU,
         mapped::MAPPED,
         shm::CRIU,
+        fresh::CRIU,
         wake::CRIU,
         woken::CRIU,
         killed::CRIU,

@@ -46,6 +46,7 @@ fn read(method: &Method, rest: &str, query: &str) -> Result<(String, Act), Box<P
         "wake" => Act::Wake,
         "rest" => Act::Rest { to: query.get("to").map(|word| tier(&word)).transpose()? },
         "image" => Act::Image,
+        "restart" => Act::Restart,
         "stop" => Act::Stop,
         _ => return Err(api::unknown_path(&format!("/v1/instances/{rest}"))),
     };

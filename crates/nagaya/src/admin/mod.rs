@@ -11,7 +11,7 @@
 //! | `GET /v1/requests/ID` | the receipt of one request |
 //! | `GET /v1/instances` | all instances of applications |
 //! | `GET /v1/instances/SITE`, `/v1/instances/SITE/logs` | one instance, its last lines |
-//! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/stop` | what is done to it |
+//! | `POST /v1/instances/SITE/wake`, `/rest?to=TIER`, `/image`, `/restart`, `/stop` | what is done to it |
 //! | `POST /v1/instances/SITE/exec` | a command in it; the connection becomes the command's (`exec`) |
 //! | `GET /v1/balance/SITE` | how busy it is, and what was decided for that |
 //! | `/v1/cluster...`, `/v1/nodes...`, `/v1/placements...` | several nodes as one (`cluster`) |

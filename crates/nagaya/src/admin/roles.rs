@@ -92,6 +92,7 @@ pub static ROUTES: &[Route] = &[
     route("POST", "/v1/instances/*/wake", Operate),
     route("POST", "/v1/instances/*/rest", Operate),
     route("POST", "/v1/instances/*/image", Operate),
+    route("POST", "/v1/instances/*/restart", Operate),
     route("POST", "/v1/instances/*/stop", Operate),
     // A command runs with the tenant's rights.
     route("POST", "/v1/instances/*/exec", All),

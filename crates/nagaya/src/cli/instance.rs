@@ -39,6 +39,8 @@ pub enum Command {
     },
     /// Take a new image of one, starting it anew if need be
     Image(One),
+    /// Start one anew: what runs is ended, and its image is not used again
+    Restart(One),
     /// End the processes of one; the next request starts it
     Stop(One),
     /// Show the last lines one wrote
@@ -131,6 +133,9 @@ pub fn run(command: &Command, place: &Place) -> Result<ExitCode, CliError> {
             (act(site, &what, "rests", *format, place), *format)
         }
         Command::Image(one) => (act(&one.site, "image", "has a new image", one.format, place), one.format),
+        Command::Restart(one) => {
+            (act(&one.site, "restart", "starts anew", one.format, place), one.format)
+        }
         Command::Stop(one) => {
             (act(&one.site, "stop", "has no process any more", one.format, place), one.format)
         }

@@ -126,6 +126,14 @@ pub enum ImageMemory {
 }
 
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum ImageWhen {
+    /// Right after its start, before its first visitor
+    Start,
+    /// Each time it goes to rest: what it has in memory survives, secrets too
+    Rest,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Protocol {
     /// HTTP/1.1
     Http,
@@ -259,6 +267,15 @@ pub struct InstanceFields {
     /// How its memory comes back from an image (app)
     #[arg(long, value_enum)]
     pub image_memory: Option<ImageMemory>,
+    /// Which moment of it its image is of (app)
+    #[arg(long, value_enum)]
+    pub image_when: Option<ImageWhen>,
+    /// File, or directory with its entries, that ends its image when it changes; beneath --directory if relative; repeat for more
+    #[arg(long, value_name = "PATH")]
+    pub image_watch: Vec<String>,
+    /// Path that nagaya gets, or signal (SIGHUP) that it gets, when it is back from an image; repeat for more
+    #[arg(long, value_name = "PATH|SIGNAL")]
+    pub after_wake: Vec<String>,
     /// Path that nagaya gets before it takes an image, so that what it loads is in it; repeat for more
     #[arg(long = "warm-up", value_name = "PATH")]
     pub warm_up: Vec<String>,
@@ -474,6 +491,9 @@ impl InstanceFields {
         put_part(backend, "ready", ready);
         put(backend, "release", self.release.as_ref());
         put(backend, "image_memory", self.image_memory.map(|memory| word(&memory)));
+        put(backend, "image_when", self.image_when.map(|when| word(&when)));
+        put_list(backend, "image_watch", &self.image_watch);
+        put_list(backend, "after_wake", &self.after_wake);
         put_list(backend, "warm_up", &self.warm_up);
         let mut steps = part(backend, "idle");
         steps.extend(self.idle.iter().cloned());

@@ -334,13 +334,14 @@ fn an_applications_surroundings_and_rest_are_set_and_its_mistakes_told_together(
     world.ok(
         "site add wiki --tenant demo --host wiki --backend app --directory wiki --command puma --listen fd \
          --secret KEY=key.txt --base /srv/base --writable wiki/files --writable wiki/log --ready /up \
-         --ready-within-seconds 5 --release r1 --warm-up / --warm-up /login --idle frozen=30 --idle image=never --min 1 \
+         --ready-within-seconds 5 --release r1 --image-when rest --image-watch db.sqlite3 --after-wake /reload --after-wake SIGHUP --warm-up / --warm-up /login --idle frozen=30 --idle image=never --min 1 \
          --outbound host --database /run/mysqld/mysqld.sock --database /run/pg.sock=/tmp/pg.sock",
     );
     let expected = json!({
         "kind": "app", "command": ["puma"], "directory": "wiki", "listen": "fd", "secrets": {"KEY": "key.txt"},
         "base": "/srv/base", "writable": ["wiki/files", "wiki/log"], "ready": {"path": "/up", "within_seconds": 5},
-        "release": "r1", "warm_up": ["/", "/login"], "idle": {"frozen": 30, "image": "never"}, "min": 1, "outbound": "host",
+        "release": "r1", "image_when": "rest", "image_watch": ["db.sqlite3"], "after_wake": ["/reload", "SIGHUP"],
+        "warm_up": ["/", "/login"], "idle": {"frozen": 30, "image": "never"}, "min": 1, "outbound": "host",
         "databases": [{"socket": "/run/mysqld/mysqld.sock"}, {"socket": "/run/pg.sock", "inside": "/tmp/pg.sock"}],
     });
     assert_eq!(world.site("wiki")["backend"], expected);

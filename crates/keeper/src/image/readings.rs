@@ -1,0 +1,355 @@
+//! Which of its files an application reads before an image of it is taken.
+//!
+//! The kernel tells of each file that is opened or written through the sandbox' own mounts (fanotify(7)), from before its first
+//! program on. A file that the application itself writes is left out: logs, caches and databases change all the time. Where the
+//! kernel does not tell, the entries of the application's directory are watched in its place, and that is said.
+//!
+//! Invariant: nothing is opened by a path that a tenant can change; the kernel hands over what was opened. All of it blocks.
+//! Not here: comparing (`watched`).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::sys::fanotify::{EventFFlags, Fanotify, InitFlags, MarkFlags, MaskFlags};
+use parking_lot::Mutex;
+use rustix::fs::{CWD, FileType};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::watched::{PathState, Stamp, Watched, WatchedPath};
+use crate::tenant_path::PathOwner;
+
+/// Files that are told apart. Of more, only their directories are watched.
+const FILES_MAX: usize = 6144;
+
+/// Directories of these files that are looked through for links, and entries of one.
+const DIRECTORIES_MAX: usize = 512;
+const ENTRIES_MAX: usize = 4096;
+
+/// Links that are watched.
+const LINKS_MAX: usize = 1024;
+
+/// Entries of a directory that the record wants watched.
+const NAMED_ENTRIES_MAX: usize = 1024;
+
+/// Descriptors and mappings looked at of one process, and bytes of the list of these.
+const DESCRIPTORS_MAX: usize = 4096;
+
+/// A file, whatever its names are: device and inode.
+type FileId = (u64, u64);
+
+/// What an image is to depend on besides what its processes read.
+#[derive(Debug, Clone, Default)]
+pub struct WatchTerms {
+    /// Where the application's files are seen, in its sandbox and on the node.
+    pub roots: Vec<PathBuf>,
+    /// Its working directory.
+    pub directory: PathBuf,
+    /// What the record names, and what ends any image: absolute paths.
+    pub named: Vec<PathBuf>,
+}
+
+#[derive(Debug)]
+struct ReadFile {
+    path: PathBuf,
+    stamp: Stamp,
+    /// It has not changed since it was opened.
+    is_sure: bool,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    files: HashMap<FileId, ReadFile>,
+    written: HashSet<FileId>,
+    /// Directories of files beyond `FILES_MAX`.
+    beyond: BTreeSet<PathBuf>,
+    beyond_count: usize,
+    /// Why some events were lost.
+    lost: Option<String>,
+    /// When events were read last.
+    read_at: (i64, i64),
+}
+
+/// Tells of one sandbox what is opened in it.
+#[derive(Debug)]
+pub struct ReadRecorder {
+    /// Why there is none.
+    group: Result<Fanotify, String>,
+    terms: WatchTerms,
+    seen: Mutex<Seen>,
+}
+
+impl ReadRecorder {
+    /// Begins to record what is opened beneath these roots of a sandbox, of which nothing runs yet.
+    pub fn start(root: &OwnedFd, terms: WatchTerms) -> Self {
+        let group = begin(root, &terms.roots).map_err(|error| error.to_string());
+        if let Err(why) = &group {
+            tracing::debug!("files that an application reads are not told: {why}");
+        }
+        let seen = Seen { read_at: now(), ..Seen::default() };
+        Self { group, terms, seen: Mutex::new(seen) }
+    }
+
+    /// Takes in what was told until now. Returns how much that was.
+    pub fn drain(&self) -> usize {
+        let Ok(group) = &self.group else { return 0 };
+        let mut seen = self.seen.lock();
+        let began = now();
+        let mut count = 0;
+        loop {
+            let events = match group.read_events() {
+                Ok(events) if events.is_empty() => break,
+                Ok(events) => events,
+                Err(Errno::EAGAIN) => break,
+                Err(Errno::EINTR) => continue,
+                Err(errno) => {
+                    seen.lost = Some(format!("the kernel did not tell of some: {errno}"));
+                    break;
+                }
+            };
+            count += events.len();
+            for event in &events {
+                if event.mask().contains(MaskFlags::FAN_Q_OVERFLOW) {
+                    seen.lost = Some("more files were opened at once than the kernel tells of".into());
+                } else if let Some(fd) = event.fd() {
+                    seen.add(event.mask(), &fd, &self.terms.roots);
+                }
+            }
+        }
+        seen.read_at = began;
+        count
+    }
+
+    /// What an image that is taken now depends on. `pids`: all processes of the application.
+    pub fn finish(&self, owner: &PathOwner, pids: &[i32]) -> Watched {
+        self.drain();
+        let mut seen = self.seen.lock();
+        let (written, held) = written_by(pids);
+        seen.files.retain(|(device, inode), _| {
+            !written.contains(inode) && !held.contains(&(*device, *inode))
+        });
+        let mut gaps: Vec<String> = seen.lost.iter().cloned().collect();
+        let mut paths = BTreeMap::new();
+        if let Err(why) = &self.group {
+            gaps.push(format!("files below its directory's own entries: the kernel does not tell of them ({why})"));
+            add_entries(owner, &self.terms.directory, &written, &mut paths);
+        }
+        add_read(owner, &seen, &mut paths);
+        if seen.beyond_count > 0 {
+            let (files, directories) = (seen.beyond_count, seen.beyond.len());
+            gaps.push(format!("{files} files beyond the first {FILES_MAX}; the {directories} directories they are in are"));
+            let beyond: Vec<PathBuf> = seen.beyond.iter().cloned().collect();
+            add_states(owner, beyond, &mut paths);
+        }
+        add_links(owner, seen.files.values(), &self.terms.roots, &mut paths);
+        self.add_named(owner, &mut paths);
+        let paths = paths.iter().map(|(path, state)| WatchedPath::new(path, *state)).collect();
+        Watched::new(paths, gaps)
+    }
+
+    /// What the record names counts also where the application writes it.
+    fn add_named(&self, owner: &PathOwner, paths: &mut BTreeMap<PathBuf, PathState>) {
+        let named: Vec<PathBuf> = self.terms.named.clone();
+        let mut all = named.clone();
+        for path in named {
+            let Ok(entries) = owner.list_directory(&path, NAMED_ENTRIES_MAX) else { continue };
+            all.extend(entries.into_iter().map(|(name, _)| path.join(name)));
+        }
+        all.sort();
+        add_states(owner, all, paths);
+    }
+}
+
+impl Seen {
+    fn add(&mut self, mask: MaskFlags, fd: &impl AsFd, roots: &[PathBuf]) {
+        let Ok(stat) = rustix::fs::fstat(fd) else { return };
+        let id = (stat.st_dev, stat.st_ino);
+        if mask.intersects(MaskFlags::FAN_MODIFY | MaskFlags::FAN_CLOSE_WRITE) {
+            self.files.remove(&id);
+            if self.written.len() < FILES_MAX {
+                self.written.insert(id);
+            }
+            return;
+        }
+        if self.written.contains(&id) {
+            return;
+        }
+        let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+        let Ok(path) = rustix::fs::readlinkat(CWD, link, Vec::new()) else { return };
+        let path = PathBuf::from(OsString::from_vec(path.into_bytes()));
+        // One that was removed has lost its place to another, or had none.
+        let (path, is_removed) = match path.to_str().and_then(|path| path.strip_suffix(" (deleted)")) {
+            Some(before) if stat.st_nlink == 0 => (PathBuf::from(before), true),
+            _ => (path, false),
+        };
+        if !roots.iter().any(|root| path.starts_with(root)) {
+            return;
+        }
+        if self.files.len() >= FILES_MAX && !self.files.contains_key(&id) {
+            self.beyond_count += 1;
+            if self.beyond.len() < DIRECTORIES_MAX {
+                self.beyond.extend(path.parent().map(Path::to_path_buf));
+            }
+            return;
+        }
+        let stamp = Stamp::from(&stat);
+        let is_sure = !is_removed && stamp.changed <= self.read_at;
+        self.files.insert(id, ReadFile { path, stamp, is_sure });
+    }
+}
+
+fn now() -> (i64, i64) {
+    // Of the clock that file systems take their times from.
+    let now = clock_gettime(ClockId::RealtimeCoarse);
+    (now.tv_sec, now.tv_nsec)
+}
+
+fn begin(root: &OwnedFd, roots: &[PathBuf]) -> io::Result<Fanotify> {
+    let flags = InitFlags::FAN_CLASS_NOTIF | InitFlags::FAN_CLOEXEC | InitFlags::FAN_NONBLOCK;
+    // Not blocking: somebody may hold a lease on a file (fcntl(2)).
+    let events = EventFFlags::O_RDONLY | EventFFlags::O_NONBLOCK | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
+    let group = Fanotify::init(flags, events)?;
+    let mask = MaskFlags::FAN_OPEN | MaskFlags::FAN_MODIFY | MaskFlags::FAN_CLOSE_WRITE;
+    for path in roots {
+        let place = crate::tenant_path::open_in_tree(root, path)?;
+        // The very mount that was looked up. The path is the keeper's own.
+        let link = PathBuf::from(format!("/proc/self/fd/{}", place.as_raw_fd()));
+        group.mark(MarkFlags::FAN_MARK_ADD | MarkFlags::FAN_MARK_MOUNT, mask, CWD, Some(&link))?;
+    }
+    Ok(group)
+}
+
+fn add_states(owner: &PathOwner, all: Vec<PathBuf>, paths: &mut BTreeMap<PathBuf, PathState>) {
+    let Ok(stats) = owner.stat_each(&all) else { return };
+    for (path, stat) in all.into_iter().zip(stats) {
+        paths.insert(path, PathState::from_stat(stat));
+    }
+}
+
+/// Files as they were read, if they still are so. One that the application itself has put another in the place of is its own.
+fn add_read(owner: &PathOwner, seen: &Seen, paths: &mut BTreeMap<PathBuf, PathState>) {
+    let mut read: Vec<&ReadFile> = seen.files.values().collect();
+    read.sort_by(|one, other| one.path.cmp(&other.path));
+    let names: Vec<PathBuf> = read.iter().map(|file| file.path.clone()).collect();
+    let Ok(stats) = owner.stat_each(&names) else { return };
+    for ((file, stat), path) in read.into_iter().zip(stats).zip(names) {
+        let stamp = stat.ok().map(|stat| Stamp::from(&stat));
+        if stamp.is_some_and(|stamp| seen.written.contains(&(stamp.device, stamp.inode))) {
+            continue;
+        }
+        let is_same = stamp == Some(file.stamp);
+        let state = if file.is_sure && is_same { PathState::Is(file.stamp) } else { PathState::Unsure };
+        paths.insert(path, state);
+    }
+}
+
+/// Links beside the files that were read, and beside the directories they are in: the kernel tells of no link.
+fn add_links<'a>(
+    owner: &PathOwner,
+    files: impl Iterator<Item = &'a ReadFile>,
+    roots: &[PathBuf],
+    paths: &mut BTreeMap<PathBuf, PathState>,
+) {
+    let mut directories: BTreeSet<&Path> = roots.iter().map(PathBuf::as_path).collect();
+    for file in files {
+        for above in file.path.ancestors().skip(1) {
+            let is_within = roots.iter().any(|root| above.starts_with(root));
+            if !is_within || directories.len() >= DIRECTORIES_MAX || !directories.insert(above) {
+                break;
+            }
+        }
+    }
+    let mut links = Vec::new();
+    for directory in directories {
+        let Ok(entries) = owner.list_directory(directory, ENTRIES_MAX) else { continue };
+        let found = entries.into_iter().filter(|(_, kind)| *kind == FileType::Symlink);
+        links.extend(found.map(|(name, _)| directory.join(name)));
+    }
+    links.sort();
+    links.truncate(LINKS_MAX);
+    add_states(owner, links, paths);
+}
+
+/// The files of a directory, without those that the application has open for writing.
+fn add_entries(
+    owner: &PathOwner,
+    directory: &Path,
+    written: &HashSet<u64>,
+    paths: &mut BTreeMap<PathBuf, PathState>,
+) {
+    let Ok(entries) = owner.list_directory(directory, ENTRIES_MAX) else { return };
+    let files = entries.into_iter().filter(|(_, kind)| *kind != FileType::Directory);
+    let mut all: Vec<PathBuf> = files.map(|(name, _)| directory.join(name)).collect();
+    all.sort();
+    let mut found = BTreeMap::new();
+    add_states(owner, all, &mut found);
+    let is_written = |state: &PathState| matches!(state, PathState::Is(stamp) if written.contains(&stamp.inode));
+    paths.extend(found.into_iter().filter(|(_, state)| !is_written(state)));
+}
+
+/// What these processes can write to now: inodes of files they have open, and files that they have mapped.
+fn written_by(pids: &[i32]) -> (HashSet<u64>, HashSet<FileId>) {
+    let (mut open, mut mapped) = (HashSet::new(), HashSet::new());
+    for pid in pids {
+        let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fdinfo")) else { continue };
+        for entry in descriptors.take(DESCRIPTORS_MAX).flatten() {
+            let Ok(text) = fs::read_to_string(entry.path()) else { continue };
+            open.extend(inode_if_writable(&text));
+        }
+        if let Ok(text) = fs::read_to_string(format!("/proc/{pid}/maps")) {
+            mapped.extend(text.lines().filter_map(mapped_writable));
+        }
+    }
+    (open, mapped)
+}
+
+/// The inode that a text of `/proc/PID/fdinfo` names, if what is open can be written (proc_pid_fdinfo(5)).
+fn inode_if_writable(text: &str) -> Option<u64> {
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let flags = u32::from_str_radix(field("flags:")?, 8).ok()?;
+    // `O_WRONLY` and `O_RDWR`.
+    if flags & 0o3 == 0 { None } else { field("ino:")?.parse().ok() }
+}
+
+/// The file of a line of `/proc/PID/maps`, if what is written to the memory goes to it (proc_pid_maps(5)).
+fn mapped_writable(line: &str) -> Option<FileId> {
+    let mut words = line.split_ascii_whitespace();
+    let (_, rights, _, device, inode) =
+        (words.next()?, words.next()?, words.next()?, words.next()?, words.next()?);
+    if !(rights.starts_with("rw") && rights.ends_with('s')) {
+        return None;
+    }
+    let (major, minor) = device.split_once(':')?;
+    let number = |text| u32::from_str_radix(text, 16).ok();
+    let device = rustix::fs::makedev(number(major)?, number(minor)?);
+    Some((device, inode.parse().ok().filter(|inode| *inode != 0)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_can_be_written_counts_as_written() {
+        let text = |flags: &str| format!("pos:\t0\nflags:\t{flags}\nmnt_id:\t29\nino:\t4711\n");
+        assert_eq!(inode_if_writable(&text("0100000")), None);
+        assert_eq!(inode_if_writable(&text("0100001")), Some(4711));
+        assert_eq!(inode_if_writable(&text("02100002")), Some(4711));
+        assert_eq!(inode_if_writable("flags:\t01\n"), None, "an old kernel tells no inode");
+    }
+
+    #[test]
+    fn only_shared_memory_that_can_be_written_goes_to_its_file() {
+        let line = |rights: &str| format!("7f0000000000-7f0000001000 {rights} 00000000 fe:01 131 /home/t/db-shm");
+        assert_eq!(mapped_writable(&line("rw-s")), Some((rustix::fs::makedev(0xfe, 1), 131)));
+        for rights in ["r--s", "rw-p", "r-xp"] {
+            assert_eq!(mapped_writable(&line(rights)), None, "{rights}");
+        }
+        assert_eq!(mapped_writable("7f0000000000-7f0000001000 rw-s 00000000 00:01 0 /dev/zero"), None);
+    }
+}

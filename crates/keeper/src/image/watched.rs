@@ -1,0 +1,292 @@
+//! Files that an image depends on: how they were when its processes read them, and whether they still are so.
+//!
+//! A program keeps in memory what it has read. So an image is of no use once one of these files was changed, replaced or
+//! removed. They are looked at when a wake begins, by their stamps alone. The list is a file of the image (`FILE`), so the
+//! header's digest is of it too. Not here: which files were read (`readings`), how they are looked up (`tenant_path`).
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Stat;
+use serde::{Deserialize, Serialize};
+
+use crate::tenant_path::PathOwner;
+
+/// Name of the list in an image's directory.
+pub const FILE: &str = "watched";
+
+/// Most paths of one image. Looking at so many takes tens of milliseconds.
+pub const PATHS_MAX: usize = 8192;
+
+/// Bytes of the list: a path and its stamp take about 120.
+pub const LEN_MAX: u64 = 8 << 20;
+
+/// Most words about what is not watched.
+const GAPS_MAX: usize = 8;
+
+/// A file as it was at one moment. Two that are equal are of the same file with the same content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stamp {
+    pub device: u64,
+    pub inode: u64,
+    pub bytes: i64,
+    /// Seconds since 1970, and nanoseconds.
+    pub modified: (i64, i64),
+    pub changed: (i64, i64),
+}
+
+impl From<&Stat> for Stamp {
+    fn from(stat: &Stat) -> Self {
+        let time = |seconds, nanoseconds: u64| (seconds, i64::try_from(nanoseconds).unwrap_or_default());
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            bytes: stat.st_size,
+            modified: time(stat.st_mtime, stat.st_mtime_nsec as u64),
+            changed: time(stat.st_ctime, stat.st_ctime_nsec as u64),
+        }
+    }
+}
+
+impl Stamp {
+    /// Whether it is the same content elsewhere, as far as copies keep their times: other nodes have other inodes.
+    fn is_copy_of(&self, other: &Self) -> bool {
+        (self.bytes, self.modified) == (other.bytes, other.modified)
+    }
+}
+
+/// How a path was when the image was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PathState {
+    /// There was nothing.
+    Absent,
+    /// It changed between the moment when it was read and the image: nobody knows which content is in memory.
+    Unsure,
+    Is(Stamp),
+}
+
+impl PathState {
+    /// Of this path now. Blocks.
+    pub fn of(owner: &PathOwner, path: &Path) -> Self {
+        let mut stats = owner.stat_each(&[path.to_path_buf()]).unwrap_or_default();
+        stats.pop().map_or(Self::Unsure, Self::from_stat)
+    }
+
+    pub fn from_stat(stat: io::Result<Stat>) -> Self {
+        match stat {
+            Ok(stat) => Self::Is(Stamp::from(&stat)),
+            Err(error) if is_absence(&error) => Self::Absent,
+            Err(_) => Self::Unsure,
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WatchedPath {
+    /// On the node. Bytes, because names of files are.
+    path: Vec<u8>,
+    pub state: PathState,
+}
+
+impl WatchedPath {
+    pub fn new(path: &Path, state: PathState) -> Self {
+        Self { path: path.as_os_str().as_bytes().to_vec(), state }
+    }
+
+    pub fn path(&self) -> &Path {
+        Path::new(OsStr::from_bytes(&self.path))
+    }
+}
+
+/// All that an image depends on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Watched {
+    /// Of the node that took the image (`Store::origin`).
+    origin: String,
+    /// Sorted by their paths.
+    paths: Vec<WatchedPath>,
+    /// What is not watched, in words. Empty: everything is.
+    gaps: Vec<String>,
+}
+
+impl Watched {
+    pub fn new(mut paths: Vec<WatchedPath>, mut gaps: Vec<String>) -> Self {
+        paths.sort_by(|one, other| one.path.cmp(&other.path));
+        paths.dedup_by(|later, earlier| later.path == earlier.path);
+        if paths.len() > PATHS_MAX {
+            gaps.push(format!("{} paths beyond the first {PATHS_MAX}", paths.len() - PATHS_MAX));
+            paths.truncate(PATHS_MAX);
+        }
+        gaps.truncate(GAPS_MAX);
+        Self { origin: String::new(), paths, gaps }
+    }
+
+    /// The same, taken on this node.
+    pub fn of_node(self, origin: String) -> Self {
+        Self { origin, ..self }
+    }
+
+    pub fn len(&self) -> usize {
+        self.paths.len()
+    }
+
+    pub fn gaps(&self) -> &[String] {
+        &self.gaps
+    }
+
+    pub fn encode(&self) -> io::Result<Vec<u8>> {
+        postcard::to_allocvec(self).map_err(io::Error::other)
+    }
+
+    pub fn decode(bytes: &[u8]) -> io::Result<Self> {
+        let wrong = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+        let watched: Self = postcard::from_bytes(bytes).map_err(|error| wrong(error.to_string()))?;
+        if watched.paths.len() > PATHS_MAX || watched.gaps.len() > GAPS_MAX {
+            return Err(wrong("it names more paths than an image has".into()));
+        }
+        Ok(watched)
+    }
+
+    /// Returns in words what is not as it was, or `None` if all is. `origin` is that of this node. Blocks.
+    pub fn find_change(&self, owner: &PathOwner, origin: &str) -> Option<String> {
+        let paths: Vec<PathBuf> = self.paths.iter().map(|one| one.path().to_path_buf()).collect();
+        let now = match owner.stat_each(&paths) {
+            Ok(now) => now,
+            Err(error) => return Some(format!("the files it has read cannot be looked at: {error}")),
+        };
+        let is_own = self.origin == origin;
+        self.paths.iter().zip(now).find_map(|(watched, now)| {
+            let why = compare(watched.state, now, is_own)?;
+            Some(format!("{} {why}", watched.path().display()))
+        })
+    }
+}
+
+/// What is different, in words that follow the path. `None`: nothing.
+fn compare(then: PathState, now: io::Result<Stat>, is_own: bool) -> Option<String> {
+    let now = match now {
+        Ok(stat) => Some(Stamp::from(&stat)),
+        Err(error) if is_absence(&error) => None,
+        Err(error) => return Some(format!("cannot be looked at any more: {error}")),
+    };
+    match (then, now) {
+        (PathState::Unsure, _) => Some("changed while the application started".into()),
+        (PathState::Absent, None) => None,
+        (PathState::Absent, Some(_)) => Some("is there now and was not when the image was taken".into()),
+        (PathState::Is(_), None) => Some("is gone since the image was taken".into()),
+        (PathState::Is(then), Some(now)) if then == now => None,
+        (PathState::Is(then), Some(now)) if !is_own && then.is_copy_of(&now) => None,
+        (PathState::Is(then), Some(now)) if then.inode != now.inode && is_own => {
+            Some("was replaced since the image was taken".into())
+        }
+        (PathState::Is(_), Some(_)) => Some("was changed since the image was taken".into()),
+    }
+}
+
+/// Whether there is nothing at a path, also where what should be a directory is none.
+pub fn is_absence(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn stat(path: &Path) -> io::Result<Stat> {
+        Ok(rustix::fs::lstat(path)?)
+    }
+
+    fn state(path: &Path) -> PathState {
+        PathState::Is(Stamp::from(&stat(path).unwrap()))
+    }
+
+    fn watched(paths: &[&Path]) -> Watched {
+        Watched::new(paths.iter().map(|path| WatchedPath::new(path, state(path))).collect(), Vec::new())
+    }
+
+    fn owner(dir: &Path) -> PathOwner {
+        PathOwner::new(Some(dir), None)
+    }
+
+    #[test]
+    fn nothing_changed_is_no_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a.py");
+        fs::write(&file, "one").unwrap();
+        assert_eq!(watched(&[&file]).find_change(&owner(dir.path()), ""), None);
+    }
+
+    #[test]
+    fn each_change_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["written", "replaced", "removed", "link"] {
+            fs::write(at(name), "one").unwrap();
+        }
+        let each: Vec<Watched> =
+            ["written", "replaced", "removed", "link"].map(|name| watched(&[&at(name)])).into();
+        fs::write(at("written"), "two!").unwrap();
+        fs::write(at("new"), "one").unwrap();
+        fs::rename(at("new"), at("replaced")).unwrap();
+        fs::remove_file(at("removed")).unwrap();
+        fs::remove_file(at("link")).unwrap();
+        std::os::unix::fs::symlink("written", at("link")).unwrap();
+        let words = ["was changed", "was replaced", "is gone", "was replaced"];
+        for (watched, words) in each.iter().zip(words) {
+            let why = watched.find_change(&owner(dir.path()), "").unwrap();
+            assert!(why.contains(words), "{why}");
+        }
+    }
+
+    #[test]
+    fn what_was_not_there_is_told_once_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tmp/restart.txt");
+        let watched = Watched::new(vec![WatchedPath::new(&path, PathState::Absent)], Vec::new());
+        assert_eq!(watched.find_change(&owner(dir.path()), ""), None);
+        fs::create_dir(dir.path().join("tmp")).unwrap();
+        assert_eq!(watched.find_change(&owner(dir.path()), ""), None);
+        fs::write(&path, "").unwrap();
+        assert!(watched.find_change(&owner(dir.path()), "").unwrap().contains("is there now"));
+    }
+
+    #[test]
+    fn what_changed_while_it_was_read_is_always_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let watched = Watched::new(vec![WatchedPath::new(dir.path(), PathState::Unsure)], Vec::new());
+        assert!(watched.find_change(&owner(dir.path()), "").unwrap().contains("while the application"));
+    }
+
+    #[test]
+    fn a_copy_on_another_node_is_told_by_size_and_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, copy) = (dir.path().join("a"), dir.path().join("b"));
+        fs::write(&file, "one").unwrap();
+        fs::write(&copy, "one").unwrap();
+        let time = fs::metadata(&file).unwrap().modified().unwrap();
+        fs::File::options().write(true).open(&copy).unwrap().set_modified(time).unwrap();
+        let then = state(&file);
+        assert_eq!(compare(then, stat(&copy), false), None);
+        assert!(compare(then, stat(&copy), true).is_some());
+        fs::write(&copy, "two!").unwrap();
+        assert!(compare(then, stat(&copy), false).is_some());
+    }
+
+    #[test]
+    fn a_written_list_is_read_back_and_is_bounded() {
+        let path = |number: usize| format!("/home/t/{number:05}");
+        let paths = (0..PATHS_MAX + 5)
+            .map(|number| WatchedPath::new(Path::new(&path(number)), PathState::Absent))
+            .collect();
+        let watched = Watched::new(paths, Vec::new());
+        assert_eq!((watched.len(), watched.gaps().len()), (PATHS_MAX, 1));
+        let bytes = watched.encode().unwrap();
+        assert!((bytes.len() as u64) < LEN_MAX);
+        assert_eq!(Watched::decode(&bytes).unwrap(), watched);
+        assert!(Watched::decode(&bytes[..bytes.len() - 1]).is_err());
+    }
+}
