@@ -68,6 +68,8 @@ pub use watched::{PathState, Watched};
 pub const NO_CRIU: Code = Code(334);
 /// An instance cannot be imaged.
 pub const UNFIT: Code = Code(335);
+/// An instance cannot be imaged at this moment.
+pub const UNSETTLED: Code = Code(368);
 /// An image was put aside.
 pub const QUARANTINED: Code = Code(336);
 /// The directory of images cannot be used.
@@ -90,6 +92,8 @@ pub enum ImageError {
     Useless { said: String },
     #[error("it cannot be imaged: {reason}")]
     Unfit { reason: String },
+    #[error("it cannot be imaged now: {reason}")]
+    Unsettled { reason: String },
     #[error("no space is left for images: {reason}")]
     NoSpace { reason: String },
     #[error("its image would take {bytes} bytes; {bytes_max} are allowed")]
@@ -115,6 +119,7 @@ impl ImageError {
         match self {
             Self::NoCriu { .. } | Self::Useless { .. } => NO_CRIU,
             Self::Unfit { .. } | Self::TooLarge { .. } => UNFIT,
+            Self::Unsettled { .. } => UNSETTLED,
             Self::NotRestored { .. } | Self::Timeout { .. } => QUARANTINED,
             Self::LessFenced { .. } => LESS_FENCED,
             Self::NoSpace { .. } | Self::Io { .. } => STORE,

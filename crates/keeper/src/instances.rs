@@ -6,6 +6,7 @@
 
 mod acts;
 mod address;
+mod after_wake;
 mod alarms;
 mod boosts;
 pub(crate) mod carried;

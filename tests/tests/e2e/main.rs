@@ -17,6 +17,7 @@ mod edge_files;
 mod etcd_trust;
 mod failures;
 mod fastcgi;
+mod fresh;
 mod http1;
 mod http2;
 mod http_readings;
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
         app::SUITE,
         instances::SUITE,
         instances::ALONE,
+        fresh::SUITE,
         recipes::SUITE,
         fastcgi::SUITE,
         outbound::SUITE,

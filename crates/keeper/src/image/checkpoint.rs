@@ -153,6 +153,8 @@ pub fn take(
             let text = reason.to_string();
             Err(if reason.is_no_space() {
                 ImageError::NoSpace { reason: text }
+            } else if reason.is_passing() {
+                ImageError::Unsettled { reason: text }
             } else {
                 ImageError::Unfit { reason: text }
             })

@@ -11,7 +11,7 @@ const LOG_LEN_MAX: u64 = 1 << 20;
 const LINE_LEN_MAX: usize = 300;
 
 /// What stands in a line of an error, and what it means.
-const KNOWN: [(&str, &str); 14] = [
+const KNOWN: [(&str, &str); 15] = [
     (
         "External socket is used",
         "a Unix socket is connected to something outside of the sandbox: close such connections when the application \
@@ -24,7 +24,8 @@ const KNOWN: [(&str, &str); 14] = [
         "sockets: Can't get 1:16 opt",
         "this CRIU does not know TCP sockets of this kernel: install 4.2 or newer",
     ),
-    ("In-flight connection", "a connection was just being made; another try may find none"),
+    (IN_FLIGHT, "a connection was just being made; another try may find none"),
+    (CLOSED_IN_FLIGHT, "it has not taken a connection yet that was closed again; another try may find none"),
     ("fsnotify:", WATCHES),
     ("irmap:", WATCHES),
     ("Can't fetch filter on", "the application has put a system call filter of its own on itself"),
@@ -51,6 +52,10 @@ pub struct Reason {
 /// CRIU asks for more open files than the node allows, and goes on without.
 const HARMLESS: &str = "Can't setup RLIMIT_NOFILE for self";
 
+/// In errors that say nothing about the application: connections that it has not accepted yet, nagaya's own among them.
+const IN_FLIGHT: &str = "In-flight connection";
+const CLOSED_IN_FLIGHT: &str = "closed in-flight socket";
+
 /// In an error of a file that could not be written.
 const NO_SPACE: &str = "No space left on device";
 
@@ -58,6 +63,13 @@ impl Reason {
     /// Not the application's doing.
     pub fn is_no_space(&self) -> bool {
         self.line.contains(NO_SPACE)
+    }
+}
+
+impl Reason {
+    /// Another try may find it otherwise.
+    pub fn is_passing(&self) -> bool {
+        [IN_FLIGHT, CLOSED_IN_FLIGHT].iter().any(|mark| self.line.contains(mark))
     }
 }
 

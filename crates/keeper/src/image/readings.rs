@@ -50,6 +50,8 @@ pub struct WatchTerms {
     pub roots: Vec<PathBuf>,
     /// Its working directory.
     pub directory: PathBuf,
+    /// What the image depended on that it came back from.
+    pub before: Watched,
     /// What the record names, and what ends any image: absolute paths.
     pub named: Vec<PathBuf>,
 }
@@ -133,8 +135,16 @@ impl ReadRecorder {
         seen.files.retain(|(device, inode), _| {
             !written.contains(inode) && !held.contains(&(*device, *inode))
         });
-        let mut gaps: Vec<String> = seen.lost.iter().cloned().collect();
+        let mut gaps: Vec<String> = seen.lost.iter().chain(self.terms.before.gaps()).cloned().collect();
         let mut paths = BTreeMap::new();
+        for watched in self.terms.before.paths() {
+            let is_own = |stamp: &Stamp| {
+                written.contains(&stamp.inode) || seen.written.contains(&(stamp.device, stamp.inode))
+            };
+            if !matches!(&watched.state, PathState::Is(stamp) if is_own(stamp)) {
+                paths.insert(watched.path().to_path_buf(), watched.state);
+            }
+        }
         if let Err(why) = &self.group {
             gaps.push(format!("files below its directory's own entries: the kernel does not tell of them ({why})"));
             add_entries(owner, &self.terms.directory, &written, &mut paths);

@@ -132,6 +132,10 @@ impl Watched {
         self.paths.len()
     }
 
+    pub fn paths(&self) -> &[WatchedPath] {
+        &self.paths
+    }
+
     pub fn gaps(&self) -> &[String] {
         &self.gaps
     }

@@ -208,6 +208,10 @@ impl Instances {
         };
         let (engine, instance) = (Rc::clone(engine), Rc::clone(instance));
         spawn_local(async move {
+            if let Err(error) = rouse_for_image(&engine, &body, op).await {
+                tracing::warn!(site = %instance.site().name, "{}: no image of it is taken: {error}", fault::REST);
+                return engine.instances.tell(&engine, &instance, Event::Done(op, Outcome::NotImagedNow));
+            }
             body.seats.vacate(&engine, &body).await;
             let taken = start::take_image(&engine, &instance, images, &body).await;
             let site = instance.site();
@@ -224,7 +228,7 @@ impl Instances {
             engine.metrics.images.add([event as usize], 1);
             let is_taken = taken.is_ok();
             let outcome = match &taken {
-                Err(fault) if fault.code == image::STORE => Outcome::NotImagedNow,
+                Err(fault) if matches!(fault.code, image::STORE | image::UNSETTLED) => Outcome::NotImagedNow,
                 taken => Outcome::Imaged(taken.is_ok()),
             };
             instance.no_image.replace(taken.as_ref().err().map(|fault| fault.message.clone()));
@@ -357,6 +361,14 @@ impl Instances {
     }
 }
 
+/// What rests stands still, and so does what takes images in its sandbox.
+async fn rouse_for_image(engine: &Rc<Engine>, body: &Body, op: Op) -> std::io::Result<()> {
+    let resting = std::sync::Arc::clone(&body.resting);
+    resting.begin(op.0);
+    let roused = engine.on_worker(move || Ok(resting.up(op.0))).await;
+    roused.map_err(|fault| std::io::Error::other(fault.message))?
+}
+
 /// What is written beside an image that is put aside here.
 fn reason_of(reason: Reason) -> Option<String> {
     match reason {
@@ -399,7 +411,11 @@ async fn live(
             }
             instance.body.replace(Some(Rc::clone(&body)));
             tell(Event::Done(op, Outcome::Ready));
-            if !instance.life.borrow().is_imaging() {
+            let keeps = {
+                let life = instance.life.borrow();
+                life.is_imaging() || life.images_at_rest()
+            };
+            if !keeps {
                 body.needs_no_image();
             }
             let died = tokio::select! {

@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{App, Buffering, Database, Files, Idle, Listen, Outbound};
+use nagaya_cmdb::record::{
+    App, Buffering, Database, Files, Idle, ImageMemory, ImageWhen, Listen, Outbound,
+};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -62,12 +64,12 @@ pub struct Made {
     pub sandbox: Arc<Sandbox>,
     /// When the sandbox was ready.
     pub since: Instant,
-    /// What an image that is taken of it is to say; None: it comes from one.
+    /// What an image that is taken of it is to say. `None` if none is.
     pub subject: Option<Subject>,
     /// For an image that is taken of it.
     pub handover: Handover,
     pub image: Option<Image>,
-    /// Which files it reads; `None`: it comes from an image.
+    /// Which files it reads. `None` if no image is taken of what an image has brought back.
     pub reads: Option<Arc<ReadRecorder>>,
     pub restart_file: Option<Arc<RestartFile>>,
     /// To be kept as long as the processes run.
@@ -114,6 +116,10 @@ impl Housing {
         restarts::path_of(self.tenant.home.as_deref(), &self.directory())
     }
 
+    fn is_imaged_at_rest(&self) -> bool {
+        self.app.image_when == ImageWhen::Rest
+    }
+
     fn directory(&self) -> PathBuf {
         spawn::home(&self.tenant).join(&self.app.directory)
     }
@@ -125,7 +131,7 @@ impl Housing {
         // The base has a digest of its own.
         let roots = roots.filter(|root| root != Path::new("/")).collect();
         let named = self.app.image_watch.iter().map(|path| directory.join(path)).chain(self.restart_path());
-        WatchTerms { roots, named: named.collect(), directory }
+        WatchTerms { roots, named: named.collect(), directory, ..WatchTerms::default() }
     }
 
     fn scratch(&self) -> Scratch {
@@ -259,13 +265,18 @@ impl Housing {
         let outlets = self.open_outlets(&sandbox, databases)?;
         let since = Instant::now();
         let (log, handover) = self.hand_over(&sandbox)?;
+        let reads = self.is_imaged_at_rest().then(|| {
+            let terms = WatchTerms { before: image.watched().clone(), ..self.watch_terms() };
+            Arc::new(sandbox.record_reads(terms))
+        });
         // What stood still meanwhile says nothing about its image.
         let stops = self.authority.stops(&self.site.name);
         let is_to_blame = || self.authority.stops(&self.site.name) == stops;
         match images.restore_watched(&image, &sandbox, &handover.handed(), is_to_blame) {
             Ok(task) => {
                 let started = started(&sandbox, task, log);
-                let (subject, image, reads) = (None, Some(image), None);
+                let subject = self.is_imaged_at_rest().then_some(subject);
+                let image = Some(image);
                 Ok((started, Made { sandbox, since, subject, handover, image, reads, restart_file, outlets }))
             }
             Err(error) => {
@@ -288,7 +299,9 @@ impl Housing {
         handover: &Handover,
         watched: Watched,
     ) -> Result<Image, ImageError> {
-        let how = ImageTerms { memory: self.app.image_memory, watched };
+        // Of what is to be imaged again, no memory may be the image's.
+        let memory = if self.is_imaged_at_rest() { ImageMemory::Copied } else { self.app.image_memory };
+        let how = ImageTerms { memory, watched };
         let image = images.take(subject, sandbox, &handover.handed(), how)?;
         if let Err(error) = self.keep(&self.scratch()) {
             if error.kind() == io::ErrorKind::StorageFull {

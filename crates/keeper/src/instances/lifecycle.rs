@@ -4,6 +4,7 @@
 //! Every operation has a number, and its end is told with it; the end of one that was given up meanwhile changes nothing.
 //! Not here: doing it (`instances`), when an idle one goes deeper (`policy`), whose turn it is to wake (`wakes`).
 
+mod at_rest;
 mod placed;
 
 use std::collections::BTreeSet;
@@ -228,6 +229,8 @@ struct Up {
 enum Doing {
     Down,
     Up,
+    /// Its image is taken before it rests.
+    Image,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -357,6 +360,7 @@ impl Lifecycle {
             State::Imaging(_) => Some("imaging"),
             State::Up(Up { doing: Some((_, Doing::Down)), .. }) => Some("going to rest"),
             State::Up(Up { doing: Some((_, Doing::Up)), .. }) => Some("rousing"),
+            State::Up(Up { doing: Some((_, Doing::Image)), .. }) => Some("imaging"),
             State::Ending(_) => Some("ending"),
         }
     }
@@ -404,7 +408,10 @@ impl Lifecycle {
 
     /// An image of it is to be taken, or is being.
     pub fn is_imaging(&self) -> bool {
-        matches!(self.state, State::Imaging(_))
+        matches!(
+            self.state,
+            State::Imaging(_) | State::Up(Up { doing: Some((_, Doing::Image)), .. })
+        )
     }
 
     /// What each tier costs it, as far as that is known.
@@ -427,7 +434,7 @@ impl Lifecycle {
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now: self.idle_since };
                 self.terms
-                    .next(idle, up.tried, self.has_image(), &self.habit, &self.costs)
+                    .next(idle, up.tried, self.can_rest_as_image(), &self.habit, &self.costs)
                     .map(|(_, due)| due)
             }
             _ => None,
@@ -604,7 +611,7 @@ impl Lifecycle {
                 self.state = State::Up(up);
                 self.answer_all(Ok(self.run));
             }
-            Some((_, Doing::Up)) => {}
+            Some((_, Doing::Up | Doing::Image)) => {}
             // Up at once, also from half way down.
             None | Some((_, Doing::Down)) => {
                 let op = self.op();
@@ -675,7 +682,8 @@ impl Lifecycle {
         match (self.state, outcome) {
             (State::Booting(of), Outcome::Ready) if of == op => {
                 // Also where nobody has looked for one: images were not there when it was decided to start.
-                let has_none = matches!(self.picture, Picture::None | Picture::Unknown | Picture::Aged);
+                let has_none = !self.terms.image_at_rest
+                    && matches!(self.picture, Picture::None | Picture::Unknown | Picture::Aged);
                 if self.terms.images && has_none && self.may_run() {
                     let op = self.op();
                     self.state = State::Imaging(op);
@@ -703,6 +711,11 @@ impl Lifecycle {
                 self.ready(now, false);
             }
             (State::Up(Up { doing: Some((of, _)), .. }), Outcome::Stuck) if of == op => self.end(),
+            (State::Up(up), Outcome::Imaged(_) | Outcome::NotImagedNow)
+                if up.doing == Some((op, Doing::Image)) =>
+            {
+                self.imaged_at_rest(now, up, outcome);
+            }
             (State::Up(mut up), Outcome::Rests(tier)) if up.doing.is_some_and(|(of, _)| of == op) => {
                 let was_up = matches!(up.doing, Some((_, Doing::Up)));
                 (up.doing, up.tier) = (None, tier);
@@ -791,10 +804,12 @@ impl Lifecycle {
             State::Off if self.is_kept() && self.deadline().is_some_and(|due| due <= now) => self.queue(),
             State::Up(up) if up.doing.is_none() && self.is_idle() => {
                 let idle = Idle { since: self.idle_since, now };
-                let next = self.terms.next(idle, up.tried, self.has_image(), &self.habit, &self.costs);
+                let has_image = self.can_rest_as_image();
+                let next = self.terms.next(idle, up.tried, has_image, &self.habit, &self.costs);
                 if let Some((to, _)) = next.filter(|(_, due)| *due <= now) {
                     // Nobody waits for it now.
-                    self.retake = to == Tier::Image && self.picture == Picture::Aged && self.may_run();
+                    let is_aged = self.picture == Picture::Aged && !self.terms.image_at_rest;
+                    self.retake = to == Tier::Image && is_aged && self.may_run();
                     self.go_down(up, to);
                 }
             }
@@ -809,7 +824,7 @@ impl Lifecycle {
             && self.may_run()
             && self.is_idle()
             && is_long
-            && let Some(to) = self.terms.pressed(up.tried, self.has_image(), &self.costs, now)
+            && let Some(to) = self.terms.pressed(up.tried, self.can_rest_as_image(), &self.costs, now)
         {
             self.go_down(up, to);
         }
@@ -821,13 +836,16 @@ impl Lifecycle {
         }
         let State::Up(up) = self.state else { return };
         // Without an image there is nothing between memory and a cold start.
-        let to = if to == Tier::Image && !self.has_image() { Tier::Cold } else { to };
+        let to = if to == Tier::Image && !self.can_rest_as_image() { Tier::Cold } else { to };
         if to < up.tier {
             self.go_down(up, to);
         }
     }
 
     fn go_down(&mut self, mut up: Up, to: Tier) {
+        if self.is_imaged_before(to) {
+            return self.take_at_rest(up);
+        }
         if !to.has_process() {
             return self.end();
         }

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use nagaya_cmdb::instance::Tier;
-use nagaya_cmdb::record::{After, App};
+use nagaya_cmdb::record::{After, App, ImageWhen};
 
 use super::costs::{Known, Whose, assumed};
 use crate::options::IdleOptions;
@@ -52,6 +52,8 @@ pub struct Terms {
     pub keep: bool,
     /// Images can be taken and restored here.
     pub images: bool,
+    /// They are of the moment at which it goes to rest.
+    pub image_at_rest: bool,
 }
 
 impl Terms {
@@ -69,7 +71,8 @@ impl Terms {
             of(own.cold, node.cold_ms),
         ];
         let is_said = [own.quiet, own.frozen, own.reclaimed, own.image, own.cold].map(|own| own.is_some());
-        Self { after, is_said, keep: app.min == Some(1), images }
+        let image_at_rest = app.image_when == ImageWhen::Rest;
+        Self { after, is_said, keep: app.min == Some(1), images, image_at_rest }
     }
 
     /// The next step of one that is idle since then and must go deeper than `below`, and when it is due. Of several that
@@ -219,7 +222,7 @@ mod tests {
 
     fn terms() -> Terms {
         let after = [Some(S(2)), Some(S(10)), Some(S(120)), Some(S(900)), Some(S(3600))];
-        Terms { after, is_said: [false; 5], keep: false, images: true }
+        Terms { after, is_said: [false; 5], keep: false, images: true, image_at_rest: false }
     }
 
     fn steps(terms: &Terms, has_image: bool, habit: &Habit) -> Vec<(Tier, u64)> {

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
-use nagaya_cmdb::record::{App, Base, Outbound, Ready};
+use nagaya_cmdb::record::{App, Base, ImageWhen, Outbound, Ready};
 use nagaya_cmdb::{Backend, Site};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -28,7 +28,7 @@ use super::lifecycle::{Blame, Op};
 use super::rest::Resting;
 use super::restarts::RestartFile;
 use super::seats::Seats;
-use super::{Instance, PER_TENANT_MAX, START_MAX, address, surroundings};
+use super::{Instance, PER_TENANT_MAX, START_MAX, address, after_wake, surroundings};
 use crate::bases::{Sought, Unpacked};
 use crate::cells::{Home, Kills, Leaf};
 use crate::engine::{Engine, wrong_kind};
@@ -63,7 +63,8 @@ const DRAIN_MAX: Duration = Duration::from_secs(2);
 
 /// Pauses before what could not be imaged is tried again. A program on a busy node may not have closed yet what nagaya's own
 /// requests have opened.
-const TAKE_PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(250)];
+const TAKE_PAUSES: [Duration; 3] =
+    [Duration::from_millis(50), Duration::from_millis(250), Duration::from_millis(1000)];
 
 /// The processes of an instance that can answer.
 pub struct Body {
@@ -77,7 +78,7 @@ pub struct Body {
     /// It was brought back from this one.
     pub image: Option<Image>,
     /// For an image to be taken of it, until that is done or not wanted.
-    inside: RefCell<Option<Inside>>,
+    inside: RefCell<Option<Arc<Inside>>>,
     /// None: nobody counts.
     kills: Option<Kills>,
     pub restart_file: Option<Arc<RestartFile>>,
@@ -256,6 +257,10 @@ pub async fn bring_up(
         ready = make_ready(engine, instance, app, &body, until) => ready.map_err(NoBody::Failed),
     };
     let why = match ready {
+        Ok(()) if body.image.is_some() => {
+            after_wake::tell(engine, instance, app, &body).await;
+            return Ok(body);
+        }
         Ok(()) => return Ok(body),
         Err(why) => why,
     };
@@ -294,7 +299,7 @@ async fn spawn(
     let image = inside.as_ref().and_then(|inside| inside.made.image.clone());
     let base = inside.as_ref().and_then(|inside| inside.housing.unpacked.clone());
     let restart_file = inside.as_mut().and_then(|inside| inside.made.restart_file.take());
-    let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside));
+    let (handle, inside) = (RefCell::new(Some(handle)), RefCell::new(inside.map(Arc::new)));
     let kills = leaf.kills();
     let seats = Seats::default();
     Ok(Body {
@@ -558,26 +563,31 @@ async fn until_answered(body: &Body, asked: &Asked, path: &str, below: u16, last
     }
 }
 
-/// Takes an image of it, warmed up and before it has served anybody. It goes on in any case, unless it dies of it.
+/// Takes an image of it: warmed up and before it has served anybody, or as it goes to rest. It goes on in any case, unless it dies of it.
 pub async fn take_image(
     engine: &Engine,
     instance: &Instance,
     images: Arc<Images>,
     body: &Body,
 ) -> Result<Image, Fault> {
-    let inside = body.inside.take();
+    let inside = body.inside.borrow().clone();
     let unfit = || Fault::new(Failure::Broken, fault::BAD_IMAGE, "it runs in no sandbox");
-    let Inside { housing, made } = inside.ok_or_else(unfit)?;
-    let subject = made.subject.clone().ok_or_else(unfit)?;
-    warm_up(&housing, body).await;
+    let inside = inside.ok_or_else(unfit)?;
+    let subject = inside.made.subject.clone().ok_or_else(unfit)?;
+    if inside.housing.app.image_when == ImageWhen::Start {
+        // There is no second one of this run.
+        body.needs_no_image();
+        warm_up(&inside.housing, body).await;
+    }
     instance.mark(Stage::Image, Instant::now().into());
     let leaf = Arc::clone(&body.leaf);
-    let what = Arc::new((housing, images, made, subject.clone(), leaf));
+    let what = Arc::new((inside, images, subject.clone(), leaf));
     let mut pauses = TAKE_PAUSES.into_iter();
     let taken = loop {
         let what = Arc::clone(&what);
         let take = move || {
-            let (housing, images, made, of, leaf) = &*what;
+            let (inside, images, of, leaf) = &*what;
+            let Inside { housing, made } = &**inside;
             let pids: Vec<i32> =
                 leaf.pids().unwrap_or_default().iter().map(|pid| pid.as_raw_nonzero().get()).collect();
             let watched = made.reads.as_ref().map(|reads| reads.finish(&housing.owner(), &pids));
@@ -592,15 +602,21 @@ pub async fn take_image(
         let taken = engine.on_worker(take).await;
         drop(closed);
         match (taken, pauses.next()) {
-            (Err(fault), Some(pause)) if fault.code == image::UNFIT => {
+            (Err(fault), Some(pause)) if is_tried_again(&fault, pause) => {
                 tracing::debug!(site = %instance.site().name, "an image of it is tried again: {fault}");
                 sleep(pause).await;
             }
             (taken, _) => break taken,
         }
     };
-    instance.refused.replace(taken.is_err().then_some(subject));
+    let is_remembered = taken.as_ref().is_err_and(|fault| fault.code != image::UNSETTLED);
+    instance.refused.replace(is_remembered.then_some(subject));
     taken
+}
+
+/// What has a connection that it has not taken yet may need longer than what has one open.
+fn is_tried_again(fault: &Fault, pause: Duration) -> bool {
+    fault.code == image::UNSETTLED || (fault.code == image::UNFIT && pause <= TAKE_PAUSES[1])
 }
 
 /// nagaya's own requests, so that what a first visitor's would load is loaded. What they answer is of no account.

@@ -23,6 +23,9 @@ pub const CRIU: &[Fact] = &[
     ("a link that is switched to another release ends the image", switched_link),
     ("a touched tmp/restart.txt starts an application anew, wherever it rests", restart_file),
     ("an operator starts an application anew, and its image is not used again", restarted),
+    ("an image of the moment at which it rests has what is in memory, each time", at_rest),
+    ("an application is told after a wake, before it gets a request", told_after_wake),
+    ("a connection that was not accepted yet spoils one try, and none that follow", not_accepted_yet),
     ("three thousand files that a program has read are all looked at", many_files),
 ];
 
@@ -308,5 +311,125 @@ fn many_files() {
         rest(&world).await;
         write(&world, "lib/7/7.txt", "y");
         assert_started(&keeper).await;
+    });
+}
+
+/// Keeps a number in memory that each visit to `/add` makes more, and counts what it is told after a wake.
+const MEMORY: &str = r#"
+import http.server, signal, socket, socketserver
+seen = {'visits': 0, 'reloads': 0, 'signals': 0}
+def count(name): seen[name] += 1
+signal.signal(signal.SIGHUP, lambda *what: count('signals'))
+import memory_settings
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *what): pass
+    def do_GET(self):
+        if self.path == '/add': count('visits')
+        if self.path == '/reload': count('reloads')
+        body = f"{memory_settings.TITLE} {seen['visits']} {seen['reloads']} {seen['signals']}".encode()
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+server = Server('/nowhere', Handler, bind_and_activate=False)
+server.socket = socket.socket(fileno=3)
+server.serve_forever()
+"#;
+
+fn memory_world(more: Value) -> World {
+    let mut world = World::new();
+    world.script("server.py", MEMORY);
+    write(&world, "memory_settings.py", "TITLE = 'one'\n");
+    let mut record = json!({"listen": "fd"});
+    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    world.site("app", "alice", app("", record));
+    world.start()
+}
+
+async fn visit(keeper: &Keeper, at: &str) -> String {
+    get(&keeper.use_instance(&site_name("app"), None).await.unwrap(), at).await
+}
+
+fn at_rest() {
+    let world = memory_world(json!({"image_when": "rest"}));
+    world.run(async |keeper| {
+        until_images(&world).await;
+        let (said, _, stages) = wake(&keeper, "/add").await;
+        assert!(said.starts_with("one 1 ") && !stages.contains(&Stage::Image), "{said}: {stages:?}");
+        for visits in 2..5 {
+            rest(&world).await;
+            let row = show(&world, "app");
+            assert!(row["image"]["of"].as_str().unwrap().contains("went to rest"), "{row}");
+            assert!(row["image"]["files"].as_u64().unwrap() >= 2, "{row}");
+            let said = assert_restored(&keeper, "/add").await;
+            assert!(said.starts_with(&format!("one {visits} ")), "{said}");
+        }
+        // From where it is frozen, too.
+        until_idle(&world, "app").await;
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Frozen) })["tier"], "frozen");
+        rest(&world).await;
+        assert!(assert_restored(&keeper, "/").await.starts_with("one 4 "));
+        // What it read before its first image still counts.
+        rest(&world).await;
+        write(&world, "memory_settings.py", "TITLE = 'second'\n");
+        let (said, _, stages) = wake(&keeper, "/").await;
+        assert!(said.starts_with("second 0 ") && stages.contains(&Stage::Boot), "{said}: {stages:?}");
+    });
+}
+
+fn told_after_wake() {
+    let world = memory_world(json!({"after_wake": ["SIGHUP", "/reload"]}));
+    world.run(async |keeper| {
+        until_images(&world).await;
+        assert_eq!(visit(&keeper, "/").await, "one 0 0 0", "a start is no wake");
+        for _ in 0..2 {
+            rest(&world).await;
+            let said = assert_restored(&keeper, "/").await;
+            assert_eq!(said, "one 0 1 1", "once after each wake");
+        }
+    });
+}
+
+/// Listens at once, and accepts nothing before a file is there.
+const LATE: &str = r#"
+import http.server, os, socketserver, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *what): pass
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header('Content-Length', '2')
+        self.end_headers()
+        self.wfile.write(b'ok')
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+server = Server(os.environ['NAGAYA_SOCKET'], Handler)
+while not os.path.exists('go'): time.sleep(0.01)
+server.serve_forever()
+"#;
+
+fn not_accepted_yet() {
+    let mut world = World::new();
+    world.script("server.py", LATE);
+    world.site("app", "alice", app("", json!({"listen": "socket"})));
+    let world = world.start();
+    world.run(async |keeper| {
+        until_images(&world).await;
+        let used = keeper.use_instance(&site_name("app"), None).await.unwrap();
+        let why = show(&world, "app")["note"].as_str().unwrap().to_owned();
+        assert!(why.contains("another try may find none"), "{why}");
+        write(&world, "go", "");
+        assert_eq!(get(&used, "/").await, "ok");
+        drop(used);
+        until_idle(&world, "app").await;
+        let all = pids(&world, "app");
+        assert_eq!(world.act("app", Act::Rest { to: Some(Tier::Cold) })["ok"], true);
+        all.into_iter().for_each(wait_dead);
+        assert_started(&keeper).await;
+        rest(&world).await;
+        assert_eq!(assert_restored(&keeper, "/").await, "ok");
     });
 }

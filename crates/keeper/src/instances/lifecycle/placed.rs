@@ -22,7 +22,7 @@ impl Lifecycle {
             return;
         }
         self.fenced_since = Some(now);
-        self.is_disturbed |= self.is_coming();
+        self.is_disturbed |= self.is_coming() || self.is_imaging();
         self.answer_all(Err(self.barred().unwrap_or(Refusal::Fenced)));
         if self.state == State::Queued {
             self.end();

@@ -145,7 +145,7 @@ impl World {
             let (keep, has_image) = (dice.chance(15), dice.chance(30));
             let after = steps(&mut dice);
             let is_said = after.map(|_| dice.chance(30));
-            let terms = Terms { after, is_said, keep, images: dice.chance(85) };
+            let terms = Terms { after, is_said, keep, images: dice.chance(85), image_at_rest: false };
             lives.push(Lifecycle::new(now, terms));
             outside.push(Outside { has_image, unknown: true, kept: keep, ..Outside::default() });
         }
@@ -555,7 +555,7 @@ impl World {
                 let (keep, has_image) = (self.dice.chance(15), self.dice.chance(50));
                 (self.outside[at].kept, self.outside[at].has_image, self.outside[at].unknown) =
                     (keep, has_image, true);
-                let terms = Terms { after, is_said: [false; 5], keep, images: true };
+                let terms = Terms { after, is_said: [false; 5], keep, images: true, image_at_rest: false };
                 self.tell(key, Event::Renew(terms));
             }
             90..92 => {
@@ -728,7 +728,7 @@ fn rests_on_an_old_image() -> (Lifecycle, Instant) {
     let start = Instant::now();
     let second = Some(Duration::from_secs(1));
     let terms =
-        Terms { after: [None, None, None, second, None], is_said: [true; 5], keep: false, images: true };
+        Terms { after: [None, None, None, second, None], is_said: [true; 5], keep: false, images: true, image_at_rest: false };
     let mut life = Lifecycle::new(start, terms);
     assert_eq!(life.apply(start, Event::Ask(Waiter(1))), [Effect::Queue]);
     assert_eq!(life.apply(start, Event::Turn), [Effect::Restore(Op(1), Run(1))]);
