@@ -59,8 +59,8 @@ pub use checkpoint::Handed;
 pub use criu::{Criu, Search, find as find_criu};
 pub use digest::Digest;
 pub use header::{Environment, Subject, base_digest};
-pub use readings::{ReadRecorder, WatchTerms};
 pub use order::{ClusterKey, KEY_LEN, OrderError, TransferEnd, TransferOrder, give_order, verify_order};
+pub use readings::{ReadRecorder, WatchTerms};
 pub use store::{Limits, Listed};
 pub use watched::{PathState, Watched};
 

@@ -33,10 +33,10 @@ fn world() -> World {
     builder().start()
 }
 
-/// Where there is no such program, the test ends here.
+/// Where this program is missing, the test ends here.
 fn need(program: &str) {
     if !Path::new(program).exists() {
-        skip(&format!("there is no {program} here"));
+        skip("its program is not installed here");
     }
 }
 

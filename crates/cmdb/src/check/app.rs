@@ -6,8 +6,9 @@ use std::path::Path;
 
 use super::{Findings, directory, env, files_of_any_kind, is_variable, trailers};
 use crate::record::{
-    AFTER_WAKE_SIGNALS, APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files, IDLE_SECONDS_MAX,
-    INSTANCES_MAX, Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready, START_SECONDS_MAX,
+    AFTER_WAKE_SIGNALS, APP_LIST_LEN_MAX, APP_PORT, After, App, Base, Buffering, Database, Endpoint, Files,
+    IDLE_SECONDS_MAX, INSTANCES_MAX, Idle, Listen, Outbound, Protocol, RELEASE_LEN_MAX, Ready,
+    START_SECONDS_MAX,
 };
 
 /// Longest path that is asked for, in bytes.

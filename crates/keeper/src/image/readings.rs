@@ -132,9 +132,8 @@ impl ReadRecorder {
         self.drain();
         let mut seen = self.seen.lock();
         let (written, held) = written_by(pids);
-        seen.files.retain(|(device, inode), _| {
-            !written.contains(inode) && !held.contains(&(*device, *inode))
-        });
+        seen.files
+            .retain(|(device, inode), _| !written.contains(inode) && !held.contains(&(*device, *inode)));
         let mut gaps: Vec<String> = seen.lost.iter().chain(self.terms.before.gaps()).cloned().collect();
         let mut paths = BTreeMap::new();
         for watched in self.terms.before.paths() {
@@ -146,13 +145,17 @@ impl ReadRecorder {
             }
         }
         if let Err(why) = &self.group {
-            gaps.push(format!("files below its directory's own entries: the kernel does not tell of them ({why})"));
+            gaps.push(format!(
+                "files below its directory's own entries: the kernel does not tell of them ({why})"
+            ));
             add_entries(owner, &self.terms.directory, &written, &mut paths);
         }
         add_read(owner, &seen, &mut paths);
         if seen.beyond_count > 0 {
             let (files, directories) = (seen.beyond_count, seen.beyond.len());
-            gaps.push(format!("{files} files beyond the first {FILES_MAX}; the {directories} directories they are in are"));
+            gaps.push(format!(
+                "{files} files beyond the first {FILES_MAX}; the {directories} directories they are in are"
+            ));
             let beyond: Vec<PathBuf> = seen.beyond.iter().cloned().collect();
             add_states(owner, beyond, &mut paths);
         }
@@ -222,7 +225,8 @@ fn now() -> (i64, i64) {
 fn begin(root: &OwnedFd, roots: &[PathBuf]) -> io::Result<Fanotify> {
     let flags = InitFlags::FAN_CLASS_NOTIF | InitFlags::FAN_CLOEXEC | InitFlags::FAN_NONBLOCK;
     // Not blocking: somebody may hold a lease on a file (fcntl(2)).
-    let events = EventFFlags::O_RDONLY | EventFFlags::O_NONBLOCK | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
+    let events =
+        EventFFlags::O_RDONLY | EventFFlags::O_NONBLOCK | EventFFlags::O_CLOEXEC | EventFFlags::O_LARGEFILE;
     let group = Fanotify::init(flags, events)?;
     let mask = MaskFlags::FAN_OPEN | MaskFlags::FAN_MODIFY | MaskFlags::FAN_CLOSE_WRITE;
     for path in roots {
@@ -298,7 +302,8 @@ fn add_entries(
     all.sort();
     let mut found = BTreeMap::new();
     add_states(owner, all, &mut found);
-    let is_written = |state: &PathState| matches!(state, PathState::Is(stamp) if written.contains(&stamp.inode));
+    let is_written =
+        |state: &PathState| matches!(state, PathState::Is(stamp) if written.contains(&stamp.inode));
     paths.extend(found.into_iter().filter(|(_, state)| !is_written(state)));
 }
 
@@ -355,7 +360,8 @@ mod tests {
 
     #[test]
     fn only_shared_memory_that_can_be_written_goes_to_its_file() {
-        let line = |rights: &str| format!("7f0000000000-7f0000001000 {rights} 00000000 fe:01 131 /home/t/db-shm");
+        let line =
+            |rights: &str| format!("7f0000000000-7f0000001000 {rights} 00000000 fe:01 131 /home/t/db-shm");
         assert_eq!(mapped_writable(&line("rw-s")), Some((rustix::fs::makedev(0xfe, 1), 131)));
         for rights in ["r--s", "rw-p", "r-xp"] {
             assert_eq!(mapped_writable(&line(rights)), None, "{rights}");

@@ -28,7 +28,8 @@ pub async fn tell(engine: &Engine, instance: &Instance, app: &App, body: &Body) 
             Some(signal) => {
                 let leaf = std::sync::Arc::clone(body.leaf());
                 let sent = engine.on_worker(move || Ok(send(&leaf, signal))).await;
-                sent.map_err(|fault| fault.to_string()).and_then(|sent| sent.map_err(|error| error.to_string()))
+                sent.map_err(|fault| fault.to_string())
+                    .and_then(|sent| sent.map_err(|error| error.to_string()))
             }
             None => get(instance, app, body, word, until).await,
         };

@@ -12,9 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use nagaya_cmdb::record::{
-    App, Buffering, Database, Files, Idle, ImageMemory, ImageWhen, Listen, Outbound,
-};
+use nagaya_cmdb::record::{App, Buffering, Database, Files, Idle, ImageMemory, ImageWhen, Listen, Outbound};
 use nagaya_cmdb::{Site, Tenant};
 
 use super::carried::{self, Present};
@@ -127,7 +125,8 @@ impl Housing {
     /// What its image depends on.
     fn watch_terms(&self) -> WatchTerms {
         let (home, directory) = (spawn::home(&self.tenant), self.directory());
-        let roots = std::iter::once(directory.clone()).chain(self.app.writable.iter().map(|path| home.join(path)));
+        let roots =
+            std::iter::once(directory.clone()).chain(self.app.writable.iter().map(|path| home.join(path)));
         // The base has a digest of its own.
         let roots = roots.filter(|root| root != Path::new("/")).collect();
         let named = self.app.image_watch.iter().map(|path| directory.join(path)).chain(self.restart_path());

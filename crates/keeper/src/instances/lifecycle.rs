@@ -408,10 +408,7 @@ impl Lifecycle {
 
     /// An image of it is to be taken, or is being.
     pub fn is_imaging(&self) -> bool {
-        matches!(
-            self.state,
-            State::Imaging(_) | State::Up(Up { doing: Some((_, Doing::Image)), .. })
-        )
+        matches!(self.state, State::Imaging(_) | State::Up(Up { doing: Some((_, Doing::Image)), .. }))
     }
 
     /// What each tier costs it, as far as that is known.

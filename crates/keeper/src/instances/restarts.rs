@@ -121,9 +121,7 @@ mod tests {
     fn a_touch_restarts_and_a_removal_does_not() {
         let home = tempfile::tempdir().unwrap();
         fs::create_dir(home.path().join("tmp")).unwrap();
-        let file = || {
-            RestartFile::new(PathOwner::new(Some(home.path()), None), home.path().join(FILE))
-        };
+        let file = || RestartFile::new(PathOwner::new(Some(home.path()), None), home.path().join(FILE));
         let before = file();
         assert!(!before.is_touched());
         fs::write(home.path().join(FILE), "").unwrap();

@@ -26,6 +26,7 @@ pub const CRIU: &[Fact] = &[
     ("an image of the moment at which it rests has what is in memory, each time", at_rest),
     ("an application is told after a wake, before it gets a request", told_after_wake),
     ("a connection that was not accepted yet spoils one try, and none that follow", not_accepted_yet),
+    ("files that a program removes at its end cost two images, and then none is taken", removed_at_end),
     ("three thousand files that a program has read are all looked at", many_files),
 ];
 
@@ -152,7 +153,12 @@ fn each_change() {
         }),
         ("server.py was changed", &|| {
             let touched = SystemTime::now() - Duration::from_secs(3600);
-            fs::File::options().write(true).open(path(&world, "server.py")).unwrap().set_modified(touched).unwrap();
+            fs::File::options()
+                .write(true)
+                .open(path(&world, "server.py"))
+                .unwrap()
+                .set_modified(touched)
+                .unwrap();
         }),
     ];
     world.run(async |keeper| {
@@ -431,5 +437,32 @@ fn not_accepted_yet() {
         assert_started(&keeper).await;
         rest(&world).await;
         assert_eq!(assert_restored(&keeper, "/").await, "ok");
+    });
+}
+
+/// Before the server: a database whose write-ahead log goes when the program ends well.
+const WAL: &str = "import sqlite3, signal, sys\n\
+    held = sqlite3.connect('held.db', check_same_thread=False)\n\
+    held.execute('pragma journal_mode=wal'); held.execute('create table if not exists t(x)')\n\
+    held.execute('insert into t values(1)'); held.commit()\n\
+    signal.signal(signal.SIGTERM, lambda *what: (held.close(), sys.exit(0)))\n";
+
+fn removed_at_end() {
+    let world = memory_world(json!({}));
+    world.script("server.py", &format!("{WAL}{MEMORY}"));
+    let taken = || world.metric("nagaya_keeper_images_total{event=\"taken\"}");
+    world.run(async |keeper| {
+        until_images(&world).await;
+        for _ in 0..4 {
+            assert_eq!(visit(&keeper, "/").await, "one 0 0 0", "it is served, whatever becomes of its image");
+            until_idle(&world, "app").await;
+            let all = pids(&world, "app");
+            world.act("app", Act::Rest { to: Some(Tier::Image) });
+            all.into_iter().for_each(wait_dead);
+        }
+        assert_eq!(visit(&keeper, "/").await, "one 0 0 0");
+        let note = show(&world, "app")["note"].as_str().unwrap_or_default().to_owned();
+        assert!(note.contains("turned out wrong") && note.contains("held.db-wal"), "{note}");
+        assert_eq!(taken(), 2, "two failures are enough");
     });
 }

@@ -133,9 +133,7 @@ pub fn run(command: &Command, place: &Place) -> Result<ExitCode, CliError> {
             (act(site, &what, "rests", *format, place), *format)
         }
         Command::Image(one) => (act(&one.site, "image", "has a new image", one.format, place), one.format),
-        Command::Restart(one) => {
-            (act(&one.site, "restart", "starts anew", one.format, place), one.format)
-        }
+        Command::Restart(one) => (act(&one.site, "restart", "starts anew", one.format, place), one.format),
         Command::Stop(one) => {
             (act(&one.site, "stop", "has no process any more", one.format, place), one.format)
         }

@@ -546,9 +546,15 @@ impl World {
                 self.tell(key, Event::Rest(to));
             }
             84..86 => self.tell(key, Event::Stop),
-            86..88 => {
+            86..87 => {
                 self.outside[at].retake |= self.lives[at].fits(Event::Retake).is_ok();
                 self.tell(key, Event::Retake);
+            }
+            87..88 => {
+                let life = &self.lives[at];
+                let runs = !matches!(life.state, State::Off | State::Queued | State::Ending(_));
+                self.outside[at].retake |= runs && life.barred().is_none();
+                self.tell(key, Event::Restart);
             }
             88..90 => {
                 let after = steps(&mut self.dice);
@@ -727,8 +733,13 @@ fn whatever_happens_what_must_never_be_is_not() {
 fn rests_on_an_old_image() -> (Lifecycle, Instant) {
     let start = Instant::now();
     let second = Some(Duration::from_secs(1));
-    let terms =
-        Terms { after: [None, None, None, second, None], is_said: [true; 5], keep: false, images: true, image_at_rest: false };
+    let terms = Terms {
+        after: [None, None, None, second, None],
+        is_said: [true; 5],
+        keep: false,
+        images: true,
+        image_at_rest: false,
+    };
     let mut life = Lifecycle::new(start, terms);
     assert_eq!(life.apply(start, Event::Ask(Waiter(1))), [Effect::Queue]);
     assert_eq!(life.apply(start, Event::Turn), [Effect::Restore(Op(1), Run(1))]);
