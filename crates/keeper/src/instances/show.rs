@@ -137,7 +137,7 @@ impl Instances {
         let image = instance.image.borrow();
         let image = image.as_ref().filter(|_| life.has_image());
         let image = image.map(|image| {
-            let (files, gaps) = (image.watched().len(), image.watched().gaps());
+            let (files, gaps) = (image.watched().count(), image.watched().gaps());
             let gaps = Some(gaps).filter(|gaps| !gaps.is_empty());
             json!({"bytes": image.bytes(), "taken_at": image.taken_at(), "files": files, "not_watched": gaps})
         });
