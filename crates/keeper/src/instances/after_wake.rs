@@ -44,8 +44,8 @@ async fn get(instance: &Instance, app: &App, body: &Body, path: &str, until: Ins
     let socket = body.connect().await.map_err(|error| error.to_string())?;
     let left = until.saturating_duration_since(Instant::now());
     match asked.get(socket, path, left).await {
-        Ok(status) if status < 400 => Ok(()),
-        Ok(status) => Err(format!("it answered with status {status}")),
+        Ok(answer) if answer.status < 400 => Ok(()),
+        Ok(answer) => Err(format!("it answered with {answer}")),
         Err(error) => Err(error.to_string()),
     }
 }
