@@ -190,7 +190,8 @@ async fn serve(stream: TcpStream, conn: ConnInfo, entered: Entered, entrance: &E
     }
 }
 
-/// What came first where TLS is spoken.
+/// What came first where TLS is spoken. Lives from the handshake to the next line.
+#[expect(clippy::large_enum_variant, reason = "it is taken apart at once")]
 enum Hello {
     Tls(TlsStream<TcpStream>, TlsInfo, Alpn),
     Plain(TcpStream),
