@@ -92,7 +92,7 @@ fn add_wsgi(world: &World, name: &str, more: Value) {
     need("/usr/bin/gunicorn");
     world.write("alice", &format!("{name}/wsgi.py"), WSGI);
     world.write("alice", &format!("{name}/settings.py"), "TITLE = 'one'\n");
-    let command = ["/usr/bin/gunicorn", "--bind", "fd://3", "--timeout", "0", "wsgi:application"];
+    let command = ["/usr/bin/gunicorn", "--timeout", "0", "wsgi:application"];
     let mut backend = app(name, &command);
     backend["listen"] = json!("fd");
     add_site(world, name, backend, more);

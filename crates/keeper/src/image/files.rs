@@ -57,7 +57,7 @@ pub fn add(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<Content> {
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(CWD, dir.join(name), flags, Mode::from_raw_mode(0o600))?);
     file.write_all(bytes)?;
-    Ok(Content { bytes: bytes.len() as u64, digest: Digest::of(&[bytes]) })
+    Ok(Content { bytes: bytes.len() as u64, digest: Digest::of_file(&open(dir, name, OFlags::RDONLY)?)? })
 }
 
 /// What of an image's memory is not filled by CRIU.

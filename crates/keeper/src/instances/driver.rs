@@ -469,6 +469,8 @@ async fn failed(engine: &Rc<Engine>, instance: &Rc<Instance>, op: Op, why: NoBod
         }
         NoBody::NotRestored(NotRestored::PutAside(fault)) => {
             tracing::warn!(site = %site.name, "{}: it is started instead: {fault}", fault::BAD_IMAGE);
+            // Until another is taken, which may not be tried.
+            instance.no_image.replace(Some(fault.message.clone()));
             tell(over(Blame::Program));
         }
         NoBody::Mute(image, fault) => {

@@ -138,6 +138,16 @@ fn changed_program() {
         rest(&world).await;
         assert!(assert_restored(&keeper, "/").await.starts_with("second page"), "the new image is used");
     });
+    // A new keeper compares all files of an image, the list of what it depends on among them.
+    assert!(world.drain());
+    world.restart();
+    world.run(async |keeper| {
+        until_images(&world).await;
+        assert!(assert_restored(&keeper, "/").await.starts_with("second page"));
+        rest(&world).await;
+        write(&world, "settings.py", "TITLE = 'the third'\n");
+        assert!(assert_started(&keeper).await.starts_with("the third"));
+    });
     assert!(world.log().contains("settings.py was changed"), "{}", world.log());
     assert_eq!(world.metric("nagaya_keeper_images_total{event=\"quarantined\"}"), 0);
 }
@@ -462,7 +472,7 @@ fn removed_at_end() {
         }
         assert_eq!(visit(&keeper, "/").await, "one 0 0 0");
         let note = show(&world, "app")["note"].as_str().unwrap_or_default().to_owned();
-        assert!(note.contains("turned out wrong") && note.contains("held.db-wal"), "{note}");
+        assert!(note.contains("cannot be brought back") && note.contains("held.db-wal"), "{note}");
         assert_eq!(taken(), 2, "two failures are enough");
     });
 }
