@@ -82,6 +82,7 @@ struct Seen {
 pub struct ReadRecorder {
     /// Why there is none.
     group: Result<Fanotify, String>,
+    began: (i64, i64),
     terms: WatchTerms,
     seen: Mutex<Seen>,
 }
@@ -93,8 +94,9 @@ impl ReadRecorder {
         if let Err(why) = &group {
             tracing::debug!("files that an application reads are not told: {why}");
         }
-        let seen = Seen { read_at: now(), ..Seen::default() };
-        Self { group, terms, seen: Mutex::new(seen) }
+        let began = now();
+        let seen = Seen { read_at: began, ..Seen::default() };
+        Self { group, began, terms, seen: Mutex::new(seen) }
     }
 
     /// Takes in what was told until now. Returns how much that was.
@@ -151,6 +153,7 @@ impl ReadRecorder {
             add_entries(owner, &self.terms.directory, &written, &mut paths);
         }
         add_read(owner, &seen, &mut paths);
+        add_sources(owner, self.began, &mut paths);
         if seen.beyond_count > 0 {
             let (files, directories) = (seen.beyond_count, seen.beyond.len());
             gaps.push(format!(
@@ -262,6 +265,27 @@ fn add_read(owner: &PathOwner, seen: &Seen, paths: &mut BTreeMap<PathBuf, PathSt
     }
 }
 
+/// Sources whose compiled form was read in their place: Python then only looks at the time of the source.
+fn add_sources(owner: &PathOwner, began: (i64, i64), paths: &mut BTreeMap<PathBuf, PathState>) {
+    let mut sources: Vec<PathBuf> = paths.keys().filter_map(|path| source_of(path)).collect();
+    sources.sort();
+    sources.dedup();
+    sources.retain(|source| !paths.contains_key(source));
+    let mut found = BTreeMap::new();
+    add_states(owner, sources, &mut found);
+    for (path, state) in found {
+        let is_late = matches!(state, PathState::Is(stamp) if stamp.changed > began);
+        paths.insert(path, if is_late { PathState::Unsure } else { state });
+    }
+}
+
+/// The source of a compiled file of Python's, `__pycache__/NAME.TAG.pyc` (PEP 3147).
+fn source_of(compiled: &Path) -> Option<PathBuf> {
+    let directory = compiled.parent().filter(|directory| directory.ends_with("__pycache__"))?;
+    let name = compiled.file_name()?.to_str()?.strip_suffix(".pyc")?;
+    Some(directory.parent()?.join(format!("{}.py", name.split('.').next()?)))
+}
+
 /// Links beside the files that were read, and beside the directories they are in: the kernel tells of no link.
 fn add_links<'a>(
     owner: &PathOwner,
@@ -348,6 +372,16 @@ fn mapped_writable(line: &str) -> Option<FileId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_compiled_file_of_pythons_has_a_source() {
+        let source = |path: &str| source_of(Path::new(path));
+        assert_eq!(source("/a/__pycache__/b.cpython-311.pyc"), Some("/a/b.py".into()));
+        assert_eq!(source("/a/__pycache__/b.cpython-311.opt-1.pyc"), Some("/a/b.py".into()));
+        for other in ["/a/b.pyc", "/a/__pycache__/b.txt", "/a/b.py"] {
+            assert_eq!(source(other), None, "{other}");
+        }
+    }
 
     #[test]
     fn only_what_can_be_written_counts_as_written() {

@@ -20,6 +20,7 @@ pub const CRIU: &[Fact] = &[
     ("an image ends with each file that its program has read, in whatever way that changes", each_change),
     ("files that a program writes itself do not end its image", own_files),
     ("a file that the record names ends the image also where the program writes it", named_files),
+    ("a source file counts also where the program has read its compiled form", compiled_source),
     ("a link that is switched to another release ends the image", switched_link),
     ("a touched tmp/restart.txt starts an application anew, wherever it rests", restart_file),
     ("an operator starts an application anew, and its image is not used again", restarted),
@@ -143,7 +144,8 @@ fn changed_program() {
     world.restart();
     world.run(async |keeper| {
         until_images(&world).await;
-        assert!(assert_restored(&keeper, "/").await.starts_with("second page"));
+        let (said, _, stages) = wake(&keeper, "/").await;
+        assert!(said.starts_with("second page") && stages.contains(&Stage::Restore), "{said}: {stages:?}");
         rest(&world).await;
         write(&world, "settings.py", "TITLE = 'the third'\n");
         assert!(assert_started(&keeper).await.starts_with("the third"));
@@ -222,6 +224,23 @@ fn named_files() {
         assert!(told().contains("plugins/one.py was changed"), "{}", told());
         rest(&world).await;
         assert_restored(&keeper, "/").await;
+    });
+}
+
+fn compiled_source() {
+    let world = world(json!({}));
+    world.run(async |keeper| {
+        until_images(&world).await;
+        // The first start compiles the module; the second one reads what was compiled.
+        assert_started(&keeper).await;
+        rest(&world).await;
+        write(&world, "template.html", "other\n");
+        assert_started(&keeper).await;
+        rest(&world).await;
+        assert_restored(&keeper, "/").await;
+        rest(&world).await;
+        write(&world, "settings.py", "TITLE = 'second'\n");
+        assert!(assert_started(&keeper).await.starts_with("second"));
     });
 }
 
