@@ -117,7 +117,7 @@ impl TenantTallies {
                 );
             }
         }
-        let families: [(&str, &str, fn(&Sum) -> f64); 3] = [
+        let families: [Family; 3] = [
             ("nagaya_tenant_received_bytes_total", "Bytes of request bodies", |sum| sum.received as f64),
             ("nagaya_tenant_sent_bytes_total", "Bytes of response bodies", |sum| sum.sent as f64),
             (
@@ -135,6 +135,9 @@ impl TenantTallies {
         out
     }
 }
+
+/// Name and help of a family of metrics, and its value of one tenant.
+type Family = (&'static str, &'static str, fn(&Sum) -> f64);
 
 impl Tally {
     fn add(&self, record: &AccessRecord) {

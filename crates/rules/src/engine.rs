@@ -240,14 +240,14 @@ impl Loaded {
         verdict: &mut Verdict,
         checkpoint: Option<Box<Verdict>>,
     ) -> Result<Outcome, RuleFault> {
-        let faults = refused.into_iter().map(|Refused { line, message }| RuleFault {
+        let mut faults = refused.into_iter().map(|Refused { line, message }| RuleFault {
             kind: FaultKind::Decision,
             file: Arc::clone(&self.rule.name),
             line,
             message,
         });
         if self.rule.file.on_error == OnError::Refuse {
-            let fault = faults.last().expect("one decision at least was refused");
+            let fault = faults.next_back().expect("one decision at least was refused");
             verdict.roll_back(checkpoint);
             self.rule.failed(&self.tally, &fault);
             return Err(fault);
