@@ -385,7 +385,8 @@ fn the_routed_path_is_the_forwarded_path(world: &World) {
         each_told(world, CLIENT, target, &[], |kind, told, why| {
             assert_eq!(kind.target(told).as_deref(), Some(expected), "{target} {why}");
             if kind == Kind::Cgi {
-                let is_pub = told.contains("CONTEXT_PREFIX=/pub") || told.contains("SCRIPT_NAME=/pub/");
+                // The program of a front controller is at the site's own path.
+                let is_pub = told.lines().any(|line| line == "SCRIPT_NAME=/pub");
                 assert_eq!(is_pub, expected.starts_with("/pub"), "{why}");
             }
         });

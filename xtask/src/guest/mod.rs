@@ -132,7 +132,7 @@ impl Suite {
         jobs.push(end_to_end(vec!["cells::".into()])?);
         // How rules are read and refused is the same with every version of cgroups.
         let mut rules = vec!["rules::".to_owned()];
-        for other in ["rule_", "rules_", "text_that", "syntax_error", "settings_come"] {
+        for other in ["rule_", "rules_", "text_that", "syntax_error", "settings_come", "lane", "phases"] {
             rules.extend(["--skip".into(), other.into()]);
         }
         jobs.push(end_to_end(rules)?);
