@@ -7,7 +7,6 @@ use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use data_encoding::BASE64;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, IsCa, KeyPair};
@@ -16,9 +15,6 @@ use tempfile::TempDir;
 
 use crate::world::{Builder, World};
 use crate::{machine, wait};
-
-/// Clusters are tried one after the other: a machine that runs many at once is slower than a fence lasts, and all would stand still.
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Who may do everything in an etcd that wants a password.
 const USER: &str = "root";
@@ -30,7 +26,6 @@ pub struct Etcd {
     members: Vec<Member>,
     /// Its certificates, where it wants some.
     files: Option<Files>,
-    _turn: MutexGuard<'static, ()>,
 }
 
 /// One process of etcd.
@@ -96,9 +91,8 @@ impl Etcd {
 
     fn prepare(count: usize) -> Self {
         let dir = tempfile::Builder::new().prefix("nagaya-etcd-").tempdir().expect("a temporary directory");
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let members = (0..count).map(|_| Member { client: free(), peer: free(), child: None }).collect();
-        Self { dir, members, files: None, _turn: turn }
+        Self { dir, members, files: None }
     }
 
     /// As its operator says it, by etcd's gateway.

@@ -19,9 +19,9 @@ const AT_ONCE: usize = 6;
 /// Tests that may run at this moment.
 static RUNNING: Places = Places::new(AT_ONCE);
 
-/// Those of them that are of a cluster on loopback, and those that are of a lab: one of each. Either is some nodes and an etcd, and
-/// on a machine that runs many they are slower than a fence lasts.
-static CLUSTERS: Places = Places::new(1);
+/// Those of them that are of a cluster on loopback, and those that are of a lab. Either is some nodes and an etcd, which mostly wait,
+/// but on a machine that runs many of them they are slower than a fence lasts.
+static CLUSTERS: Places = Places::new(2);
 static LABS: Places = Places::new(1);
 
 /// How long tests that succeeded took.

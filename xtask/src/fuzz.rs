@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::workspace::{self, PACKAGES};
 
 /// How long each target runs by `--quick`, and by itself unless told otherwise. Seconds.
-const QUICK_SECONDS: u32 = 5;
+const QUICK_SECONDS: u32 = 3;
 const LONG_SECONDS: u32 = 3600;
 
 /// Longest input, bytes. What is longer takes other ways only where a bound ends it.
