@@ -89,9 +89,21 @@ fn everything_works(etcd: &Etcd, node: &Node) {
 /// Says why this one is not let in, after some time and always the same way.
 fn why_not(etcd: &Etcd, cluster: &str, access: &Access) -> ClusterError {
     let node = Node::open(&etcd.options_of(cluster, access));
-    let began = Instant::now();
-    let error = node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap_err();
-    assert!(began.elapsed() < BOUND, "{error} after {:?}", began.elapsed());
+    let ask = || {
+        let began = Instant::now();
+        let error = node.store.transaction(vec![setting("k", "v")], Mode::Merge).unwrap_err();
+        assert!(began.elapsed() < BOUND, "{error} after {:?}", began.elapsed());
+        error
+    };
+    let mut error = ask();
+    // On a busy machine a handshake may take longer than the answer had time: then nothing is said of why.
+    until("somebody answers", || {
+        let is_silent = error.to_string().ends_with(": no answer");
+        if is_silent {
+            error = ask();
+        }
+        !is_silent
+    });
     node.until("it says so", |store| store.trouble().is_some());
     assert_eq!(node.store.counts().unwrap().settings, 0);
     match error {
