@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use foldhash::fast::RandomState;
 use nagaya_cmdb::TenantName;
 use parking_lot::Mutex;
 
@@ -51,7 +52,9 @@ struct Tally {
 #[derive(Default)]
 struct Own {
     id: u64,
-    tallies: HashMap<TenantName, Arc<Tally>>,
+    tallies: HashMap<TenantName, Arc<Tally>, RandomState>,
+    /// Of all that have none there. Once it is, all that ever get one have theirs.
+    others: Option<Arc<Tally>>,
 }
 
 thread_local! {
@@ -72,27 +75,36 @@ impl TenantTallies {
         let Some(site) = &record.site else { return };
         OWN.with_borrow_mut(|own| {
             if own.id != self.id {
-                *own = Own { id: self.id, tallies: HashMap::new() };
+                *own = Own { id: self.id, ..Own::default() };
             }
-            let tally = match own.tallies.get(&site.tenant) {
-                Some(tally) => tally,
-                None => {
-                    let tally = self.begin(&site.tenant);
-                    own.tallies.entry(site.tenant.clone()).or_insert(tally)
-                }
-            };
-            tally.add(record);
+            if !own.tallies.contains_key(&site.tenant) && own.others.is_none() {
+                self.begin(&site.tenant, own);
+            }
+            let tally = own.tallies.get(&site.tenant).or(own.others.as_ref());
+            tally.expect("each tenant has one, or all that have none have one").add(record);
         });
     }
 
-    /// A tally for this thread. The caller keeps it, so this is done once for each tenant of a thread.
-    fn begin(&self, tenant: &TenantName) -> Arc<Tally> {
-        let tally = Arc::new(Tally::default());
+    /// Makes this thread's tally of a tenant. Where there are as many tenants as may be, those of all that have one, and that of the
+    /// others, so that this thread has nothing left to ask.
+    fn begin(&self, tenant: &TenantName, own: &mut Own) {
         let mut all = self.all.lock();
-        let is_full = all.named.len() >= TENANTS_MAX && !all.named.contains_key(tenant);
-        let list = if is_full { &mut all.others } else { all.named.entry(tenant.clone()).or_default() };
-        list.push(Arc::clone(&tally));
-        tally
+        let add = |list: &mut Vec<Arc<Tally>>| {
+            let tally = Arc::new(Tally::default());
+            list.push(Arc::clone(&tally));
+            tally
+        };
+        if all.named.contains_key(tenant) || all.named.len() < TENANTS_MAX {
+            let tally = add(all.named.entry(tenant.clone()).or_default());
+            own.tallies.insert(tenant.clone(), tally);
+            return;
+        }
+        for (name, list) in &mut all.named {
+            if !own.tallies.contains_key(name) {
+                own.tallies.insert(name.clone(), add(list));
+            }
+        }
+        own.others = Some(add(&mut all.others));
     }
 
     /// The families, each with a sample for each tenant.
@@ -223,10 +235,22 @@ mod tests {
             tallies.add(&record(&format!("t{n}"), 200));
         }
         tallies.add(&record("t0", 200));
+        // A thread that comes later knows whose is whose, and none keeps more than there are labels.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for tenant in ["t1001", "t1", "t1002"] {
+                    tallies.add(&record(tenant, 200));
+                }
+                OWN.with_borrow(|own| assert_eq!(own.tallies.len(), TENANTS_MAX));
+            });
+        });
+        assert_eq!(tallies.all.lock().others.len(), 2);
         let text = tallies.text();
         let count = text.lines().filter(|line| line.starts_with("nagaya_tenant_requests_total{")).count();
         assert_eq!(count, TENANTS_MAX + 1);
-        assert!(text.contains("{tenant=\"(others)\",status=\"2xx\"} 3\n"));
-        assert!(text.contains("{tenant=\"t0\",status=\"2xx\"} 2\n"));
+        assert!(text.contains("{tenant=\"(others)\",status=\"2xx\"} 5\n"));
+        for named in ["t0", "t1"] {
+            assert!(text.contains(&format!("{{tenant=\"{named}\",status=\"2xx\"}} 2\n")), "{named}");
+        }
     }
 }

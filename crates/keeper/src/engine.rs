@@ -345,16 +345,15 @@ impl Engine {
         let (site, tenant) = self.site(name)?;
         let identity = self.runner(&tenant)?.identity;
         let mounts = Arc::clone(&self.root_mounts);
-        // Its file system may hang: then it holds up the tenant's own programs, and nobody else's.
         let name = tenant.name.clone();
-        let opening = self.workers.start_for(&name, move || {
+        let open = move || {
             let root = roots::open_root(&site, &tenant, identity)?;
             mounts.give(root).map_err(|error| {
                 let what = "cannot make a mount of the document root of site";
                 Fault::of_path(fault::ROOT, what, Path::new(site.name.as_str()), error)
             })
-        })?;
-        opening.await.unwrap_or_else(|_| Err(failed_inside()))
+        };
+        self.on_worker_for(&name, open).await
     }
 
     pub fn root_mounts(&self) -> &Arc<RootMounts> {
@@ -372,10 +371,7 @@ impl Engine {
         let whose = (self.is_root && peer.uid != 0).then_some(peer);
         let name = tenant.name.clone();
         // The file system that the socket is on may hang, too.
-        let connecting = self
-            .workers
-            .start_for(&name, move || server_socket::connect(&path, tenant.home.as_deref(), whose))?;
-        connecting.await.unwrap_or_else(|_| Err(failed_inside()))
+        self.on_worker_for(&name, move || server_socket::connect(&path, tenant.home.as_deref(), whose)).await
     }
 
     pub async fn open_certificate(&self, name: String) -> Result<OwnedFd, Fault> {
@@ -594,6 +590,16 @@ impl Engine {
         job: impl FnOnce() -> Result<T, Fault> + Send + 'static,
     ) -> Result<T, Fault> {
         self.workers.run(job)?.await.unwrap_or_else(|_| Err(failed_inside()))
+    }
+
+    /// The same for what looks at this tenant's files. Its file system may hang: then it holds up the tenant's own programs, and nobody
+    /// else's.
+    pub async fn on_worker_for<T: Send + 'static>(
+        &self,
+        tenant: &TenantName,
+        job: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+    ) -> Result<T, Fault> {
+        self.workers.start_for(tenant, job)?.await.unwrap_or_else(|_| Err(failed_inside()))
     }
 }
 

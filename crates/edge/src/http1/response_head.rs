@@ -39,7 +39,7 @@ pub fn find_end(buffer: &[u8], scanned: &mut usize, bytes_max: usize) -> Result<
 
 /// Where the lines end, which end in CR LF or LF: behind the first empty one. Looks at line ends from `from` on; a line in
 /// front of it does not count as empty.
-pub(super) fn find_empty_line(bytes: &[u8], from: usize) -> Option<usize> {
+pub fn find_empty_line(bytes: &[u8], from: usize) -> Option<usize> {
     memchr::memchr_iter(b'\n', &bytes[from..]).find_map(|at| {
         let behind = from + at + 1;
         match &bytes[behind..] {

@@ -17,6 +17,8 @@ use bytes::{Bytes, BytesMut};
 use http::header::{CONNECTION, LOCATION};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
+use crate::http1::response_head::find_empty_line;
+
 /// Longest head, in bytes, its empty line included.
 pub(crate) const HEAD_BYTES_MAX: usize = 64 << 10;
 
@@ -117,14 +119,7 @@ fn end_of_head(bytes: &[u8], from: usize) -> Option<usize> {
             _ => {}
         }
     }
-    memchr::memchr_iter(b'\n', &bytes[from..]).find_map(|at| {
-        let behind = from + at + 1;
-        match &bytes[behind..] {
-            [b'\n', ..] => Some(behind + 1),
-            [b'\r', b'\n', ..] => Some(behind + 2),
-            _ => None,
-        }
-    })
+    find_empty_line(bytes, from)
 }
 
 /// Cuts off `HTTP/1.1 200 OK`. `None`: there is none, and the program answers as all others do.

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -37,8 +37,19 @@ const LINKS_MAX: usize = 1024;
 /// Entries of a directory that the record wants watched.
 const NAMED_ENTRIES_MAX: usize = 1024;
 
-/// Descriptors and mappings looked at of one process, and bytes of the list of these.
+/// Descriptors that are looked at of one process, and bytes of what the kernel says of one: what is looked for stands in front.
 const DESCRIPTORS_MAX: usize = 4096;
+const DESCRIPTOR_LEN_MAX: u64 = 512;
+
+/// Bytes that are read of one process' list of mappings.
+const MAPPINGS_LEN_MAX: u64 = 4 << 20;
+
+/// Events that are taken in at once: as many as the kernel keeps by itself (`fs.fanotify.max_queued_events`). A program that opens files
+/// without end keeps nobody busy for longer.
+const EVENTS_MAX: usize = 16_384;
+
+/// Why some events are missing.
+const TOO_MANY: &str = "more files were opened at once than the kernel tells of";
 
 /// A file, whatever its names are: device and inode.
 type FileId = (u64, u64);
@@ -99,13 +110,13 @@ impl ReadRecorder {
         Self { group, began, terms, seen: Mutex::new(seen) }
     }
 
-    /// Takes in what was told until now. Returns how much that was.
+    /// Takes in what was told until now, `EVENTS_MAX` at most. Returns how much that was.
     pub fn drain(&self) -> usize {
         let Ok(group) = &self.group else { return 0 };
         let mut seen = self.seen.lock();
         let began = now();
         let mut count = 0;
-        loop {
+        while count < EVENTS_MAX {
             let events = match group.read_events() {
                 Ok(events) if events.is_empty() => break,
                 Ok(events) => events,
@@ -119,7 +130,7 @@ impl ReadRecorder {
             count += events.len();
             for event in &events {
                 if event.mask().contains(MaskFlags::FAN_Q_OVERFLOW) {
-                    seen.lost = Some("more files were opened at once than the kernel tells of".into());
+                    seen.lost = Some(TOO_MANY.into());
                 } else if let Some(fd) = event.fd() {
                     seen.add(event.mask(), &fd, &self.terms.roots);
                 }
@@ -131,8 +142,11 @@ impl ReadRecorder {
 
     /// What an image that is taken now depends on. `pids`: all processes of the application.
     pub fn finish(&self, owner: &PathOwner, pids: &[i32]) -> Watched {
-        self.drain();
+        let is_all = self.drain() < EVENTS_MAX;
         let mut seen = self.seen.lock();
+        if !is_all {
+            seen.lost = Some(TOO_MANY.into());
+        }
         let (written, held) = written_by(pids);
         seen.files
             .retain(|(device, inode), _| !written.contains(inode) && !held.contains(&(*device, *inode)));
@@ -337,14 +351,21 @@ fn written_by(pids: &[i32]) -> (HashSet<u64>, HashSet<FileId>) {
     for pid in pids {
         let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fdinfo")) else { continue };
         for entry in descriptors.take(DESCRIPTORS_MAX).flatten() {
-            let Ok(text) = fs::read_to_string(entry.path()) else { continue };
+            let Ok(text) = read_beginning(&entry.path(), DESCRIPTOR_LEN_MAX) else { continue };
             open.extend(inode_if_writable(&text));
         }
-        if let Ok(text) = fs::read_to_string(format!("/proc/{pid}/maps")) {
+        if let Ok(text) = read_beginning(Path::new(&format!("/proc/{pid}/maps")), MAPPINGS_LEN_MAX) {
             mapped.extend(text.lines().filter_map(mapped_writable));
         }
     }
     (open, mapped)
+}
+
+/// A text of the kernel's, as far as the bound goes. A program decides how long it is.
+fn read_beginning(path: &Path, len_max: u64) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    fs::File::open(path)?.take(len_max).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// The inode that a text of `/proc/PID/fdinfo` names, if what is open can be written (proc_pid_fdinfo(5)).
@@ -381,6 +402,15 @@ mod tests {
         for other in ["/a/b.pyc", "/a/__pycache__/b.txt", "/a/b.py"] {
             assert_eq!(source(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn of_a_long_text_the_beginning_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("maps");
+        fs::write(&path, "a line\n".repeat(1000)).unwrap();
+        assert_eq!(read_beginning(&path, 10).unwrap(), "a line\na l");
+        assert_eq!(read_beginning(&path, 1 << 20).unwrap().len(), 7000);
     }
 
     #[test]

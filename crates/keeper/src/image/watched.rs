@@ -20,8 +20,9 @@ pub const FILE: &str = "watched";
 /// Most paths of one image. Looking at so many takes tens of milliseconds.
 pub const PATHS_MAX: usize = 8192;
 
-/// Bytes of the list: a path and its stamp take about 120.
+/// Bytes of the list: a path and its stamp take about 120. Of the paths alone, so that stamps and words fit beside them.
 pub const LEN_MAX: u64 = 8 << 20;
+const PATHS_LEN_MAX: usize = 6 << 20;
 
 /// Most words about what is not watched.
 const GAPS_MAX: usize = 8;
@@ -115,9 +116,15 @@ impl Watched {
     pub fn new(mut paths: Vec<WatchedPath>, mut gaps: Vec<String>) -> Self {
         paths.sort_by(|one, other| one.path.cmp(&other.path));
         paths.dedup_by(|later, earlier| later.path == earlier.path);
-        if paths.len() > PATHS_MAX {
-            gaps.push(format!("{} paths beyond the first {PATHS_MAX}", paths.len() - PATHS_MAX));
-            paths.truncate(PATHS_MAX);
+        let mut len = 0;
+        let fits = |watched: &&WatchedPath| {
+            len += watched.path.len();
+            len <= PATHS_LEN_MAX
+        };
+        let kept = paths.iter().take(PATHS_MAX).take_while(fits).count();
+        if paths.len() > kept {
+            gaps.push(format!("{} paths beyond the first {kept}", paths.len() - kept));
+            paths.truncate(kept);
         }
         gaps.truncate(GAPS_MAX);
         Self { origin: String::new(), paths, gaps }
@@ -308,6 +315,12 @@ mod tests {
         assert_eq!((watched.count(), watched.gaps().len()), (PATHS_MAX, 1));
         let bytes = watched.encode().unwrap();
         assert!((bytes.len() as u64) < LEN_MAX);
+        // Paths as long as the kernel takes them (PATH_MAX).
+        let long = |number: usize| format!("{}/{}", path(number), "x/".repeat(2000));
+        let paths =
+            (0..PATHS_MAX).map(|number| WatchedPath::new(Path::new(&long(number)), PathState::Unsure));
+        let long = Watched::new(paths.collect(), Vec::new());
+        assert!((long.encode().unwrap().len() as u64) < LEN_MAX && long.gaps().len() == 1);
         assert_eq!(Watched::decode(&bytes).unwrap(), watched);
         assert!(Watched::decode(&bytes[..bytes.len() - 1]).is_err());
     }

@@ -101,11 +101,12 @@ impl Instances {
         let images = self.images.borrow().clone();
         let housing = self.housing(engine, &instance.site().name).await;
         let (Some(images), Ok(housing)) = (images, housing) else { return };
+        let tenant = housing.tenant.name.clone();
         let remove = move || {
             images.remove(&housing.present_subject()?);
             Ok(())
         };
-        if let Err(fault) = engine.on_worker(remove).await {
+        if let Err(fault) = engine.on_worker_for(&tenant, remove).await {
             tracing::warn!(site = %instance.site().name, "its image cannot be removed: {fault}");
         }
     }

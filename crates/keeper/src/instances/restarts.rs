@@ -3,12 +3,16 @@
 //! The file is looked at once a second while the application runs, and before one that rests is needed again. It is among the files
 //! that an image depends on, too. Not here: what a new start is (`lifecycle`), what an operator says (`acts`).
 
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nagaya_cmdb::TenantName;
 use nagaya_cmdb::instance::Tier;
+use tokio::task::spawn_local;
 use tokio::time::sleep;
 
 use super::housing::Housing;
@@ -60,27 +64,44 @@ impl Housing {
 }
 
 impl Instances {
-    /// Starts those anew whose file is touched while they run, for ever.
+    /// Starts those anew whose file is touched while they run, for ever. Each tenant's files are looked at by themselves, because its file
+    /// system may hang, and not again before that look has ended.
     pub async fn watch_restarts(&self, engine: &Rc<Engine>) {
+        let looking: Rc<RefCell<HashSet<TenantName>>> = Rc::default();
         loop {
             sleep(LOOK_INTERVAL).await;
-            let running: Vec<Rc<Instance>> = self.sites.borrow().values().cloned().collect();
-            let running = running.into_iter().filter(|instance| {
-                let life = instance.life.borrow();
-                life.tier() >= Tier::Quiet && life.doing().is_none()
-            });
-            self.look_for_restarts(engine, running.collect()).await;
+            let mut running: HashMap<TenantName, Vec<Rc<Instance>>> = HashMap::new();
+            for instance in self.sites.borrow().values().filter(|instance| instance.is_watched()) {
+                let tenant = instance.site().tenant.clone();
+                if !looking.borrow().contains(&tenant) {
+                    running.entry(tenant).or_default().push(Rc::clone(instance));
+                }
+            }
+            for (tenant, instances) in running {
+                looking.borrow_mut().insert(tenant.clone());
+                let (engine, looking) = (Rc::clone(engine), Rc::clone(&looking));
+                spawn_local(async move {
+                    engine.instances.look_for_restarts(&engine, &tenant, instances).await;
+                    looking.borrow_mut().remove(&tenant);
+                });
+            }
         }
     }
 
     /// Starts this one anew if its file was touched while it rested.
     pub(super) async fn restart_if_touched(&self, engine: &Rc<Engine>, instance: &Rc<Instance>) {
         if instance.body.borrow().is_some() && !instance.is_awake() {
-            self.look_for_restarts(engine, vec![Rc::clone(instance)]).await;
+            let tenant = instance.site().tenant.clone();
+            self.look_for_restarts(engine, &tenant, vec![Rc::clone(instance)]).await;
         }
     }
 
-    async fn look_for_restarts(&self, engine: &Rc<Engine>, instances: Vec<Rc<Instance>>) {
+    async fn look_for_restarts(
+        &self,
+        engine: &Rc<Engine>,
+        tenant: &TenantName,
+        instances: Vec<Rc<Instance>>,
+    ) {
         let file = |instance: &Rc<Instance>| {
             let body = instance.body.borrow().clone()?;
             Some((Rc::clone(instance), instance.life.borrow().run(), body.restart_file.clone()?))
@@ -92,7 +113,7 @@ impl Instances {
         let files: Vec<Arc<RestartFile>> = found.iter().map(|(_, _, file)| Arc::clone(file)).collect();
         let look = move || Ok(files.iter().map(|file| file.is_touched()).collect::<Vec<_>>());
         // Should no worker be free, the next look does it.
-        let Ok(touched) = engine.on_worker(look).await else { return };
+        let Ok(touched) = engine.on_worker_for(tenant, look).await else { return };
         for ((instance, run, file), is_touched) in found.into_iter().zip(touched) {
             if is_touched && instance.life.borrow().run() == run {
                 let path = file.path.display();
@@ -100,6 +121,14 @@ impl Instances {
                 self.tell(engine, &instance, Event::Restart);
             }
         }
+    }
+}
+
+impl Instance {
+    /// Its file is looked at while it runs: one that rests is looked at when it is needed.
+    fn is_watched(&self) -> bool {
+        let life = self.life.borrow();
+        life.tier() >= Tier::Quiet && life.doing().is_none()
     }
 }
 

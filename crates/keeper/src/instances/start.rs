@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use nagaya_cmdb::instance::Stage;
 use nagaya_cmdb::record::{App, Base, ImageWhen, Outbound, Ready};
-use nagaya_cmdb::{Backend, Site};
+use nagaya_cmdb::{Backend, Site, TenantName};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::spawn_local;
@@ -451,7 +451,8 @@ async fn spawn_sandboxed(
         }
     };
     if let Some(reads) = &made.reads {
-        spawn_local(drain_reads(Rc::clone(engine), Arc::downgrade(reads)));
+        let tenant = instance.site().tenant.clone();
+        spawn_local(drain_reads(Rc::clone(engine), tenant, Arc::downgrade(reads)));
     }
     instance.mark(if made.image.is_some() { Stage::Restore } else { Stage::Boot }, made.since);
     let sandbox = Arc::clone(&made.sandbox);
@@ -460,13 +461,13 @@ async fn spawn_sandboxed(
 }
 
 /// Takes in which files it reads, so that the kernel need not keep that, until nobody wants to know.
-async fn drain_reads(engine: Rc<Engine>, reads: Weak<ReadRecorder>) {
+async fn drain_reads(engine: Rc<Engine>, tenant: TenantName, reads: Weak<ReadRecorder>) {
     let mut pause = DRAIN_FIRST;
     loop {
         sleep(pause).await;
         let Some(reads) = reads.upgrade() else { return };
         // Should no worker be free, the next time does it.
-        let count = engine.on_worker(move || Ok(reads.drain())).await.unwrap_or_default();
+        let count = engine.on_worker_for(&tenant, move || Ok(reads.drain())).await.unwrap_or_default();
         pause = if count > 0 { DRAIN_FIRST } else { (pause * 2).min(DRAIN_MAX) };
     }
 }
@@ -584,14 +585,18 @@ pub async fn take_image(
     let what = Arc::new((inside, images, subject.clone(), leaf));
     let mut pauses = TAKE_PAUSES.into_iter();
     let taken = loop {
-        let what = Arc::clone(&what);
-        let take = move || {
-            let (inside, images, of, leaf) = &*what;
-            let Inside { housing, made } = &**inside;
+        let (read, kept) = (Arc::clone(&what), Arc::clone(&what));
+        let find_watched = move || {
+            let (inside, _, _, leaf) = &*read;
             let pids: Vec<i32> =
                 leaf.pids().unwrap_or_default().iter().map(|pid| pid.as_raw_nonzero().get()).collect();
-            let watched = made.reads.as_ref().map(|reads| reads.finish(&housing.owner(), &pids));
-            let taken = housing.take(images, &made.sandbox, of, &made.handover, watched.unwrap_or_default());
+            let reads = inside.made.reads.as_ref();
+            Ok(reads.map(|reads| reads.finish(&inside.housing.owner(), &pids)).unwrap_or_default())
+        };
+        let take = move |watched| {
+            let (inside, images, of, _) = &*kept;
+            let Inside { housing, made } = &**inside;
+            let taken = housing.take(images, &made.sandbox, of, &made.handover, watched);
             taken.map_err(|error| Fault::new(Failure::Broken, error.code(), error.to_string()))
         };
         // What no image carries is closed meanwhile.
@@ -599,7 +604,10 @@ pub async fn take_image(
             Some(outlets) => Some(outlets.pause().await),
             None => None,
         };
-        let taken = engine.on_worker(take).await;
+        let taken = match engine.on_worker_for(&instance.site().tenant, find_watched).await {
+            Ok(watched) => engine.on_worker(move || take(watched)).await,
+            Err(fault) => Err(fault),
+        };
         drop(closed);
         match (taken, pauses.next()) {
             (Err(fault), Some(pause)) if is_tried_again(&fault, pause) => {

@@ -73,6 +73,7 @@ impl Instances {
         name: &SiteName,
     ) -> Result<Option<(Arc<Images>, Image, Vec<u8>)>, Fault> {
         let (images, housing) = (self.images()?, self.housing(engine, name).await?);
+        let tenant = housing.tenant.name.clone();
         let look = move || {
             let subject = housing.present_subject()?;
             match images.find(&subject) {
@@ -85,7 +86,7 @@ impl Instances {
                 Found::Nothing | Found::Unfit(_) => Ok(None),
             }
         };
-        engine.on_worker(look).await
+        engine.on_worker_for(&tenant, look).await
     }
 
     /// What another node is to be told of the image a site has here. None: it has none.

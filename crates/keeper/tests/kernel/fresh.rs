@@ -62,15 +62,20 @@ server.socket = socket.socket(fileno=3)
 server.serve_forever()
 "#;
 
-fn world(more: Value) -> World {
-    let mut world = World::new();
-    world.script("server.py", READER);
-    write(&world, "settings.py", "TITLE = 'one'\n");
-    write(&world, "template.html", "page\n");
+/// With the application, whose record says more.
+fn start(mut world: World, more: Value) -> World {
     let mut record = json!({"listen": "fd"});
     record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     world.site("app", "alice", app("", record));
     world.start()
+}
+
+fn world(more: Value) -> World {
+    let world = World::new();
+    world.script("server.py", READER);
+    write(&world, "settings.py", "TITLE = 'one'\n");
+    write(&world, "template.html", "page\n");
+    start(world, more)
 }
 
 /// Of the application, beneath its directory. Texts that differ have other lengths: Python looks at no more than those, and seconds.
@@ -375,13 +380,10 @@ server.serve_forever()
 "#;
 
 fn memory_world(more: Value) -> World {
-    let mut world = World::new();
+    let world = World::new();
     world.script("server.py", MEMORY);
     write(&world, "memory_settings.py", "TITLE = 'one'\n");
-    let mut record = json!({"listen": "fd"});
-    record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    world.site("app", "alice", app("", record));
-    world.start()
+    start(world, more)
 }
 
 async fn visit(keeper: &Keeper, at: &str) -> String {
