@@ -23,7 +23,7 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     if !arguments.is_empty() {
         bail!("conformance takes no arguments");
     }
-    let directory = prepare()?;
+    let directory = prepare()?.context("what others wrote could not be brought here; see above")?;
     let program = workspace::build_nagaya(Build::Tested)?;
     let tests = ["test", "--quiet", PACKAGES, "--test", "e2e"];
     let built =
@@ -39,19 +39,33 @@ pub fn run(arguments: &[String]) -> Result<ExitCode> {
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Fetches and builds what the tests need, and says where it is. Needs a network the first time alone.
-pub fn prepare() -> Result<PathBuf> {
+/// Fetches and builds what the tests need, and says where it is. Needs a network the first time alone: `None`, and says why, without.
+///
+/// # Errors
+/// If `vendor/h2` is not what it says it is.
+pub fn prepare() -> Result<Option<PathBuf>> {
+    let unprepared = |error: anyhow::Error| println!("conformance: {error:#}");
+    let packages = match packages() {
+        Ok(packages) => packages,
+        Err(error) => {
+            unprepared(error);
+            return Ok(None);
+        }
+    };
+    compare_vendored(&source_of(&packages, "h2")?)?;
+    Ok(build(&packages).map_err(unprepared).ok())
+}
+
+fn build(packages: &[Value]) -> Result<PathBuf> {
     let directory = workspace::target_dir().join("conformance");
     let made = as_builder("mkdir").arg("-p").arg(&directory).status().context("running mkdir")?;
     ensure!(made.success(), "{} cannot be made", directory.display());
-    let packages = packages()?;
     for (package, file, name) in MESSAGES {
-        let source = source_of(&packages, package)?.join(file);
+        let source = source_of(packages, package)?.join(file);
         let copied =
             as_builder("cp").arg(&source).arg(directory.join(name)).status().context("running cp")?;
         ensure!(copied.success(), "{} cannot be copied", source.display());
     }
-    compare_vendored(&source_of(&packages, "h2")?)?;
     let built = as_builder("go")
         .args(["build", "-mod=readonly", "-buildvcs=false", "-o"])
         .arg(directory.join("h2spec"))

@@ -179,11 +179,17 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<
     // Tests of clusters on one machine call this program.
     let own = std::env::current_exe().context("asking which program this is")?;
     let mut command = workspace::cargo();
+    let mut is_prepared = true;
     if arguments.contains(&END_TO_END) {
         match conformance::prepare() {
-            Ok(directory) => _ = command.env(conformance::DIRECTORY_VARIABLE, directory),
+            Ok(Some(directory)) => _ = command.env(conformance::DIRECTORY_VARIABLE, directory),
             // Without a network its tests are skipped, and say so.
-            Err(error) => println!("conformance: {error:#}"),
+            Ok(None) => {}
+            Err(error) => {
+                println!("conformance: {error:#}");
+                sum.failures.push("conformance".into());
+                is_prepared = false;
+            }
         }
     }
     let mut child = command
@@ -203,7 +209,7 @@ fn cargo_test(arguments: &[&str], sum: &mut Sum, begun: impl FnOnce() -> Result<
         println!("{line}");
         sum.read(&line);
     }
-    Ok(child.wait().context("waiting for cargo test")?.success())
+    Ok(child.wait().context("waiting for cargo test")?.success() & is_prepared)
 }
 
 impl Sum {
