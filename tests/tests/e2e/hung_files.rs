@@ -1,6 +1,6 @@
 //! A file system that stops answering stops the requests for its own files, and no others.
 //!
-//! Not here: applications (`instances`), files that are only slow.
+//! Not here: what applications do otherwise (`instances`), files that are only slow.
 
 use nagaya_tests::client::{self, Connection};
 use nagaya_tests::fuse::HangingMount;
@@ -9,10 +9,18 @@ use nagaya_tests::wait;
 use nagaya_tests::world::World;
 use serde_json::json;
 
+use crate::programs;
+
 pub const SUITE: Suite = Suite {
     name: "hung_files",
     needs_root: true,
-    tests: Tests::Sharing(world, nagaya_tests::tests![a_file_system_that_hangs_stops_only_its_own_files]),
+    tests: Tests::Sharing(
+        world,
+        nagaya_tests::tests![
+            a_file_system_that_hangs_stops_only_its_own_files,
+            an_application_on_it_keeps_no_other_from_a_new_start,
+        ],
+    ),
 };
 
 /// Sent by the kernel, where it may be.
@@ -25,6 +33,8 @@ fn world() -> World {
         .site_of("bob", "local", json!({ "kind": "static", "root": "www" }))
         .site_of("carol", "cgi", json!({ "kind": "cgi", "root": "cgi" }))
         .site_of("alice", "home", json!({ "kind": "static", "root": "www" }))
+        .tenant("dave")
+        .tenant("erin")
         .start();
     world.write("alice", "www/a.txt", "alice");
     world.write("bob", "www/a.txt", "bob");
@@ -75,4 +85,27 @@ fn a_file_system_that_hangs_stops_only_its_own_files(world: &World) {
     }
     drop(mount);
     drop(waiting);
+}
+
+/// Whether its tenant has touched `tmp/restart.txt` is looked at once a second, for all that run.
+fn an_application_on_it_keeps_no_other_from_a_new_start(world: &World) {
+    let program = programs::ONE_ANSWER_PER_CONNECTION;
+    let mount = HangingMount::new(&world.home("dave").join("remote"), &[("app.pl", program.as_bytes())]);
+    world.write_program("erin", "app/app.pl", program);
+    for (tenant, directory) in [("dave", "remote"), ("erin", "app")] {
+        let backend = json!({ "kind": "app", "directory": directory, "command": ["/usr/bin/perl", "app.pl"],
+            "start_seconds": 20, "idle": { "frozen": "never" } });
+        world.import(&[
+            json!({ "name": tenant, "tenant": tenant, "hosts": [format!("{tenant}.test")], "backend": backend }),
+        ]);
+        world.get(&format!("{tenant}.test"), "/").expect(200);
+    }
+    mount.hang();
+    wait::until("the node waits for the file system", || mount.unanswered() > 0);
+    world.write("erin", "app/tmp/restart.txt", "");
+    wait::until("the other one is started anew", || {
+        world.log().lines().any(|line| line.contains("restart.txt was touched") && line.contains("erin"))
+    });
+    world.get("erin.test", "/").expect(200);
+    drop(mount);
 }
